@@ -1,0 +1,25 @@
+"""Serve large language models on Triton Inference Server: the engine and its Triton door.
+
+Importing this package loads neither torch nor Triton: names are resolved when first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.request import SamplingParams
+
+if TYPE_CHECKING:
+    from minisgl_backend.llm import LLM
+
+__version__ = "0.1.0"
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "LLM":
+        from minisgl_backend.llm import LLM
+
+        return LLM
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

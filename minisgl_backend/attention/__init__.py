@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache: the pool, one interface, and a backend per kernel library."""

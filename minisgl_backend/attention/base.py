@@ -1,0 +1,123 @@
+"""The one interface of all attention backends, and what they are given.
+
+Knows nothing of layers, models or scheduling.
+
+Metadata is prepared once a step (`plan_*`), never once a layer; prefill and decode are separate. For CUDA graphs
+there are three methods: `allocate_graph` once, `plan_capture` before a batch size is captured, `plan_replay`
+before each replay, which is on the critical path and must neither synchronise nor allocate.
+
+Keys and values are read here and written by the model's layers: `KVPool` hands both the same tensors.
+
+    K or V of one layer   [num_pages, num_kv_heads, page_size, head_dim]   (head-major pages)
+    slot of a token       page_id * page_size + position % page_size
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Plan = Any  # whatever a backend prepares for one step; opaque to everyone else
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """What a backend must serve; everything is per tensor-parallel rank. Fixed for the life of the engine."""
+
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page_size: int  # tokens
+    max_seq_len: int  # tokens
+    max_rows: int  # rows of the page table, the padding row included
+    dtype: torch.dtype
+    device: torch.device
+    scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    sliding_window: int | None = None  # tokens; None: full attention
+
+    @property
+    def softmax_scale(self) -> float:
+        return self.scale if self.scale is not None else 1.0 / math.sqrt(self.head_dim)
+
+    @property
+    def max_pages_per_row(self) -> int:
+        return -(-self.max_seq_len // self.page_size)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PrefillInputs:
+    """The prefill part of one step: ragged queries over sequences that may have cached tokens before them.
+
+    Sequence i has query tokens cu_seqlens_q[i] to cu_seqlens_q[i+1]; they are the last ones of its kv_lens[i]
+    tokens (causal, aligned at the end), whose keys and values are already in the pool when `prefill` runs.
+    """
+
+    cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1], device
+    kv_lens: torch.Tensor  # int32 [num_seqs], device; cached and new tokens
+    rows: torch.Tensor  # int32 [num_seqs], device; lines of page_table
+    page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row], device; live, shared by all steps
+    cu_seqlens_q_host: npt.NDArray[np.int32]
+    kv_lens_host: npt.NDArray[np.int32]
+    rows_host: npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeInputs:
+    """The decode part of one step: one query token a sequence, the last of its kv_lens tokens.
+
+    For graph replay the batch is padded: padding entries name the padding row (max_rows - 1, whose pages are all
+    the padding page) with kv_lens 1.
+    """
+
+    kv_lens: torch.Tensor  # int32 [batch], device
+    rows: torch.Tensor  # int32 [batch], device
+    page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row], device
+    kv_lens_host: npt.NDArray[np.int32]
+    rows_host: npt.NDArray[np.int32]
+
+    @property
+    def batch_size(self) -> int:
+        return len(self.kv_lens_host)
+
+
+class AttentionBackend(ABC):
+    """Kernels for one spec. The constructor raises ConfigError for what it cannot serve: at start, never later."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        self.spec = spec
+
+    @abstractmethod
+    def plan_prefill(self, inputs: PrefillInputs) -> Plan:
+        """Prepares the metadata of one step's prefill part. Host work and uploads belong here."""
+
+    @abstractmethod
+    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape, causal."""
+
+    @abstractmethod
+    def plan_decode(self, inputs: DecodeInputs) -> Plan:
+        """Prepares the metadata of one step's decode part, without a graph."""
+
+    @abstractmethod
+    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> torch.Tensor:
+        """q [batch, num_q_heads, head_dim] -> attention output of the same shape. Never plans, never syncs."""
+
+    def allocate_graph(self, max_batch_size: int) -> None:
+        """Allocates, once, every buffer that captured graphs will read."""
+        raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")
+
+    def plan_capture(self, inputs: DecodeInputs) -> Plan:
+        """The plan to capture with for this batch size; `inputs` holds the static buffers."""
+        raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")
+
+    def plan_replay(self, inputs: DecodeInputs) -> None:
+        """Brings the buffers of the captured plan of this batch size up to date; `inputs` as in plan_capture,
+        with this step's host arrays."""
+        raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")

@@ -1,0 +1,290 @@
+"""Every engine option, once: the user's settings, and what they resolve to on a given model and machine.
+
+Knows nothing of torch, Triton or files: facts about model and device come in as plain values.
+
+`EngineConfig` is what the user wrote. The same names are `parameters` of model_repository/engine/config.pbtxt,
+fields of this class and command-line flags of the offline tools. `resolve` turns it into a `RuntimeConfig`, in
+which no "auto" is left.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import types
+import typing
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from minisgl_backend.errors import ConfigError
+
+DTYPES = ("auto", "bfloat16", "float16", "float32")
+BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
+CACHE_TYPES = ("radix", "naive")
+POLICIES = ("fcfs", "lpm")
+RUNNERS = ("model", "null")
+
+
+@dataclass(frozen=True)
+class Option:
+    """One row of the options table."""
+
+    name: str
+    type: type  # str, int, float or bool
+    optional: bool  # None is allowed and written as an empty parameter
+    default: Any
+    help: str
+    flags: tuple[str, ...]  # command-line spellings, the first one is canonical
+    allowed: str  # in words, for error messages
+    check: Callable[[Any], bool]
+
+    def parse(self, text: str) -> Any:
+        """The value that `text` stands for. Raises ConfigError naming the option, the text and what is allowed."""
+        text = text.strip()
+        if self.optional and text.lower() in ("", "none", "auto") and self.default is None:
+            return None
+        try:
+            if self.type is bool:
+                value: Any = {"1": True, "true": True, "on": True, "0": False, "false": False, "off": False}[
+                    text.lower()
+                ]
+            else:
+                value = self.type(text)
+        except (ValueError, KeyError):
+            raise ConfigError(f"{self.name} is {text!r}; allowed: {self.allowed}") from None
+        return self.validate(value)
+
+    def validate(self, value: Any) -> Any:
+        """Returns the value. Raises ConfigError where it is not allowed."""
+        if value is None and self.optional:
+            return value
+        right_type = isinstance(value, self.type) or (self.type is float and isinstance(value, int))
+        if not right_type or (self.type is not bool and isinstance(value, bool)) or not self.check(value):
+            raise ConfigError(f"{self.name} is {value!r}; allowed: {self.allowed}")
+        return value
+
+
+def _option(
+    default: Any, help: str, allowed: str, check: Callable[[Any], bool] = lambda value: True, *flags: str
+) -> Any:
+    return field(default=default, metadata={"help": help, "allowed": allowed, "check": check, "flags": tuple(flags)})
+
+
+def _positive(value: int) -> bool:
+    return value >= 1
+
+
+def _power_of_two(value: int) -> bool:
+    return value >= 1 and value & (value - 1) == 0
+
+
+def _backend_names(value: str) -> bool:
+    parts = value.split(",")
+    return value == "auto" or (len(parts) <= 2 and all(part in BACKENDS for part in parts))
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The user's settings, checked one by one at construction (ConfigError), not yet against a model or machine."""
+
+    model: str = _option(
+        "demo",
+        "model folder in Hugging Face format (config.json, safetensors, tokenizer), a hub id where the host has a "
+        "network, or `demo` for the model that comes with the project",
+        "a folder, a hub id or `demo`",
+        lambda value: bool(value.strip()),
+    )
+    dtype: str = _option(
+        "auto",
+        "number format of weights and KV cache; auto: on GPU bfloat16 models stay and all others become float16, "
+        "on CPU float32",
+        ", ".join(DTYPES),
+        DTYPES.__contains__,
+    )
+    attention_backend: str = _option(
+        "auto",
+        "attention kernels, or `PREFILL,DECODE` for one each",
+        f"auto, one of {' '.join(BACKENDS)}, or two of them as PREFILL,DECODE",
+        _backend_names,
+        "--attn",
+    )
+    page_size: int | None = _option(
+        None,
+        "tokens a KV page; unset: the best measured one for the backends",
+        "a power of two",
+        _power_of_two,
+    )
+    num_pages: int | None = _option(
+        None, "exact number of KV pages; unset: as many as memory_ratio allows", "1 or more", _positive
+    )
+    memory_ratio: float = _option(
+        0.9,
+        "share of the free device memory that weights and KV cache may take",
+        "above 0 and at most 1",
+        lambda value: 0 < value <= 1,
+    )
+    max_prefill_length: int = _option(
+        8192, "token budget of one step; longer prompts are computed in chunks", "1 or more", _positive
+    )
+    mixed_prefill_length: int = _option(
+        512,
+        "prompt tokens computed beside running streams in one step, so that a long prompt does not freeze them; "
+        "0: prompts first, streams wait",
+        "0 or more",
+        lambda value: value >= 0,
+    )
+    max_running_requests: int = _option(256, "sequences in one step", "1 to 4096", lambda value: 1 <= value <= 4096)
+    max_waiting_requests: int = _option(
+        4096, "requests in the queue; one more is answered UNAVAILABLE", "1 or more", _positive
+    )
+    max_seq_len_override: int | None = _option(
+        None,
+        "longest sequence, prompt and answer; unset: the model's own limit",
+        "2 or more",
+        lambda value: value >= 2,
+    )
+    cuda_graph_max_bs: int | None = _option(
+        None,
+        "largest decode batch captured as a CUDA graph; 0 switches graphs off; unset: chosen from free memory",
+        "0 or more",
+        lambda value: value >= 0,
+    )
+    cache_type: str = _option("radix", "prefix cache", ", ".join(CACHE_TYPES), CACHE_TYPES.__contains__, "--cache")
+    schedule_policy: str = _option(
+        "fcfs",
+        "order of the queue: first come first served, or longest cached prefix first",
+        ", ".join(POLICIES),
+        POLICIES.__contains__,
+    )
+    tp: int = _option(1, "tensor-parallel size; must divide the model's heads", "1 or more", _positive)
+    disable_pynccl: bool = _option(
+        False, "use torch.distributed's NCCL instead of the engine's own communicator", "true or false"
+    )
+    dummy_weights: bool = _option(False, "random weights, for benchmarks", "true or false")
+    trust_remote_code: bool = _option(
+        False, "let the tokenizer run Python code found in the model folder", "true or false"
+    )
+    runner: str = _option(
+        "model",
+        "null replaces the model by a runner that returns tokens without computing, to measure everything else",
+        ", ".join(RUNNERS),
+        RUNNERS.__contains__,
+    )
+    null_runner_rate: float = _option(
+        0.0,
+        "tokens a second of each stream with runner=null; 0: as fast as steps go",
+        "0 or more",
+        lambda v: v >= 0,
+    )
+
+    def __post_init__(self) -> None:
+        for option in OPTIONS.values():
+            option.validate(getattr(self, option.name))
+
+    @classmethod
+    def from_parameters(cls, parameters: Mapping[str, str]) -> EngineConfig:
+        """From the string parameters of a Triton config.pbtxt.
+
+        An unknown name, a wrong value or an unfilled `${placeholder}` raises ConfigError.
+        """
+        values: dict[str, Any] = {}
+        for name, text in parameters.items():
+            if name not in OPTIONS:
+                raise ConfigError(f"unknown engine option {name!r}; the options are: {', '.join(OPTIONS)}")
+            if text.startswith("${"):
+                raise ConfigError(
+                    f"{name} is {text!r}: the placeholder was never filled in; remove the line or set a value"
+                )
+            values[name] = OPTIONS[name].parse(text)
+        return cls(**values)
+
+    def to_parameters(self) -> dict[str, str]:
+        """String parameters of the options that differ from their defaults."""
+        changed = {name: getattr(self, name) for name, o in OPTIONS.items() if getattr(self, name) != o.default}
+        return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in changed.items()}
+
+
+def _options_of(config_class: type) -> dict[str, Option]:
+    hints = typing.get_type_hints(config_class)
+    options = {}
+    for spec in dataclasses.fields(config_class):
+        hint, optional = hints[spec.name], False
+        if isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union:
+            optional = True
+            hint = next(part for part in typing.get_args(hint) if part is not type(None))
+        options[spec.name] = Option(
+            name=spec.name,
+            type=hint,
+            optional=optional,
+            default=spec.default,
+            help=spec.metadata["help"],
+            flags=("--" + spec.name.replace("_", "-"), *spec.metadata["flags"]),
+            allowed=spec.metadata["allowed"],
+            check=spec.metadata["check"],
+        )
+    return options
+
+
+OPTIONS: Mapping[str, Option] = types.MappingProxyType(_options_of(EngineConfig))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Environment:
+    """What the engine reads from environment variables, read once."""
+
+    overlap: bool  # MINISGL_DISABLE_OVERLAP_SCHEDULING=1 switches it off
+    log_level: str  # LOG_LEVEL
+    flashinfer_tensor_cores: bool | None  # FLASHINFER_USE_TENSOR_CORES=0/1; None: the measured default
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
+        """Raises ConfigError for a value that is not one of those allowed."""
+        level = environ.get("LOG_LEVEL", "INFO").upper()
+        if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+            raise ConfigError(f"LOG_LEVEL is {level!r}; allowed: DEBUG, INFO, WARNING, ERROR")
+        return cls(
+            overlap=not _environment_flag(environ, "MINISGL_DISABLE_OVERLAP_SCHEDULING"),
+            log_level=level,
+            flashinfer_tensor_cores=_environment_flag(environ, "FLASHINFER_USE_TENSOR_CORES"),
+        )
+
+
+def _environment_flag(environ: Mapping[str, str], name: str) -> bool | None:
+    text = environ.get(name, "")
+    if text not in ("", "0", "1"):
+        raise ConfigError(f"{name} is {text!r}; allowed: 0 or 1")
+    return None if text == "" else text == "1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
+    """All that scheduler and cache know of the configuration. Units are tokens, pages and sequences."""
+
+    page_size: int
+    num_pages: int
+    max_seq_len: int
+    max_running_requests: int
+    max_waiting_requests: int
+    max_prefill_length: int
+    mixed_prefill_length: int
+    cache_type: str = "radix"
+    schedule_policy: str = "fcfs"
+    eos_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Resolved settings: nothing is "auto" any more. Made once by `engine.resolve`, then only read."""
+
+    config: EngineConfig
+    model_dir: str
+    device: str  # "cpu" or "cuda"
+    dtype: str  # bfloat16, float16 or float32
+    prefill_backend: str
+    decode_backend: str
+    page_size: int
+    max_seq_len: int
+    overlap: bool
+    cuda_graph_max_bs: int | None  # None: chosen from free memory once the weights are loaded
+    flashinfer_tensor_cores: bool | None

@@ -1,0 +1,120 @@
+"""What travels between fronts, detokenizer and engine core: typed structs, packed with msgspec (MessagePack).
+
+Knows nothing of sockets or Triton. Nothing here is ever pickled.
+
+    front -> core         Hello, Submit, Abort, GetStats            (Command)
+    core  -> front        Welcome, Outputs, Rejected, Stats         (Event)
+    detokenizer -> front  Handled                                   (one message per execute call)
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from minisgl_backend.request import Request
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A front attaches. Its index is the bits above the lowest 47 of every uid that it chooses (see `uid_of`)."""
+
+    front: int
+    pid: int
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Compute this request. Answered by Outputs, or by one Rejected."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop these sequences; unknown uids are ignored. `reason` is a FinishReason (STOP for a stop string).
+
+    Each of them still gets its last record, with that reason.
+    """
+
+    uids: tuple[int, ...]
+    reason: int
+
+
+class GetStats(msgspec.Struct, frozen=True, tag=True):
+    """Ask for one Stats event."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The core is ready; facts that fronts need."""
+
+    pid: int
+    max_seq_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    page_size: int
+    num_pages: int
+    description: str  # model, backends, dtype: for logs
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top: tuple[float, ...]
+
+
+class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What few records need: sent only where it says something."""
+
+    cached_tokens: int | None = None  # with the first token of a sequence: prompt tokens that the cache supplied
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str = ""  # with FinishReason.ERROR
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """What one step means for one front: parallel little-endian arrays, one entry a sequence.
+
+    A record without a token (an aborted sequence's last one) has token id -1. Several Outputs merge by
+    concatenation, in order; `details` is keyed by entry index.
+    """
+
+    uids: bytes  # int64 [n]
+    token_ids: bytes  # int32 [n]
+    reasons: bytes  # uint8 [n], FinishReason; 0: the sequence goes on
+    details: dict[int, SequenceDetail] = {}
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """A request that the core cannot take: `kind` names the error class of `errors` to raise."""
+
+    uid: int
+    kind: str  # "InvalidRequestError" or "CapacityError"
+    message: str
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """Counters and gauges by name (the fields of step.StepStats, plus histograms kept by the core)."""
+
+    values: dict[str, float]
+
+
+class Handled(msgspec.Struct, frozen=True, tag=True):
+    """The detokenizer has handled responses: for each uid the highest sequence number seen, in order."""
+
+    uids: bytes  # int64 [n]
+    sequence_numbers: bytes  # int32 [n]
+
+
+Command = Hello | Submit | Abort | GetStats
+Event = Welcome | Outputs | Rejected | Stats
+
+
+def uid_of(front: int, counter: int) -> int:
+    """A request id that no other front chooses: 16 bits of front index, 47 bits of counter."""
+    return (front << 47) | counter
+
+
+def front_of(uid: int) -> int:
+    """The index of the front that chose this uid."""
+    return uid >> 47

@@ -1,0 +1,153 @@
+"""What enters the engine (Request) and why it leaves (FinishReason).
+
+Knows nothing of pages, devices or Triton. All values are immutable and serialise with msgspec.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from typing import Literal
+
+import msgspec
+
+from minisgl_backend.errors import InvalidRequestError
+
+MAX_STOP_STRINGS = 64
+MAX_STOP_TOKEN_IDS = 256
+MAX_BAD_WORDS = 1024
+MAX_LOGIT_BIAS = 1024
+MAX_LOGPROBS = 20
+MAX_SEQUENCES_PER_REQUEST = 64
+MAX_GRAMMAR_BYTES = 65536
+SEED_RANGE = 2**64
+
+
+class FinishReason(enum.IntEnum):
+    """Why a sequence ended. The integer travels in step records; 0 means that it goes on."""
+
+    RUNNING = 0
+    STOP = 1  # an end-of-sequence token, a stop token or a stop string
+    LENGTH = 2  # max_tokens or the context limit
+    CANCELLED = 3  # the client left or the deadline passed
+    ERROR = 4  # the step that computed it failed
+
+    @property
+    def label(self) -> str:
+        """The name that clients read: "stop", "length", "cancelled" or "error"."""
+        return self.name.lower()
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A constraint on the output. `json` needs no text; the other kinds hold a schema, a regex or an EBNF grammar."""
+
+    kind: Literal["json", "json_schema", "regex", "ebnf_grammar"]
+    text: str = ""
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to continue one prompt. `validate` must have passed before the engine sees it.
+
+    Token-id fields are what the engine works with; the string fields (`stop`, `bad_words`) are translated or
+    watched for by the layer that owns the tokenizer, and the scheduler never looks at them.
+    """
+
+    max_tokens: int | None = None  # new tokens; None: up to the context limit
+    min_tokens: int = 0  # end-of-sequence and stop tokens are not sampled before this many
+    temperature: float = 1.0  # 0: greedy
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0  # in (0, 1]
+    min_p: float = 0.0  # in [0, 1]
+    seed: int | None = None  # None: drawn when the request is accepted
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: dict[int, float] = {}
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    logprobs: int | None = None  # None: off; 0: only the sampled token's; k: and the k most likely ones
+    prompt_logprobs: int | None = None  # the same for every prompt token but the first
+    n: int = 1  # sequences sampled from the same prompt
+    grammar: Grammar | None = None
+
+    @property
+    def greedy(self) -> bool:
+        return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def has_penalties(self) -> bool:
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    def validate(self, vocab_size: int | None = None) -> None:
+        """Raises InvalidRequestError naming the first field whose value is not allowed."""
+        if self.max_tokens is not None and self.max_tokens < 1:
+            _refuse("max_tokens", self.max_tokens, "1 or more")
+        if self.min_tokens < 0 or (self.max_tokens is not None and self.min_tokens > self.max_tokens):
+            _refuse("min_tokens", self.min_tokens, "0 to max_tokens")
+        _check_range("temperature", self.temperature, 0.0, 100.0)
+        if self.top_k < 0:
+            _refuse("top_k", self.top_k, "0 (off) or more")
+        if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
+            _refuse("top_p", self.top_p, "above 0 and at most 1")
+        _check_range("min_p", self.min_p, 0.0, 1.0)
+        if self.seed is not None and not 0 <= self.seed < SEED_RANGE:
+            _refuse("seed", self.seed, "0 to 2**64 - 1")
+        if not (math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 100.0):
+            _refuse("repetition_penalty", self.repetition_penalty, "above 0 and at most 100")
+        _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
+        _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
+        if not 1 <= self.n <= MAX_SEQUENCES_PER_REQUEST:
+            _refuse("n", self.n, f"1 to {MAX_SEQUENCES_PER_REQUEST}")
+        for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if value is not None and not 0 <= value <= MAX_LOGPROBS:
+                _refuse(name, value, f"0 to {MAX_LOGPROBS}")
+        self._validate_lists(vocab_size)
+
+    def _validate_lists(self, vocab_size: int | None) -> None:
+        for name, value, limit in (
+            ("stop", self.stop, MAX_STOP_STRINGS),
+            ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
+            ("bad_words", self.bad_words, MAX_BAD_WORDS),
+            ("bad_words_token_ids", self.bad_words_token_ids, MAX_BAD_WORDS),
+            ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
+        ):
+            if len(value) > limit:
+                _refuse(name, f"{len(value)} entries", f"at most {limit}")
+        for bias in self.logit_bias.values():
+            _check_range("logit_bias", bias, -100.0, 100.0)
+        if self.grammar is not None and len(self.grammar.text.encode()) > MAX_GRAMMAR_BYTES:
+            _refuse("guided_decoding_guide", "a longer text", f"at most {MAX_GRAMMAR_BYTES} bytes")
+        if vocab_size is None:
+            return
+        named = {
+            "stop_token_ids": self.stop_token_ids,
+            "logit_bias": tuple(self.logit_bias),
+            "bad_words": tuple(token for word in self.bad_words_token_ids for token in word),
+        }
+        for name, tokens in named.items():
+            for token in tokens:
+                if not 0 <= token < vocab_size:
+                    _refuse(name, f"token id {token}", f"token ids 0 to {vocab_size - 1}")
+
+
+class Request(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt and what to do with it. With n > 1 it becomes n sequences with uids `uid` to `uid + n - 1`."""
+
+    uid: int  # unique over the life of the engine; chosen by the front
+    token_ids: bytes  # int32, little-endian; the prompt
+    params: SamplingParams
+    priority: int = 0  # 0: the default level; otherwise 1 is the most urgent, as in Triton
+    deadline: float | None = None  # time.monotonic() seconds after which the request is dropped
+    request_id: str = ""  # the client's own id, for logs
+
+
+def _check_range(name: str, value: float, low: float, high: float) -> None:
+    if not (math.isfinite(value) and low <= value <= high):
+        _refuse(name, value, f"{low:g} to {high:g}")
+
+
+def _refuse(name: str, value: object, allowed: str) -> None:
+    raise InvalidRequestError(f"{name} is {value}; allowed: {allowed}")

@@ -1,0 +1,121 @@
+"""What scheduler and runner share: the plan of one step and its result. Plain integers in NumPy arrays.
+
+Knows nothing of tensors, requests' texts or page ownership. A plan is born complete and never changes; rank 0
+makes it, every tensor-parallel rank executes it, and `StepPlan` is all a follower ever hears of a step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.request import SamplingParams
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRow:
+    """A sequence that takes a row with this step (first admission, or resumption after preemption).
+
+    The runner resets everything that it keeps for the row: sampling parameters, penalty counts, history.
+    """
+
+    row: int
+    uid: int
+    params: SamplingParams  # `seed` is never None here
+    prompt_len: int  # tokens of the client's prompt; what follows in token_ids was generated (resumption)
+    token_ids: Int32Array  # all tokens so far, [num_tokens]; penalties and bad words need the cached ones too
+    cached_len: int  # tokens whose keys and values are already in this row's pages
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Prompt tokens `start` to `start + len(token_ids)` of one row, to be computed in this step."""
+
+    row: int
+    start: int  # tokens of the sequence that are in the cache before this step
+    token_ids: Int32Array  # [chunk_len]
+    samples: bool  # true for the chunk that ends the prompt: its last token's logits are sampled
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """One step: a prefill part and a decode part, either of which may be empty.
+
+    Row order is data: prefill chunks come first, then decode rows, both in the order given. The result lists
+    the rows that sample in the same order.
+    """
+
+    step: int  # consecutive number
+    admitted: tuple[AdmittedRow, ...]
+    page_rows: Int32Array  # [num_new_pages]  new entries of the page table, to be written before the step runs:
+    page_columns: Int32Array  # [num_new_pages]  page_table[page_rows, page_columns] = page_ids
+    page_ids: Int32Array  # [num_new_pages]
+    prefill: tuple[PrefillChunk, ...]
+    decode_rows: Int32Array  # [num_decode]
+    decode_lengths: (
+        Int32Array  # [num_decode]  tokens in the cache after this step; the input token's position is one less
+    )
+    decode_uids: npt.NDArray[np.int64]  # [num_decode]  for sampling noise and logs
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that pass through the model in this step."""
+        return sum(len(chunk.token_ids) for chunk in self.prefill) + len(self.decode_rows)
+
+    @property
+    def sampled_rows(self) -> Int32Array:
+        """Rows that sample a token in this step, in result order; int32 [num_sampled]."""
+        first = np.array([chunk.row for chunk in self.prefill if chunk.samples], dtype=np.int32)
+        return np.concatenate([first, self.decode_rows]) if len(first) else self.decode_rows
+
+
+@dataclass(frozen=True, slots=True)
+class Logprobs:
+    """Log-probabilities of one position, after temperature 1 and before any truncation of the distribution."""
+
+    token: float  # of the token at that position
+    rank: int  # 1 for the most likely token
+    top_ids: tuple[int, ...]
+    top: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The tokens that one step sampled, in `StepPlan.sampled_rows` order."""
+
+    step: int
+    token_ids: Int32Array  # [num_sampled]
+    logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index into token_ids; only where asked for
+    prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # by row: the chunk's positions
+    failed_rows: frozenset[int] = frozenset()  # rows whose sequence must end with FinishReason.ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Counters after one commit; the status line and Triton's metrics are made of these."""
+
+    step: int
+    num_running: int
+    num_waiting: int
+    pages_total: int
+    pages_free: int  # on the free list
+    pages_cached: int  # kept only by the prefix cache, evictable
+    pages_leased: int  # held by sequences
+    prefill_tokens: int  # computed in this step
+    decode_tokens: int  # sampled in this step
+    # totals since start
+    total_prompt_tokens: int
+    total_cached_tokens: int  # prompt tokens that the prefix cache supplied
+    total_generated_tokens: int
+    total_finished: int
+    total_cancelled: int
+    total_failed: int
+    total_preempted: int
