@@ -1,0 +1,186 @@
+"""Kernels alone on one GPU: decode attention and small-batch products against bandwidth and against cuBLAS.
+
+    python -m benchmarks.kernels [--only attention,linear] [--json]
+
+Every figure is the median over replays of a CUDA graph that runs the kernel once for each of many copies of its
+weights or caches, so that the L2 cache does not flatter it. TB/s counts bytes that must be read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from minisgl_backend.kernels.decode_attention import DecodeShape, DecodeWorkspace, decode_attention, decode_shape
+from minisgl_backend.kernels.small_linear import LinearShape, LinearWorkspace, linear, linear_shape
+
+# (name, size_out, size_in, norm, residual, gated) of one decoder layer
+QWEN3_06B = [
+    ("qkv", 4096, 1024, True, False, False),
+    ("o", 1024, 2048, False, True, False),
+    ("gate_up", 3072, 1024, True, False, True),
+    ("down", 1024, 3072, False, True, False),
+]
+QWEN3_14B = [
+    ("qkv", 7168, 5120, True, False, False),
+    ("o", 5120, 5120, False, True, False),
+    ("gate_up", 17408, 5120, True, False, True),
+    ("down", 5120, 17408, False, True, False),
+]
+
+
+def time_graph(calls: list[Callable[[], object]], replays: int = 15) -> float:
+    """Median microseconds of one call, over replays of a graph that makes all calls once."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls[:2]:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    times = []
+    for _ in range(replays + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times[2:])
+
+
+def bench_attention(results: dict[str, dict], tune: bool) -> None:
+    """Decode attention at page size 64 and 16, on the length mixes of docs/performance.md."""
+    rng = random.Random(0)
+    cases = {
+        "1x400": [400],
+        "8x1024": [1024] * 8,
+        "64 mixed 500..1500": [rng.randint(500, 1500) for _ in range(64)],
+        "128 mixed 200..1900": [rng.randint(200, 1900) for _ in range(128)],
+        "256x1024": [1024] * 256,
+        "256 mixed 200..1900": [rng.randint(200, 1900) for _ in range(256)],
+    }
+    for (name, lengths), page_size, (heads, kv_heads) in itertools.product(
+        cases.items(), (64, 16), ((16, 8), (40, 8))
+    ):
+        if (heads, page_size) == (40, 16):
+            continue
+        batch, head_dim = len(lengths), 128
+        pages = [-(-length // page_size) for length in lengths]
+        layers = max(2, min(28, int(3e9 / (sum(pages) * page_size * kv_heads * head_dim * 4))))
+        num_pages = sum(pages) + 1
+        caches = [torch.randn(2, num_pages, kv_heads, page_size, head_dim, device="cuda").bfloat16() for _ in range(layers)]
+        ids = torch.randperm(num_pages - 1, device="cuda").int() + 1
+        table = torch.zeros(batch, max(pages), dtype=torch.int32, device="cuda")
+        first = 0
+        for i, count in enumerate(pages):
+            table[i, :count] = ids[first : first + count]
+            first += count
+        kv_lens = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+        rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+        q = torch.randn(batch, heads, head_dim, device="cuda").bfloat16()
+        workspace = DecodeWorkspace(257, heads, kv_heads, head_dim, torch.device("cuda"))
+        out = torch.empty_like(q)
+        num_bytes = sum(lengths) * kv_heads * head_dim * 4
+        shapes = {"chosen": decode_shape(batch, kv_heads)}
+        if tune and page_size == 64:
+            for splits, part, tile, warps, stages in itertools.product(
+                (2, 4, 8, 32), (64, 256), (32, 64, 128), (4,), (2, 3, 4)
+            ):
+                if (splits <= 4) == (batch <= 8) or (batch >= 64 and part == 64) or (batch < 64 and part == 256):
+                    continue
+                shapes[f"s{splits} p{part} t{tile} w{warps} st{stages}"] = DecodeShape(splits, part, tile, warps, stages)
+        rows_out = {}
+        for label, shape in shapes.items():
+            try:
+                us = time_graph([
+                    lambda c=c, s=shape: decode_attention(q, c[0], c[1], rows, kv_lens, table, workspace, s, 0.088, out)
+                    for c in caches
+                ])  # fmt: skip
+            except Exception as error:  # a shape that does not fit the chip is a result too
+                rows_out[label] = str(error)[:60]
+                continue
+            rows_out[label] = (round(us, 1), round(num_bytes / us / 1e6, 2))
+        best = min((v for v in rows_out.values() if isinstance(v, tuple)), default=None)
+        ranked = sorted(((v, k) for k, v in rows_out.items() if isinstance(v, tuple)))[:4]
+        results[f"attention {heads}/{kv_heads} page {page_size} {name}"] = {"chosen": rows_out["chosen"], "best": best, "top": ranked}
+        print(f"attention {heads}/{kv_heads} page {page_size} {name}: chosen {rows_out['chosen']} top {ranked}", flush=True)
+        del caches
+        torch.cuda.empty_cache()
+
+
+def bench_linear(results: dict[str, dict], tune: bool) -> None:
+    """The four products of a layer, fused with norm, residual and activation, against cuBLAS's product alone."""
+    workspace = LinearWorkspace(torch.device("cuda"))
+    for model, products in (("0.6B", QWEN3_06B), ("14B", QWEN3_14B)):
+        for name, size_out, size_in, norm, residual, gated in products:
+            weight_rows = size_out * (2 if gated else 1)
+            copies = max(3, min(28, int(1.5e9 / (weight_rows * size_in * 2))))
+            weights = [torch.randn(weight_rows, size_in, device="cuda").bfloat16() * 0.02 for _ in range(copies)]
+            for rows in (1, 4, 8, 16, 32, 64):
+                if model == "14B" and rows in (4, 32):
+                    continue
+                x = torch.randn(rows, size_in, device="cuda").bfloat16()
+                norm_weight = torch.randn(size_in, device="cuda").bfloat16() if norm else None
+                extra = torch.randn(rows, size_out, device="cuda").bfloat16() if residual else None
+                cublas = time_graph([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])
+                shapes = {"chosen": linear_shape(rows, size_out, size_in)}
+                if tune:
+                    for tile_out, tile_in, split, warps, stages in itertools.product(
+                        (16, 32, 64), (128, 256), (1, 2, 4, 8), (4,), (3, 5)
+                    ):
+                        programs = -(-size_out // tile_out) * split
+                        if (gated and split > 1) or not 60 <= programs <= 1100 or size_in // split < tile_in:
+                            continue
+                        if rows > 16 and tile_in == 256:
+                            continue
+                        shapes[f"o{tile_out} i{tile_in} k{split} st{stages}"] = LinearShape(tile_out, tile_in, split, warps, stages)
+                timed = {}
+                for label, shape in shapes.items():
+                    try:
+                        us = time_graph([
+                            lambda w=w, s=shape: linear(
+                                x, w, workspace, norm_weight=norm_weight, eps=1e-6, residual=extra, gated=gated, shape=s
+                            )
+                            for w in weights
+                        ], 7)  # fmt: skip
+                    except Exception as error:
+                        timed[label] = str(error)[:60]
+                        continue
+                    timed[label] = round(us, 2)
+                good = sorted((v, k) for k, v in timed.items() if isinstance(v, float))[:3]
+                tbs = weight_rows * size_in * 2 / good[0][0] / 1e6
+                key = f"linear {model} {name} rows {rows}"
+                results[key] = {"cublas_us": round(cublas, 2), "chosen_us": timed["chosen"], "top": good}
+                print(f"{key}: cublas {cublas:.1f} chosen {timed['chosen']} top {good} ({tbs:.2f} TB/s)", flush=True)
+            del weights
+            torch.cuda.empty_cache()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="attention,linear")
+    parser.add_argument("--tune", action="store_true", help="try many cuts, not only the chosen one")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    results: dict[str, dict] = {}
+    parts = options.only.split(",")
+    if "attention" in parts:
+        bench_attention(results, options.tune)
+    if "linear" in parts:
+        bench_linear(results, options.tune)
+    if options.json:
+        print(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main()

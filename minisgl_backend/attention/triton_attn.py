@@ -1,0 +1,78 @@
+"""The `triton` backend: this project's own Triton-language kernels, no package beyond torch.
+
+Knows nothing of layers or scheduling. Serves every power-of-two page size and head sizes to 256, on any GPU that
+Triton compiles for. Nothing needs planning on the host: the kernels read lengths and page table on the device, so
+captured graphs are replayed as they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.decode_attention import DecodeShape, DecodeWorkspace, decode_attention, decode_shape
+from minisgl_backend.kernels.prefill_attention import prefill_attention
+
+
+@dataclass(frozen=True)
+class _PrefillPlan:
+    inputs: PrefillInputs
+    max_q_len: int
+
+
+@dataclass(frozen=True)
+class _DecodePlan:
+    inputs: DecodeInputs
+    shape: DecodeShape
+
+
+class TritonBackend(AttentionBackend):
+    """Flash decoding with an in-kernel merge, and a paged FlashAttention-2 prefill."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        if spec.sliding_window is not None:
+            raise ConfigError("attention_backend triton does not serve sliding windows; allowed: torch")
+        if spec.head_dim > 256:
+            raise ConfigError(f"attention_backend triton serves head sizes to 256; this model has {spec.head_dim}")
+        self._workspace = DecodeWorkspace(
+            spec.max_rows, spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.device
+        )
+        properties = torch.cuda.get_device_properties(spec.device) if spec.device.type == "cuda" else None
+        self._num_sms = properties.multi_processor_count if properties else 1
+
+    def plan_prefill(self, inputs: PrefillInputs) -> _PrefillPlan:
+        lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
+        return _PrefillPlan(inputs, int(lengths.max()))
+
+    def prefill(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _PrefillPlan
+    ) -> torch.Tensor:
+        i = plan.inputs
+        return prefill_attention(
+            q, k_cache, v_cache, i.cu_seqlens_q, i.kv_lens, i.rows, i.page_table, plan.max_q_len,
+            self.spec.softmax_scale,
+        )  # fmt: skip
+
+    def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
+        return _DecodePlan(inputs, decode_shape(inputs.batch_size, self.spec.num_kv_heads, self._num_sms))
+
+    def decode(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _DecodePlan
+    ) -> torch.Tensor:
+        i = plan.inputs
+        return decode_attention(
+            q, k_cache, v_cache, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, self.spec.softmax_scale
+        )
+
+    def allocate_graph(self, max_batch_size: int) -> None:
+        """The workspace of the constructor serves every batch size."""
+
+    def plan_capture(self, inputs: DecodeInputs) -> _DecodePlan:
+        return self.plan_decode(inputs)
+
+    def plan_replay(self, inputs: DecodeInputs) -> None:
+        """Nothing to do: the kernels read lengths and pages from the device."""

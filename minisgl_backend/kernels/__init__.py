@@ -1,0 +1,1 @@
+"""Kernels in the Triton language, each with its torch reference in `torch_ops`."""

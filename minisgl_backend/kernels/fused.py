@@ -1,0 +1,134 @@
+"""Elementwise chains between matrix products, one kernel each, in the Triton language.
+
+Knows nothing of models or the page table. `torch_ops` holds the same functions in plain torch; tests compare them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [num_tokens, hidden] -> x / rms(x) * weight, same shape and dtype; statistics in float32."""
+    num_tokens, hidden = x.shape
+    out = torch.empty_like(x)
+    padded = triton.next_power_of_2(hidden)
+    _rms_norm_kernel[(num_tokens,)](
+        x, weight, out, x.stride(0), out.stride(0), eps,
+        HIDDEN=hidden, PADDED=padded, num_warps=8 if padded >= 4096 else 4,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr, weight_ptr, out_ptr, x_stride, out_stride, eps, HIDDEN: tl.constexpr, PADDED: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    ok = i < HIDDEN
+    weight = tl.load(weight_ptr + i, mask=ok, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * x_stride + i, mask=ok, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
+    tl.store(out_ptr + token * out_stride + i, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=ok)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
+    num_tokens, width = gate_up.shape
+    size = width // 2
+    out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
+    tile = 1024
+    _silu_mul_kernel[(num_tokens, triton.cdiv(size, tile))](
+        gate_up, out, gate_up.stride(0), size, TILE=tile, num_warps=4
+    )
+    return out
+
+
+@triton.jit
+def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    ok = i < size
+    gate = tl.load(gate_up_ptr + token * stride + i, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(gate_up_ptr + token * stride + size + i, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * size + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=ok)
+
+
+def rope_store(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    num_q_heads: int,
+    eps: float,
+) -> torch.Tensor:
+    """Per-head norm of q and k (where weights are given), rotary embedding, and the store into the KV pool.
+
+    qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] is overwritten in its q part, a view of which is
+    returned as [num_tokens, num_q_heads, head_dim]. cos_sin float32 [max_position, head_dim]: cosines of the
+    head_dim / 2 angles, then sines. positions and slots int [num_tokens]; caches as in attention.base. A token
+    whose slot is negative is not stored.
+    """
+    num_tokens = qkv.shape[0]
+    _, num_kv_heads, page_size, head_dim = k_cache.shape
+    half = head_dim // 2
+    if num_tokens > 0:
+        _rope_store_kernel[(num_tokens, num_q_heads + 2 * num_kv_heads)](
+            qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv,
+            cos_sin, positions, slots, k_cache, v_cache,
+            qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps,
+            NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PADDED=triton.next_power_of_2(half),
+            PAGE_SIZE=page_size, NORM=q_norm is not None, num_warps=1,
+        )  # fmt: skip
+    return qkv[:, : num_q_heads * head_dim].view(num_tokens, num_q_heads, head_dim)
+
+
+@triton.jit
+def _rope_store_kernel(
+    qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, k_ptr, v_ptr,
+    qkv_stride, kv_stride_page, kv_stride_head, kv_stride_token, eps,
+    NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    i = tl.arange(0, HALF_PADDED)
+    ok = i < HALF
+    source = qkv_ptr + token * qkv_stride + head * (2 * HALF)
+    first_raw = tl.load(source + i, mask=ok, other=0.0)
+    second_raw = tl.load(source + HALF + i, mask=ok, other=0.0)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    cache_offset = (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_token
+    if head >= NUM_Q_HEADS + NUM_KV_HEADS:
+        target = v_ptr + cache_offset + (head - NUM_Q_HEADS - NUM_KV_HEADS) * kv_stride_head
+        tl.store(target + i, first_raw, mask=ok & (slot >= 0))
+        tl.store(target + HALF + i, second_raw, mask=ok & (slot >= 0))
+        return
+    first = first_raw.to(tl.float32)
+    second = second_raw.to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
+        norm_ptr = q_norm_ptr
+        if head >= NUM_Q_HEADS:
+            norm_ptr = k_norm_ptr
+        first = first * scale * tl.load(norm_ptr + i, mask=ok, other=0.0).to(tl.float32)
+        second = second * scale * tl.load(norm_ptr + HALF + i, mask=ok, other=0.0).to(tl.float32)
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + i, mask=ok, other=0.0)
+    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + i, mask=ok, other=0.0)
+    rotated_first = (first * cos - second * sin).to(qkv_ptr.dtype.element_ty)
+    rotated_second = (second * cos + first * sin).to(qkv_ptr.dtype.element_ty)
+    if head < NUM_Q_HEADS:
+        tl.store(source + i, rotated_first, mask=ok)
+        tl.store(source + HALF + i, rotated_second, mask=ok)
+    else:
+        target = k_ptr + cache_offset + (head - NUM_Q_HEADS) * kv_stride_head
+        tl.store(target + i, rotated_first, mask=ok & (slot >= 0))
+        tl.store(target + HALF + i, rotated_second, mask=ok & (slot >= 0))

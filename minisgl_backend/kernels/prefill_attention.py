@@ -1,0 +1,100 @@
+"""Prefill attention over the paged KV cache, in the Triton language: ragged queries, cached prefixes, causal.
+
+Knows nothing of layers or scheduling. Online softmax over tiles of keys (FlashAttention-2, Dao 2023).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    kv_lens: torch.Tensor,
+    rows: torch.Tensor,
+    page_table: torch.Tensor,
+    max_q_len: int,
+    scale: float,
+) -> torch.Tensor:
+    """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape.
+
+    Sequence i owns queries cu_seqlens_q[i] to cu_seqlens_q[i+1], the last of its kv_lens[i] cached tokens.
+    max_q_len: the longest query part, a host integer.
+    """
+    num_tokens, num_q_heads, head_dim = q.shape
+    _, num_kv_heads, page_size, _ = k_cache.shape
+    out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    half_precision = q.element_size() == 2
+    tile_q = 128 if half_precision and max_q_len > 64 else 32
+    tile_kv = 64 if half_precision else 32
+    _prefill_kernel[(triton.cdiv(max_q_len, tile_q), num_q_heads, kv_lens.shape[0])](
+        q, k_cache, v_cache, out, cu_seqlens_q, kv_lens, rows, page_table,
+        scale * 1.4426950408889634,
+        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
+        GROUP=num_q_heads // num_kv_heads, NUM_Q_HEADS=num_q_heads, PAGE_SIZE=page_size,
+        HEAD_DIM=head_dim, HEAD_PADDED=triton.next_power_of_2(head_dim), TILE_Q=tile_q, TILE_KV=tile_kv,
+        num_warps=8 if tile_q == 128 else 4, num_stages=2,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _prefill_kernel(
+    q_ptr, k_ptr, v_ptr, out_ptr, cu_seqlens_ptr, kv_lens_ptr, rows_ptr, table_ptr,
+    scale_log2,
+    q_stride_t, q_stride_h, kv_stride_page, kv_stride_head, kv_stride_token, table_stride,
+    GROUP: tl.constexpr, NUM_Q_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+):  # fmt: skip
+    seq = tl.program_id(2)
+    head = tl.program_id(1)
+    first = tl.load(cu_seqlens_ptr + seq)
+    q_len = tl.load(cu_seqlens_ptr + seq + 1) - first
+    # Long tiles first: the last queries see the most keys.
+    tile = tl.cdiv(q_len, TILE_Q) - 1 - tl.program_id(0)
+    if tile < 0:
+        return
+    kv_len = tl.load(kv_lens_ptr + seq)
+    table = table_ptr + tl.load(rows_ptr + seq).to(tl.int64) * table_stride
+    i = tile * TILE_Q + tl.arange(0, TILE_Q)
+    d = tl.arange(0, HEAD_PADDED)
+    n = tl.arange(0, TILE_KV)
+    d_ok = d < HEAD_DIM
+    q_ok = (i < q_len)[:, None] & d_ok[None, :]
+    q_row = (first + i).to(tl.int64)
+    q = tl.load(q_ptr + q_row[:, None] * q_stride_t + head * q_stride_h + d[None, :], mask=q_ok, other=0.0)
+    position = kv_len - q_len + i
+    kv_head_offset = (head // GROUP) * kv_stride_head
+
+    m = tl.full([TILE_Q], -float("inf"), tl.float32)
+    total = tl.zeros([TILE_Q], tl.float32)
+    acc = tl.zeros([TILE_Q, HEAD_PADDED], tl.float32)
+    end = tl.minimum(kv_len, kv_len - q_len + (tile + 1) * TILE_Q)
+    for start in tl.range(0, end, TILE_KV):
+        token = start + n
+        safe = tl.minimum(token, kv_len - 1)
+        page = tl.load(table + safe // PAGE_SIZE).to(tl.int64)
+        offset = page * kv_stride_page + kv_head_offset + (safe % PAGE_SIZE) * kv_stride_token
+        address = offset[:, None] + d[None, :]
+        ok = (token < end)[:, None] & d_ok[None, :]
+        k = tl.load(k_ptr + address, mask=ok, other=0.0)
+        v = tl.load(v_ptr + address, mask=ok, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = tl.where(token[None, :] <= position[:, None], scores, -float("inf"))
+        m_new = tl.maximum(tl.maximum(m, tl.max(scores, 1)), -1e30)
+        p = tl.exp2(scores - m_new[:, None])
+        correction = tl.exp2(m - m_new)
+        total = total * correction + tl.sum(p, 1)
+        acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+        m = m_new
+    out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(
+        out_ptr + (q_row[:, None] * NUM_Q_HEADS + head) * HEAD_DIM + d[None, :],
+        out.to(out_ptr.dtype.element_ty),
+        mask=q_ok,
+    )
