@@ -1,4 +1,4 @@
-"""Which streams fell silent: compares what a front sent with what the detokenizer says it has handled.
+"""Which streams are gone: compares what a front sent with what the detokenizer says it has handled.
 
 Knows nothing of sockets or Triton.
 
@@ -9,7 +9,31 @@ the same sender are confirmed was dropped, and so is one that stays unconfirmed 
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Sequence
+
+
+class _Sender:
+    """Positions count the responses of one sender over all its streams."""
+
+    __slots__ = ("confirmed", "heard", "sent")
+
+    def __init__(self, now: float) -> None:
+        self.sent = 0
+        self.confirmed = -1  # the highest position that was confirmed
+        self.heard = now  # when
+
+
+class _Stream:
+    __slots__ = ("cancelled", "gap_position", "gap_since", "sender", "waiting")
+
+    def __init__(self, sender: _Sender) -> None:
+        self.sender = sender
+        self.waiting: deque[tuple[int, int, float]] = deque()  # sequence number, position, time; unconfirmed ones
+        self.gap_position = -1
+        self.gap_since = 0.0
+        self.cancelled = False  # the detokenizer saw it itself
 
 
 class Confirmations:
@@ -19,25 +43,85 @@ class Confirmations:
     stream, always the same one for a stream. Times are time.monotonic() seconds.
     """
 
-    def __init__(self, *, gap_grace_s: float = 0.03, silence_s: float = 0.6) -> None:
-        """A gap counts after `gap_grace_s`; silence after `silence_s`."""
+    def __init__(self, *, gap_grace_s: float = 0.02, silence_s: float = 0.6) -> None:
+        """A gap counts once it is `gap_grace_s` old, silence after `silence_s`."""
+        self._gap_grace_s = gap_grace_s
+        self._silence_s = silence_s
+        self._lock = threading.Lock()
+        self._streams: dict[int, _Stream] = {}
+        self._senders: dict[int, _Sender] = {}
+        self._last_expire = 0.0
 
     def on_sent(self, uid: int, sequence_number: int, now: float, sender: int = 0) -> None:
-        """Call before the send itself, so that a confirmation never overtakes it."""
-        raise NotImplementedError
+        """Call just before the send itself, so that a confirmation never overtakes it."""
+        with self._lock:
+            stream = self._streams.get(uid)
+            if stream is None:
+                owner = self._senders.get(sender)
+                if owner is None:
+                    owner = self._senders[sender] = _Sender(now)
+                stream = self._streams[uid] = _Stream(owner)
+            stream.waiting.append((sequence_number, stream.sender.sent, now))
+            stream.sender.sent += 1
 
-    def on_handled(self, uids: Sequence[int], sequence_numbers: Sequence[int], now: float) -> list[int]:
-        """Counts one message of the detokenizer; returns the streams that are gone, each of them once."""
-        raise NotImplementedError
+    def on_handled(self, uids: Sequence[int], sequence_numbers: Sequence[int], now: float) -> None:
+        """Counts one message of the detokenizer. Number -1 says that it saw the stream cancelled."""
+        with self._lock:
+            for uid, number in zip(uids, sequence_numbers, strict=True):
+                stream = self._streams.get(uid)
+                if stream is None:
+                    continue
+                sender = stream.sender
+                sender.heard = now
+                if number < 0:
+                    stream.cancelled = True
+                waiting = stream.waiting
+                while waiting and waiting[0][0] <= number:
+                    sender.confirmed = max(sender.confirmed, waiting.popleft()[1])
 
     def expire(self, now: float) -> list[int]:
-        """The streams that are gone by now without a new message, each of them once; call every 50 ms or so."""
-        raise NotImplementedError
+        """The streams that are gone by now, each reported once and then forgotten; call every 10 to 50 ms."""
+        with self._lock:
+            if now - self._last_expire > self._silence_s / 2:
+                # This process itself was stopped or starved: what it did not hear proves nothing.
+                for sender in self._senders.values():
+                    sender.heard = now
+            self._last_expire = now
+            gone = [uid for uid, stream in self._streams.items() if self._is_gone(stream, now)]
+            for uid in gone:
+                del self._streams[uid]
+            return gone
+
+    def _is_gone(self, stream: _Stream, now: float) -> bool:
+        if stream.cancelled:
+            return True
+        if not stream.waiting:
+            return False
+        _, position, sent_at = stream.waiting[0]
+        if position >= stream.sender.confirmed:
+            return min(now - sent_at, now - stream.sender.heard) > self._silence_s
+        if stream.gap_position != position:
+            stream.gap_position, stream.gap_since = position, now
+            return False
+        return now - stream.gap_since >= self._gap_grace_s
 
     def unconfirmed(self, uid: int) -> int:
         """Responses of the stream that lie between front and detokenizer; 0 for an unknown one."""
-        raise NotImplementedError
+        with self._lock:
+            stream = self._streams.get(uid)
+            return len(stream.waiting) if stream is not None else 0
+
+    def total_unconfirmed(self) -> int:
+        """The same over all streams."""
+        with self._lock:
+            return sum(len(stream.waiting) for stream in self._streams.values())
 
     def forget(self, uid: int) -> None:
         """The stream's last response was sent, or the stream failed: whatever comes is of no interest."""
-        raise NotImplementedError
+        with self._lock:
+            self._streams.pop(uid, None)
+
+    def clear(self) -> None:
+        """Forgets every stream."""
+        with self._lock:
+            self._streams.clear()

@@ -38,7 +38,9 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 
 class GetStats(msgspec.Struct, frozen=True, tag=True):
-    """Ask for one Stats event."""
+    """Ask for one Stats event to this front."""
+
+    front: int
 
 
 class Welcome(msgspec.Struct, frozen=True, tag=True):
@@ -100,7 +102,10 @@ class Stats(msgspec.Struct, frozen=True, tag=True):
 
 
 class Handled(msgspec.Struct, frozen=True, tag=True):
-    """The detokenizer has handled responses: for each uid the highest sequence number seen, in order."""
+    """The detokenizer has handled responses: for each uid the highest sequence number seen, in order.
+
+    Number -1: it saw that the stream was cancelled.
+    """
 
     uids: bytes  # int64 [n]
     sequence_numbers: bytes  # int32 [n]
