@@ -17,6 +17,7 @@ import stat
 import tempfile
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -103,6 +104,24 @@ def split_by_front(uids: npt.NDArray[np.int64]) -> list[tuple[int, npt.NDArray[n
     return [(int(front), np.flatnonzero(fronts == front)) for front in np.unique(fronts)]
 
 
+@dataclass(slots=True)
+class _Backlog:
+    """What a front has not taken yet, in order."""
+
+    head: bytes = b""  # encoded once, however often it is tried
+    events: list[Event] = field(default_factory=list)
+
+
+def _take_first(events: list[Event]) -> Event:
+    """Removes the first event, merged with the Outputs that follow it where it is one."""
+    count = 1
+    if isinstance(events[0], Outputs):
+        while count < len(events) and isinstance(events[count], Outputs):
+            count += 1
+    taken, events[:count] = events[:count], []
+    return merge_outputs(taken) if count > 1 else taken[0]  # type: ignore[arg-type]
+
+
 class CoreChannel:
     """The core's side. Sends never block: what a slow front has not taken merges into its next record."""
 
@@ -125,7 +144,7 @@ class CoreChannel:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
         self._identities: dict[int, bytes] = {}
-        self._backlog: dict[int, list[Event]] = {}
+        self._backlog: dict[int, _Backlog] = {}
         self._lost: list[int] = []
         self.num_malformed = 0
 
@@ -161,11 +180,7 @@ class CoreChannel:
 
     def send(self, front: int, event: Event) -> None:
         """Sends to one front, in order; what it cannot take now waits, and neighbouring Outputs merge."""
-        backlog = self._backlog.setdefault(front, [])
-        if backlog and isinstance(event, Outputs) and isinstance(last := backlog[-1], Outputs):
-            backlog[-1] = merge_outputs((last, event))
-        else:
-            backlog.append(event)
+        self._backlog.setdefault(front, _Backlog()).events.append(event)
         self._flush(front)
 
     def flush(self) -> None:
@@ -177,9 +192,11 @@ class CoreChannel:
         backlog = self._backlog[front]
         try:
             identity = self._identities[front]
-            while backlog:
-                self._events.send_multipart((identity, self._encoder.encode(backlog[0])), zmq.DONTWAIT)
-                backlog.pop(0)
+            while backlog.head or backlog.events:
+                if not backlog.head:
+                    backlog.head = self._encoder.encode(_take_first(backlog.events))
+                self._events.send_multipart((identity, backlog.head), zmq.DONTWAIT)
+                backlog.head = b""
         except zmq.Again:
             return
         except KeyError:
