@@ -1,0 +1,1 @@
+"""Measurements and generated tasks; nothing here is needed to serve."""
