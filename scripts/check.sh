@@ -1,0 +1,20 @@
+#!/usr/bin/env bash
+# Formatting, lint, types and the rules of who may import whom. `scripts/check.sh --fix` repairs what can be repaired.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH"
+if [[ ${1:-} == --fix ]]; then
+  ruff format .
+  ruff check --fix .
+fi
+failed=()
+run() { printf '\n$ %s\n' "$*"; "$@" || failed+=("$*"); }
+run ruff format --check .
+run ruff check .
+run mypy
+run lint-imports
+if ((${#failed[@]})); then
+  printf '\nfailed:\n'; printf '  %s\n' "${failed[@]}"
+  exit 1
+fi

@@ -1,0 +1,123 @@
+#!/usr/bin/env bash
+# Make .venv in the checkout and install everything that this machine can use. Takes seconds when nothing has changed.
+#
+#   PYTHON=/path/to/python3.11 bash scripts/setup.sh     to choose the Python (3.10 to 3.12; 3.13 serves from a container)
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+venv=$PWD/.venv
+stamp=$venv/.minisgl-setup
+tested_torch=2.13.0                               # what a CPU machine gets, where its sources have that build
+torch_cpu_index=https://download.pytorch.org/whl/cpu
+export PIP_DISABLE_PIP_VERSION_CHECK=1
+
+say() { printf '\033[1m[setup]\033[0m %s\n' "$*" >&2; }
+die() { say "error: $*"; exit 1; }
+has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+triton_on_path() { PATH=${PATH//$venv\/bin:/} command -v tritonserver; }
+
+# apt PACKAGE...: install as root, else print the command. Fails if the packages are not there afterwards.
+apt() {
+  if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
+    say "installing $* with apt-get"
+    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+  else
+    say "please run: sudo apt-get install $*      (or what your system calls it), then this script again"
+    return 1
+  fi
+}
+
+usable() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 13))' >/dev/null 2>&1; }
+serving() { "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1; }
+find_python() {
+  local candidate
+  if [[ -n ${PYTHON:-} ]]; then
+    usable "$PYTHON" || die "PYTHON is $PYTHON; allowed: a Python 3.10 to 3.13"
+    echo "$PYTHON"; return
+  fi
+  # A container's server has one Python, the system's: its stub is linked against that.
+  if [[ -n $(triton_on_path) ]] && usable python3; then echo python3; return; fi
+  for candidate in python3 python3.12 python3.11 python3.10 "$HOME"/.pyenv/versions/3.1[210]*/bin/python3; do
+    if serving "$candidate"; then echo "$candidate"; return; fi
+  done
+  for candidate in python3 python3.13; do
+    if usable "$candidate"; then echo "$candidate"; return; fi
+  done
+}
+own_path() { "$1" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))'; }
+
+python=$(find_python)
+if [[ -z $python ]]; then
+  apt python3 python3-venv || die "no Python 3.10 to 3.13 found"
+  python=$(find_python)
+  [[ -n $python ]] || die "no Python 3.10 to 3.13 found"
+fi
+python=$(own_path "$python")
+gpu=no; if has_gpu; then gpu=yes; fi
+container=$(triton_on_path || true)
+fingerprint=$({ cat pyproject.toml scripts/setup.sh; "$python" -VV; echo "$python $PWD $gpu $container"; } | sha256sum | cut -d' ' -f1)
+if [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$fingerprint" ]]; then exit 0; fi
+version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+say "Python $version at $python, NVIDIA GPU: $gpu, tritonserver on PATH: ${container:-no}"
+
+# One setup at a time; a second one waits and then finds the work done.
+exec 9>"$PWD/.setup.lock"
+if command -v flock >/dev/null; then flock 9; fi
+if [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$fingerprint" ]]; then exit 0; fi
+
+# --- the environment
+options=()
+if [[ $gpu == yes ]] && "$python" -c 'import sys, torch; sys.exit(torch.version.cuda is None)' >/dev/null 2>&1; then
+  say "using the CUDA build of torch that this Python already has"
+  options+=(--system-site-packages)
+fi
+"$python" -c 'import venv, ensurepip' 2>/dev/null || apt "python$version-venv" || apt python3-venv || die "Python's venv module is missing"
+if [[ $("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) != "$version" ]]; then
+  "$python" -m venv --clear ${options[@]+"${options[@]}"} "$venv"
+fi
+pip() { "$venv/bin/python" -m pip "$@"; }
+
+# --- torch
+# Never the registry's default build on a machine without a GPU: it brings gigabytes of CUDA libraries.
+if ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1; then
+  if [[ $gpu == yes ]]; then
+    say "installing torch for CUDA"
+    pip install torch
+  else
+    say "installing torch for CPU: a local wheel or a configured index first, else PyTorch's own index"
+    pip install --no-deps "torch==$tested_torch+cpu" 2>/dev/null ||
+      pip install --no-deps --no-index torch 2>/dev/null ||
+      pip install --no-deps --index-url "$torch_cpu_index" "torch==$tested_torch" ||
+      pip install --no-deps --index-url "$torch_cpu_index" torch ||
+      { [[ $(uname -m) != x86_64 ]] && pip install torch; } ||
+      die "no CPU build of torch: put a wheel where pip finds it (pip config set global.find-links DIR) or allow $torch_cpu_index"
+  fi
+fi
+
+# --- the package and its extras
+extras=client,openai,dev
+if [[ -z $container ]]; then
+  if [[ $(uname -s) != Linux || $(uname -m) != x86_64 ]] || ! serving "$venv/bin/python"; then
+    say "no tritonserver for this machine: its wheel is for Linux x86-64 and Python 3.10 to 3.12; use NVIDIA's container to serve"
+  elif ! "$venv/bin/python" -c 'import os, sys; sys.exit(tuple(map(int, os.confstr("CS_GNU_LIBC_VERSION").split()[1].split("."))) < (2, 35))'; then
+    say "no tritonserver for this machine: its wheel needs glibc 2.35 or later; use NVIDIA's container to serve"
+  else
+    extras+=,server
+  fi
+fi
+say "installing the package with extras $extras"
+pip install -e ".[$extras]"
+if [[ $gpu == yes ]]; then
+  # The kernels' CUDA 13 builds carry another name than the CUDA 12 ones.
+  cuda=$("$venv/bin/python" -c 'import torch; print("cuda" if int((torch.version.cuda or "0").split(".")[0]) >= 13 else "cuda12")')
+  say "installing the GPU kernels (extra $cuda)"
+  pip install -e ".[$cuda]" || say "warning: the GPU kernels could not be installed; the triton and torch attention backends work without them"
+fi
+
+# --- the server's own needs
+if [[ $extras == *server* ]]; then
+  "$venv/bin/python" -c 'import sys; from minisgl_backend.serving.triton_server import find_libpython; sys.exit(find_libpython() is None)' ||
+    apt "libpython$version" || say "warning: without libpython$version.so.1.0 the server cannot start"
+  "$venv/bin/python" -m minisgl_backend.serving.triton_server --install-launcher
+fi
+echo "$fingerprint" > "$stamp"
+say "ready: . .venv/bin/activate"

@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Run every test that this machine can run; tests that need a GPU skip themselves. Arguments go to pytest:
+#
+#   bash scripts/test.sh                                 everything, under 20 minutes on 2 cores
+#   bash scripts/test.sh -m "not e2e and not gpu"        the fast half
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash scripts/setup.sh
+export PATH="$PWD/.venv/bin:$PATH" HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
+exec .venv/bin/python -m pytest "$@"
