@@ -1,0 +1,280 @@
+"""The loop that joins scheduler and runner: commands between steps, plan, prepare, execute, commit, outputs.
+
+Knows nothing of sockets, processes or texts; whoever holds an EngineCore calls `step` and takes what comes out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Iterable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.engine.grammar import Grammars
+from minisgl_backend.engine.messages import Rejected
+from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, MinisglError
+from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.scheduler.outputs import SequenceDetail, SequenceOutputs
+from minisgl_backend.step import StepPlan, StepResult, StepStats
+
+log = logging.getLogger(__name__)
+
+Int32Array = npt.NDArray[np.int32]
+
+MAX_FAILED_STEPS = 3  # in a row; after them the engine gives up
+# Texts of errors after which the device answers nothing more.
+FATAL_DEVICE_ERRORS = ("CUDA error", "device-side assert", "illegal memory access", "NCCL", "Connection closed by peer")
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def result(self) -> StepResult:
+        """Waits for the step's tokens."""
+        ...
+
+
+class StepRunner(Protocol):
+    """What executes plans: the model's runner, the null runner, or the leader of tensor-parallel ranks."""
+
+    def prepare(self, plan: StepPlan, masks: tuple[Int32Array, Int32Array] | None = None) -> Any: ...
+
+    def execute(self, batch: Any) -> PendingStep: ...
+
+
+class StepScheduler(Protocol):
+    """What makes plans."""
+
+    def add(self, request: Request) -> None: ...
+
+    def abort(self, uid: int, reason: FinishReason) -> None: ...
+
+    def plan(self) -> StepPlan | None: ...
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None: ...
+
+    def take_outputs(self) -> SequenceOutputs | None: ...
+
+    def stats(self) -> StepStats: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Launched:
+    """A step on its way. Without `pending` it has failed as a whole."""
+
+    plan: StepPlan
+    pending: PendingStep | None
+    failed_rows: frozenset[int] = frozenset()  # their part was not executed
+
+
+class EngineCore:
+    """One engine: a scheduler, a runner and the order of their stages. Used by one thread.
+
+    Overlapped, the next step is launched before the one before is committed; sequential, after.
+    """
+
+    def __init__(
+        self, scheduler: StepScheduler, runner: StepRunner, *, overlap: bool, grammars: Grammars | None = None
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._overlap = overlap
+        self._grammars = grammars
+        self._in_flight: _Launched | None = None
+        self._failed_steps = 0  # in a row
+        self._last_error = ""
+        self._rejected: list[Rejected] = []
+        self._early_aborts: list[tuple[int, FinishReason]] = []  # of sequences that the scheduler never saw
+
+    def submit(self, request: Request) -> None:
+        """Queues the request; one that cannot be taken comes back from `take_rejected`."""
+        try:
+            if request.params.grammar is None:
+                self._scheduler.add(request)
+            elif self._grammars is None:
+                raise InvalidRequestError("guided_decoding_guide: this engine cannot constrain outputs")
+            else:
+                self._grammars.submit(request)
+        except (InvalidRequestError, CapacityError) as error:
+            self._reject(request.uid, error)
+
+    def abort(self, uids: Iterable[int], reason: FinishReason) -> None:
+        """Ends sequences; each still gets its last record. Unknown uids are ignored."""
+        for uid in uids:
+            if self._grammars is not None and self._grammars.cancel(uid):
+                self._early_aborts.append((uid, reason))
+            else:
+                self._scheduler.abort(uid, reason)
+
+    def step(self) -> bool:
+        """Runs one turn of the loop. False: there was nothing to do, and there will be nothing without a command.
+
+        Raises EngineDeadError when the device or several steps in a row have failed; the engine is of no use then.
+        """
+        self._admit_compiled()
+        plan = self._scheduler.plan()
+        launched = self._launch(plan) if plan is not None else None
+        if self._overlap:
+            ready, self._in_flight = self._in_flight, launched
+        else:
+            ready = launched
+        if ready is not None:
+            self._commit(ready)
+        return ready is not None or launched is not None
+
+    def take_outputs(self) -> SequenceOutputs | None:
+        """The records since the last call: parallel arrays; None when there are none."""
+        outputs = self._scheduler.take_outputs()
+        if self._early_aborts:
+            outputs = _with_early_aborts(outputs, self._early_aborts)
+            self._early_aborts = []
+        if outputs is None:
+            return None
+        ended = outputs.reasons.nonzero()[0]
+        if len(ended):
+            self._note_ended(outputs, ended.tolist())
+        return outputs
+
+    def take_rejected(self) -> list[Rejected]:
+        """Requests refused since the last call."""
+        rejected, self._rejected = self._rejected, []
+        return rejected
+
+    def stats(self) -> StepStats:
+        """Counters after the last commit."""
+        return self._scheduler.stats()
+
+    @property
+    def waits_for_compiler(self) -> bool:
+        """True while a grammar is being compiled: `step` will have something to do without a command."""
+        return self._grammars is not None and self._grammars.num_compiling > 0
+
+    def close(self) -> None:
+        """Waits for what is in flight and ends the compiler."""
+        if self._in_flight is not None and self._in_flight.pending is not None:
+            try:
+                self._in_flight.pending.result()
+            except Exception as error:
+                log.debug("the last step failed while closing: %s", error)
+        self._in_flight = None
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _admit_compiled(self) -> None:
+        if self._grammars is None or not self._grammars.num_compiling:
+            return
+        for compiled in self._grammars.take_compiled():
+            try:
+                if compiled.error is not None:
+                    raise compiled.error
+                self._scheduler.add(compiled.request)
+            except MinisglError as error:
+                self._drop_grammars(range(compiled.request.uid, compiled.request.uid + compiled.request.params.n))
+                self._reject(compiled.request.uid, error)
+
+    def _reject(self, uid: int, error: MinisglError) -> None:
+        self._rejected.append(Rejected(uid=uid, kind=type(error).__name__, message=str(error)))
+
+    def _drop_grammars(self, uids: Iterable[int]) -> None:
+        if self._grammars is not None:
+            for uid in uids:
+                self._grammars.drop(uid)
+
+    def _note_ended(self, outputs: SequenceOutputs, ended: list[int]) -> None:
+        self._drop_grammars(outputs.uids[ended].tolist())
+        for index in ended:
+            if outputs.reasons[index] == FinishReason.ERROR and self._last_error:
+                detail = outputs.details.get(index, SequenceDetail())
+                outputs.details[index] = dataclasses.replace(detail, error=self._last_error)
+
+    def _launch(self, plan: StepPlan) -> _Launched:
+        masks = self._grammars.masks(plan) if self._grammars is not None else None
+        try:
+            return _Launched(plan, self._runner.execute(self._runner.prepare(plan, masks)))
+        except Exception as error:
+            self._note_failure(plan, error)
+        if not plan.prefill or not len(plan.decode_rows):
+            return _Launched(plan, None)
+        # Running streams must not die of a prompt that arrived beside them: their part gets a second chance.
+        try:
+            rest = dataclasses.replace(plan, prefill=())
+            pending = self._runner.execute(self._runner.prepare(rest, _masks_without_prefill(plan, masks)))
+            return _Launched(plan, pending, frozenset(chunk.row for chunk in plan.prefill))
+        except Exception as error:
+            self._note_failure(plan, error)
+            return _Launched(plan, None)
+
+    def _commit(self, launched: _Launched) -> None:
+        plan, result = launched.plan, None
+        if launched.pending is not None:
+            try:
+                result = launched.pending.result()
+                self._failed_steps = 0
+            except Exception as error:
+                self._note_failure(plan, error)
+        if result is None:
+            result = _failed_result(plan)
+        elif launched.failed_rows:
+            result = _with_failed_prefill(plan, result, launched.failed_rows)
+        ended = self._grammars.advance(plan, result) if self._grammars is not None else ()
+        self._scheduler.commit(plan, result)
+        for uid in ended:
+            self._scheduler.abort(uid, FinishReason.STOP)
+
+    def _note_failure(self, plan: StepPlan, error: Exception) -> None:
+        self._failed_steps += 1
+        self._last_error = f"the engine failed to compute this answer: {type(error).__name__}: {error}"[:500]
+        log.error(
+            "step %d failed (%d prompt tokens, %d running sequences)",
+            plan.step,
+            plan.num_tokens - len(plan.decode_rows),
+            len(plan.decode_rows),
+            exc_info=error,
+        )
+        if isinstance(error, EngineDeadError) or any(text in str(error) for text in FATAL_DEVICE_ERRORS):
+            raise EngineDeadError(f"the device failed: {error}") from error
+        if self._failed_steps >= MAX_FAILED_STEPS:
+            raise EngineDeadError(f"{self._failed_steps} steps in a row failed; the last error: {error}") from error
+
+
+def _failed_result(plan: StepPlan) -> StepResult:
+    rows = frozenset([*(chunk.row for chunk in plan.prefill), *plan.decode_rows.tolist()])
+    return StepResult(step=plan.step, token_ids=np.zeros(len(plan.sampled_rows), dtype=np.int32), failed_rows=rows)
+
+
+def _with_failed_prefill(plan: StepPlan, result: StepResult, failed_rows: frozenset[int]) -> StepResult:
+    """The result of the decode part alone, as one of the whole plan."""
+    missing = len(plan.sampled_rows) - len(plan.decode_rows)
+    return StepResult(
+        step=plan.step,
+        token_ids=np.concatenate([np.zeros(missing, dtype=np.int32), result.token_ids]),
+        logprobs={index + missing: logprobs for index, logprobs in result.logprobs.items()},
+        failed_rows=result.failed_rows | failed_rows,
+    )
+
+
+def _masks_without_prefill(
+    plan: StepPlan, masks: tuple[Int32Array, Int32Array] | None
+) -> tuple[Int32Array, Int32Array] | None:
+    if masks is None:
+        return None
+    missing = len(plan.sampled_rows) - len(plan.decode_rows)
+    kept = masks[0] >= missing
+    return (masks[0][kept] - missing, masks[1][kept]) if kept.any() else None
+
+
+def _with_early_aborts(outputs: SequenceOutputs | None, aborted: list[tuple[int, FinishReason]]) -> SequenceOutputs:
+    uids = np.array([uid for uid, _ in aborted], dtype=np.int64)
+    token_ids = np.full(len(aborted), -1, dtype=np.int32)
+    reasons = np.array([reason for _, reason in aborted], dtype=np.uint8)
+    if outputs is None:
+        return SequenceOutputs(uids, token_ids, reasons)
+    return SequenceOutputs(
+        np.concatenate([outputs.uids, uids]),
+        np.concatenate([outputs.token_ids, token_ids]),
+        np.concatenate([outputs.reasons, reasons]),
+        outputs.details,
+    )

@@ -1,0 +1,218 @@
+"""Which tokens a grammar allows next: compiles with xgrammar beside the step loop, follows each sequence by uid.
+
+Knows nothing of sampling or scheduling. Sequences with a grammar are never planned while they are in flight, so
+the mask of a step always rests on committed tokens and nothing is ever rolled back.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
+from minisgl_backend.request import Grammar, Request
+from minisgl_backend.step import StepPlan, StepResult
+
+Int32Array = npt.NDArray[np.int32]
+
+MAX_COMPILING = 256  # requests whose grammar waits for the compiler
+MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
+CACHE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class CompiledRequest:
+    """A request that may be scheduled now, or the error that its sender must see."""
+
+    request: Request
+    error: MinisglError | None
+
+
+class Grammars:
+    """The grammars of all sequences of one engine. Used by the step loop only; compiling has its own thread."""
+
+    def __init__(
+        self,
+        load_tokenizer: Callable[[], Any],
+        *,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        on_compiled: Callable[[], None] = lambda: None,
+    ) -> None:
+        """`load_tokenizer` returns the model's transformers tokenizer, and is called for the first grammar only.
+
+        `on_compiled` is called on the compiler's thread whenever `take_compiled` has something new.
+        """
+        self._load_tokenizer = load_tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = list(eos_token_ids)
+        self._on_compiled = on_compiled
+        self._compiler: Any = None
+        self._todo: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Request, Any, MinisglError | None]] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._compiling: set[int] = set()  # uids of requests
+        self._matchers: dict[int, Any] = {}  # by uid of the sequence
+        self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar
+
+    @property
+    def num_compiling(self) -> int:
+        return len(self._compiling)
+
+    def submit(self, request: Request) -> None:
+        """Compiles the request's grammar; it comes back from `take_compiled`.
+
+        Raises InvalidRequestError where a grammar cannot be served at all, CapacityError where too many wait.
+        """
+        if importlib.util.find_spec("xgrammar") is None:
+            raise InvalidRequestError(
+                "guided_decoding_guide: this server cannot constrain outputs, since the package xgrammar is missing "
+                "(pip install 'xgrammar>=0.1.20')"
+            )
+        if request.params.min_tokens > 0:
+            raise InvalidRequestError(
+                f"min_tokens is {request.params.min_tokens}; allowed: 0 with guided decoding, where the grammar "
+                "alone says when an answer may end"
+            )
+        if len(self._compiling) >= MAX_COMPILING:
+            raise CapacityError(f"{MAX_COMPILING} requests wait for their grammars to be compiled; try again later")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._compile_all, name="grammar-compiler", daemon=True)
+            self._thread.start()
+        self._compiling.add(request.uid)
+        self._todo.put(request)
+
+    def take_compiled(self) -> list[CompiledRequest]:
+        """Requests whose grammar is ready or wrong, since the last call."""
+        ready: list[CompiledRequest] = []
+        while self._compiling:
+            try:
+                request, compiled, error = self._done.get_nowait()
+            except queue.Empty:
+                break
+            if request.uid not in self._compiling:
+                continue  # cancelled meanwhile
+            self._compiling.discard(request.uid)
+            if error is None:
+                import xgrammar
+
+                for uid in range(request.uid, request.uid + request.params.n):
+                    self._matchers[uid] = xgrammar.GrammarMatcher(compiled)
+            ready.append(CompiledRequest(request, error))
+        return ready
+
+    def cancel(self, uid: int) -> bool:
+        """Forgets a request that is still being compiled; False where `uid` is none."""
+        found = uid in self._compiling
+        self._compiling.discard(uid)
+        return found
+
+    def drop(self, uid: int) -> None:
+        """The sequence has ended."""
+        self._matchers.pop(uid, None)
+
+    def masks(self, plan: StepPlan) -> tuple[Int32Array, Int32Array] | None:
+        """(result indices [k], bits [k, ceil(vocab / 32)]) of the plan's rows that have a grammar; None: no row has.
+
+        Bit `t % 32` of word `t // 32` is 1 where token t is allowed.
+        """
+        if not self._matchers:
+            return None
+        for admitted in plan.admitted:
+            self._rows.pop(admitted.row, None)
+            if admitted.uid in self._matchers:
+                self._rows[admitted.row] = admitted.uid
+        matched = self._matched(plan)
+        if not matched:
+            return None
+        bits = np.full((len(matched), -(-self._vocab_size // 32)), -1, dtype=np.int32)
+        for k, (_, uid) in enumerate(matched):
+            self._matchers[uid].fill_next_token_bitmask(bits, k)
+        return np.array([index for index, _ in matched], dtype=np.int32), bits
+
+    def advance(self, plan: StepPlan, result: StepResult) -> list[int]:
+        """Follows the sampled tokens; returns sequences whose answer is complete although they may go on."""
+        ended: list[int] = []
+        if not self._matchers:
+            return ended
+        for index, uid in self._matched(plan):
+            matcher = self._matchers[uid]
+            accepted = not matcher.is_terminated() and matcher.accept_token(int(result.token_ids[index]))
+            if not accepted or matcher.is_terminated():
+                ended.append(uid)
+        return ended
+
+    def _matched(self, plan: StepPlan) -> list[tuple[int, int]]:
+        """(result index, uid) of the sampled rows with a live matcher."""
+        return [
+            (index, uid)
+            for index, row in enumerate(plan.sampled_rows.tolist())
+            if (uid := self._rows.get(row)) is not None and uid in self._matchers
+        ]
+
+    def close(self) -> None:
+        self._todo.put(None)
+
+    def _compile_all(self) -> None:
+        while (request := self._todo.get()) is not None:
+            compiled, error = None, None
+            try:
+                compiled = self._compile(request.params.grammar or Grammar(kind="json"))
+            except MinisglError as refused:
+                error = refused
+            except Exception as failure:
+                reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
+                error = InvalidRequestError(f"guided_decoding_guide cannot be compiled: {reason[:500]}")
+            self._done.put((request, compiled, error))
+            self._on_compiled()
+
+    def _compile(self, grammar: Grammar) -> Any:
+        if self._compiler is None:
+            import xgrammar
+
+            info = xgrammar.TokenizerInfo.from_huggingface(
+                self._load_tokenizer(), vocab_size=self._vocab_size, stop_token_ids=self._eos_token_ids or None
+            )
+            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+        if grammar.kind == "json":
+            return self._compiler.compile_builtin_json_grammar()
+        if grammar.kind == "json_schema":
+            _check_schema(grammar.text)
+            return self._compiler.compile_json_schema(grammar.text)
+        if grammar.kind == "regex":
+            return self._compiler.compile_regex(grammar.text)
+        return self._compiler.compile_grammar(grammar.text)
+
+
+def _check_schema(text: str) -> None:
+    """Raises InvalidRequestError for what is no JSON or nested too deeply."""
+    try:
+        schema = msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise InvalidRequestError(f"guided_decoding_guide is no JSON schema: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidRequestError(
+            f"guided_decoding_guide is {json.dumps(schema)[:40]}; allowed: a JSON schema (an object)"
+        )
+    level, layer = 0, [schema]
+    while layer:
+        level += 1
+        if level > MAX_NESTING:
+            raise InvalidRequestError(
+                f"guided_decoding_guide is nested more than {MAX_NESTING} levels; allowed: at most {MAX_NESTING}"
+            )
+        layer = [
+            child
+            for node in layer
+            if isinstance(node, (dict, list))
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
