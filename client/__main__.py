@@ -1,0 +1,11 @@
+"""`python -m client`: the command `minisgl` where it is not installed.
+
+Knows nothing else.
+"""
+
+from __future__ import annotations
+
+from client.cli import main
+
+if __name__ == "__main__":
+    main()

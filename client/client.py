@@ -1,0 +1,274 @@
+"""The two clients: `Client` for threads, `AsyncClient` for an event loop.
+
+Knows nothing of how a request travels; the transports do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol
+
+from client.connection import Address, parse_url
+from client.connection import Protocol as WireProtocol
+from client.errors import ServerError, Unavailable
+from client.metrics import Metrics, fetch_metrics
+from client.request import InferenceRequest, Message, SamplingOptions, build_tensors
+from client.results import Result
+from client.stream import AsyncCall, AsyncTextStream, Call, TextStream
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+_HEALTH_TIMEOUT = 5.0  # seconds
+
+
+class _Settings:
+    """What both clients are told once."""
+
+    def __init__(
+        self,
+        url: str | None,
+        protocol: WireProtocol | None,
+        model: str,
+        model_version: str,
+        timeout: float | None,
+        metrics_url: str | None,
+    ) -> None:
+        self.address: Address = parse_url(url, protocol)
+        self.model = model
+        self.model_version = model_version
+        self.timeout = timeout
+        host = Address("http", self.address.host, 8002, False).authority
+        self.metrics_url = metrics_url or f"http://{host}/metrics"
+
+    def request(
+        self,
+        prompt: str | None,
+        messages: Sequence[Message] | None,
+        stream: bool,
+        request_id: str | None,
+        timeout: float | None,
+        priority: int,
+        options: SamplingOptions,
+    ) -> InferenceRequest:
+        return InferenceRequest(
+            model=self.model,
+            model_version=self.model_version,
+            request_id=uuid.uuid4().hex if request_id is None else request_id,
+            tensors=build_tensors(prompt, messages, stream, options),
+            stream=stream,
+            timeout=self.timeout if timeout is None else timeout,
+            priority=priority,
+        )
+
+
+class Client:
+    """A server and one of its models. Threads may share it, each request is on its own.
+
+    `url` is HOST:PORT with or without a scheme (grpc, grpcs, http, https); default 127.0.0.1 and the protocol's port.
+    `timeout` (seconds for a whole answer; None: no limit) holds for requests that bring none.
+    Every request may raise the errors of `client.errors`.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        protocol: WireProtocol | None = None,
+        model: str = "ensemble",
+        *,
+        model_version: str = "",
+        timeout: float | None = None,
+        metrics_url: str | None = None,
+    ) -> None:
+        self._settings = _Settings(url, protocol, model, model_version, timeout, metrics_url)
+        self._transport = _sync_transport(self._settings.address)
+
+    def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        **options: Unpack[SamplingOptions],
+    ) -> Result:
+        """The whole answer to a prompt or to chat messages, in one response."""
+        request = self._settings.request(prompt, messages, False, request_id, timeout, priority, options)
+        with TextStream(self._transport.start(request), request.request_id) as answer:
+            first = next(answer, None)
+            if first is None:
+                raise ServerError("the server sent no answer", request_id=request.request_id)
+            return answer.result()
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        **options: Unpack[SamplingOptions],
+    ) -> TextStream:
+        """The answer in pieces, as the model writes it."""
+        request = self._settings.request(prompt, messages, True, request_id, timeout, priority, options)
+        return TextStream(self._transport.start(request), request.request_id)
+
+    def is_live(self, timeout: float = _HEALTH_TIMEOUT) -> bool:
+        """Whether the server answers at all."""
+        return self._transport.is_live(timeout)
+
+    def is_ready(self, timeout: float = _HEALTH_TIMEOUT) -> bool:
+        """Whether the server and the model take requests."""
+        return self._transport.is_ready(self._settings.model, self._settings.model_version, timeout)
+
+    def wait_ready(self, timeout: float = 60.0) -> None:
+        """Returns once `is_ready`; raises Unavailable after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not self.is_ready(timeout=min(_HEALTH_TIMEOUT, timeout)):
+            if time.monotonic() >= deadline:
+                raise _not_ready(self._settings, timeout)
+            time.sleep(0.1)
+
+    def metrics(self) -> Metrics:
+        """The server's counters now. Raises Unavailable."""
+        return fetch_metrics(self._settings.metrics_url)
+
+    def close(self) -> None:
+        self._transport.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class AsyncClient:
+    """`Client` for one event loop: the same arguments and methods. Create it inside the running loop."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        protocol: WireProtocol | None = None,
+        model: str = "ensemble",
+        *,
+        model_version: str = "",
+        timeout: float | None = None,
+        metrics_url: str | None = None,
+    ) -> None:
+        self._settings = _Settings(url, protocol, model, model_version, timeout, metrics_url)
+        self._transport = _async_transport(self._settings.address)
+
+    async def generate(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        **options: Unpack[SamplingOptions],
+    ) -> Result:
+        """The whole answer to a prompt or to chat messages. Cancelling the task cancels the request."""
+        request = self._settings.request(prompt, messages, False, request_id, timeout, priority, options)
+        async with AsyncTextStream(self._transport.start(request), request.request_id) as answer:
+            async for _ in answer:
+                return await answer.result()
+        raise ServerError("the server sent no answer", request_id=request.request_id)
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncTextStream:
+        """The answer in pieces, as the model writes it; iterate it with `async for`."""
+        request = self._settings.request(prompt, messages, True, request_id, timeout, priority, options)
+        return AsyncTextStream(self._transport.start(request), request.request_id)
+
+    async def is_live(self, timeout: float = _HEALTH_TIMEOUT) -> bool:
+        """Whether the server answers at all."""
+        return await self._transport.is_live(timeout)
+
+    async def is_ready(self, timeout: float = _HEALTH_TIMEOUT) -> bool:
+        """Whether the server and the model take requests."""
+        return await self._transport.is_ready(self._settings.model, self._settings.model_version, timeout)
+
+    async def wait_ready(self, timeout: float = 60.0) -> None:
+        """Returns once `is_ready`; raises Unavailable after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while not await self.is_ready(timeout=min(_HEALTH_TIMEOUT, timeout)):
+            if time.monotonic() >= deadline:
+                raise _not_ready(self._settings, timeout)
+            await asyncio.sleep(0.1)
+
+    async def metrics(self) -> Metrics:
+        """The server's counters now. Raises Unavailable."""
+        return await asyncio.get_running_loop().run_in_executor(None, fetch_metrics, self._settings.metrics_url)
+
+    async def close(self) -> None:
+        await self._transport.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class _Transport(Protocol):
+    def start(self, request: InferenceRequest) -> Call: ...
+
+    def is_live(self, timeout: float) -> bool: ...
+
+    def is_ready(self, model: str, version: str, timeout: float) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class _AsyncTransport(Protocol):
+    def start(self, request: InferenceRequest) -> AsyncCall: ...
+
+    async def is_live(self, timeout: float) -> bool: ...
+
+    async def is_ready(self, model: str, version: str, timeout: float) -> bool: ...
+
+    async def close(self) -> None: ...
+
+
+def _sync_transport(address: Address) -> _Transport:
+    if address.protocol == "grpc":
+        from client.grpc_transport import GrpcTransport
+
+        return GrpcTransport(address.authority, address.secure)
+    from client.http_transport import HttpTransport
+
+    return HttpTransport(address.authority, address.secure)
+
+
+def _async_transport(address: Address) -> _AsyncTransport:
+    if address.protocol == "grpc":
+        from client.grpc_transport import AsyncGrpcTransport
+
+        return AsyncGrpcTransport(address.authority, address.secure)
+    from client.http_transport import AsyncHttpTransport
+
+    return AsyncHttpTransport(address.authority, address.secure)
+
+
+def _not_ready(settings: _Settings, timeout: float) -> Unavailable:
+    return Unavailable(f"{settings.model} at {settings.address.authority} is not ready after {timeout:g} s")

@@ -1,0 +1,59 @@
+"""Which server, over which protocol: a URL or its absence -> an address.
+
+Knows nothing of requests.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+from urllib.parse import urlsplit
+
+Protocol = Literal["grpc", "http"]
+
+_DEFAULT_PORTS: dict[str, int] = {"grpc": 8001, "http": 8000}
+_SCHEMES: dict[str, tuple[Protocol, bool]] = {
+    "grpc": ("grpc", False),
+    "grpcs": ("grpc", True),
+    "http": ("http", False),
+    "https": ("http", True),
+}
+
+
+@dataclass(frozen=True)
+class Address:
+    """Where to connect."""
+
+    protocol: Protocol
+    host: str
+    port: int
+    secure: bool  # TLS
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+
+def parse_url(url: str | None, protocol: Protocol | None) -> Address:
+    """`[SCHEME://]HOST[:PORT]`; the scheme (grpc, grpcs, http, https) may stand for `protocol`, whose default is grpc.
+
+    Raises ValueError for a URL or protocol that is not of this form.
+    """
+    if protocol is not None and protocol not in get_args(Protocol):
+        raise ValueError(f"protocol is {protocol!r}; allowed: grpc, http")
+    scheme, _, rest = (url or "127.0.0.1").rpartition("://")
+    if scheme and scheme not in _SCHEMES:
+        raise ValueError(f"url is {url!r}; allowed schemes: {', '.join(_SCHEMES)}")
+    named, secure = _SCHEMES[scheme] if scheme else (protocol or "grpc", False)
+    if protocol is not None and named != protocol:
+        raise ValueError(f"url is {url!r} but protocol is {protocol!r}; leave one of them out")
+    allowed = "HOST:PORT, with a scheme before it or not"
+    try:
+        parts = urlsplit(f"//{rest}")
+        host, port = parts.hostname, parts.port
+    except ValueError as error:
+        raise ValueError(f"url is {url!r} ({error}); allowed: {allowed}") from None
+    if not host or parts.path.strip("/"):
+        raise ValueError(f"url is {url!r}; allowed: {allowed}")
+    return Address(named, host, port or _DEFAULT_PORTS[named], secure)

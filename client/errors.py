@@ -1,0 +1,99 @@
+"""What can go wrong with a request, as types; and how Triton's statuses and messages become them.
+
+Knows nothing of sockets or tensors.
+"""
+
+from __future__ import annotations
+
+import re
+
+_ENSEMBLE_PREFIX = re.compile(r"^(?:in ensemble '[^']*', )+")
+_CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
+_UNAVAILABLE = re.compile(r"\bunavailable\b|\bunhealthy\b|\bnot ready\b|\bqueue (?:is )?full\b", re.IGNORECASE)
+
+
+class ClientError(Exception):
+    """Base of every error this package raises for a request.
+
+    `message` is the server's own text without Triton's ensemble prefix; `status` is the name of the gRPC status
+    ("INVALID_ARGUMENT", ...), None where the server gave none; `request_id` is the id that the request carried.
+    """
+
+    def __init__(self, message: str, *, status: str | None = None, request_id: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.request_id = request_id
+
+
+class InvalidRequest(ClientError):
+    """The request holds a value that is not allowed, or names an unknown model. Sending it again fails again."""
+
+
+class Unavailable(ClientError):
+    """The server cannot be reached, is not ready, or has no room now. The same request may succeed later."""
+
+
+class Cancelled(ClientError):
+    """The request was cancelled, here or by the server, before the answer was complete."""
+
+
+class TimedOut(ClientError):
+    """The answer was not complete within the request's `timeout`; the request was cancelled."""
+
+
+class ServerError(ClientError):
+    """The server failed in a way that is not the request's fault."""
+
+
+_BY_STATUS: dict[str, type[ClientError]] = {
+    "INVALID_ARGUMENT": InvalidRequest,
+    "NOT_FOUND": InvalidRequest,
+    "ALREADY_EXISTS": InvalidRequest,
+    "OUT_OF_RANGE": InvalidRequest,
+    "UNAVAILABLE": Unavailable,
+    "RESOURCE_EXHAUSTED": Unavailable,
+    "CANCELLED": Cancelled,
+    "DEADLINE_EXCEEDED": TimedOut,
+}
+# The inverse of Triton's table; it answers CANCELLED, too, with 400 (see `from_http`).
+_STATUS_BY_HTTP: dict[int, str] = {
+    400: "INVALID_ARGUMENT",
+    404: "NOT_FOUND",
+    500: "INTERNAL",
+    501: "UNIMPLEMENTED",
+    503: "UNAVAILABLE",
+}
+
+
+def from_status(status: str, message: str, request_id: str = "") -> ClientError:
+    """The error for a gRPC status name; one that is not the client's to mend becomes a ServerError."""
+    error_type = _BY_STATUS.get(status, ServerError)
+    return error_type(_clean(message), status=status, request_id=request_id)
+
+
+def from_http(code: int, message: str, request_id: str = "") -> ClientError:
+    """The error for an HTTP status code of 400 or above."""
+    if code == 400 and _CANCELLED.search(message):
+        return from_status("CANCELLED", message, request_id)
+    status = _STATUS_BY_HTTP.get(code, "INVALID_ARGUMENT" if code < 500 else "INTERNAL")
+    return from_status(status, message, request_id)
+
+
+def from_message(message: str, request_id: str = "") -> ClientError:
+    """The error for text that came inside a stream, where Triton gives no status: its wording decides."""
+    error_type: type[ClientError] = ServerError
+    if _CANCELLED.search(message):
+        error_type = Cancelled
+    elif _UNAVAILABLE.search(message):
+        error_type = Unavailable
+    return error_type(_clean(message), request_id=request_id)
+
+
+def cancelled_here(request_id: str) -> Cancelled:
+    """The error for a request that this side gave up."""
+    return Cancelled("cancelled by the client", status="CANCELLED", request_id=request_id)
+
+
+def _clean(message: str) -> str:
+    return _ENSEMBLE_PREFIX.sub("", message.strip())

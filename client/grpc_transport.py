@@ -1,0 +1,235 @@
+"""Requests over gRPC, with tritonclient's messages and stubs.
+
+Knows nothing of prompts or options. Every request has a stream of its own (they share one connection): each then
+has its own deadline and status and can be cancelled alone, which a stream that several requests share does not allow.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import grpc.aio
+from tritonclient.grpc import service_pb2, service_pb2_grpc
+
+from client.errors import ClientError, ServerError, cancelled_here, from_message, from_status
+from client.request import InferenceRequest, Tensor
+from client.results import Reply
+
+_CHANNEL_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.enable_http_proxy", 0),  # a proxy for web pages breaks calls to a server nearby
+]
+# Triton then ends a failed stream with a real status instead of a text inside it.
+_STREAM_METADATA = (("triton_grpc_error", "true"),)
+_CONTENTS_FIELD = {
+    "BYTES": "bytes_contents",
+    "BOOL": "bool_contents",
+    "INT32": "int_contents",
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+}
+_STRUCT_FORMAT = {
+    "BOOL": "?",
+    "INT8": "b",
+    "UINT8": "B",
+    "INT16": "h",
+    "UINT16": "H",
+    "INT32": "i",
+    "UINT32": "I",
+    "INT64": "q",
+    "UINT64": "Q",
+    "FP16": "e",
+    "FP32": "f",
+    "FP64": "d",
+}
+
+
+class GrpcCall:
+    """One request in flight."""
+
+    def __init__(self, call: Any, request_id: str) -> None:
+        self._call = call
+        self._progress = _Progress(request_id)
+
+    def receive(self) -> Reply | None:
+        """The next response, None after the last. Raises ClientError."""
+        try:
+            return self._progress.accept(next(self._call, None))
+        except grpc.RpcError as error:
+            raise self._progress.error(error) from None
+
+    def cancel(self) -> None:
+        """Ends the request now; from any thread, any number of times."""
+        self._call.cancel()
+
+
+class AsyncGrpcCall:
+    """One request in flight, in an event loop."""
+
+    def __init__(self, call: Any, request_id: str) -> None:
+        self._call = call
+        self._request_id = request_id
+        self._progress = _Progress(request_id)
+        self._cancelled = False
+
+    async def receive(self) -> Reply | None:
+        """The next response, None after the last. Raises ClientError."""
+        try:
+            response = await self._call.read()
+        except asyncio.CancelledError:
+            if self._cancelled:  # this request was cancelled; otherwise the task that waits for it was
+                raise cancelled_here(self._request_id) from None
+            raise
+        except grpc.RpcError as error:
+            raise self._progress.error(error) from None
+        return self._progress.accept(None if response is grpc.aio.EOF else response)
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        self._call.cancel()
+
+
+class GrpcTransport:
+    """A connection to a server, for threads."""
+
+    def __init__(self, address: str, secure: bool) -> None:
+        if secure:
+            self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(), options=_CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def start(self, request: InferenceRequest) -> GrpcCall:
+        call = self._stub.ModelStreamInfer(
+            iter((encode_request(request),)), timeout=request.timeout, metadata=_STREAM_METADATA
+        )
+        return GrpcCall(call, request.request_id)
+
+    def is_live(self, timeout: float) -> bool:
+        return bool(self._ask(self._stub.ServerLive, service_pb2.ServerLiveRequest(), timeout, "live"))
+
+    def is_ready(self, model: str, version: str, timeout: float) -> bool:
+        """Whether the server is ready, and the model."""
+        model_request = service_pb2.ModelReadyRequest(name=model, version=version)
+        return bool(
+            self._ask(self._stub.ServerReady, service_pb2.ServerReadyRequest(), timeout, "ready")
+            and self._ask(self._stub.ModelReady, model_request, timeout, "ready")
+        )
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def _ask(self, method: Any, request: Any, timeout: float, field: str) -> bool:
+        try:
+            return bool(getattr(method(request, timeout=timeout), field))
+        except grpc.RpcError:
+            return False
+
+
+class AsyncGrpcTransport:
+    """A connection to a server, for one event loop."""
+
+    def __init__(self, address: str, secure: bool) -> None:
+        if secure:
+            self._channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(), options=_CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+
+    def start(self, request: InferenceRequest) -> AsyncGrpcCall:
+        call = self._stub.ModelStreamInfer(
+            iter((encode_request(request),)), timeout=request.timeout, metadata=_STREAM_METADATA
+        )
+        return AsyncGrpcCall(call, request.request_id)
+
+    async def is_live(self, timeout: float) -> bool:
+        return await self._ask(self._stub.ServerLive, service_pb2.ServerLiveRequest(), timeout, "live")
+
+    async def is_ready(self, model: str, version: str, timeout: float) -> bool:
+        """Whether the server is ready, and the model."""
+        model_request = service_pb2.ModelReadyRequest(name=model, version=version)
+        return await self._ask(
+            self._stub.ServerReady, service_pb2.ServerReadyRequest(), timeout, "ready"
+        ) and await self._ask(self._stub.ModelReady, model_request, timeout, "ready")
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _ask(self, method: Any, request: Any, timeout: float, field: str) -> bool:
+        try:
+            return bool(getattr(await method(request, timeout=timeout), field))
+        except grpc.RpcError:
+            return False
+
+
+def encode_request(request: InferenceRequest) -> Any:
+    """The ModelInferRequest, each tensor of shape [1, values] since the ensemble has a batch dimension."""
+    message = service_pb2.ModelInferRequest(
+        model_name=request.model, model_version=request.model_version, id=request.request_id
+    )
+    for name, tensor in request.tensors.items():
+        _add_tensor(message, name, tensor)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    if request.priority:
+        message.parameters["priority"].uint64_param = request.priority
+    if request.timeout is not None:
+        message.parameters["timeout"].int64_param = int(request.timeout * 1e6)  # microseconds
+    return message
+
+
+def decode_response(response: Any) -> Reply:
+    """A ModelInferResponse as flat lists; text as str, with U+FFFD for what is not UTF-8."""
+    outputs = {
+        output.name: list(_decode_tensor(output.datatype, raw))
+        for output, raw in zip(response.outputs, response.raw_output_contents, strict=False)
+    }
+    return Reply(outputs, final=response.parameters["triton_final_response"].bool_param)
+
+
+class _Progress:
+    """Whether the answer of one request is complete."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._final = False
+
+    def accept(self, response: Any | None) -> Reply | None:
+        """A message of the stream; None is its end, which is an error before the final response."""
+        if response is None:
+            if not self._final:
+                raise ServerError("the stream ended before the final response", request_id=self._request_id)
+            return None
+        if response.error_message:
+            raise from_message(response.error_message, self._request_id)
+        reply = decode_response(response.infer_response)
+        self._final = self._final or bool(reply.final)
+        return reply
+
+    def error(self, error: Any) -> ClientError:
+        return from_status(error.code().name, error.details() or error.code().name, self._request_id)
+
+
+def _add_tensor(message: Any, name: str, tensor: Tensor) -> None:
+    values = tensor.values
+    infer_input = message.inputs.add(name=name, datatype=tensor.datatype, shape=[1, len(values)])
+    if tensor.datatype == "BYTES":
+        values = tuple(str(value).encode() for value in values)  # type: ignore[misc]
+    getattr(infer_input.contents, _CONTENTS_FIELD[tensor.datatype]).extend(values)
+
+
+def _decode_tensor(datatype: str, raw: bytes) -> Iterator[Any]:
+    if datatype == "BYTES":
+        position = 0
+        while position < len(raw):
+            (length,) = struct.unpack_from("<I", raw, position)
+            position += 4
+            yield raw[position : position + length].decode("utf-8", "replace")
+            position += length
+        return
+    for (value,) in struct.iter_unpack(f"<{_STRUCT_FORMAT[datatype]}", raw):
+        yield value

@@ -1,0 +1,339 @@
+"""Requests over HTTP: Triton's `generate` for whole answers, `generate_stream` (server-sent events) for streams.
+
+Knows nothing of prompts or options. Closing the connection is the only way to cancel a request here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+from client.errors import ClientError, ServerError, TimedOut, Unavailable, cancelled_here, from_http, from_message
+from client.request import InferenceRequest
+from client.results import Reply
+
+if TYPE_CHECKING:
+    import aiohttp
+
+_READ_BYTES = 65536
+_ENVELOPE = frozenset(("model_name", "model_version", "id", "sequence_id", "sequence_start", "sequence_end"))
+_HEADERS = {"Content-Type": "application/json"}
+
+
+class HttpCall:
+    """One request in flight, on a connection of its own."""
+
+    def __init__(self, connection: http.client.HTTPConnection, request: InferenceRequest) -> None:
+        self._connection = connection
+        self._request_id = request.request_id
+        self._timeout = request.timeout
+        self._deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        self._cancelled = False
+        self._response: http.client.HTTPResponse | None = None
+        self._decoder = ReplyDecoder(request.stream, request.request_id)
+        self._socket: socket.socket | None = None
+        with self._translated():
+            connection.connect()
+            self._socket = connection.sock  # http.client forgets it once the response says `Connection: close`
+            connection.request("POST", request_path(request), encode_request(request), _HEADERS)
+
+    def receive(self) -> Reply | None:
+        """The next response, None after the last. Raises ClientError."""
+        with self._translated():
+            if self._response is None:
+                self._limit_wait()
+                self._response = self._connection.getresponse()
+                self._decoder.begin(self._response.status)
+            while (reply := self._decoder.next()) is None and not self._decoder.ended:
+                self._limit_wait()
+                self._decoder.feed(self._response.read1(_READ_BYTES))
+        if reply is None:
+            self._close()
+        return reply
+
+    def cancel(self) -> None:
+        """Ends the request now; from any thread, any number of times."""
+        self._cancelled = True
+        self._close()
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[None]:
+        """Closes the connection after any failure, and says as a ClientError what a failure of the connection means."""
+        try:
+            yield
+        except (OSError, http.client.HTTPException) as error:
+            raise self._error(error) from None
+        except (ValueError, AttributeError):
+            # http.client's own, when another thread closes the response in the middle of a read.
+            if not self._cancelled:
+                raise
+            raise self._error(None) from None
+        except BaseException:
+            self._close()
+            raise
+
+    def _error(self, error: Exception | None) -> ClientError:
+        self._close()
+        if self._cancelled:
+            return cancelled_here(self._request_id)
+        if isinstance(error, (TimeoutError, socket.timeout)):
+            return TimedOut(f"no complete answer within {self._timeout:g} s", request_id=self._request_id)
+        if self._socket is None:
+            address = f"{self._connection.host}:{self._connection.port}"
+            return Unavailable(f"cannot connect to {address}: {error}", request_id=self._request_id)
+        return Unavailable(f"the connection broke: {error!r}", request_id=self._request_id)
+
+    def _limit_wait(self) -> None:
+        """Lets the next wait on the socket end at the deadline."""
+        if self._deadline is not None and self._socket is not None:
+            self._socket.settimeout(max(self._deadline - time.monotonic(), 1e-3))
+
+    def _close(self) -> None:
+        if self._socket is not None:
+            with contextlib.suppress(OSError):  # the other side may have been faster
+                self._socket.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in recv
+        self._connection.close()
+
+
+class AsyncHttpCall:
+    """One request in flight, in an event loop."""
+
+    def __init__(self, session: aiohttp.ClientSession, base_url: str, request: InferenceRequest) -> None:
+        self._session = session
+        self._url = base_url + request_path(request)
+        self._request = request
+        self._deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        self._response: aiohttp.ClientResponse | None = None
+        self._opening: asyncio.Task[aiohttp.ClientResponse] | None = None
+        self._decoder = ReplyDecoder(request.stream, request.request_id)
+        self._cancelled = False
+
+    async def receive(self) -> Reply | None:
+        """The next response, None after the last. Raises ClientError."""
+        import aiohttp
+
+        try:
+            return await asyncio.wait_for(self._receive(), self._remaining())
+        except (TimeoutError, asyncio.TimeoutError):
+            self.cancel()
+            message = f"no complete answer within {self._request.timeout:g} s"
+            raise TimedOut(message, request_id=self._request.request_id) from None
+        except asyncio.CancelledError:
+            if self._cancelled:
+                raise cancelled_here(self._request.request_id) from None
+            raise
+        except aiohttp.ClientError as error:
+            if self._cancelled:
+                raise cancelled_here(self._request.request_id) from None
+            what = "cannot connect" if self._response is None else "the connection broke"
+            raise Unavailable(f"{what}: {error}", request_id=self._request.request_id) from None
+
+    def cancel(self) -> None:
+        self._cancelled = True
+        if self._opening is not None:
+            self._opening.cancel()
+        if self._response is not None:
+            self._response.close()
+
+    async def _receive(self) -> Reply | None:
+        if self._response is None:
+            body = encode_request(self._request)
+            self._opening = asyncio.ensure_future(self._open(body))
+            self._response = await self._opening
+            self._decoder.begin(self._response.status)
+        while (reply := self._decoder.next()) is None and not self._decoder.ended:
+            self._decoder.feed(await self._response.content.readany())
+        return reply
+
+    async def _open(self, body: bytes) -> aiohttp.ClientResponse:
+        return await self._session.post(self._url, data=body, headers=_HEADERS)
+
+    def _remaining(self) -> float | None:
+        return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+
+
+class HttpTransport:
+    """A server's address, for threads."""
+
+    def __init__(self, address: str, secure: bool) -> None:
+        self._address = address
+        self._connection_type = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+
+    def start(self, request: InferenceRequest) -> HttpCall:
+        return HttpCall(self._connection_type(self._address, timeout=request.timeout), request)
+
+    def is_live(self, timeout: float) -> bool:
+        return self._ask("/v2/health/live", timeout)
+
+    def is_ready(self, model: str, version: str, timeout: float) -> bool:
+        """Whether the server is ready, and the model."""
+        return self._ask("/v2/health/ready", timeout) and self._ask(f"{model_path(model, version)}/ready", timeout)
+
+    def close(self) -> None:
+        """Nothing is kept open between requests."""
+
+    def _ask(self, path: str, timeout: float) -> bool:
+        connection = self._connection_type(self._address, timeout=timeout)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status == 200
+        except (OSError, http.client.HTTPException):
+            return False
+        finally:
+            connection.close()
+
+
+class AsyncHttpTransport:
+    """A server's address, for one event loop."""
+
+    def __init__(self, address: str, secure: bool) -> None:
+        self._base_url = f"{'https' if secure else 'http'}://{address}"
+        self._session: aiohttp.ClientSession | None = None
+
+    def start(self, request: InferenceRequest) -> AsyncHttpCall:
+        return AsyncHttpCall(self._open_session(), self._base_url, request)
+
+    async def is_live(self, timeout: float) -> bool:
+        return await self._ask("/v2/health/live", timeout)
+
+    async def is_ready(self, model: str, version: str, timeout: float) -> bool:
+        """Whether the server is ready, and the model."""
+        path = f"{model_path(model, version)}/ready"
+        return await self._ask("/v2/health/ready", timeout) and await self._ask(path, timeout)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def _ask(self, path: str, timeout: float) -> bool:
+        import aiohttp
+
+        limit = aiohttp.ClientTimeout(total=timeout)
+        try:
+            async with self._open_session().get(self._base_url + path, timeout=limit) as response:
+                return response.status == 200
+        except (aiohttp.ClientError, asyncio.TimeoutError):
+            return False
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        import aiohttp
+
+        if self._session is None:
+            # No limit of connections: each stream holds one. The requests bring their own deadlines.
+            connector = aiohttp.TCPConnector(limit=0)
+            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+        return self._session
+
+
+class ReplyDecoder:
+    """Bytes of one response body in, replies out. Both transports read through it."""
+
+    def __init__(self, stream: bool, request_id: str) -> None:
+        self._stream = stream
+        self._request_id = request_id
+        self._status = 200
+        self._events = EventParser()
+        self._body = bytearray()
+        self._replies: deque[Reply] = deque()
+        self.ended = False
+
+    def begin(self, status: int) -> None:
+        self._status = status
+
+    def feed(self, data: bytes) -> None:
+        """More of the body; nothing marks its end. Raises ClientError for an error in it."""
+        whole_body = not self._stream or self._status != 200
+        if data and not whole_body:
+            for event in self._events.feed(data):
+                self._replies.append(self._decode(event))
+            return
+        self._body += data
+        if not data:
+            self.ended = True
+            if whole_body:
+                self._replies.append(self._decode(_without_event_framing(self._body.decode("utf-8", "replace"))))
+
+    def next(self) -> Reply | None:
+        return self._replies.popleft() if self._replies else None
+
+    def _decode(self, text: str) -> Reply:
+        try:
+            body = json.loads(text)
+        except ValueError:
+            if self._status != 200:
+                raise from_http(self._status, text or f"HTTP status {self._status}", self._request_id) from None
+            raise ServerError(f"the server sent no JSON: {text[:200]!r}", request_id=self._request_id) from None
+        if self._status != 200:
+            raise from_http(self._status, str(body.get("error", body)), self._request_id)
+        if "error" in body:
+            raise from_message(str(body["error"]), self._request_id)
+        return decode_response(body)
+
+
+class EventParser:
+    """Server-sent events of any chunking -> the data of each whole event.
+
+    Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
+    """
+
+    def __init__(self) -> None:
+        self._rest = b""
+        self._data: list[bytes] = []
+
+    def feed(self, data: bytes) -> list[str]:
+        events: list[str] = []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        for line in lines:
+            line = line.rstrip(b"\r")
+            if line.startswith(b"data:"):
+                self._data.append(line[5:].removeprefix(b" "))
+            elif not line and self._data:
+                events.append(b"\n".join(self._data).decode("utf-8", "replace"))
+                self._data = []
+        return events
+
+
+def request_path(request: InferenceRequest) -> str:
+    return f"{model_path(request.model, request.model_version)}/{'generate_stream' if request.stream else 'generate'}"
+
+
+def model_path(model: str, version: str) -> str:
+    path = f"/v2/models/{quote(model, safe='')}"
+    return f"{path}/versions/{quote(version, safe='')}" if version else path
+
+
+def encode_request(request: InferenceRequest) -> bytes:
+    """The JSON of the generate extension; what is not an input of the model becomes a request parameter."""
+    body: dict[str, Any] = {
+        name: list(tensor.values) if tensor.is_list else tensor.values[0] for name, tensor in request.tensors.items()
+    }
+    if request.request_id:
+        body["id"] = request.request_id
+    if request.priority:
+        body["priority"] = request.priority
+    if request.timeout is not None:
+        body["timeout"] = int(request.timeout * 1e6)  # microseconds
+    return json.dumps(body, ensure_ascii=False).encode()
+
+
+def decode_response(body: Mapping[str, Any]) -> Reply:
+    return Reply(
+        {
+            name: value if isinstance(value, list) else [value]
+            for name, value in body.items()
+            if name not in _ENVELOPE and value is not None
+        }
+    )
+
+
+def _without_event_framing(text: str) -> str:
+    """An error of generate_stream may come as one event or as plain JSON."""
+    return text.strip().removeprefix("data:").strip()

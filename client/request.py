@@ -1,0 +1,173 @@
+"""A request as Triton tensors: which option travels under which name and type.
+
+Knows nothing of protocols. The server judges the values; only types are judged here.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypedDict
+
+from client.errors import InvalidRequest
+
+Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and what else the chat template reads
+Datatype = Literal["BYTES", "BOOL", "INT32", "UINT64", "FP32"]
+Scalar = str | bool | int | float
+
+
+class SamplingOptions(TypedDict, total=False):
+    """How to continue the prompt. An absent option takes the model's own default."""
+
+    max_tokens: int  # new tokens; absent: up to the context limit
+    min_tokens: int
+    temperature: float  # 0: greedy
+    top_k: int  # 0: off
+    top_p: float
+    min_p: float
+    seed: int
+    repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    stop: str | Sequence[str]
+    stop_token_ids: Sequence[int]
+    bad_words: str | Sequence[str]
+    logit_bias: Mapping[int, float]
+    logprobs: int  # 0: the sampled token's; k: and the k most likely ones
+    prompt_logprobs: int
+    n: int  # sequences from one prompt
+    ignore_eos: bool
+    skip_special_tokens: bool
+    add_special_tokens: bool
+    apply_chat_template: bool  # whether a plain prompt becomes a user's chat message
+    chat_template_kwargs: Mapping[str, Any]
+    exclude_input_in_output: bool  # False: the answer starts with the prompt (not in a stream)
+    guided_decoding_guide_type: str  # "json", "json_schema", "regex" or "ebnf_grammar"
+    guided_decoding_guide: str
+    sampling_parameters: Mapping[str, Any]  # vLLM's names, sent as one JSON object
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input. Its shape for a model with a batch dimension is [1, len(values)]."""
+
+    datatype: Datatype
+    values: tuple[Scalar, ...]
+    is_list: bool = False
+
+
+@dataclass(frozen=True)
+class InferenceRequest:
+    """Everything a transport needs to send."""
+
+    model: str
+    model_version: str  # "": the server chooses
+    request_id: str
+    tensors: Mapping[str, Tensor]
+    stream: bool
+    timeout: float | None = None  # seconds for the whole answer
+    priority: int = 0  # 0: the default level; otherwise 1 is the most urgent
+
+
+# option -> (tensor, datatype)
+_SCALARS: dict[str, tuple[str, Datatype]] = {
+    "max_tokens": ("max_tokens", "INT32"),
+    "min_tokens": ("min_tokens", "INT32"),
+    "temperature": ("temperature", "FP32"),
+    "top_k": ("top_k", "INT32"),
+    "top_p": ("top_p", "FP32"),
+    "min_p": ("min_p", "FP32"),
+    "seed": ("seed", "UINT64"),
+    "repetition_penalty": ("repetition_penalty", "FP32"),
+    "presence_penalty": ("presence_penalty", "FP32"),
+    "frequency_penalty": ("frequency_penalty", "FP32"),
+    "logprobs": ("logprobs", "INT32"),
+    "prompt_logprobs": ("prompt_logprobs", "INT32"),
+    "n": ("num_return_sequences", "INT32"),
+    "ignore_eos": ("ignore_eos", "BOOL"),
+    "skip_special_tokens": ("skip_special_tokens", "BOOL"),
+    "add_special_tokens": ("add_special_tokens", "BOOL"),
+    "apply_chat_template": ("apply_chat_template", "BOOL"),
+    "exclude_input_in_output": ("exclude_input_in_output", "BOOL"),
+    "guided_decoding_guide_type": ("guided_decoding_guide_type", "BYTES"),
+    "guided_decoding_guide": ("guided_decoding_guide", "BYTES"),
+}
+_LISTS: dict[str, tuple[str, Datatype]] = {
+    "stop": ("stop_words", "BYTES"),
+    "stop_token_ids": ("stop_token_ids", "INT32"),
+    "bad_words": ("bad_words", "BYTES"),
+}
+_JSON_OBJECTS = ("logit_bias", "chat_template_kwargs", "sampling_parameters")
+_INTEGER_RANGES: dict[str, tuple[int, int]] = {"INT32": (-(2**31), 2**31 - 1), "UINT64": (0, 2**64 - 1)}
+
+
+def build_tensors(
+    prompt: str | None, messages: Sequence[Message] | None, stream: bool, options: SamplingOptions
+) -> dict[str, Tensor]:
+    """The inputs of the ensemble. Raises InvalidRequest for a wrong type, TypeError for an unknown option."""
+    if (prompt is None) == (messages is None):
+        raise InvalidRequest("give exactly one of prompt and messages")
+    tensors: dict[str, Tensor] = {}
+    if prompt is not None:
+        tensors["text_input"] = _scalar("prompt", "BYTES", prompt)
+    else:
+        tensors["messages"] = _scalar("messages", "BYTES", _to_json("messages", list(messages or ())))
+    tensors["stream"] = Tensor("BOOL", (stream,))
+    # The server adds these outputs only for those who ask.
+    for output in ("finish_reason", "num_input_tokens", "num_output_tokens"):
+        tensors[f"return_{output}"] = Tensor("BOOL", (True,))
+    for name, value in options.items():
+        if value is not None:
+            tensor, encoded = _encode_option(name, value)
+            tensors[tensor] = encoded
+    return tensors
+
+
+def _encode_option(name: str, value: Any) -> tuple[str, Tensor]:
+    if name in _SCALARS:
+        tensor, datatype = _SCALARS[name]
+        return tensor, _scalar(name, datatype, value)
+    if name in _LISTS:
+        tensor, datatype = _LISTS[name]
+        items = [value] if isinstance(value, str) else value
+        if not isinstance(items, (list, tuple)):
+            raise InvalidRequest(f"{name} is {value!r}; allowed: a list")
+        return tensor, Tensor(datatype, tuple(_check(name, datatype, item) for item in items), is_list=True)
+    if name in _JSON_OBJECTS:
+        if not isinstance(value, Mapping):
+            raise InvalidRequest(f"{name} is {value!r}; allowed: a mapping")
+        return name, Tensor("BYTES", (_to_json(name, dict(value)),))
+    allowed = ", ".join(sorted(SamplingOptions.__annotations__))
+    raise TypeError(f"there is no option {name!r}; the options are: {allowed}")
+
+
+def _scalar(name: str, datatype: Datatype, value: Any) -> Tensor:
+    return Tensor(datatype, (_check(name, datatype, value),))
+
+
+def _check(name: str, datatype: Datatype, value: Any) -> Scalar:
+    """`value` as the type that travels. A bool is an int to Python and a mistake to us."""
+    if datatype == "BYTES":
+        if isinstance(value, str):
+            return value
+        raise InvalidRequest(f"{name} is {value!r}; allowed: a string")
+    if datatype == "BOOL":
+        if isinstance(value, bool):
+            return value
+        raise InvalidRequest(f"{name} is {value!r}; allowed: True or False")
+    if datatype == "FP32":
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        raise InvalidRequest(f"{name} is {value!r}; allowed: a number")
+    low, high = _INTEGER_RANGES[datatype]
+    if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+        return value
+    raise InvalidRequest(f"{name} is {value!r}; allowed: a whole number from {low} to {high}")
+
+
+def _to_json(name: str, value: Any) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from None
