@@ -1,0 +1,58 @@
+"""Attention of a whole step: one backend for its prefill part and one, often the same, for its decode part.
+
+Knows nothing of kernels. In a step's tokens the prefill part comes first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backend.attention.base import AttentionBackend, DecodeInputs, Plan, PrefillInputs
+
+
+@dataclass(frozen=True)
+class HybridPlan:
+    """Plans of the two parts; None for a part that the step does not have."""
+
+    prefill: Plan | None
+    decode: Plan | None
+    num_prefill_tokens: int
+
+
+class HybridAttention:
+    """Both backends were made for the same spec and read the same pool."""
+
+    def __init__(self, prefill: AttentionBackend, decode: AttentionBackend) -> None:
+        self.prefill_backend = prefill
+        self.decode_backend = decode
+
+    def plan(self, prefill: PrefillInputs | None, decode: DecodeInputs | None) -> HybridPlan:
+        """Prepares one step, outside of graphs. At least one part is given."""
+        return HybridPlan(
+            prefill=self.prefill_backend.plan_prefill(prefill) if prefill is not None else None,
+            decode=self.decode_backend.plan_decode(decode) if decode is not None else None,
+            num_prefill_tokens=int(prefill.cu_seqlens_q_host[-1]) if prefill is not None else 0,
+        )
+
+    def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: HybridPlan) -> torch.Tensor:
+        """q [num_tokens, num_q_heads, head_dim] -> output of the same shape, for one layer."""
+        if plan.prefill is None:
+            return self.decode_backend.decode(q, k_cache, v_cache, plan.decode)
+        if plan.decode is None:
+            return self.prefill_backend.prefill(q, k_cache, v_cache, plan.prefill)
+        q_prefill, q_decode = q[: plan.num_prefill_tokens], q[plan.num_prefill_tokens :]
+        prefilled = self.prefill_backend.prefill(q_prefill, k_cache, v_cache, plan.prefill)
+        decoded = self.decode_backend.decode(q_decode, k_cache, v_cache, plan.decode)
+        return torch.cat([prefilled, decoded])
+
+    def allocate_graph(self, max_batch_size: int) -> None:
+        """See AttentionBackend: only decode runs under graphs."""
+        self.decode_backend.allocate_graph(max_batch_size)
+
+    def plan_capture(self, inputs: DecodeInputs) -> HybridPlan:
+        return HybridPlan(None, self.decode_backend.plan_capture(inputs), 0)
+
+    def plan_replay(self, inputs: DecodeInputs) -> None:
+        self.decode_backend.plan_replay(inputs)

@@ -1,0 +1,87 @@
+"""The few places where a fused kernel may replace a chain of torch calls, and the one choice of who serves them.
+
+Knows nothing of models or of the page table. `Ops` is the contract; `torch_ops.TorchOps` serves it on every device
+and is the reference that other implementations are tested against.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+
+
+class Ops(ABC):
+    """What happens between attention calls, on tensors of one device. Chosen once, then passed to every layer.
+
+    Statistics, rotations and activations are computed in float32 whatever the format of the tensors is.
+    No method synchronises with the device, except `moe` where its docstring says so.
+    """
+
+    @abstractmethod
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        """epilogue(norm(x) @ weight.T): x [num_tokens, size_in], weight [size_out, size_in] -> [num_tokens, size_out].
+
+        norm_weight [size_in]: RMSNorm of x with `eps` first. bias [size_out]. residual [num_tokens, size_out] is
+        added to the result and stays as it is. gated: weight holds gate rows, then as many up rows; the result is
+        silu(gate) * up, [num_tokens, size_out / 2]; not together with bias or residual.
+        """
+
+    @abstractmethod
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x [num_tokens, size] -> x / rms(x) * weight, same shape and dtype."""
+
+    @abstractmethod
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        num_q_heads: int,
+        eps: float,
+    ) -> torch.Tensor:
+        """Per-head norm of q and k (where weights are given), rotary embedding, and the store into the KV pool.
+
+        qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] may be overwritten. cos_sin float32
+        [max_position, head_dim]: cosines of the head_dim / 2 angles, then sines; a head's first half pairs with its
+        second half. positions and slots int [num_tokens]; caches [num_pages, num_kv_heads, page_size, head_dim].
+        Returns q [num_tokens, num_q_heads, head_dim], possibly a view of qkv.
+        """
+
+    @abstractmethod
+    def moe(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts, x [num_tokens, hidden] -> same shape.
+
+        expert_ids int64 and expert_weights [num_tokens, experts_per_token]; gate_up [num_experts, 2 * size, hidden]
+        with gate rows first; down [num_experts, hidden, size]. An expert is down @ (silu(gate) * up). Implementations
+        that need the number of tokens of each expert on the host synchronise and say so.
+        """
+
+
+def select_ops(device: torch.device) -> Ops:
+    """The best implementation for a device: Triton-language kernels where they exist, plain torch elsewhere."""
+    from minisgl_backend.kernels.torch_ops import TorchOps
+
+    return TorchOps()

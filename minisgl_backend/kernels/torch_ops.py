@@ -1,0 +1,99 @@
+"""Every function of `Ops` in plain torch, for any device: what CPU serving runs and what kernels are tested against.
+
+Knows nothing of devices: tensors bring their own.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_backend.kernels.ops import Ops
+
+
+class TorchOps(Ops):
+    """The contracts are those of `Ops`. `moe` synchronises with the device."""
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        if norm_weight is not None:
+            x = self.rms_norm(x, norm_weight, eps)
+        if residual is None:
+            out = F.linear(x, weight, bias)
+            return silu_mul(out) if gated else out
+        out = torch.addmm(residual, x, weight.t())
+        return out if bias is None else out + bias
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        x32 = x.float()
+        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
+        return ((x32 * scale) * weight.float()).to(x.dtype)
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        num_q_heads: int,
+        eps: float,
+    ) -> torch.Tensor:
+        _, num_kv_heads, page_size, head_dim = k_cache.shape
+        heads = qkv.view(qkv.shape[0], -1, head_dim)
+        qk, v = heads.split([num_q_heads + num_kv_heads, num_kv_heads], dim=1)
+        qk = qk.float()
+        if q_norm is not None and k_norm is not None:
+            # q and k heads are normed in one go; only their weights differ.
+            weight = torch.cat([q_norm.expand(num_q_heads, head_dim), k_norm.expand(num_kv_heads, head_dim)]).float()
+            qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + eps) * weight
+        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
+        first, second = qk.chunk(2, dim=-1)
+        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
+        q, k = rotated.split([num_q_heads, num_kv_heads], dim=1)
+        pages = torch.div(slots, page_size, rounding_mode="floor")
+        offsets = slots - pages * page_size
+        k_cache[pages, :, offsets] = k
+        v_cache[pages, :, offsets] = v
+        return q
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+    ) -> torch.Tensor:
+        experts_per_token = expert_ids.shape[1]
+        order = expert_ids.flatten().argsort(stable=True)  # (token, choice) pairs grouped by expert
+        tokens = torch.div(order, experts_per_token, rounding_mode="floor")
+        counts = expert_ids.flatten().bincount(minlength=gate_up.shape[0]).tolist()
+        grouped = x[tokens]
+        out = torch.empty_like(grouped)
+        start = 0
+        for expert, count in enumerate(counts):
+            if count:
+                part = slice(start, start + count)
+                out[part] = F.linear(silu_mul(F.linear(grouped[part], gate_up[expert])), down[expert])
+                start += count
+        out = out * expert_weights.flatten()[order].unsqueeze(1).to(out.dtype)
+        return torch.zeros_like(x).index_add_(0, tokens, out)
+
+
+def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """gate_up [num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)

@@ -1,0 +1,65 @@
+"""Self-attention: products, norms and rotation around the attention kernels.
+
+Knows nothing of pages: it hands slots to `Ops.rope_store` and queries to `ForwardContext.attend`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.linear import ColumnLinear, RowLinear
+from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.weights import Placement
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionShape:
+    """Sizes of the whole model's attention, before it is split over ranks."""
+
+    hidden_size: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float  # of q_norm and k_norm
+    qkv_bias: bool
+    output_bias: bool
+    qk_norm: bool  # RMSNorm of each query and key head
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, shape: AttentionShape, layer_index: int, cos_sin: torch.Tensor, placement: Placement) -> None:
+        super().__init__()
+        self._layer_index = layer_index
+        self._cos_sin = cos_sin  # one table for all layers
+        self._ops = placement.ops
+        self._num_q_heads = shape.num_q_heads // placement.tp.size
+        self._eps = shape.eps
+        q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
+        self.qkv_proj = ColumnLinear(shape.hidden_size, outputs, shape.qkv_bias, placement)
+        self.o_proj = RowLinear(q_size, shape.hidden_size, "o_proj", shape.output_bias, placement)
+        self.q_norm = RMSNorm(shape.head_dim, shape.eps, "q_norm", placement) if shape.qk_norm else None
+        self.k_norm = RMSNorm(shape.head_dim, shape.eps, "k_norm", placement) if shape.qk_norm else None
+
+    def forward(
+        self, hidden: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, ctx: ForwardContext
+    ) -> torch.Tensor:
+        """hidden + attention(norm(hidden)), both [num_tokens, hidden_size]; positions int [num_tokens]."""
+        qkv = self.qkv_proj(hidden, norm_weight=norm.weight, eps=norm.eps)
+        q = self._ops.rope_store(
+            qkv,
+            self.q_norm.weight if self.q_norm is not None else None,
+            self.k_norm.weight if self.k_norm is not None else None,
+            self._cos_sin,
+            positions,
+            ctx.slots,
+            ctx.pool.k(self._layer_index),
+            ctx.pool.v(self._layer_index),
+            self._num_q_heads,
+            self._eps,
+        )
+        return self.o_proj(ctx.attend(self._layer_index, q).flatten(1), hidden)

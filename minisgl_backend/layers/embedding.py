@@ -1,0 +1,63 @@
+"""Token ids to vectors, and vectors to logits.
+
+Knows nothing of sampling. The embedding is whole on every rank, which saves an all-reduce a step; the output
+projection is split by vocabulary.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_backend.layers.weights import Placement, WeightedLayer, WeightPart
+
+
+class Embedding(WeightedLayer):
+    def __init__(self, vocab_size: int, hidden_size: int, name: str, placement: Placement) -> None:
+        super().__init__()
+        self._name = name
+        self.weight = placement.parameter(vocab_size, hidden_size)
+
+    def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """token_ids int [num_tokens] -> [num_tokens, hidden_size]."""
+        return F.embedding(token_ids, self.weight)
+
+    def weight_parts(self) -> list[WeightPart]:
+        return [WeightPart(name=f"{self._name}.weight", shape=tuple(self.weight.shape), target=self.weight)]
+
+
+class OutputProjection(WeightedLayer):
+    """Hidden states to logits. `tied` shares the embedding's weight: each rank uses its rows of it."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, name: str, placement: Placement, tied: Embedding | None
+    ) -> None:
+        super().__init__()
+        self._placement = placement
+        self._name = name
+        self._vocab_size = vocab_size
+        self._rows_per_rank = -(-vocab_size // placement.tp.size)  # the last rank's share may be smaller
+        self._start = min(placement.tp.rank * self._rows_per_rank, vocab_size)
+        rows = min(self._rows_per_rank, vocab_size - self._start)
+        self._is_tied = tied is not None
+        if tied is None:
+            self.weight = placement.parameter(rows, hidden_size)
+        else:
+            # A plain view and no parameter of its own: it is filled with the embedding.
+            self.__dict__["weight"] = tied.weight.data[self._start : self._start + rows]
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [num_tokens, hidden_size] -> logits [num_tokens, vocab_size], on every rank."""
+        logits = self._placement.ops.linear(hidden, self.weight)
+        tp = self._placement.tp
+        if tp.size == 1:
+            return logits
+        logits = F.pad(logits, (0, self._rows_per_rank - logits.shape[1]))
+        gathered = tp.all_gather(logits)  # [size, num_tokens, rows_per_rank]
+        return gathered.transpose(0, 1).flatten(1)[:, : self._vocab_size]
+
+    def weight_parts(self) -> list[WeightPart]:
+        if self._is_tied:
+            return []
+        shape = (self._vocab_size, self.weight.shape[1])
+        return [WeightPart(name=f"{self._name}.weight", shape=shape, target=self.weight, start=self._start)]

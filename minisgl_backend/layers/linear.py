@@ -1,0 +1,76 @@
+"""Matrix products, split over tensor-parallel ranks by their outputs (column) or their inputs (row).
+
+Knows nothing of what the products mean. A column layer followed by a row layer needs one all-reduce, at the end:
+the scheme of Megatron-LM (Shoeybi et al., 2019).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from minisgl_backend.layers.weights import Placement, WeightedLayer, WeightPart
+
+
+class ColumnLinear(WeightedLayer):
+    """One or more products of the same input, stacked in one weight; each output is split evenly over the ranks.
+
+    `outputs` maps the name of each product in the checkpoint to its full output size.
+    """
+
+    def __init__(self, input_size: int, outputs: Mapping[str, int], bias: bool, placement: Placement) -> None:
+        super().__init__()
+        self._placement = placement
+        self._outputs = dict(outputs)
+        local = sum(outputs.values()) // placement.tp.size
+        self.weight = placement.parameter(local, input_size)
+        self.bias = placement.parameter(local) if bias else None
+
+    def forward(
+        self, x: torch.Tensor, *, norm_weight: torch.Tensor | None = None, eps: float = 0.0, gated: bool = False
+    ) -> torch.Tensor:
+        """x [num_tokens, input_size] -> [num_tokens, local outputs]; norm and gate as in `Ops.linear`."""
+        return self._placement.ops.linear(x, self.weight, norm_weight=norm_weight, eps=eps, bias=self.bias, gated=gated)
+
+    def weight_parts(self) -> list[WeightPart]:
+        tp, parts, row = self._placement.tp, [], 0
+        for name, size in self._outputs.items():
+            local = size // tp.size
+            start = tp.rank * local
+            for kind, param in (("weight", self.weight), ("bias", self.bias)):
+                if param is not None:
+                    shape = (size, *param.shape[1:])
+                    target = param[row : row + local]
+                    parts.append(WeightPart(name=f"{name}.{kind}", shape=shape, target=target, start=start))
+            row += local
+        return parts
+
+
+class RowLinear(WeightedLayer):
+    """A product whose input is split over the ranks; the ranks' partial results are summed."""
+
+    def __init__(self, input_size: int, output_size: int, name: str, bias: bool, placement: Placement) -> None:
+        super().__init__()
+        self._placement = placement
+        self._name = name
+        self._input_size = input_size
+        self.weight = placement.parameter(output_size, input_size // placement.tp.size)
+        self.bias = placement.parameter(output_size) if bias else None
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, local inputs], residual [num_tokens, output_size] -> residual + product, summed over ranks."""
+        ops, tp = self._placement.ops, self._placement.tp
+        # Bias and residual must enter the sum once, so only rank 0 adds them.
+        if tp.rank == 0:
+            return tp.all_reduce(ops.linear(x, self.weight, bias=self.bias, residual=residual))
+        return tp.all_reduce(ops.linear(x, self.weight))
+
+    def weight_parts(self) -> list[WeightPart]:
+        output_size, local = self.weight.shape
+        shape = (output_size, self._input_size)
+        start = self._placement.tp.rank * local
+        parts = [WeightPart(name=f"{self._name}.weight", shape=shape, target=self.weight, dim=1, start=start)]
+        if self.bias is not None:
+            parts.append(WeightPart(name=f"{self._name}.bias", shape=(output_size,), target=self.bias))
+        return parts

@@ -1,0 +1,71 @@
+"""Mixture of experts: a router picks a few gated MLPs for each token.
+
+Knows nothing of how experts are computed (`Ops.moe`). With tensor parallelism every rank holds a slice of every
+expert, so that no tokens travel.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.weights import Placement, WeightedLayer, WeightPart
+
+
+class MoeMLP(WeightedLayer):
+    """Checkpoint names are those of Qwen3-MoE: mlp.gate and mlp.experts.N.{gate,up,down}_proj."""
+
+    def __init__(
+        self,
+        *,
+        hidden_size: int,
+        intermediate_size: int,
+        num_experts: int,
+        experts_per_token: int,
+        norm_topk_prob: bool,
+        name: str,
+        placement: Placement,
+    ) -> None:
+        super().__init__()
+        self._placement = placement
+        self._name = name
+        self._intermediate_size = intermediate_size
+        self._experts_per_token = experts_per_token
+        self._norm_topk_prob = norm_topk_prob
+        local = intermediate_size // placement.tp.size
+        self.router = placement.parameter(num_experts, hidden_size)
+        self.gate_up = placement.parameter(num_experts, 2 * local, hidden_size)
+        self.down = placement.parameter(num_experts, hidden_size, local)
+
+    def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+        """hidden + experts(norm(hidden)), both [num_tokens, hidden_size]."""
+        ops, tp = self._placement.ops, self._placement.tp
+        x = norm(hidden)
+        # All ranks compute the same router, so they pick the same experts.
+        probabilities = ops.linear(x, self.router).float().softmax(dim=-1)
+        weights, expert_ids = probabilities.topk(self._experts_per_token, dim=-1)
+        if self._norm_topk_prob:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        out = ops.moe(x, expert_ids, weights, self.gate_up, self.down)
+        return hidden + tp.all_reduce(out)
+
+    def weight_parts(self) -> list[WeightPart]:
+        num_experts, hidden_size, local = self.down.shape
+        start = self._placement.tp.rank * local
+        up_shape = (self._intermediate_size, hidden_size)
+        parts = [WeightPart(name=f"{self._name}.gate.weight", shape=tuple(self.router.shape), target=self.router)]
+        for expert in range(num_experts):
+            name = f"{self._name}.experts.{expert}"
+            gate, up = self.gate_up[expert, :local], self.gate_up[expert, local:]
+            parts += [
+                WeightPart(name=f"{name}.gate_proj.weight", shape=up_shape, target=gate, start=start),
+                WeightPart(name=f"{name}.up_proj.weight", shape=up_shape, target=up, start=start),
+                WeightPart(
+                    name=f"{name}.down_proj.weight",
+                    shape=(hidden_size, self._intermediate_size),
+                    target=self.down[expert],
+                    dim=1,
+                    start=start,
+                ),
+            ]
+        return parts

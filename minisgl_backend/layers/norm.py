@@ -1,0 +1,28 @@
+"""RMSNorm weights. The norm itself is an argument of the product that follows it (`Ops.linear`) or `Ops.rms_norm`.
+
+Knows nothing of where a norm stands.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backend.layers.weights import Placement, WeightedLayer, WeightPart
+
+
+class RMSNorm(WeightedLayer):
+    """Root mean square norm (Zhang and Sennrich, 2019), the same on every rank."""
+
+    def __init__(self, size: int, eps: float, name: str, placement: Placement) -> None:
+        super().__init__()
+        self._placement = placement
+        self._name = name
+        self.eps = eps
+        self.weight = placement.parameter(size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, size] -> same shape."""
+        return self._placement.ops.rms_norm(x, self.weight, self.eps)
+
+    def weight_parts(self) -> list[WeightPart]:
+        return [WeightPart(name=f"{self._name}.weight", shape=tuple(self.weight.shape), target=self.weight)]

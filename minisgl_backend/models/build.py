@@ -1,0 +1,195 @@
+"""From a model folder to a model on its device: finds the folder, builds the modules, streams the weights in.
+
+Knows nothing of progress bars or steps. Weights go shard by shard, tensor by tensor from the file to their place on
+the device; a tensor-parallel rank reads only its own slices.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.ops import Ops, select_ops
+from minisgl_backend.layers.weights import Placement, WeightedLayer, WeightPart
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.models.llama import LlamaForCausalLM
+from minisgl_backend.models.qwen2 import Qwen2ForCausalLM
+from minisgl_backend.models.qwen3 import Qwen3ForCausalLM
+from minisgl_backend.models.qwen3_moe import Qwen3MoeForCausalLM
+from minisgl_backend.tensor_parallel import TensorParallel
+
+Progress = Callable[[int, int], None]  # (bytes read so far, bytes to read), of this rank, after every tensor
+
+MODELS: dict[str, type[CausalLM]] = {
+    "LlamaForCausalLM": LlamaForCausalLM,
+    "MistralForCausalLM": LlamaForCausalLM,
+    "Qwen2ForCausalLM": Qwen2ForCausalLM,
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
+}
+
+
+def build_model(
+    config: ModelConfig,
+    model_dir: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_seq_len: int,
+    tp: TensorParallel | None = None,
+    ops: Ops | None = None,
+    dummy_weights: bool = False,
+    on_progress: Progress | None = None,
+) -> CausalLM:
+    """The model of one rank, ready to run. `dummy_weights` reads no files but config.json's.
+
+    `max_seq_len` bounds the positions that the model can be asked for. Raises ConfigError naming tensors that are
+    missing, unexpected, in two files or of another shape than config.json says.
+    """
+    tp = tp or TensorParallel.single()
+    config.check_tensor_parallel(tp.size)
+    placement = Placement(device=device, dtype=dtype, ops=ops or select_ops(device), tp=tp)
+    model = MODELS[config.architecture](config, placement, max_seq_len).eval()
+    if dummy_weights:
+        _fill_with_noise(model)
+    else:
+        _load_weights(model, Path(model_dir), device, on_progress or (lambda done, total: None))
+    return model
+
+
+def attention_spec(
+    config: ModelConfig,
+    *,
+    tp_size: int,
+    page_size: int,
+    max_seq_len: int,
+    max_rows: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> AttentionSpec:
+    """What attention backends and the KV pool of one rank must serve for this model."""
+    return AttentionSpec(
+        num_layers=config.num_layers,
+        num_q_heads=config.num_q_heads // tp_size,
+        num_kv_heads=config.num_kv_heads // tp_size,
+        head_dim=config.head_dim,
+        page_size=page_size,
+        max_seq_len=max_seq_len,
+        max_rows=max_rows,
+        dtype=dtype,
+        device=device,
+    )
+
+
+def weight_parts(model: CausalLM) -> dict[str, WeightPart]:
+    """Every tensor that the model needs, by its name in the checkpoint."""
+    parts = {}
+    for path, module in model.named_modules():
+        if isinstance(module, WeightedLayer):
+            parent = path.rpartition(".")[0]
+            for part in module.weight_parts():
+                parts[f"{parent}.{part.name}" if parent else part.name] = part
+    return parts
+
+
+def _load_weights(model: CausalLM, folder: Path, device: torch.device, on_progress: Progress) -> None:
+    parts = weight_parts(model)
+    files = _shard_files(folder)
+    _check_names(model.config, parts, files)
+    total = sum(part.target.numel() * part.target.element_size() for part in parts.values())
+    done = 0
+    for path in sorted(set(files.values())):
+        with _open(path, device) as shard:
+            for name in shard.keys():  # noqa: SIM118  (the handle is no dict)
+                part = parts.get(name)
+                if part is None:
+                    continue
+                _copy(name, part, shard.get_slice(name), path)
+                done += part.target.numel() * part.target.element_size()
+                on_progress(done, total)
+
+
+def _copy(name: str, part: WeightPart, source: Any, path: Path) -> None:
+    shape = tuple(source.get_shape())
+    if shape != part.shape:
+        raise ConfigError(f"{path}: {name} has shape {shape}; config.json makes it {part.shape}")
+    end = part.start + part.target.shape[part.dim]
+    index = (slice(None),) * part.dim + (slice(part.start, end),)
+    # The slice is read from the file in the file's format; copy_ converts it.
+    part.target.copy_(source[index])
+
+
+def _shard_files(folder: Path) -> dict[str, Path]:
+    """The file of every tensor in a model folder, by the tensor's name."""
+    paths = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{index} cannot be read: {error!r}") from None
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            raise ConfigError(f"{index} names files that do not exist: {_some(missing)}")
+        paths = [folder / name for name in sorted(names)]
+    if not paths:
+        raise ConfigError(f"{folder} has no *.safetensors files; other weight formats are not read")
+    files: dict[str, Path] = {}
+    for path in paths:
+        with _open(path, torch.device("cpu")) as shard:
+            for name in shard.keys():  # noqa: SIM118  (the handle is no dict)
+                if name in files:
+                    raise ConfigError(f"{name} is in two files of {folder}: {files[name].name} and {path.name}")
+                files[name] = path
+    return files
+
+
+def _check_names(config: ModelConfig, parts: dict[str, WeightPart], files: dict[str, Path]) -> None:
+    missing = sorted(set(parts) - set(files))
+    if missing:
+        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors that config.json asks for: {_some(missing)}")
+    unexpected = sorted(name for name in set(files) - set(parts) if not _is_redundant(name, config))
+    if unexpected:
+        raise ConfigError(
+            f"the checkpoint has {len(unexpected)} tensors that {config.architecture} with this config.json does "
+            f"not have: {_some(unexpected)}"
+        )
+
+
+def _is_redundant(name: str, config: ModelConfig) -> bool:
+    """Tensors that some exporters write and that say nothing new: a tied output projection, rope frequencies."""
+    return (config.tie_word_embeddings and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")
+
+
+def _some(names: list[str], limit: int = 5) -> str:
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+@contextmanager
+def _open(path: Path, device: torch.device) -> Iterator[Any]:
+    try:
+        with safe_open(str(path), framework="pt", device=str(device)) as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _fill_with_noise(model: CausalLM) -> None:
+    """Weights of a plausible size, the same at every start, so that nothing overflows on the way."""
+    parameters = list(model.parameters())
+    generator = torch.Generator(device=parameters[0].device).manual_seed(0)
+    for parameter in parameters:
+        if parameter.dim() == 1:
+            parameter.data.fill_(1.0)
+        else:
+            parameter.data.normal_(0.0, 0.02, generator=generator)

@@ -1,0 +1,121 @@
+"""The skeleton that all served architectures share: embedding, layers, final norm, output projection.
+
+Knows nothing of what tells the architectures apart: each of their files gives its own layer.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import nn
+
+from minisgl_backend.layers.attention import AttentionShape, SelfAttention
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.embedding import Embedding, OutputProjection
+from minisgl_backend.layers.mlp import GatedMLP
+from minisgl_backend.layers.moe import MoeMLP
+from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.rotary import (
+    default_frequencies,
+    llama3_frequencies,
+    rotary_table,
+    yarn_attention_factor,
+    yarn_frequencies,
+)
+from minisgl_backend.layers.weights import Placement
+from minisgl_backend.models.config import ModelConfig, RopeConfig
+
+
+class DecoderLayer(nn.Module):
+    """Attention, then an MLP, each with a norm before and the residual added after it."""
+
+    def __init__(self, config: ModelConfig, attention: SelfAttention, mlp: GatedMLP | MoeMLP, place: Placement) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, "input_layernorm", place)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(
+            config.hidden_size, config.rms_norm_eps, "post_attention_layernorm", place
+        )
+        self.mlp = mlp
+
+    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """hidden [num_tokens, hidden_size], positions int [num_tokens] -> same shape as hidden."""
+        hidden = self.self_attn(hidden, self.input_layernorm, positions, ctx)
+        return self.mlp(hidden, self.post_attention_layernorm)
+
+
+class CausalLM(nn.Module):
+    """A decoder-only language model. Module names follow the checkpoint's, so that weights find their places."""
+
+    def __init__(self, config: ModelConfig, placement: Placement, max_seq_len: int) -> None:
+        super().__init__()
+        self.config = config
+        cos_sin = rope_table(config.rope, config.head_dim, max_seq_len, placement.device)
+        self.model = nn.ModuleDict(
+            {
+                "embed_tokens": Embedding(config.vocab_size, config.hidden_size, "embed_tokens", placement),
+                "layers": nn.ModuleList(
+                    self.make_layer(config, index, cos_sin, placement) for index in range(config.num_layers)
+                ),
+                "norm": RMSNorm(config.hidden_size, config.rms_norm_eps, "norm", placement),
+            }
+        )
+        tied = self.model["embed_tokens"] if config.tie_word_embeddings else None
+        self.lm_head = OutputProjection(config.vocab_size, config.hidden_size, "lm_head", placement, tied)
+
+    @abstractmethod
+    def make_layer(
+        self, config: ModelConfig, index: int, cos_sin: torch.Tensor, placement: Placement
+    ) -> DecoderLayer: ...
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_tokens, hidden_size]."""
+        hidden = self.model["embed_tokens"](input_ids)
+        for layer in self.model["layers"]:
+            hidden = layer(hidden, positions, ctx)
+        return self.model["norm"](hidden)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's number format."""
+        return self.lm_head(hidden)
+
+
+def attention_shape(config: ModelConfig, *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> AttentionShape:
+    """The sizes of config.json with what only the architecture knows."""
+    return AttentionShape(
+        hidden_size=config.hidden_size,
+        num_q_heads=config.num_q_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        eps=config.rms_norm_eps,
+        qkv_bias=qkv_bias,
+        output_bias=output_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def rope_table(rope: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
+    """float32 [max_seq_len, head_dim] for `Ops.rope_store`."""
+    frequencies = default_frequencies(head_dim, rope.theta)
+    attention_factor = 1.0
+    if rope.type == "llama3":
+        frequencies = llama3_frequencies(
+            frequencies,
+            factor=rope.factor,
+            low_freq_factor=rope.low_freq_factor,
+            high_freq_factor=rope.high_freq_factor,
+            original_max_position=rope.original_max_position,
+        )
+    elif rope.type == "yarn":
+        frequencies = yarn_frequencies(
+            frequencies,
+            theta=rope.theta,
+            factor=rope.factor,
+            beta_fast=rope.beta_fast,
+            beta_slow=rope.beta_slow,
+            original_max_position=rope.original_max_position,
+            truncate=rope.truncate,
+        )
+        attention_factor = rope.attention_factor or yarn_attention_factor(rope.factor, rope.mscale, rope.mscale_all_dim)
+    return rotary_table(frequencies, max_seq_len, device, attention_factor)

@@ -1,0 +1,24 @@
+"""Llama 3 and Mistral: no norms on heads; biases only where `attention_bias` asks for them.
+
+Knows nothing of checkpoints or parallelism.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backend.layers.attention import SelfAttention
+from minisgl_backend.layers.mlp import GatedMLP
+from minisgl_backend.layers.weights import Placement
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.decoder import CausalLM, DecoderLayer, attention_shape
+
+
+class LlamaForCausalLM(CausalLM):
+    def make_layer(self, config: ModelConfig, index: int, cos_sin: torch.Tensor, placement: Placement) -> DecoderLayer:
+        shape = attention_shape(
+            config, qkv_bias=config.attention_bias, output_bias=config.attention_bias, qk_norm=False
+        )
+        attention = SelfAttention(shape, index, cos_sin, placement)
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, placement)
+        return DecoderLayer(config, attention, mlp, placement)

@@ -1,0 +1,92 @@
+"""One model over several devices: this process's rank, and the collectives it shares with the other ranks.
+
+Knows nothing of models or steps. There is no default group: whoever needs a collective holds this object.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from minisgl_backend.errors import ConfigError
+
+
+class TensorParallel:
+    """All ranks call the same collectives in the same order. Size 1 communicates with nobody and costs nothing."""
+
+    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+        self.rank = rank
+        self.size = size
+        self._group = group
+        self._device = device
+
+    @classmethod
+    def single(cls) -> TensorParallel:
+        """A model on one device."""
+        return cls(0, 1, None, torch.device("cpu"))
+
+    @classmethod
+    def connect(
+        cls, rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float = 600.0
+    ) -> TensorParallel:
+        """Meets the other ranks at `host:port`, where rank 0 listens. NCCL for a cuda device, gloo for the CPU.
+
+        Raises ConfigError where the other ranks do not come in time.
+        """
+        if not 0 <= rank < size:
+            raise ConfigError(f"tensor-parallel rank is {rank}; allowed: 0 to {size - 1}")
+        if size == 1:
+            return cls.single()
+        timeout = timedelta(seconds=timeout_s)
+        try:
+            store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout)
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+                group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, rank, size, timeout)
+            else:
+                group = dist.ProcessGroupGloo(store, rank, size, timeout)
+            tp = cls(rank, size, group, device)
+            tp.minimum(0)  # opens the connections now and not inside the first step
+        except (RuntimeError, ValueError) as error:
+            raise ConfigError(f"rank {rank} of {size} could not join the others at {host}:{port}: {error}") from error
+        return tp
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Sums over the ranks, in place; returns the tensor."""
+        if self._group is not None:
+            self._group.allreduce([tensor]).wait()
+        return tensor
+
+    def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
+        """tensor [...], the same shape on every rank -> [size, ...], in rank order, on every rank."""
+        if self._group is None:
+            return tensor.unsqueeze(0)
+        gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        self._group.allgather([list(gathered.unbind(0))], [tensor.contiguous()]).wait()
+        return gathered
+
+    def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
+        """Overwrites the tensor with that of rank `source`, in place; returns it."""
+        if self._group is not None:
+            options = dist.BroadcastOptions()
+            options.rootRank = source
+            self._group.broadcast([tensor], options).wait()
+        return tensor
+
+    def minimum(self, value: int) -> int:
+        """The smallest of the ranks' values, on every rank. Synchronises: for start-up only."""
+        if self._group is None:
+            return value
+        tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MIN
+        self._group.allreduce([tensor], options).wait()
+        return int(tensor.item())
+
+    def close(self) -> None:
+        """Leaves the group. Collectives must not be called afterwards."""
+        if self._group is not None:
+            self._group.shutdown()
+            self._group = None

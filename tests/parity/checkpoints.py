@@ -1,0 +1,79 @@
+"""Tiny random checkpoints of every served architecture, saved by transformers itself.
+
+Knows nothing of the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+VOCAB_SIZE = 320
+MAX_POSITION = 512
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": VOCAB_SIZE,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": MAX_POSITION,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    # Larger than usual, so that attention and rotation matter as much as they do in a trained model.
+    "initializer_range": 0.2,
+}
+_LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+_YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+
+
+def _maker(architecture: str, shard_size: str = "5GB", **options: Any) -> Callable[[], tuple[Any, str]]:
+    def make() -> tuple[Any, str]:
+        model_class = getattr(transformers, architecture)
+        return model_class(model_class.config_class(**{**_SIZES, **options})), shard_size
+
+    return make
+
+
+CHECKPOINTS: dict[str, Callable[[], tuple[Any, str]]] = {
+    "llama": _maker("LlamaForCausalLM"),
+    "llama-llama3-tied": _maker("LlamaForCausalLM", tie_word_embeddings=True, rope_scaling=dict(_LLAMA3_ROPE)),
+    "llama-bias-mha": _maker("LlamaForCausalLM", attention_bias=True, num_key_value_heads=4),
+    "mistral": _maker("MistralForCausalLM", sliding_window=None, head_dim=32),
+    "qwen2-tied": _maker("Qwen2ForCausalLM", tie_word_embeddings=True),
+    "qwen2-yarn": _maker("Qwen2ForCausalLM", rope_scaling=dict(_YARN_ROPE)),
+    "qwen3-tied-sharded": _maker("Qwen3ForCausalLM", "100KB", tie_word_embeddings=True, head_dim=32),
+    "qwen3-yarn": _maker("Qwen3ForCausalLM", head_dim=16, rope_scaling=dict(_YARN_ROPE)),
+    "qwen3_moe": _maker("Qwen3MoeForCausalLM", head_dim=16, norm_topk_prob=True, **_MOE),
+    "qwen3_moe-sharded-mixed": _maker(
+        "Qwen3MoeForCausalLM", "100KB", head_dim=16, mlp_only_layers=[1], tie_word_embeddings=True, **_MOE
+    ),
+}
+
+
+def save_checkpoint(name: str, folder: Path) -> None:
+    """Writes the named checkpoint; its weights are the same in every run, and no norm or bias is trivial."""
+    torch.manual_seed(sorted(CHECKPOINTS).index(name))
+    model, shard_size = CHECKPOINTS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    model.save_pretrained(folder, max_shard_size=shard_size)
+
+
+def reference_model(folder: Path) -> Any:
+    """The same checkpoint in transformers, float32."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()

@@ -1,0 +1,118 @@
+"""Runs a model over a paged KV cache without scheduler or runner: the smallest honest caller of `models`.
+
+Knows nothing of transformers.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
+from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.attention.kv_pool import KVPool
+from minisgl_backend.attention.reference import TorchBackend
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.models.build import attention_spec, build_model
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.tensor_parallel import TensorParallel
+
+
+class PagedModel:
+    """Rows get pages in a scattered order, so that a wrong page table shows."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        page_size: int,
+        max_seq_len: int = 256,
+        max_rows: int = 8,
+        tp: TensorParallel | None = None,
+    ) -> None:
+        tp = tp or TensorParallel.single()
+        config = ModelConfig.load(folder)
+        device, dtype = torch.device("cpu"), torch.float32
+        self.spec = attention_spec(
+            config,
+            tp_size=tp.size,
+            page_size=page_size,
+            max_seq_len=max_seq_len,
+            max_rows=max_rows,
+            dtype=dtype,
+            device=device,
+        )
+        self.model = build_model(config, folder, dtype=dtype, device=device, max_seq_len=max_seq_len, tp=tp)
+        num_pages = max_rows * self.spec.max_pages_per_row
+        self.pool = KVPool(self.spec, num_pages)
+        backend = TorchBackend(self.spec)
+        self.attention = HybridAttention(backend, backend)
+        order = np.random.default_rng(7).permutation(num_pages) + 1
+        self.page_table = torch.from_numpy(order.astype(np.int32)).view(max_rows, -1).contiguous()
+        self.lengths = [0] * max_rows
+        self.tokens: list[list[int]] = [[] for _ in range(max_rows)]
+
+    def share_prefix(self, source: int, target: int, num_pages: int) -> None:
+        """Lets row `target` begin with the first pages of row `source`, as a prefix cache would."""
+        self.page_table[target, :num_pages] = self.page_table[source, :num_pages]
+        self.lengths[target] = num_pages * self.spec.page_size
+        self.tokens[target] = self.tokens[source][: self.lengths[target]]
+
+    @torch.inference_mode()
+    def step(self, prefill: dict[int, list[int]], decode: dict[int, int]) -> dict[int, torch.Tensor]:
+        """Computes chunks (`prefill`, by row) and single tokens (`decode`, by row) in one mixed forward pass.
+
+        Returns the logits of every token, [num_tokens of the row, vocab_size], by row.
+        """
+        new = {**prefill, **{row: [token] for row, token in decode.items()}}
+        positions = {row: range(self.lengths[row], self.lengths[row] + len(tokens)) for row, tokens in new.items()}
+        for row, tokens in new.items():
+            self.lengths[row] += len(tokens)
+            self.tokens[row] += tokens
+        page_size = self.spec.page_size
+        slots = [
+            int(self.page_table[row, position // page_size]) * page_size + position % page_size
+            for row in new
+            for position in positions[row]
+        ]
+        ctx = ForwardContext(
+            pool=self.pool,
+            slots=torch.tensor(slots),
+            attention=self.attention,
+            plan=self.attention.plan(self._prefill_inputs(prefill), self._decode_inputs(list(decode))),
+        )
+        input_ids = torch.tensor([token for tokens in new.values() for token in tokens])
+        flat_positions = torch.tensor([position for row in new for position in positions[row]])
+        logits = self.model.logits(self.model(input_ids, flat_positions, ctx))
+        return dict(zip(new, logits.split([len(tokens) for tokens in new.values()]), strict=True))
+
+    def _prefill_inputs(self, prefill: dict[int, list[int]]) -> PrefillInputs | None:
+        if not prefill:
+            return None
+        cu_seqlens = np.cumsum([0] + [len(tokens) for tokens in prefill.values()]).astype(np.int32)
+        rows = np.array(list(prefill), dtype=np.int32)
+        kv_lens = np.array([self.lengths[row] for row in prefill], dtype=np.int32)
+        return PrefillInputs(
+            cu_seqlens_q=torch.from_numpy(cu_seqlens),
+            kv_lens=torch.from_numpy(kv_lens),
+            rows=torch.from_numpy(rows),
+            page_table=self.page_table,
+            cu_seqlens_q_host=cu_seqlens,
+            kv_lens_host=kv_lens,
+            rows_host=rows,
+        )
+
+    def _decode_inputs(self, rows: list[int]) -> DecodeInputs | None:
+        if not rows:
+            return None
+        kv_lens = np.array([self.lengths[row] for row in rows], dtype=np.int32)
+        row_array = np.array(rows, dtype=np.int32)
+        return DecodeInputs(
+            kv_lens=torch.from_numpy(kv_lens),
+            rows=torch.from_numpy(row_array),
+            page_table=self.page_table,
+            kv_lens_host=kv_lens,
+            rows_host=row_array,
+        )
