@@ -6,6 +6,7 @@ Knows nothing of models or steps. There is no default group: whoever needs a col
 from __future__ import annotations
 
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,7 +17,7 @@ from minisgl_backend.errors import ConfigError
 class TensorParallel:
     """All ranks call the same collectives in the same order. Size 1 communicates with nobody and costs nothing."""
 
-    def __init__(self, rank: int, size: int, group: dist.ProcessGroup | None, device: torch.device) -> None:
+    def __init__(self, rank: int, size: int, group: Any | None, device: torch.device) -> None:
         self.rank = rank
         self.size = size
         self._group = group
@@ -44,7 +45,9 @@ class TensorParallel:
             store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
-                group: dist.ProcessGroup = dist.ProcessGroupNCCL(store, rank, size, timeout)
+                options = dist.ProcessGroupNCCL.Options()
+                options._timeout = timeout
+                group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
             else:
                 group = dist.ProcessGroupGloo(store, rank, size, timeout)
             tp = cls(rank, size, group, device)
@@ -81,7 +84,7 @@ class TensorParallel:
             return value
         tensor = torch.tensor([value], dtype=torch.int64, device=self._device)
         options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MIN
+        options.reduceOp = dist.ReduceOp(dist.ReduceOp.MIN)
         self._group.allreduce([tensor], options).wait()
         return int(tensor.item())
 

@@ -5,7 +5,7 @@ Knows nothing of what tells the architectures apart: each of their files gives i
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -45,6 +45,23 @@ class DecoderLayer(nn.Module):
         return self.mlp(hidden, self.post_attention_layernorm)
 
 
+class Decoder(nn.Module):
+    """Embedding, layers and final norm: what checkpoints call `model`."""
+
+    def __init__(self, config: ModelConfig, layers: Iterable[DecoderLayer], placement: Placement) -> None:
+        super().__init__()
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", placement)
+        self.layers = nn.ModuleList(layers)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm", placement)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_tokens, hidden_size]."""
+        hidden = self.embed_tokens(input_ids)
+        for layer in self.layers:
+            hidden = layer(hidden, positions, ctx)
+        return self.norm(hidden)
+
+
 class CausalLM(nn.Module):
     """A decoder-only language model. Module names follow the checkpoint's, so that weights find their places."""
 
@@ -52,29 +69,18 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         cos_sin = rope_table(config.rope, config.head_dim, max_seq_len, placement.device)
-        self.model = nn.ModuleDict(
-            {
-                "embed_tokens": Embedding(config.vocab_size, config.hidden_size, "embed_tokens", placement),
-                "layers": nn.ModuleList(
-                    self.make_layer(config, index, cos_sin, placement) for index in range(config.num_layers)
-                ),
-                "norm": RMSNorm(config.hidden_size, config.rms_norm_eps, "norm", placement),
-            }
-        )
-        tied = self.model["embed_tokens"] if config.tie_word_embeddings else None
+        layers = (self.make_layer(config, index, cos_sin, placement) for index in range(config.num_layers))
+        self.model = Decoder(config, layers, placement)
+        tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = OutputProjection(config.vocab_size, config.hidden_size, "lm_head", placement, tied)
 
-    @abstractmethod
-    def make_layer(
-        self, config: ModelConfig, index: int, cos_sin: torch.Tensor, placement: Placement
-    ) -> DecoderLayer: ...
+    def make_layer(self, config: ModelConfig, index: int, cos_sin: torch.Tensor, placement: Placement) -> DecoderLayer:
+        """The one thing that an architecture has to say. `cos_sin` is the rope table that all layers share."""
+        raise NotImplementedError
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_tokens, hidden_size]."""
-        hidden = self.model["embed_tokens"](input_ids)
-        for layer in self.model["layers"]:
-            hidden = layer(hidden, positions, ctx)
-        return self.model["norm"](hidden)
+        return self.model(input_ids, positions, ctx)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's number format."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,8 +34,8 @@ class Pair:
 
 
 @pytest.fixture(scope="module", params=sorted(CHECKPOINTS))
-def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    yield Pair(request.param, tmp_path_factory.mktemp("checkpoint"))
+def pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Pair:
+    return Pair(request.param, tmp_path_factory.mktemp("checkpoint"))
 
 
 def _tokens(count: int, seed: int) -> list[int]:

@@ -1,0 +1,198 @@
+"""Names of attention backends: which to use on which machine, what each needs, and the page size that they share.
+
+Knows nothing of models. Backends are imported only when they are chosen, so that a missing package matters only to
+those who ask for it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec
+from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.errors import ConfigError
+
+
+@dataclass(frozen=True, kw_only=True)
+class BackendEntry:
+    """What is known of a backend without importing it."""
+
+    module: str
+    class_name: str
+    package: str | None  # import name of what it needs beyond torch
+    remedy: str  # what to do when `package` is missing
+    device: str | None  # "cuda": needs a GPU; None: runs anywhere
+    default_page_size: int  # tokens; used when it serves decode and the user set nothing
+    page_sizes: tuple[int, ...] | None = None  # tokens; None: any
+
+
+_SGL_KERNEL = "pip install sgl-kernel (and, where its import names libnuma, apt-get install libnuma1)"
+_FLASHINFER = "pip install flashinfer-python"
+
+# Default page sizes: see performance notes in docs/attention_backends.md. On CPU 16 keeps gathered chunks large
+# enough to copy fast and wastes little of a short sequence's last page.
+BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
+    {
+        "fa": BackendEntry(
+            module="flash_attn",
+            class_name="FlashAttentionBackend",
+            package="sgl_kernel",
+            remedy=_SGL_KERNEL,
+            device="cuda",
+            default_page_size=64,
+        ),
+        "fi": BackendEntry(
+            module="flashinfer",
+            class_name="FlashInferBackend",
+            package="flashinfer",
+            remedy=_FLASHINFER,
+            device="cuda",
+            default_page_size=64,
+        ),
+        "trtllm": BackendEntry(
+            module="trtllm",
+            class_name="TrtllmBackend",
+            package="flashinfer",
+            remedy=_FLASHINFER,
+            device="cuda",
+            default_page_size=64,
+            page_sizes=(16, 32, 64),
+        ),
+        "triton": BackendEntry(
+            module="triton_attn",
+            class_name="TritonBackend",
+            package="triton",
+            remedy="pip install triton",
+            device="cuda",
+            default_page_size=64,
+        ),
+        "torch": BackendEntry(
+            module="reference",
+            class_name="TorchBackend",
+            package=None,
+            remedy="",
+            device=None,
+            default_page_size=16,
+        ),
+    }
+)
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """What `attention_backend` and `page_size` come to on one machine."""
+
+    prefill: str
+    decode: str
+    page_size: int  # tokens
+    warnings: tuple[str, ...]  # for the log
+
+
+def choose_attention(
+    requested: str,
+    page_size: int | None,
+    *,
+    compute_capability: int | None,
+    why_missing: Callable[[str], str | None] | None = None,
+) -> AttentionChoice:
+    """Resolves the two options. Imports the packages that it considers, and nothing on CPU.
+
+    `compute_capability` is 10 * major + minor of the GPU, None on CPU. `why_missing(package)` returns None for a
+    package that can be imported, else the reason. Raises ConfigError for a named backend that cannot run here.
+    """
+    missing = why_missing or import_failure
+    if requested == "auto":
+        prefill, decode, warnings = _automatic(compute_capability, missing)
+    else:
+        prefill, decode = _named(requested, compute_capability, missing)
+        warnings = []
+    size, size_warnings = _page_size(prefill, decode, page_size)
+    return AttentionChoice(prefill, decode, size, (*warnings, *size_warnings))
+
+
+def create_attention(prefill: str, decode: str, spec: AttentionSpec) -> HybridAttention:
+    """The backends of both parts of a step; one object serves both where the names are the same."""
+    prefill_backend = _create(prefill, spec)
+    return HybridAttention(prefill_backend, prefill_backend if decode == prefill else _create(decode, spec))
+
+
+def import_failure(package: str) -> str | None:
+    """Why a package cannot be imported; None when it can. Compiled packages fail in many ways, hence the wide net."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+def _automatic(compute_capability: int | None, missing: Callable[[str], str | None]) -> tuple[str, str, list[str]]:
+    """The first pair, best first, whose packages are there; and a warning for the best one that is not."""
+    warnings: list[str] = []
+    for prefill, decode in _preferences(compute_capability):
+        for name in dict.fromkeys((prefill, decode)):
+            package = BACKENDS[name].package
+            reason = missing(package) if package is not None else None
+            if reason is not None:
+                warnings.append(f"{prefill},{decode}" if prefill != decode else prefill)
+                warnings[-1] += f" would be the best attention here, but {package} is missing ({reason})"
+                warnings[-1] += f"; to use it: {BACKENDS[name].remedy}"
+                break
+        else:
+            return prefill, decode, warnings
+    raise AssertionError("torch needs no package")
+
+
+def _preferences(compute_capability: int | None) -> list[tuple[str, str]]:
+    if compute_capability is None:
+        return [("torch", "torch")]
+    last = [("triton", "triton"), ("torch", "torch")]
+    if 100 <= compute_capability < 110:
+        return [("trtllm", "trtllm"), ("fi", "fi"), *last]
+    if compute_capability == 90:
+        return [("fa", "fi"), ("fi", "fi"), *last]
+    if compute_capability >= 80:
+        return [("fi", "fi"), *last]
+    return last
+
+
+def _named(requested: str, compute_capability: int | None, missing: Callable[[str], str | None]) -> tuple[str, str]:
+    names = requested.split(",")
+    if len(names) > 2 or any(name not in BACKENDS for name in names):
+        raise ConfigError(
+            f"attention_backend is {requested!r}; allowed: auto, one of {' '.join(BACKENDS)}, or PREFILL,DECODE"
+        )
+    for name in names:
+        entry = BACKENDS[name]
+        if entry.device == "cuda" and compute_capability is None:
+            raise ConfigError(f"attention_backend is {requested!r}, but {name} needs a GPU; allowed on CPU: torch")
+        reason = missing(entry.package) if entry.package is not None else None
+        if reason is not None:
+            raise ConfigError(
+                f"attention_backend is {requested!r}, but {name} needs the package {entry.package}, which cannot be "
+                f"imported ({reason}); to install it: {entry.remedy}"
+            )
+    return names[0], names[-1]
+
+
+def _page_size(prefill: str, decode: str, requested: int | None) -> tuple[int, list[str]]:
+    """The size set by the user, else decode's default; 64 where a backend does not allow it."""
+    size = requested if requested is not None else BACKENDS[decode].default_page_size
+    for name in dict.fromkeys((prefill, decode)):
+        allowed = BACKENDS[name].page_sizes
+        if allowed is not None and size not in allowed:
+            listed = ", ".join(str(value) for value in allowed)
+            return 64, [f"page_size {size} becomes 64: the attention backend {name} allows {listed}"]
+    return size, []
+
+
+def _create(name: str, spec: AttentionSpec) -> AttentionBackend:
+    entry = BACKENDS[name]
+    try:
+        module = importlib.import_module(f"minisgl_backend.attention.{entry.module}")
+    except ImportError as error:
+        raise ConfigError(f"the attention backend {name} cannot be loaded: {error}; {entry.remedy}") from error
+    backend: AttentionBackend = getattr(module, entry.class_name)(spec)
+    return backend

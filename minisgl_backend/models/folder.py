@@ -1,0 +1,61 @@
+"""Where a model's files are: a folder, the model that comes with the project, or a download from the hub.
+
+Knows nothing of what the files hold.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from minisgl_backend.errors import ConfigError
+
+DEMO = "demo"
+_PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+
+
+def find_model_dir(model: str) -> Path:
+    """The folder that the option `model` names. A hub id is downloaded where the host has a network.
+
+    Raises ConfigError saying what was looked for and what is allowed.
+    """
+    if model == DEMO:
+        return _demo_dir()
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"model is {model!r}: that folder has no config.json")
+        return folder.resolve()
+    if folder.exists():
+        raise ConfigError(f"model is {model!r}, a file; allowed: a folder in Hugging Face format, a hub id or `demo`")
+    if model.count("/") > 1 or model.startswith((".", "~", "/")) or model.endswith("/"):
+        raise ConfigError(f"model is {model!r}: there is no such folder")
+    return _download(model)
+
+
+def _demo_dir() -> Path:
+    checkout = Path(__file__).resolve().parents[2]
+    folder = checkout / "model_repository" / "engine" / "demo_model"
+    if not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"model is 'demo', but {folder} does not exist: the demo model is part of the project's checkout; "
+            "install the package from there (pip install -e .), or set model to a folder or a hub id"
+        )
+    return folder
+
+
+def _download(model: str) -> Path:
+    # Imported late: a local folder needs neither the package nor the time that it takes to load.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        return Path(snapshot_download(model, allow_patterns=_PATTERNS))
+    except HFValidationError:
+        raise ConfigError(
+            f"model is {model!r}; allowed: an existing folder, a hub id such as OWNER/NAME, or `demo`"
+        ) from None
+    except Exception as error:  # the hub client raises errors of several libraries for one cause: it was not reachable
+        raise ConfigError(
+            f"model is {model!r}: there is no such folder, and it could not be fetched from the hub "
+            f"({type(error).__name__}: {str(error).splitlines()[0] if str(error) else 'no details'})"
+        ) from error
