@@ -18,7 +18,9 @@ from collections.abc import Callable
 import torch
 
 from minisgl_backend.kernels.decode_attention import DecodeShape, DecodeWorkspace, decode_attention, decode_shape
+from minisgl_backend.kernels.sampling import SamplingWorkspace, sample_plain
 from minisgl_backend.kernels.small_linear import LinearShape, LinearWorkspace, linear, linear_shape
+from minisgl_backend.kernels.triton_ops import TritonOps
 
 # (name, size_out, size_in, norm, residual, gated) of one decoder layer
 QWEN3_06B = [
@@ -155,15 +157,20 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
             weight_rows = size_out * (2 if gated else 1)
             copies = 1 if timer.compiles_only else max(3, min(28, int(1.5e9 / (weight_rows * size_in * 2))))
             weights = [torch.randn(weight_rows, size_in, device="cuda").bfloat16() * 0.02 for _ in range(copies)]
-            for rows in (1, 4, 8, 16, 32, 64):
-                if model == "14B" and rows in (4, 32):
+            for rows in (1, 2, 8, 16, 64):
+                if model == "14B" and rows in (2, 8):
                     continue
                 x = torch.randn(rows, size_in, device="cuda").bfloat16()
                 norm_weight = torch.randn(size_in, device="cuda").bfloat16() if norm else None
                 extra = torch.randn(rows, size_out, device="cuda").bfloat16() if residual else None
                 cublas = timer([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])
                 shapes = {"chosen": linear_shape(rows, size_out, size_in)}
-                if tune:
+                if tune and rows <= 2:
+                    for tile_out, tile_in, warps in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (2, 4, 8)):
+                        if not 1024 <= tile_out * tile_in <= 16384 or tile_in > size_in:
+                            continue
+                        shapes[f"v o{tile_out} i{tile_in} w{warps}"] = LinearShape(tile_out, tile_in, 1, warps, 1, True)
+                if tune and rows > 2:
                     for tile_out, tile_in, split, warps, stages in itertools.product(
                         (16, 32, 64), (128, 256), (1, 2, 4), (4,), (3, 5)
                     ):
@@ -197,10 +204,103 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
             torch.cuda.empty_cache()
 
 
+class PolicyOps(TritonOps):
+    """TritonOps with another rule for which products take the small kernels."""
+
+    def __init__(self, policy: str, pdl: bool) -> None:
+        super().__init__(torch.device("cuda"))
+        self._policy = policy
+        self.pdl = pdl
+
+    def _is_small(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool) -> bool:
+        if self._policy == "cublas" or x.shape[0] > 64 or weight.shape[0] > 65536:
+            return False
+        if self._policy == "all":
+            return True
+        return super()._is_small(x, weight, residual, gated)
+
+
+def bench_chain(results: dict[str, dict], profile: bool) -> None:
+    """A whole decode step of Qwen3-0.6B shapes, attention and sampling included, as one graph; no engine around it."""
+    hidden, heads, kv_heads, dim, size, layers, vocab, page = 1024, 16, 8, 128, 3072, 28, 151936, 64
+    device = torch.device("cuda")
+
+    def weights(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, device=device) * 0.02).bfloat16()
+
+    stack = [
+        (weights((heads + 2 * kv_heads) * dim, hidden), weights(hidden, heads * dim), weights(2 * size, hidden), weights(hidden, size))
+        for _ in range(layers)
+    ]  # fmt: skip
+    norm, head_norm, lm_head = weights(hidden), weights(dim), weights(vocab, hidden)
+    cos_sin = torch.randn(4096, dim, device=device)
+    for batch in (1, 2, 8, 64, 256):
+        pages = batch * 17
+        pool = torch.randn(layers, 2, pages + 1, kv_heads, page, dim, device=device, dtype=torch.bfloat16)
+        table = (torch.randperm(pages, device=device) + 1).int().reshape(batch, 17)
+        rows = torch.arange(batch, dtype=torch.int32, device=device)
+        lengths = torch.full((batch,), 1024, dtype=torch.int32, device=device)
+        positions = lengths - 1
+        slots = table[:, 1023 // page] * page + 1023 % page
+        x0 = torch.randn(batch, hidden, device=device).bfloat16()
+        attention = DecodeWorkspace(257, heads, kv_heads, dim, device)
+        sampling = SamplingWorkspace(257, vocab, device)
+        params = torch.zeros(batch, 9, dtype=torch.int32, device=device)
+        params[:, 0] = torch.tensor(0.6).view(torch.int32)
+        for policy, pdl in (("cublas", False), ("cublas", True), ("rule", False), ("rule", True), ("all", True)):
+            if policy == "all" and batch > 64:
+                continue
+            ops = PolicyOps(policy, pdl)
+
+            def step(ops=ops, batch=batch, pool=pool, pdl=pdl, table=table, rows=rows, lengths=lengths, positions=positions, slots=slots, x0=x0, attention=attention, params=params, sampling=sampling) -> torch.Tensor:  # fmt: skip
+                x = x0
+                for layer, (qkv_w, o_w, gate_up_w, down_w) in enumerate(stack):
+                    qkv = ops.linear(x, qkv_w, norm_weight=norm, eps=1e-6)
+                    k_cache, v_cache = pool[layer, 0], pool[layer, 1]
+                    q = ops.rope_store(
+                        qkv, head_norm, head_norm, cos_sin, positions, slots, k_cache, v_cache, heads, 1e-6
+                    )
+                    shape = decode_shape(batch, kv_heads)
+                    a = decode_attention(q, k_cache, v_cache, rows, lengths, table, attention, shape, 0.088, None, pdl)
+                    x = ops.linear(a.flatten(1), o_w, residual=x)
+                    gated = ops.linear(x, gate_up_w, norm_weight=norm, eps=1e-6, gated=True)
+                    x = ops.linear(gated, down_w, residual=x)
+                logits = ops.linear(ops.rms_norm(x, norm, 1e-6), lm_head)
+                return sample_plain(logits, rows, positions, params, (0, 1, 2), sampling, pdl)
+
+            us = time_graph([step])
+            key = f"chain 0.6B batch {batch} {policy} pdl {int(pdl)}"
+            results[key] = {"ms": round(us / 1000, 3)}
+            print(f"{key}: {us / 1000:.3f} ms", flush=True)
+            if profile and policy == "rule" and pdl:
+                profile_step(step)
+        del pool
+        torch.cuda.empty_cache()
+
+
+def profile_step(step: Callable[[], object]) -> None:
+    """Prints the time of each kernel of one step, from graph replays."""
+    graph = torch.cuda.CUDAGraph()
+    step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        step()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+    for event in sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:12]:
+        per_call = event.self_device_time_total / event.count
+        print(
+            f"    {event.self_device_time_total / 3:9.1f} us a step, {event.count // 3:4d} x {per_call:7.2f}  {event.key[:80]}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="attention,linear")
     parser.add_argument("--tune", action="store_true", help="try many cuts, not only the chosen one")
+    parser.add_argument("--profile", action="store_true", help="with chain: the time of each kernel")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--compile-share", metavar="I/N", help="only compile every N-th kernel, starting at I")
     options = parser.parse_args()
@@ -211,6 +311,8 @@ def main() -> None:
         bench_attention(results, options.tune, timer)
     if "linear" in parts:
         bench_linear(results, options.tune, timer)
+    if "chain" in parts:
+        bench_chain(results, options.profile)
     if options.json:
         print(json.dumps(results))
 

@@ -42,6 +42,7 @@ class TritonBackend(AttentionBackend):
             spec.max_rows, spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.device
         )
         properties = torch.cuda.get_device_properties(spec.device) if spec.device.type == "cuda" else None
+        self._pdl = properties is not None and properties.major >= 9
         self._num_sms = properties.multi_processor_count if properties else 1
 
     def plan_prefill(self, inputs: PrefillInputs) -> _PrefillPlan:
@@ -60,13 +61,12 @@ class TritonBackend(AttentionBackend):
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
         return _DecodePlan(inputs, decode_shape(inputs.batch_size, self.spec.num_kv_heads, self._num_sms))
 
-    def decode(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _DecodePlan
-    ) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _DecodePlan) -> torch.Tensor:
         i = plan.inputs
         return decode_attention(
-            q, k_cache, v_cache, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, self.spec.softmax_scale
-        )
+            q, k_cache, v_cache, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape,
+            self.spec.softmax_scale, pdl=self._pdl,
+        )  # fmt: skip
 
     def allocate_graph(self, max_batch_size: int) -> None:
         """The workspace of the constructor serves every batch size."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,9 @@ class DecodeShape:
 class DecodeWorkspace:
     """Partial results and arrival counters for one backend; the counters return to zero after every launch."""
 
-    def __init__(self, max_batch: int, num_q_heads: int, num_kv_heads: int, head_dim: int, device: torch.device) -> None:
+    def __init__(
+        self, max_batch: int, num_q_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
+    ) -> None:
         parts = max_batch * MAX_PROGRAMS_FACTOR
         parts = max(parts, 64)
         self.partial = torch.empty(parts * num_q_heads * head_dim, dtype=torch.float32, device=device)
@@ -44,16 +47,20 @@ MAX_PROGRAMS_FACTOR = 8  # parts a sequence for which there is room at the large
 
 
 def decode_shape(batch: int, num_kv_heads: int, num_sms: int = 132) -> DecodeShape:
-    """The cut that was measured best on an H200; see benchmarks/kernels.py."""
-    wanted = 4 * num_sms  # programs that fill the device twice over
-    splits = 1
-    while splits < 64 and batch * num_kv_heads * splits < wanted:
+    """The cut that was measured best on an H200 (benchmarks/kernels.py).
+
+    Few sequences are cut finely, to use every multiprocessor; many are cut only where one is much longer than the
+    rest, since each part costs a partial result.
+    """
+    programs = batch * num_kv_heads
+    if programs >= 8 * num_sms:
+        return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=3)
+    if programs >= 3 * num_sms:
+        return DecodeShape(num_splits=4, min_part=512, tile=64, num_warps=4, num_stages=3)
+    splits = 8
+    while splits < 32 and programs * splits < 2 * num_sms:
         splits *= 2
-    splits = max(splits, 4)
-    small = batch * num_kv_heads * 8 < wanted
-    return DecodeShape(
-        num_splits=min(splits, 64), min_part=64 if small else 256, tile=64, num_warps=4, num_stages=3
-    )
+    return DecodeShape(num_splits=splits, min_part=64, tile=64, num_warps=4, num_stages=3)
 
 
 def decode_attention(
@@ -67,17 +74,20 @@ def decode_attention(
     shape: DecodeShape,
     scale: float,
     out: torch.Tensor | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Attention of one query token a sequence over its kv_lens cached tokens.
 
     q [batch, num_q_heads, head_dim] (rows may be strided), caches [num_pages, num_kv_heads, page_size, head_dim],
     rows and kv_lens int32 [batch], page_table int32 [max_rows, max_pages]. Returns [batch, num_q_heads, head_dim].
+    pdl: start while the kernel before this one drains (programmatic dependent launch, Hopper and later).
     """
     batch, num_q_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
     group = num_q_heads // num_kv_heads
     out = torch.empty((batch, num_q_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
     splits = max(1, min(shape.num_splits, workspace.parts // batch))
+    extra = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(num_kv_heads, batch, splits)](
         q, k_cache, v_cache, out, rows, kv_lens, page_table,
         workspace.partial, workspace.lse, workspace.counters,
@@ -88,7 +98,7 @@ def decode_attention(
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HEAD_PADDED=triton.next_power_of_2(head_dim),
         SPLITS_PADDED=triton.next_power_of_2(splits),
-        num_warps=shape.num_warps, num_stages=shape.num_stages,
+        PDL=pdl, num_warps=shape.num_warps, num_stages=shape.num_stages, **extra,
     )  # fmt: skip
     return out
 
@@ -102,7 +112,11 @@ def _decode_kernel(
     NUM_SPLITS: tl.constexpr, MIN_PART: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     kv_head = tl.program_id(0)
     b = tl.program_id(1)
     split = tl.program_id(2)

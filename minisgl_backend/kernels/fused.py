@@ -1,6 +1,7 @@
 """Elementwise chains between matrix products, one kernel each, in the Triton language.
 
 Knows nothing of models or the page table. `torch_ops` holds the same functions in plain torch; tests compare them.
+`pdl`: a kernel starts while the one before it drains (programmatic dependent launch, Hopper and later).
 """
 
 from __future__ import annotations
@@ -8,24 +9,36 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:
     """x [num_tokens, hidden] -> x / rms(x) * weight, same shape and dtype; statistics in float32."""
     num_tokens, hidden = x.shape
     out = torch.empty_like(x)
     padded = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(num_tokens,)](
         x, weight, out, x.stride(0), out.stride(0), eps,
-        HIDDEN=hidden, PADDED=padded, num_warps=8 if padded >= 4096 else 4,
+        HIDDEN=hidden, PADDED=padded, PDL=pdl, num_warps=8 if padded >= 4096 else 4, **_launch(pdl),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _rms_norm_kernel(
-    x_ptr, weight_ptr, out_ptr, x_stride, out_stride, eps, HIDDEN: tl.constexpr, PADDED: tl.constexpr
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    out_stride,
+    eps,
+    HIDDEN: tl.constexpr,
+    PADDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     ok = i < HIDDEN
@@ -35,20 +48,23 @@ def _rms_norm_kernel(
     tl.store(out_ptr + token * out_stride + i, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
+def silu_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
     """gate_up [num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
     num_tokens, width = gate_up.shape
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     tile = 1024
     _silu_mul_kernel[(num_tokens, triton.cdiv(size, tile))](
-        gate_up, out, gate_up.stride(0), size, TILE=tile, num_warps=4
+        gate_up, out, gate_up.stride(0), size, TILE=tile, PDL=pdl, num_warps=4, **_launch(pdl)
     )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr):
+def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, PDL: tl.constexpr):
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     ok = i < size
@@ -68,6 +84,7 @@ def rope_store(
     v_cache: torch.Tensor,
     num_q_heads: int,
     eps: float,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """Per-head norm of q and k (where weights are given), rotary embedding, and the store into the KV pool.
 
@@ -85,7 +102,7 @@ def rope_store(
             cos_sin, positions, slots, k_cache, v_cache,
             qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps,
             NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PADDED=triton.next_power_of_2(half),
-            PAGE_SIZE=page_size, NORM=q_norm is not None, num_warps=1,
+            PAGE_SIZE=page_size, NORM=q_norm is not None, PDL=pdl, num_warps=1, **_launch(pdl),
         )  # fmt: skip
     return qkv[:, : num_q_heads * head_dim].view(num_tokens, num_q_heads, head_dim)
 
@@ -95,8 +112,11 @@ def _rope_store_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, k_ptr, v_ptr,
     qkv_stride, kv_stride_page, kv_stride_head, kv_stride_token, eps,
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, NORM: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     i = tl.arange(0, HALF_PADDED)
@@ -132,3 +152,8 @@ def _rope_store_kernel(
         target = k_ptr + cache_offset + (head - NUM_Q_HEADS) * kv_stride_head
         tl.store(target + i, rotated_first, mask=ok & (slot >= 0))
         tl.store(target + HALF + i, rotated_second, mask=ok & (slot >= 0))
+
+
+def _launch(pdl: bool) -> dict[str, bool]:
+    # Passed only where it is wanted: Triton's interpreter does not know the option.
+    return {"launch_pdl": True} if pdl else {}

@@ -6,6 +6,7 @@ and is the reference that other implementations are tested against.
 
 from __future__ import annotations
 
+import importlib.util
 from abc import ABC, abstractmethod
 
 import torch
@@ -82,6 +83,11 @@ class Ops(ABC):
 
 def select_ops(device: torch.device) -> Ops:
     """The best implementation for a device: Triton-language kernels where they exist, plain torch elsewhere."""
+    # Imported here: the implementations import this module, and Triton exists only where there is a GPU.
     from minisgl_backend.kernels.torch_ops import TorchOps
 
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from minisgl_backend.kernels.triton_ops import TritonOps
+
+        return TritonOps(device)
     return TorchOps()

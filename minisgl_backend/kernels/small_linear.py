@@ -5,8 +5,12 @@ each function here does what would otherwise be two or three kernels: the norm b
 or the residual addition after it. The norm needs no pass of its own: y = (x * w_norm) @ W / rms(x), and the sum of
 squares is gathered by the same loop that reads x.
 
-Products whose output is too narrow to fill the device are split along the input dimension; the program that
-arrives last adds the partial sums in order, so that results do not depend on timing.
+Two kernels. `_vector_kernel`, for one or two rows, multiplies in registers and keeps whole weight rows in flight.
+`_linear_kernel` uses tensor cores; products whose output is too narrow to fill the device are split along the input
+dimension, and the program that arrives last adds the partial sums in order, so that results do not depend on timing.
+
+With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts while the one before it drains, and
+loads its first weights before it waits for that one's results.
 """
 
 from __future__ import annotations
@@ -16,19 +20,22 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 MAX_ROWS = 64
+MAX_VECTOR_ROWS = 2
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """How one product is cut into programs."""
+    """How one product is cut into programs. `vector` chooses the kernel without tensor cores (at most 2 rows)."""
 
     tile_out: int
     tile_in: int
     split: int
     num_warps: int
     num_stages: int
+    vector: bool = False
 
 
 class LinearWorkspace:
@@ -42,12 +49,16 @@ class LinearWorkspace:
 
 def linear_shape(rows: int, size_out: int, size_in: int, num_sms: int = 132) -> LinearShape:
     """The cut that was measured best on an H200; see benchmarks/kernels.py."""
-    tile_out = 16 if size_out <= 8192 else 64
+    if rows <= MAX_VECTOR_ROWS:
+        tile_in = 1024 if size_in >= 1024 else max(128, triton.next_power_of_2(size_in))
+        tile_out = 8 if size_out >= 8 * 2 * num_sms else 4
+        return LinearShape(tile_out, tile_in, 1, 4, 1, vector=True)
+    tile_out = 64 if size_out * 2 > 64 * num_sms else 32
     tile_in = 256 if rows <= 16 else 128
     split, programs = 1, triton.cdiv(size_out, tile_out)
     while programs * split < num_sms and split < 8 and size_in // (split * 2) >= tile_in:
         split *= 2
-    return LinearShape(tile_out, tile_in, split, 4, 4)
+    return LinearShape(tile_out, tile_in, split, 4, 3)
 
 
 def linear(
@@ -61,6 +72,7 @@ def linear(
     residual: torch.Tensor | None = None,
     gated: bool = False,
     shape: LinearShape | None = None,
+    pdl: bool = False,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """epilogue(norm(x) @ weight.T), x [rows <= 64, size_in], weight [size_out, size_in], both contiguous.
@@ -71,20 +83,98 @@ def linear(
     rows, size_in = x.shape
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]
     shape = shape or linear_shape(rows, size_out, size_in)
-    split = 1 if gated else shape.split
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device) if out is None else out
+    arguments = (
+        x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
+        residual if residual is not None else x, out,
+    )  # fmt: skip
+    flags = {
+        "NORM": norm_weight is not None,
+        "BIAS": bias is not None,
+        "RESIDUAL": residual is not None,
+        "GATED": gated,
+        "PDL": pdl,
+        "num_warps": shape.num_warps,
+        "num_stages": shape.num_stages,
+    }
+    if pdl:
+        flags["launch_pdl"] = True
+    if shape.vector:
+        _vector_kernel[(triton.cdiv(size_out, shape.tile_out),)](
+            *arguments, eps, x.stride(0), SIZE_OUT=size_out, SIZE_IN=size_in, ROWS=rows,
+            TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
+        )  # fmt: skip
+        return out
+    split = 1 if gated else shape.split
     part = triton.cdiv(triton.cdiv(size_in, split), shape.tile_in) * shape.tile_in
     split = triton.cdiv(size_in, part)
     _linear_kernel[(triton.cdiv(size_out, shape.tile_out), split)](
-        x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
-        residual if residual is not None else x, out, workspace.partial, workspace.counters,
-        rows, eps, x.stride(0),
+        *arguments, workspace.partial, workspace.counters, rows, eps, x.stride(0),
         SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
-        ROWS=max(16, triton.next_power_of_2(rows)), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in,
-        NORM=norm_weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gated,
-        num_warps=shape.num_warps, num_stages=shape.num_stages,
+        ROWS=max(16, triton.next_power_of_2(rows)), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
     )  # fmt: skip
     return out
+
+
+@triton.jit
+def _vector_kernel(
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, eps, x_stride,
+    SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, ROWS: tl.constexpr,
+    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    o = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
+    o_ok = o < SIZE_OUT
+    k = tl.arange(0, TILE_IN)
+    weight_rows = weight_ptr + o.to(tl.int64)[:, None] * SIZE_IN
+    acc0 = tl.zeros([TILE_OUT], tl.float32)
+    acc1 = tl.zeros([TILE_OUT], tl.float32)
+    up0 = tl.zeros([TILE_OUT], tl.float32)
+    up1 = tl.zeros([TILE_OUT], tl.float32)
+    squares0 = 0.0
+    squares1 = 0.0
+    for step in tl.static_range(0, (SIZE_IN + TILE_IN - 1) // TILE_IN):
+        i = step * TILE_IN + k
+        i_ok = i < SIZE_IN
+        w_ok = o_ok[:, None] & i_ok[None, :]
+        w = tl.load(weight_rows + i[None, :], mask=w_ok, other=0.0).to(tl.float32)
+        if GATED:
+            w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=w_ok, other=0.0).to(tl.float32)
+        if PDL and step == 0:
+            # Weights never change, so their first tile is on its way before the previous kernel has finished.
+            tl_cuda.gdc_wait()
+            tl_cuda.gdc_launch_dependents()
+        x0 = tl.load(x_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
+        if ROWS > 1:
+            x1 = tl.load(x_ptr + x_stride + i, mask=i_ok, other=0.0).to(tl.float32)
+        if NORM:
+            norm = tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
+            squares0 += tl.sum(x0 * x0, 0)
+            x0 = x0 * norm
+            if ROWS > 1:
+                squares1 += tl.sum(x1 * x1, 0)
+                x1 = x1 * norm
+        acc0 += tl.sum(w * x0[None, :], 1)
+        if GATED:
+            up0 += tl.sum(w_up * x0[None, :], 1)
+        if ROWS > 1:
+            acc1 += tl.sum(w * x1[None, :], 1)
+            if GATED:
+                up1 += tl.sum(w_up * x1[None, :], 1)
+    for row in tl.static_range(0, ROWS):
+        acc = acc0 if row == 0 else acc1
+        up = up0 if row == 0 else up1
+        if NORM:
+            scale = 1.0 / tl.sqrt((squares0 if row == 0 else squares1) / SIZE_IN + eps)
+            acc = acc * scale
+            up = up * scale
+        if BIAS:
+            acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)
+        if GATED:
+            acc = acc / (1.0 + tl.exp(-acc)) * up
+        if RESIDUAL:
+            acc += tl.load(residual_ptr + row * SIZE_OUT + o, mask=o_ok, other=0.0).to(tl.float32)
+        tl.store(out_ptr + row * SIZE_OUT + o, acc.to(out_ptr.dtype.element_ty), mask=o_ok)
 
 
 @triton.jit
@@ -93,8 +183,11 @@ def _linear_kernel(
     rows, eps, x_stride,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     split = tl.program_id(1)
     o = tile * TILE_OUT + tl.arange(0, TILE_OUT)
@@ -111,20 +204,19 @@ def _linear_kernel(
         i = start + k
         i_ok = i < SIZE_IN
         w = tl.load(weight_rows + i[None, :], mask=o_ok[:, None] & i_ok[None, :], other=0.0)
-        x = tl.load(x_ptr + r[None, :] * x_stride + i[:, None], mask=r_ok[None, :] & i_ok[:, None], other=0.0)
+        x = tl.load(x_ptr + r[:, None] * x_stride + i[None, :], mask=r_ok[:, None] & i_ok[None, :], other=0.0)
         if NORM:
             x32 = x.to(tl.float32)
-            squares += tl.sum(x32 * x32, 0)
-            x = (x32 * tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)[:, None]).to(x.dtype)
+            squares += tl.sum(x32 * x32, 1)
+            x = (x32 * tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
+        x = tl.trans(x)
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
-            w_up = tl.load(
-                weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=o_ok[:, None] & i_ok[None, :], other=0.0
-            )
+            w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=o_ok[:, None] & i_ok[None, :], other=0.0)
             acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
 
     if SPLIT > 1:
-        # The last program to arrive adds the parts in order. The sum of squares travels as one more "output".
+        # The last program to arrive adds the parts in order. The sum of squares travels beside the outputs.
         slab = (split * SIZE_OUT + o)[:, None] * ROWS + r[None, :]
         tl.store(partial_ptr + slab, acc, mask=o_ok[:, None])
         squares_base = partial_ptr + SPLIT * SIZE_OUT * ROWS

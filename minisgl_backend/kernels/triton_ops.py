@@ -1,0 +1,74 @@
+"""`Ops` on a GPU: Triton-language kernels where they beat a chain of library calls, cuBLAS elsewhere.
+
+Knows nothing of models. Which product takes which way was measured on an H200 with benchmarks/kernels.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_backend.kernels import fused, small_linear
+from minisgl_backend.kernels.torch_ops import TorchOps
+
+
+class TritonOps(TorchOps):
+    """The contracts are those of `Ops`. One object a device: it owns the workspace of split products."""
+
+    def __init__(self, device: torch.device) -> None:
+        properties = torch.cuda.get_device_properties(device)
+        self.pdl = properties.major >= 9
+        self._num_sms = properties.multi_processor_count
+        self._workspace = small_linear.LinearWorkspace(device)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        if self._is_small(x, weight, residual, gated):
+            return small_linear.linear(
+                x, weight, self._workspace, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual,
+                gated=gated, pdl=self.pdl,
+            )  # fmt: skip
+        if norm_weight is not None:
+            x = self.rms_norm(x, norm_weight, eps)
+        if residual is not None:
+            out = torch.addmm(residual, x, weight.t())
+            return out if bias is None else out + bias
+        out = F.linear(x, weight, bias)
+        return fused.silu_mul(out, self.pdl) if gated else out
+
+    def _is_small(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool) -> bool:
+        rows = x.shape[0]
+        if rows > small_linear.MAX_ROWS or x.stride(1) != 1 or weight.shape[0] > 65536:
+            return False
+        if rows <= small_linear.MAX_VECTOR_ROWS:
+            return True
+        return residual is not None and weight.shape[0] <= 64 * self._num_sms
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return fused.rms_norm(x, weight, eps, self.pdl)
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        num_q_heads: int,
+        eps: float,
+    ) -> torch.Tensor:
+        return fused.rope_store(
+            qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, self.pdl
+        )
