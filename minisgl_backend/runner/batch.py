@@ -1,0 +1,257 @@
+"""From a step plan to device tensors: `build_host` on the host, `upload` to the device.
+
+Knows nothing of models, attention kernels or sampling methods. The host part is NumPy on whole arrays, with loops
+only over what is rare in a step: admitted sequences and prefill chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
+from minisgl_backend.runner.logprobs import PromptLogprobsRequest
+from minisgl_backend.runner.row_table import NUM_PARAMS, RowTable, RowUpdates, encode_params, expand
+from minisgl_backend.runner.sampler import SamplingInputs
+from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingNeeds, SamplingRows
+from minisgl_backend.runner.staging import Staged, Staging
+from minisgl_backend.step import StepPlan
+
+Int32Array = npt.NDArray[np.int32]
+EMPTY = np.zeros(0, dtype=np.int32)
+EMPTY.flags.writeable = False
+
+
+@dataclass(frozen=True)
+class PrefillHost:
+    """The prefill part of a plan as arrays, one entry a chunk."""
+
+    rows: Int32Array
+    starts: Int32Array
+    lengths: Int32Array
+    ends: Int32Array
+    cu_seqlens: Int32Array  # [num_chunks + 1]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+
+@dataclass(frozen=True)
+class HostBatch:
+    """A plan in a staging buffer: what `build_host` made and `upload` takes."""
+
+    plan: StepPlan
+    staged: Staged
+    prefill: PrefillHost | None
+    decode_rows: Int32Array  # [batch], padded where a graph will run
+    decode_lengths: Int32Array  # [batch]
+    graph_size: int  # 0: no graph
+    num_sampled: int
+    needs: SamplingNeeds
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """One step on the device. Valid until the next upload, in stream order."""
+
+    plan: StepPlan
+    graph_size: int  # decode batch of the captured graph to replay; 0: run eagerly
+    num_prefill_tokens: int
+    num_sampled: int
+    prefill: PrefillInputs | None
+    prefill_starts: torch.Tensor | None  # int32 [num_chunks]
+    prefill_lengths: torch.Tensor | None  # int32 [num_chunks]
+    decode: DecodeInputs | None
+    sampled_lines: torch.Tensor | None  # int32 [num_sampled] lines of the hidden states; None: all of them
+    sampling: SamplingInputs
+    logprobs: tuple[tuple[int, int], ...]  # result index and alternatives wanted
+    prompt_logprobs: tuple[PromptLogprobsRequest, ...]
+
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Row and position of every token of the step, prefill first; int32 [num_tokens] each."""
+        parts = []
+        if self.prefill is not None and self.prefill_starts is not None and self.prefill_lengths is not None:
+            parts.append(expand(self.prefill.rows, self.prefill_starts, self.prefill_lengths, self.num_prefill_tokens))
+        if self.decode is not None:
+            parts.append((self.decode.rows, self.decode.kv_lens - 1))
+        rows, positions = zip(*parts, strict=True)
+        return (rows[0], positions[0]) if len(parts) == 1 else (torch.cat(rows), torch.cat(positions))
+
+
+class BatchBuilder:
+    """Builds batches for one row table. Plans must come in order, and each be executed before the next is uploaded."""
+
+    def __init__(self, table: RowTable, sampling: SamplingRows) -> None:
+        self._table = table
+        self._sampling = sampling
+        self.staging = Staging(table.max_rows, table.device)
+
+    def build_host(
+        self, plan: StepPlan, masks: GrammarMasks | None = None, graph_sizes: Sequence[int] = ()
+    ) -> HostBatch:
+        """Everything that the host decides: needs of the sampler, padding, the filled staging buffer.
+
+        `graph_sizes`: decode batches that have a captured graph, ascending.
+        """
+        for admitted in plan.admitted:
+            self._sampling.admit(admitted)
+        prefill = _prefill_arrays(plan) if plan.prefill else None
+        rows, positions, lines = _sampled(plan, prefill)
+        needs = self._sampling.needs_of(plan, rows, positions, masks)
+        arrays = _update_arrays(plan)
+        if prefill is not None:
+            arrays |= {
+                "prefill_rows": prefill.rows,
+                "prefill_starts": prefill.starts,
+                "prefill_lengths": prefill.lengths,
+                "prefill_ends": prefill.ends,
+                "cu_seqlens": prefill.cu_seqlens,
+                "sampled_rows": rows,
+                "sampled_positions": positions,
+                "sampled_lines": lines,
+            }
+        arrays |= needs.arrays
+        graph_size = 0 if prefill is not None else _graph_size(len(rows), graph_sizes)
+        decode_rows, decode_lengths = self._padded(plan, graph_size)
+        return HostBatch(
+            plan=plan,
+            staged=self.staging.fill(decode_rows, decode_lengths, arrays),
+            prefill=prefill,
+            decode_rows=decode_rows,
+            decode_lengths=decode_lengths,
+            graph_size=graph_size,
+            num_sampled=len(rows),
+            needs=needs,
+        )
+
+    def upload(self, host: HostBatch) -> StepTensors:
+        """Uploads a built batch and brings the row table up to date; never waits for the device."""
+        arrays = self.staging.upload(host.staged)
+        self._apply(host.plan, arrays)
+        prefill = host.prefill
+        batch = len(host.decode_rows)
+        rows, positions = self.staging.rows[: host.num_sampled], self.staging.lengths[: host.num_sampled]
+        if prefill is not None:
+            rows, positions = arrays["sampled_rows"], arrays["sampled_positions"]
+        return StepTensors(
+            plan=host.plan,
+            graph_size=host.graph_size,
+            num_prefill_tokens=prefill.num_tokens if prefill is not None else 0,
+            num_sampled=host.num_sampled,
+            prefill=self._prefill_inputs(prefill, arrays) if prefill is not None else None,
+            prefill_starts=arrays.get("prefill_starts"),
+            prefill_lengths=arrays.get("prefill_lengths"),
+            decode=self.decode_inputs(host.decode_rows, host.decode_lengths) if batch else None,
+            sampled_lines=arrays.get("sampled_lines"),
+            sampling=self._sampling.inputs_of(host.needs, rows, positions, arrays),
+            logprobs=host.needs.logprobs,
+            prompt_logprobs=host.needs.prompt_logprobs,
+        )
+
+    def decode_inputs(self, rows: Int32Array, lengths: Int32Array) -> DecodeInputs:
+        """The decode part whose rows and lengths are (or will be) uploaded; also what graphs are captured with."""
+        return DecodeInputs(
+            kv_lens=self.staging.lengths[: len(rows)],
+            rows=self.staging.rows[: len(rows)],
+            page_table=self._table.page_table,
+            kv_lens_host=lengths,
+            rows_host=rows,
+        )
+
+    def padding_inputs(self, size: int) -> DecodeInputs:
+        """A decode part that is all padding, with the staging buffer filled to match: what graphs are captured on."""
+        rows = np.full(size, self._table.padding_row, dtype=np.int32)
+        self.staging.rows.fill_(self._table.padding_row)
+        self.staging.lengths.fill_(1)
+        return self.decode_inputs(rows, np.ones(size, dtype=np.int32))
+
+    def _apply(self, plan: StepPlan, arrays: dict[str, torch.Tensor]) -> None:
+        if "page_ids" not in arrays and not plan.admitted:
+            return
+        none = self.staging.rows[:0]
+        self._table.apply(
+            RowUpdates(
+                page_rows=arrays.get("page_rows", none),
+                page_columns=arrays.get("page_columns", none),
+                page_ids=arrays.get("page_ids", none),
+                admitted_rows=arrays.get("admitted_rows", none),
+                admitted_lengths=arrays.get("admitted_lengths", none),
+                admitted_params=arrays.get("admitted_params", none),
+                admitted_tokens=arrays.get("admitted_tokens", none),
+            )
+        )
+        for admitted in plan.admitted:
+            if admitted.params.has_penalties:
+                self._sampling.penalties.reset(admitted.row, admitted.prompt_len, len(admitted.token_ids), self._table)
+
+    def _prefill_inputs(self, prefill: PrefillHost, arrays: dict[str, torch.Tensor]) -> PrefillInputs:
+        return PrefillInputs(
+            cu_seqlens_q=arrays["cu_seqlens"],
+            kv_lens=arrays["prefill_ends"],
+            rows=arrays["prefill_rows"],
+            page_table=self._table.page_table,
+            cu_seqlens_q_host=prefill.cu_seqlens,
+            kv_lens_host=prefill.ends,
+            rows_host=prefill.rows,
+        )
+
+    def _padded(self, plan: StepPlan, graph_size: int) -> tuple[Int32Array, Int32Array]:
+        missing = graph_size - len(plan.decode_rows)
+        if missing <= 0:
+            return plan.decode_rows, plan.decode_lengths
+        # Padding entries decode the first token of the padding row: one token in its cache, on the padding page.
+        rows = np.concatenate([plan.decode_rows, np.full(missing, self._table.padding_row, dtype=np.int32)])
+        return rows, np.concatenate([plan.decode_lengths, np.ones(missing, dtype=np.int32)])
+
+
+def _prefill_arrays(plan: StepPlan) -> PrefillHost:
+    lengths = np.array([len(chunk.token_ids) for chunk in plan.prefill], dtype=np.int32)
+    starts = np.array([chunk.start for chunk in plan.prefill], dtype=np.int32)
+    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    return PrefillHost(
+        rows=np.array([chunk.row for chunk in plan.prefill], dtype=np.int32),
+        starts=starts,
+        lengths=lengths,
+        ends=starts + lengths,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def _sampled(plan: StepPlan, prefill: PrefillHost | None) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Row, position and line of the hidden states of every token to be sampled, in result order."""
+    if prefill is None:
+        return plan.decode_rows, plan.decode_lengths, EMPTY
+    samples = np.array([chunk.samples for chunk in plan.prefill], dtype=bool)
+    first_decode = prefill.num_tokens
+    decode_lines = np.arange(first_decode, first_decode + len(plan.decode_rows), dtype=np.int32)
+    return (
+        np.concatenate([prefill.rows[samples], plan.decode_rows]),
+        np.concatenate([prefill.ends[samples], plan.decode_lengths]),
+        np.concatenate([prefill.cu_seqlens[1:][samples] - 1, decode_lines]),
+    )
+
+
+def _update_arrays(plan: StepPlan) -> dict[str, Int32Array]:
+    arrays: dict[str, Int32Array] = {}
+    if len(plan.page_ids):
+        arrays |= {"page_rows": plan.page_rows, "page_columns": plan.page_columns, "page_ids": plan.page_ids}
+    if plan.admitted:
+        arrays |= {
+            "admitted_rows": np.array([admitted.row for admitted in plan.admitted], dtype=np.int32),
+            "admitted_lengths": np.array([len(admitted.token_ids) for admitted in plan.admitted], dtype=np.int32),
+            "admitted_params": np.concatenate([encode_params(a.params) for a in plan.admitted]).reshape(-1, NUM_PARAMS),
+            "admitted_tokens": np.concatenate([admitted.token_ids for admitted in plan.admitted]),
+        }
+    return arrays
+
+
+def _graph_size(batch: int, graph_sizes: Sequence[int]) -> int:
+    """The smallest captured size that holds the batch; 0 where there is none."""
+    index = int(np.searchsorted(graph_sizes, batch)) if batch and len(graph_sizes) else len(graph_sizes)
+    return int(graph_sizes[index]) if index < len(graph_sizes) else 0

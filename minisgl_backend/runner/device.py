@@ -1,0 +1,86 @@
+"""Facts about the device of this process: what it is, how much memory it has.
+
+Knows nothing of models or options.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """One device as it was at start."""
+
+    kind: str  # "cpu" or "cuda"
+    name: str
+    capability: tuple[int, int] | None  # (9, 0) for Hopper; None on the CPU
+    count: int  # devices of this kind that the process sees; 1 on the CPU
+    bfloat16: bool  # computes in bfloat16 at full speed
+    total_bytes: int
+    free_bytes: int
+
+    @classmethod
+    def detect(cls) -> DeviceFacts:
+        """The first CUDA device where there is one, else the CPU."""
+        if torch.cuda.is_available():
+            return cls._of_cuda()
+        total, free = _host_memory()
+        return cls(kind="cpu", name="CPU", capability=None, count=1, bfloat16=False, total_bytes=total, free_bytes=free)
+
+    @classmethod
+    def _of_cuda(cls) -> DeviceFacts:
+        free, total = torch.cuda.mem_get_info()
+        major, minor = torch.cuda.get_device_capability()
+        return cls(
+            kind="cuda",
+            name=torch.cuda.get_device_name(),
+            capability=(major, minor),
+            count=torch.cuda.device_count(),
+            bfloat16=(major, minor) >= (8, 0),
+            total_bytes=total,
+            free_bytes=free,
+        )
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory of the device that nobody uses now."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return _host_memory()[1]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """True for torch's ways of saying that an allocation failed, on either kind of device."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def _host_memory() -> tuple[int, int]:
+    """Total and available bytes, within the limit of the control group that the process runs in."""
+    page = os.sysconf("SC_PAGE_SIZE")
+    total = page * os.sysconf("SC_PHYS_PAGES")
+    free = page * os.sysconf("SC_AVPHYS_PAGES")
+    for line in _lines(Path("/proc/meminfo")):
+        if line.startswith("MemAvailable:"):
+            free = int(line.split()[1]) * 1024
+    limit = _number(Path("/sys/fs/cgroup/memory.max"))
+    if limit is not None and limit < total:
+        used = _number(Path("/sys/fs/cgroup/memory.current")) or 0
+        total, free = limit, min(free, max(limit - used, 0))
+    return total, free
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+
+
+def _number(path: Path) -> int | None:
+    text = "".join(_lines(path)[:1]).strip()
+    return int(text) if text.isdigit() else None

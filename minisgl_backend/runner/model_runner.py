@@ -1,0 +1,167 @@
+"""Executes step plans on one device: prepare, execute, and a PendingStep to wait on.
+
+Knows nothing of queues, page ownership or clients. One runner for each tensor-parallel rank; every rank executes the
+same plans in the same order, and rank 0's sampled tokens are everyone's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from minisgl_backend.attention.base import DecodeInputs
+from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
+from minisgl_backend.attention.kv_pool import KVPool
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.runner import logprobs
+from minisgl_backend.runner.batch import BatchBuilder, StepTensors
+from minisgl_backend.runner.cuda_graph import DecodeOutputs, GraphRunner
+from minisgl_backend.runner.pending import PendingStep, ResultReader
+from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.sampler import Sampled, Sampler
+from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingRows
+from minisgl_backend.step import StepPlan
+from minisgl_backend.tensor_parallel import TensorParallel
+
+
+class Model(Protocol):
+    """What the runner needs of a model."""
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor: ...
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A prepared step: tensors on the device and planned attention. Execute it before the next one is prepared."""
+
+    step: StepTensors
+    attention: HybridPlan | None  # None: the captured graph has its own
+
+
+class ModelRunner:
+    """One rank's executor. Used by one thread; computes on the stream that is current when it is called."""
+
+    def __init__(
+        self,
+        *,
+        model: Model,
+        attention: HybridAttention,
+        pool: KVPool,
+        table: RowTable,
+        sampling: SamplingRows,
+        tp: TensorParallel | None = None,
+    ) -> None:
+        self._model = model
+        self._attention = attention
+        self._pool = pool
+        self._table = table
+        self._tp = tp or TensorParallel.single()
+        self._builder = BatchBuilder(table, sampling)
+        self._sampler = Sampler(table, sampling.penalties)
+        self._reader = ResultReader(table.device)
+        self._graphs: GraphRunner | None = None
+
+    @property
+    def num_pages(self) -> int:
+        """Pages that a scheduler may hand out: ids 1 to num_pages."""
+        return self._pool.num_pages
+
+    @torch.inference_mode()
+    def use_graphs(self, graphs: GraphRunner) -> None:
+        """Captures the decode step; from now on it serves the steps without a prefill part that fit its sizes."""
+        graphs.capture(self._decode_plain, self._builder, self._attention)
+        self._graphs = graphs
+
+    @torch.inference_mode()
+    def prepare(self, plan: StepPlan, masks: GrammarMasks | None = None) -> Batch:
+        """Uploads the plan, brings the row table up to date and plans attention; never waits for the device.
+
+        `masks`: grammar bitmasks, (result indices int32 [k], bits int32 [k, ceil(vocab_size / 32)]).
+        """
+        host = self._builder.build_host(plan, masks, self._graphs.sizes if self._graphs else ())
+        step = self._builder.upload(host)
+        if step.graph_size and step.decode is not None and self._graphs is not None:
+            self._graphs.plan_replay(step.decode)
+            return Batch(step, None)
+        if step.prefill is None and step.decode is None:
+            return Batch(step, None)
+        return Batch(step, self._attention.plan(step.prefill, step.decode))
+
+    @torch.inference_mode()
+    def execute(self, batch: Batch) -> PendingStep:
+        """Launches the step and returns at once (on the CPU: when it is done)."""
+        step, prompt_logprobs = batch.step, []
+        if step.graph_size:
+            sampled = self._replay(step)
+        elif batch.attention is None:
+            sampled = Sampled(self._no_tokens(0), None)
+        else:
+            hidden = self._forward(batch)
+            prompt_logprobs = self._prompt_logprobs(step, hidden)
+            sampled = self._sample(step, hidden)
+        return self._reader.start(step, sampled, prompt_logprobs)
+
+    def _forward(self, batch: Batch) -> torch.Tensor:
+        assert batch.attention is not None, "only graphs run without an attention plan"
+        rows, positions = batch.step.tokens()
+        return self._hidden_states(rows, positions, batch.attention)
+
+    def _hidden_states(self, rows: torch.Tensor, positions: torch.Tensor, plan: HybridPlan) -> torch.Tensor:
+        ctx = ForwardContext(
+            pool=self._pool, slots=self._table.slots(rows, positions), attention=self._attention, plan=plan
+        )
+        return self._model.forward(self._table.read_tokens(rows, positions), positions, ctx)
+
+    def _sample(self, step: StepTensors, hidden: torch.Tensor) -> Sampled:
+        if not step.num_sampled:
+            return Sampled(self._no_tokens(0), None)
+        chosen = hidden if step.sampled_lines is None else hidden[step.sampled_lines]
+        return self._sample_logits(step, self._model.logits(chosen))
+
+    def _sample_logits(self, step: StepTensors, logits: torch.Tensor) -> Sampled:
+        if self._tp.rank == 0:
+            sampled = self._sampler.sample(logits, step.sampling)
+        else:
+            sampled = Sampled(self._no_tokens(step.num_sampled), None)
+        self._tp.broadcast(sampled.token_ids)
+        self._table.write_tokens(step.sampling.rows, step.sampling.positions, sampled.token_ids[0])
+        return sampled
+
+    def _replay(self, step: StepTensors) -> Sampled:
+        assert self._graphs is not None, "a graph size comes from the graph runner"
+        self._reader.protect_outputs()
+        outputs = self._graphs.replay(step.graph_size)
+        if step.sampling.plain:
+            return Sampled(outputs.token_ids[:, : step.num_sampled], None)
+        # The graph has sampled by temperature alone; what these rows ask for overwrites it.
+        return self._sample_logits(step, outputs.logits[: step.num_sampled])
+
+    def _decode_plain(self, decode: DecodeInputs, plan: HybridPlan) -> DecodeOutputs:
+        """The whole decode step, as it is captured: from the token table back into the token table."""
+        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan)
+        logits = self._model.logits(hidden)
+        if self._tp.rank == 0:
+            token_ids = self._sampler.sample_plain(logits, decode.rows, decode.kv_lens)
+        else:
+            token_ids = self._no_tokens(decode.batch_size)
+        self._tp.broadcast(token_ids)
+        self._table.write_tokens(decode.rows, decode.kv_lens, token_ids[0])
+        return DecodeOutputs(logits, token_ids)
+
+    def _prompt_logprobs(self, step: StepTensors, hidden: torch.Tensor) -> list[torch.Tensor]:
+        packed = []
+        for request in step.prompt_logprobs:
+            lines = hidden[request.first : request.first + request.count]
+            targets = self._table.tokens[request.row, request.position : request.position + request.count]
+            # A whole prompt's logits would not fit: 8,192 tokens of a large vocabulary are gigabytes.
+            slabs = zip(lines.split(logprobs.PROMPT_SLAB), targets.split(logprobs.PROMPT_SLAB), strict=True)
+            parts = [logprobs.pack(self._model.logits(slab), ids, request.top) for slab, ids in slabs]
+            packed.append(torch.cat(parts))
+        return packed
+
+    def _no_tokens(self, n: int) -> torch.Tensor:
+        return torch.zeros(2, n, dtype=torch.int32, device=self._table.device)

@@ -1,0 +1,123 @@
+"""What the device knows of each row: its pages, its tokens, its sampling parameters.
+
+Knows nothing of who decided them: it is a projection of the step plans, written by `RowTable.apply` and, for sampled
+tokens, by `RowTable.write_tokens`.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl_backend.request import SamplingParams
+
+# Columns of `RowTable.params`. Floats are stored by their bits, so that one int32 upload carries everything.
+TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, SEED_LOW, SEED_HIGH = range(9)
+NUM_PARAMS = 9
+
+SMALLEST_TEMPERATURE = 1e-5  # below it, a distribution is greedy in float32 anyway
+
+
+@dataclass(frozen=True)
+class RowUpdates:
+    """The changes that one plan makes, as device tensors, all int32."""
+
+    page_rows: torch.Tensor  # [num_new_pages]
+    page_columns: torch.Tensor  # [num_new_pages]
+    page_ids: torch.Tensor  # [num_new_pages]
+    admitted_rows: torch.Tensor  # [num_admitted]
+    admitted_lengths: torch.Tensor  # [num_admitted]  tokens of each
+    admitted_params: torch.Tensor  # [num_admitted, NUM_PARAMS]
+    admitted_tokens: torch.Tensor  # [sum of admitted_lengths]
+
+
+class RowTable:
+    """Tables indexed by row, on the device. The last row pads captured graphs and owns only page 0."""
+
+    page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row]
+    tokens: torch.Tensor  # int32 [max_rows, max_seq_len + 1]  by position
+    params: torch.Tensor  # int32 [max_rows, NUM_PARAMS]
+    float_params: torch.Tensor  # float32 view of the same memory
+
+    def __init__(self, *, max_running: int, max_seq_len: int, page_size: int, device: torch.device) -> None:
+        self.max_rows = max_running + 1
+        self.padding_row = max_running
+        self.page_size = page_size
+        self.max_seq_len = max_seq_len
+        self.device = device
+        max_pages_per_row = -(-max_seq_len // page_size)
+        self.page_table = torch.zeros(self.max_rows, max_pages_per_row, dtype=torch.int32, device=device)
+        self.tokens = torch.zeros(self.max_rows, max_seq_len + 1, dtype=torch.int32, device=device)
+        self.params = torch.zeros(self.max_rows, NUM_PARAMS, dtype=torch.int32, device=device)
+        self.float_params = self.params.view(torch.float32)
+
+    def apply(self, updates: RowUpdates) -> None:
+        """Writes the pages, tokens and parameters of one plan; in stream order, never waits."""
+        if len(updates.page_ids):
+            self.page_table[updates.page_rows, updates.page_columns] = updates.page_ids
+        if len(updates.admitted_rows):
+            self.params[updates.admitted_rows] = updates.admitted_params
+            rows, positions = expand(
+                updates.admitted_rows,
+                torch.zeros_like(updates.admitted_rows),
+                updates.admitted_lengths,
+                len(updates.admitted_tokens),
+            )
+            self.tokens[rows, positions] = updates.admitted_tokens
+
+    def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Where in the KV pool the tokens at these positions go; int32 [num_tokens]."""
+        pages = self.page_table[rows, positions // self.page_size]
+        return pages * self.page_size + positions % self.page_size
+
+    def read_tokens(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The tokens at these positions; int32 [num_tokens]."""
+        return self.tokens[rows, positions]
+
+    def write_tokens(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Records sampled tokens, so that the next step can read them without the host."""
+        self.tokens[rows, positions] = token_ids
+
+
+def expand(
+    rows: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, total: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Row and position of every token of ragged sequences: `lengths[i]` tokens of `rows[i]` from `starts[i]` on.
+
+    All int32 [num_seqs] -> two int32 [total]. `total` is the sum of lengths, known on the host: nothing waits.
+    """
+    token_rows = torch.repeat_interleave(rows, lengths, output_size=total)
+    before = torch.cumsum(lengths, 0, dtype=torch.int32) - lengths
+    shift = torch.repeat_interleave(starts - before, lengths, output_size=total)
+    return token_rows, torch.arange(total, dtype=torch.int32, device=rows.device) + shift
+
+
+def encode_params(params: SamplingParams) -> npt.NDArray[np.int32]:
+    """One line of `RowTable.params`. Greedy is temperature 0 with every truncation off."""
+    seed = params.seed or 0
+    if is_greedy(params):
+        temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
+    else:
+        temperature, top_k, top_p, min_p = params.temperature, min(params.top_k, 2**31 - 1), params.top_p, params.min_p
+    line = struct.pack(
+        "=fifffffII",
+        temperature,
+        top_k,
+        top_p,
+        min_p,
+        params.repetition_penalty,
+        params.presence_penalty,
+        params.frequency_penalty,
+        seed & 0xFFFFFFFF,
+        seed >> 32,
+    )
+    return np.frombuffer(line, dtype=np.int32)
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    """True where the most likely token is always taken."""
+    return params.greedy or params.temperature < SMALLEST_TEMPERATURE

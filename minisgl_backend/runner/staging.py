@@ -1,0 +1,87 @@
+"""The one upload of a step: many small int32 arrays in one pinned buffer, one copy, views on the other side.
+
+Knows nothing of what the arrays mean, except that the decode rows and lengths have a fixed place: their device
+addresses never change, so captured graphs read them where the upload puts them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+Int32Array = npt.NDArray[np.int32]
+
+ORDINARY_EXTRA = 1 << 18  # int32 words beside the decode part; a step that needs more gets a buffer of its own
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A filled host buffer, not yet uploaded."""
+
+    buffer: int  # which of the two
+    used: int  # words of it
+    extra: Int32Array | None  # where the arrays did not fit: they are here
+    places: dict[str, tuple[int, tuple[int, ...]]]  # offset in words and shape of each array
+
+
+class _HostBuffer:
+    def __init__(self, size: int, pinned: bool) -> None:
+        self.tensor = torch.zeros(size, dtype=torch.int32, pin_memory=pinned)
+        self.array: Int32Array = self.tensor.numpy()
+        self.uploaded: torch.cuda.Event | None = torch.cuda.Event() if pinned else None
+
+
+class Staging:
+    """Two pinned host buffers, used in turn and each guarded by an event, and one device buffer.
+
+    One device buffer is enough: uploads and the kernels that read them are on one stream.
+    """
+
+    rows: torch.Tensor  # int32 [max_rows], device, fixed address: the decode rows
+    lengths: torch.Tensor  # int32 [max_rows], device, fixed address: the decode lengths
+
+    def __init__(self, max_rows: int, device: torch.device) -> None:
+        self._max_rows = max_rows
+        self._device = device
+        size = 2 * max_rows + ORDINARY_EXTRA
+        self._hosts = [_HostBuffer(size, pinned=device.type == "cuda") for _ in range(2)]
+        self._next = 0
+        self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
+        self.rows = self._on_device[:max_rows]
+        self.lengths = self._on_device[max_rows : 2 * max_rows]
+
+    def fill(self, rows: Int32Array, lengths: Int32Array, arrays: dict[str, Int32Array]) -> Staged:
+        """Copies the decode part and the named arrays into the next host buffer, once its last upload is over."""
+        index, self._next = self._next, 1 - self._next
+        host = self._hosts[index]
+        if host.uploaded is not None:
+            host.uploaded.synchronize()
+        host.array[: len(rows)] = rows
+        host.array[self._max_rows : self._max_rows + len(lengths)] = lengths
+        total = sum(array.size for array in arrays.values())
+        fits = total <= ORDINARY_EXTRA
+        target = host.array if fits else np.empty(total, dtype=np.int32)
+        offset = 2 * self._max_rows if fits else 0
+        places = {}
+        for name, array in arrays.items():
+            target[offset : offset + array.size] = array.reshape(-1)
+            places[name] = (offset, array.shape)
+            offset += array.size
+        used = offset if fits else 2 * self._max_rows
+        return Staged(index, used, None if fits else target, places)
+
+    def upload(self, staged: Staged) -> dict[str, torch.Tensor]:
+        """Starts the copy and returns the arrays as int32 device tensors, valid until the next upload."""
+        host = self._hosts[staged.buffer]
+        self._on_device[: staged.used].copy_(host.tensor[: staged.used], non_blocking=True)
+        if host.uploaded is not None:
+            host.uploaded.record()
+        source = self._on_device if staged.extra is None else torch.from_numpy(staged.extra).to(self._device)
+        return {
+            name: source[offset : offset + math.prod(shape)].view(shape)
+            for name, (offset, shape) in staged.places.items()
+        }
