@@ -8,9 +8,11 @@ module becomes that binary: `python -m minisgl_backend.serving.triton_server --m
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -20,7 +22,10 @@ from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
 
+DIE_WITH_PARENT = "--die-with-parent"
+
 _STUB_NAME = "triton_python_backend_stub"
+_PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
 @dataclass(frozen=True)
@@ -94,16 +99,30 @@ def install_launcher(target: Path) -> None:
 
 
 def main() -> None:
-    """Replace this process by the server, with the arguments given; `--install-launcher` puts it on the venv's PATH."""
+    """Replace this process by the server, with the arguments given.
+
+    Two first arguments are not the server's: `--install-launcher` puts it on the environment's PATH instead,
+    `--die-with-parent` ends it when the process that started it ends, however that ends.
+    """
+    arguments = sys.argv[1:]
     try:
         install = find_triton_server()
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    if sys.argv[1:] == ["--install-launcher"]:
+    if arguments == ["--install-launcher"]:
         install_launcher(Path(sys.executable).with_name("tritonserver"))
         return
-    command = install.command(sys.argv[1:])
+    if arguments[:1] == [DIE_WITH_PARENT]:
+        arguments = arguments[1:]
+        _die_with_parent()
+    command = install.command(arguments)
     os.execvpe(command[0], command, install.environment(os.environ))
+
+
+def _die_with_parent() -> None:
+    # Survives the exec that follows.
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+        raise OSError("prctl(PR_SET_PDEATHSIG) failed")
 
 
 def _find_on_path(search_path: str, python_directory: Path) -> Path | None:

@@ -1,0 +1,153 @@
+"""Which processes belong to a running tritonserver, and which of its Python stubs have died.
+
+Knows nothing of HTTP, models' contents or what to do about a death. Reads /proc, so Linux only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+_STUB_NAME = "triton_python_backend_stub"
+
+
+@dataclass(frozen=True)
+class Process:
+    """One row of the process table."""
+
+    pid: int
+    parent: int
+    state: str  # one letter, as in ps; Z: dead and not yet collected by its parent
+    start_ticks: int  # since boot; tells a process from a later one with the same pid
+
+    @property
+    def dead(self) -> bool:
+        """True for one that has ended and whose parent has not noticed."""
+        return self.state in "ZX"
+
+
+@dataclass(frozen=True)
+class Stub:
+    """One instance of a Python model."""
+
+    process: Process
+    model: str
+    shared_memory: str  # name below /dev/shm
+
+
+def process_table(proc: Path = Path("/proc")) -> dict[int, Process]:
+    """All processes by pid."""
+    table = {}
+    for entry in proc.iterdir():
+        if entry.name.isdecimal():
+            process = _read(entry)
+            if process is not None:
+                table[process.pid] = process
+    return table
+
+
+def descendants(root: int, table: dict[int, Process]) -> list[Process]:
+    """Children of `root`, their children and so on."""
+    children: dict[int, list[Process]] = {}
+    for process in table.values():
+        children.setdefault(process.parent, []).append(process)
+    found: list[Process] = []
+    waiting = [root]
+    while waiting:
+        below = children.get(waiting.pop(), [])
+        found += below
+        waiting += [process.pid for process in below]
+    return found
+
+
+class ServerProcesses:
+    """Remembers all that a server started, so that deaths are seen and nothing outlives it.
+
+    A stub that dies stays a zombie: tritonserver 2.51 does not collect it, and its model stays READY. A stub that ends
+    as it should (its model was unloaded) is collected and vanishes.
+    """
+
+    def __init__(self, server_pid: int) -> None:
+        self._server_pid = server_pid
+        self._stubs: dict[int, Stub] = {}
+        self._others: dict[int, Process] = {}
+        self._dead_once: set[int] = set()
+        self._retired: set[int] = set()
+
+    def scan(self) -> set[str]:
+        """Look again. Returns the models of which a stub was dead now and at the scan before."""
+        table = process_table()
+        self._others = {pid: process for pid, process in self._others.items() if _same(process, table.get(pid))}
+        dead = set()
+        for process in descendants(self._server_pid, table):
+            known = self._stubs.get(process.pid)
+            if known is None or known.process.start_ticks != process.start_ticks:
+                stub = _as_stub(process)
+                if stub is None:
+                    self._others[process.pid] = process
+                    continue
+                self._stubs[process.pid] = known = stub
+            if process.dead and process.parent == self._server_pid and process.pid not in self._retired:
+                dead.add(process.pid)
+        confirmed, self._dead_once = dead & self._dead_once, dead
+        return {self._stubs[pid].model for pid in confirmed}
+
+    def dead_now(self) -> set[str]:
+        """The models of which a stub seen before is a zombie at this moment. Changes nothing; any thread may ask."""
+        return {
+            stub.model
+            for pid, stub in list(self._stubs.items())
+            if pid not in self._retired and (process := _read(Path("/proc") / str(pid))) is not None and process.dead
+        }
+
+    def kill_stubs(self, model: str) -> None:
+        """End all stubs of a model and forget their deaths: what replaces the model has new ones."""
+        for pid, stub in self._stubs.items():
+            if stub.model == model:
+                self._retired.add(pid)
+                _kill(stub.process)
+
+    def kill_all(self) -> None:
+        """End whatever the server started and left behind, and remove its shared memory."""
+        for process in [*self._others.values(), *(stub.process for stub in self._stubs.values())]:
+            _kill(process)
+        for stub in self._stubs.values():
+            if stub.shared_memory:
+                Path("/dev/shm", stub.shared_memory).unlink(missing_ok=True)
+
+
+def _read(entry: Path) -> Process | None:
+    try:
+        # The name in parentheses may hold anything, parentheses too; the fields follow the last one.
+        fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    if len(fields) < 20:
+        return None
+    return Process(pid=int(entry.name), state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
+
+
+def _as_stub(process: Process) -> Stub | None:
+    try:
+        arguments = Path(f"/proc/{process.pid}/cmdline").read_text(encoding="utf-8", errors="replace").split("\0")
+    except OSError:
+        return None
+    if len(arguments) < 3 or Path(arguments[0]).name != _STUB_NAME:
+        return None
+    # STUB REPOSITORY/MODEL/VERSION/model.py SHARED_MEMORY_NAME ...
+    name = arguments[2].lstrip("/")
+    return Stub(process, Path(arguments[1]).parent.parent.name, name if "/" not in name else "")
+
+
+def _same(process: Process, current: Process | None) -> bool:
+    return current is not None and current.start_ticks == process.start_ticks
+
+
+def _kill(process: Process) -> None:
+    if _same(process, _read(Path("/proc") / str(process.pid))):
+        try:
+            os.kill(process.pid, signal.SIGKILL)
+        except OSError:
+            return
