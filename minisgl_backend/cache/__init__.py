@@ -1,0 +1,4 @@
+"""Pages of the KV cache: which are free, which hold a known prefix, and who may use them.
+
+Knows nothing of tensors, requests or steps; imports NumPy only.
+"""

@@ -1,0 +1,112 @@
+"""What a prefix cache does, and the one that does nothing.
+
+Knows nothing of sequences or the free list: pages are handed in and handed out as ids.
+"""
+
+from __future__ import annotations
+
+import abc
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+Pin = TypeVar("Pin")
+
+NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
+NO_PAGES.setflags(write=False)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch(Generic[Pin]):
+    """Pages that hold the first `len(pages) * page_size` tokens of a prompt, pinned until `unpin(pin)`."""
+
+    pages: Int32Array  # [num_matched_pages]
+    pin: Pin
+
+
+class PrefixCache(abc.ABC, Generic[Pin]):
+    """Maps token prefixes to pages that outlive their sequence. Everything counts in whole pages.
+
+    A pin protects the pages from the root to one place in the cache. A page of the cache is either pinned (some
+    sequence uses it) or evictable.
+    """
+
+    @property
+    @abc.abstractmethod
+    def num_pages(self) -> int:
+        """Pages that the cache owns, pinned or not."""
+
+    @property
+    @abc.abstractmethod
+    def num_evictable(self) -> int:
+        """Pages that `evict` could hand out now."""
+
+    @abc.abstractmethod
+    def peek(self, token_ids: Int32Array) -> int:
+        """Pages that `match` would find; changes nothing, not even the eviction order."""
+
+    @abc.abstractmethod
+    def match(self, token_ids: Int32Array) -> PrefixMatch[Pin]:
+        """The longest cached prefix of `token_ids` (int32 [num_tokens]) in whole pages, pinned."""
+
+    @abc.abstractmethod
+    def unpin(self, pin: Pin) -> None:
+        """Ends a pin. Once for each pin."""
+
+    @abc.abstractmethod
+    def extend(self, pin: Pin, token_ids: Int32Array, pages: Int32Array) -> PrefixMatch[Pin]:
+        """Adds what follows the pinned prefix, and moves the pin to its end.
+
+        Args:
+            pin: consumed; the returned pin replaces it.
+            token_ids: int32 [len(pages) * page_size], the tokens after the pinned prefix.
+            pages: int32 [num_pages], where their keys and values are.
+
+        Returns:
+            the pages that the cache now holds for these tokens. Where they differ from `pages` the cache had the
+            tokens already, and the page handed in stays with the caller. Fewer than `pages` when the cache does not
+            want the rest.
+        """
+
+    @abc.abstractmethod
+    def evict(self, count: int) -> Int32Array:
+        """Forgets up to `count` evictable pages, least recently used first, and hands out their ids."""
+
+    @abc.abstractmethod
+    def check(self, pins: list[Pin]) -> None:
+        """Raises AssertionError unless every law of the structure holds; `pins` are all pins that are out."""
+
+    @abc.abstractmethod
+    def pages(self) -> Int32Array:
+        """The ids of all pages that the cache owns; for checks."""
+
+
+class NaiveCache(PrefixCache[None]):
+    """Keeps nothing: the baseline that others are measured against."""
+
+    num_pages = 0
+    num_evictable = 0
+
+    def peek(self, token_ids: Int32Array) -> int:
+        return 0
+
+    def match(self, token_ids: Int32Array) -> PrefixMatch[None]:
+        return PrefixMatch(NO_PAGES, None)
+
+    def unpin(self, pin: None) -> None:
+        pass
+
+    def extend(self, pin: None, token_ids: Int32Array, pages: Int32Array) -> PrefixMatch[None]:
+        return PrefixMatch(NO_PAGES, None)
+
+    def evict(self, count: int) -> Int32Array:
+        return NO_PAGES
+
+    def check(self, pins: list[None]) -> None:
+        pass
+
+    def pages(self) -> Int32Array:
+        return NO_PAGES

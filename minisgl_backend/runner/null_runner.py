@@ -1,0 +1,59 @@
+"""A runner that returns tokens without computing any, to measure everything else.
+
+Knows nothing of models or devices; imports NumPy only.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.step import StepPlan, StepResult
+
+Int32Array = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True, slots=True)
+class NullStep:
+    """A step that has its tokens already, and may be due later."""
+
+    step: int
+    token_ids: Int32Array  # [num_sampled]
+    due: float  # time.monotonic() seconds
+
+    def result(self) -> StepResult:
+        delay = self.due - time.monotonic()
+        if delay > 0:
+            time.sleep(delay)
+        return StepResult(self.step, self.token_ids)
+
+
+class NullRunner:
+    """Answers each step with tokens that depend on nothing but the position in the sequence.
+
+    Args:
+        token_ids: the answer of every sequence: position p gets token_ids[p % len(token_ids)]. Leave end-of-sequence
+            tokens out.
+        rate: tokens a second of each stream; 0: as fast as steps go.
+    """
+
+    def __init__(self, token_ids: Int32Array, rate: float = 0.0) -> None:
+        self._token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
+        self._interval = 1.0 / rate if rate > 0 else 0.0
+        self._due = 0.0  # when the last step is through
+
+    def prepare(self, plan: StepPlan, masks: object = None) -> StepPlan:
+        return plan
+
+    def execute(self, batch: StepPlan) -> NullStep:
+        ends = batch.decode_lengths
+        if batch.prefill:
+            chunks = np.array([chunk.end for chunk in batch.prefill if chunk.samples], dtype=np.int32)
+            ends = np.concatenate([chunks, ends])
+        tokens = self._token_ids.take(ends, mode="wrap")
+        if self._interval:
+            self._due = max(self._due, time.monotonic()) + self._interval
+        return NullStep(batch.step, tokens, self._due)

@@ -1,0 +1,102 @@
+"""What clients must hear: collected while steps are committed, taken as parallel arrays.
+
+Knows nothing of sockets or messages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.request import FinishReason
+from minisgl_backend.step import Logprobs
+
+Int32Array = npt.NDArray[np.int32]
+Int64Array = npt.NDArray[np.int64]
+UInt8Array = npt.NDArray[np.uint8]
+
+NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceDetail:
+    """What few records need."""
+
+    cached_tokens: int | None = None  # with the first token: prompt tokens that the prefix cache supplied
+    logprobs: Logprobs | None = None  # of the record's token
+    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # (token id, its values) of every prompt token but the first
+    error: str = ""  # with FinishReason.ERROR
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceOutputs:
+    """Parallel arrays, one entry a record. The records of one sequence are in order."""
+
+    uids: Int64Array  # [num_records]
+    token_ids: Int32Array  # [num_records]; -1 in a record without a token
+    reasons: UInt8Array  # [num_records]; FinishReason, 0: the sequence goes on
+    details: dict[int, SequenceDetail] = field(default_factory=dict)  # by index of the record
+
+
+class OutputCollector:
+    """Gathers records of one or several commits until they are taken."""
+
+    def __init__(self) -> None:
+        self._runs: list[tuple[Int64Array, Int32Array, UInt8Array]] = []
+        self._uids: list[int] = []  # single records after the last run
+        self._token_ids: list[int] = []
+        self._reasons: list[int] = []
+        self._details: dict[int, SequenceDetail] = {}
+        self._count = 0
+
+    def __len__(self) -> int:
+        return self._count
+
+    def add(self, uid: int, token_id: int, reason: FinishReason, detail: SequenceDetail | None = None) -> None:
+        """One record."""
+        self._uids.append(uid)
+        self._token_ids.append(token_id)
+        self._reasons.append(reason)
+        if detail is not None:
+            self._details[self._count] = detail
+        self._count += 1
+
+    def add_run(self, uids: Int64Array, token_ids: Int32Array, reasons: UInt8Array) -> int:
+        """Records as arrays, which are kept and must not change. Returns the index of the first one."""
+        self._close_run()
+        first = self._count
+        self._runs.append((uids, token_ids, reasons))
+        self._count += len(uids)
+        return first
+
+    def add_detail(self, index: int, detail: SequenceDetail) -> None:
+        """A detail of a record that was added with `add_run`."""
+        self._details[index] = detail
+
+    def take(self) -> SequenceOutputs | None:
+        """Everything since the last call; None when there is nothing."""
+        if not self._count:
+            return None
+        self._close_run()
+        uids, token_ids, reasons = self._runs[0]
+        if len(self._runs) > 1:
+            uids = np.concatenate([run[0] for run in self._runs])
+            token_ids = np.concatenate([run[1] for run in self._runs])
+            reasons = np.concatenate([run[2] for run in self._runs])
+        outputs = SequenceOutputs(uids, token_ids, reasons, self._details)
+        self._runs, self._details, self._count = [], {}, 0
+        return outputs
+
+    def _close_run(self) -> None:
+        if not self._uids:
+            return
+        self._runs.append(
+            (
+                np.array(self._uids, dtype=np.int64),
+                np.array(self._token_ids, dtype=np.int32),
+                np.array(self._reasons, dtype=np.uint8),
+            )
+        )
+        self._uids, self._token_ids, self._reasons = [], [], []

@@ -1,0 +1,202 @@
+"""What the next step computes: decode rows, prompt chunks within the budget, and who is admitted or preempted.
+
+Knows nothing of results or outputs: it works with lengths, never with the values of tokens that are in flight.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.config import SchedulerLimits
+from minisgl_backend.scheduler.admission import AdmissionControl
+from minisgl_backend.scheduler.draft import StepDraft
+from minisgl_backend.scheduler.policy import WaitingQueue
+from minisgl_backend.scheduler.rows import ends_early, limit_of
+from minisgl_backend.scheduler.running import RunningSet
+from minisgl_backend.scheduler.sequence import Sequence, SequenceState
+from minisgl_backend.step import PrefillChunk, StepPlan
+
+Int32Array = npt.NDArray[np.int32]
+IndexArray = npt.NDArray[np.intp]
+
+# A chunk that does not end its prompt is at least this long, unless it is the step's first: shorter ones cost a step
+# more than they compute.
+MIN_LATER_CHUNK = 64
+
+
+class Planner:
+    """Makes plans. Changes the running set and takes from the queue; both belong to the scheduler."""
+
+    def __init__(
+        self, limits: SchedulerLimits, running: RunningSet, queue: WaitingQueue, admission: AdmissionControl
+    ) -> None:
+        self._limits = limits
+        self._running = running
+        self._queue = queue
+        self._admission = admission
+        self._admits = True  # false in a step that preempted: the place is not for the queue
+        self.num_admissions = 0
+        self.num_preemptions = 0
+        self.prompt_tokens = 0  # of sequences at their first admission
+        self.cached_tokens = 0  # of these, supplied by the prefix cache
+
+    def plan(self, step: int) -> StepPlan | None:
+        """The step with this number, or None when nothing can run now."""
+        draft = StepDraft()
+        self._admits = True
+        most, mixed = self._limits.max_prefill_length, self._limits.mixed_prefill_length
+        if mixed == 0:
+            self._plan_prefill(draft, most, step)
+            if draft.empty:
+                self._plan_decode(draft, step)
+        else:
+            self._plan_decode(draft, step)
+            self._plan_prefill(draft, min(mixed, most) if len(draft.decode_rows) else most, step)
+        if draft.empty:
+            return None
+        self._running.send_swaps(draft)
+        return draft.build(step)
+
+    def _plan_decode(self, draft: StepDraft, step: int) -> None:
+        running = self._running
+        state, index = running.rows, running.decode_index
+        if not len(index):
+            return
+        rows, uids = running.decode_arrays
+        lengths = state.planned.take(index) + 1
+        keep = lengths < state.limit.take(index)
+        if state.num_grammars:
+            # The mask of the next token needs the value of the one before.
+            keep &= ~(state.has_grammar.take(index) & (state.last_step.take(index) > running.committed))
+        if not keep.all():
+            index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
+        short = np.flatnonzero(lengths > running.kv.held.take(index) * self._limits.page_size)
+        if len(short) > running.kv.num_available:
+            keep = self._make_room(index, short)
+            index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
+            short = np.flatnonzero(lengths > running.kv.held.take(index) * self._limits.page_size)
+        if len(short):
+            needing = index[short]
+            columns = running.kv.held[needing]
+            draft.write_pages(rows[short], columns, running.kv.extend(needing))
+        state.planned[index] = lengths
+        state.last_step[index] = step
+        draft.decode_rows, draft.decode_uids, draft.decode_lengths = rows, uids, lengths
+
+    def _make_room(self, index: IndexArray, short: IndexArray) -> npt.NDArray[np.bool_]:
+        """Preempts until the rows at `index[short]` can get a page each, or will once steps in flight have ended.
+
+        Returns which of `index` can be planned now, bool [num_rows]: the others are preempted or wait a step.
+        """
+        running = self._running
+        needing = index[short]
+        while True:
+            needing = needing[running.rows.active[needing]]
+            coming = sum(running.kv.num_private(one.lease) for one in running.settling if one.lease is not None)
+            if len(needing) <= running.kv.num_available + coming:
+                break
+            active = running.active()
+            if len(active) <= 1:
+                break  # only pages in flight are missing
+            self._preempt(max(active, key=_preempted_first))
+        served = sorted((running.rows.sequences[row] for row in needing), key=_preempted_first)  # type: ignore[type-var]
+        waiting = [one.row for one in served[running.kv.num_available :] if one is not None]
+        keep = running.rows.active[index]
+        keep[np.isin(index, waiting)] = False
+        return keep
+
+    def _preempt(self, victim: Sequence) -> None:
+        self.num_preemptions += 1
+        self._admits = False
+        self._admission.saw_preemption()
+        self._running.leave(victim, SequenceState.PREEMPTED)
+        self._running.settle()
+
+    def _plan_prefill(self, draft: StepDraft, budget: int, step: int) -> None:
+        running = self._running
+        for sequence in list(running.prefilling):
+            start = int(running.rows.planned[sequence.row])
+            end = self._chunk_end(start, len(sequence.token_ids), budget, draft)
+            if end == start:
+                return
+            self._add_chunk(draft, sequence, start, end, step)
+            budget -= end - start
+        if self._admits and running.room_changed and len(self._queue) and running.rows.num_free:
+            self._admit(draft, budget, step)
+
+    def _chunk_end(self, start: int, total: int, budget: int, draft: StepDraft) -> int:
+        """Where a chunk that begins at `start` ends; `start` itself when it is not worth beginning."""
+        if start + budget >= total:
+            return total
+        end = start + budget
+        aligned = end // self._limits.page_size * self._limits.page_size
+        if aligned > start:
+            end = aligned
+        return end if not draft.prefill or end - start >= MIN_LATER_CHUNK else start
+
+    def _add_chunk(self, draft: StepDraft, sequence: Sequence, start: int, end: int, step: int) -> None:
+        state, row = self._running.rows, sequence.row
+        samples = end == len(sequence.token_ids)
+        draft.prefill.append(PrefillChunk(row, start, sequence.token_ids[start:end], samples))
+        state.planned[row] = end
+        state.last_step[row] = step
+        if samples:
+            self._running.begin_decoding(sequence)
+
+    def _admit(self, draft: StepDraft, budget: int, step: int) -> None:
+        running = self._running
+        self._queue.begin_round(self.num_admissions)
+        while budget > 0 and running.rows.num_free:
+            sequence = self._queue.head()
+            if sequence is None:
+                return
+            start = self._try_start(draft, sequence, budget)
+            if start is None:
+                return
+            end = self._chunk_end(start, len(sequence.token_ids), budget, draft)
+            self._add_chunk(draft, sequence, start, end, step)
+            budget -= end - start
+
+    def _try_start(self, draft: StepDraft, sequence: Sequence, budget: int) -> int | None:
+        """Starts the head of the queue; returns its cached tokens, or None where it cannot or should not start now."""
+        running, tokens = self._running, sequence.token_ids
+        # The last token is always computed, since its logits are needed; log-probabilities need all of them.
+        usable = tokens[:-1] if sequence.prompt_logprobs is None else tokens[:0]
+        match = running.kv.cache.match(usable)
+        cached = len(match.pages) * self._limits.page_size
+        too_short = self._chunk_end(cached, len(tokens), budget, draft) == cached
+        if too_short or not self._fits(sequence, running.kv.pages_for(len(tokens)) - len(match.pages)):
+            running.kv.cache.unpin(match.pin)
+            running.room_changed = too_short
+            return None
+        self._queue.remove(sequence)
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = cached
+            self.prompt_tokens += sequence.prompt_len
+            self.cached_tokens += cached
+        running.start(sequence, match, self.num_admissions, draft)
+        self.num_admissions += 1
+        return cached
+
+    def _fits(self, sequence: Sequence, new_pages: int) -> bool:
+        """Whether pages for the prompt are there now, and the expected growth of all can probably be met later."""
+        running, available = self._running, self._running.kv.num_available
+        state = running.rows
+        index = np.flatnonzero(state.active)
+        if new_pages > available:
+            return False
+        if not len(index):
+            return True
+        total = np.append(state.total[index], len(sequence.token_ids)).astype(np.int64)
+        prompt = np.append(state.prompt_len[index], sequence.prompt_len)
+        limit = np.append(state.limit[index], limit_of(sequence, running.max_length))
+        early = np.append(state.ends_early[index], ends_early(sequence))
+        remaining = self._admission.expected_remaining(total - prompt, limit - total, early)
+        freed = np.append(running.freed_pages(index), new_pages)
+        return new_pages + self._admission.peak_pages(remaining, freed) <= available
+
+
+def _preempted_first(sequence: Sequence) -> tuple[int, int]:
+    """The largest is preempted first: of the least urgent level the one that was admitted last."""
+    return sequence.level, sequence.admission

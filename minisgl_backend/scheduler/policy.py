@@ -1,0 +1,128 @@
+"""The order in which waiting sequences are admitted.
+
+Knows nothing of rows, leases or steps; what the prefix cache holds comes in as a function.
+
+Two rules stand above every policy: a more urgent level goes first, and within a level a preempted sequence goes
+before those that never ran. A new policy is a subclass of WaitingQueue and a line in `make_queue`.
+"""
+
+from __future__ import annotations
+
+import abc
+import heapq
+from collections.abc import Callable, Iterator
+
+from minisgl_backend.scheduler.sequence import Sequence, SequenceState
+
+# Requests without a priority: levels 1 to 7 are more urgent, from 9 on less.
+DEFAULT_LEVEL = 8
+
+# Longest cached prefix first looks at this many of the oldest waiting sequences of a round, since it looks each one up
+# in the tree, and lets nobody be overtaken by more than this many admissions.
+LPM_WINDOW = 128
+LPM_PATIENCE = 512
+
+
+class WaitingQueue(abc.ABC):
+    """Sequences in state WAITING. A sequence that ends while it waits needs no removal: it is dropped on the way."""
+
+    def __init__(self) -> None:
+        self._members: dict[int, Sequence] = {}  # by uid, in order of arrival in the queue
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._members.values())
+
+    def push(self, sequence: Sequence) -> None:
+        self._members[sequence.uid] = sequence
+        self._enter(sequence)
+
+    def remove(self, sequence: Sequence) -> None:
+        del self._members[sequence.uid]
+        self._leave(sequence)
+
+    @abc.abstractmethod
+    def begin_round(self, num_admissions: int) -> None:
+        """Called before a step admits; `num_admissions` counts all admissions since start."""
+
+    @abc.abstractmethod
+    def head(self) -> Sequence | None:
+        """The sequence to admit next."""
+
+    @abc.abstractmethod
+    def _enter(self, sequence: Sequence) -> None: ...
+
+    @abc.abstractmethod
+    def _leave(self, sequence: Sequence) -> None: ...
+
+
+class FirstComeFirstServed(WaitingQueue):
+    """By arrival."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._heap: list[tuple[int, bool, int, int, Sequence]] = []
+
+    def begin_round(self, num_admissions: int) -> None:
+        pass
+
+    def head(self) -> Sequence | None:
+        while self._heap and self._heap[0][-1].uid not in self._members:
+            heapq.heappop(self._heap)
+        return self._heap[0][-1] if self._heap else None
+
+    def _enter(self, sequence: Sequence) -> None:
+        heapq.heappush(self._heap, (*_urgency(sequence), sequence.arrival, sequence.uid, sequence))
+
+    def _leave(self, sequence: Sequence) -> None:
+        if self._heap[0][-1] is sequence:
+            heapq.heappop(self._heap)
+
+
+class LongestPrefixFirst(WaitingQueue):
+    """By how much of the prompt the prefix cache holds now; equals by arrival.
+
+    Sequences that share a prefix run together, before it is evicted. Bounded on both sides: see LPM_WINDOW and
+    LPM_PATIENCE.
+    """
+
+    def __init__(self, cached_tokens: Callable[[Sequence], int]) -> None:
+        super().__init__()
+        self._cached_tokens = cached_tokens
+        self._round: list[Sequence] = []  # the next one to admit is the last
+        self._num_admissions = 0
+
+    def begin_round(self, num_admissions: int) -> None:
+        self._num_admissions = num_admissions
+        oldest = heapq.nsmallest(LPM_WINDOW, self, key=lambda one: (*_urgency(one), one.arrival, one.uid))
+        self._round = sorted(oldest, key=self._rank, reverse=True)
+
+    def head(self) -> Sequence | None:
+        while self._round and self._round[-1].state is not SequenceState.WAITING:
+            self._round.pop()
+        return self._round[-1] if self._round else None
+
+    def _enter(self, sequence: Sequence) -> None:
+        pass
+
+    def _leave(self, sequence: Sequence) -> None:
+        if self._round and self._round[-1] is sequence:
+            self._round.pop()
+
+    def _rank(self, sequence: Sequence) -> tuple[int, bool, int, int, int]:
+        patient = self._num_admissions - sequence.admissions_before <= LPM_PATIENCE
+        cached = self._cached_tokens(sequence) if patient else sequence.prompt_len
+        return (*_urgency(sequence), -cached, sequence.arrival, sequence.uid)
+
+
+def _urgency(sequence: Sequence) -> tuple[int, bool]:
+    return sequence.level, not sequence.resumed
+
+
+def make_queue(policy: str, cached_tokens: Callable[[Sequence], int]) -> WaitingQueue:
+    """The queue of `SchedulerLimits.schedule_policy`."""
+    if policy == "lpm":
+        return LongestPrefixFirst(cached_tokens)
+    return FirstComeFirstServed()

@@ -1,0 +1,427 @@
+"""Continuous batching: decides what each step computes (`plan`) and records what came out (`commit`).
+
+Knows nothing of tensors, devices, sockets or text. docs/scheduler.md explains the laws and where the time goes.
+"""
+
+from __future__ import annotations
+
+import heapq
+import random
+import time
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.config import SchedulerLimits
+from minisgl_backend.errors import CapacityError, InvalidRequestError
+from minisgl_backend.request import SEED_RANGE, FinishReason, Request, SamplingParams
+from minisgl_backend.scheduler.admission import AdmissionControl
+from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, SequenceDetail, SequenceOutputs
+from minisgl_backend.scheduler.planner import Planner
+from minisgl_backend.scheduler.policy import DEFAULT_LEVEL, make_queue
+from minisgl_backend.scheduler.running import RunningSet
+from minisgl_backend.scheduler.sequence import Group, Sequence, SequenceState
+from minisgl_backend.step import PrefillChunk, StepPlan, StepResult, StepStats
+
+Int32Array = npt.NDArray[np.int32]
+
+STEP_FAILED = "the step that computed this sequence failed"
+
+# Spreads the seeds of the sequences of one request (n > 1) over the whole range: 2**64 divided by the golden ratio.
+SEED_STRIDE = 0x9E3779B97F4A7C15
+
+
+class Scheduler:
+    """Owner of the queue, the running sequences and their pages. Not thread-safe: one loop calls it.
+
+    Args:
+        limits: all that it knows of the configuration.
+        seed: of the generator that draws seeds for requests without one; None: from the operating system.
+        clock: seconds; the same clock as Request.deadline.
+    """
+
+    def __init__(
+        self, limits: SchedulerLimits, *, seed: int | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._limits = limits
+        self._clock = clock
+        self._seeds = random.Random(seed)
+        self._queue = make_queue(limits.schedule_policy, self._cached_tokens)
+        self._running = RunningSet(limits, self._queue)
+        self._admission = AdmissionControl(limits.page_size)
+        self._planner = Planner(limits, self._running, self._queue, self._admission)
+        self._outputs = OutputCollector()
+        self._sequences: dict[int, Sequence] = {}  # all that have not ended, by uid
+        self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, uid); may hold sequences that have ended
+        self._in_flight: deque[StepPlan] = deque()
+        self._next_step = 0
+        self._num_arrivals = 0
+        self._num_new_requests = 0  # requests in the queue of which nothing has run yet
+        self._ended = dict.fromkeys(FinishReason, 0)
+        self._generated_tokens = 0
+        self._last_prefill_tokens = 0
+        self._last_decode_tokens = 0
+
+    @property
+    def max_length(self) -> int:
+        """Tokens, prompt and answer, that one sequence can have at most."""
+        return self._running.max_length
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a sequence waits, runs or is still named by a step in flight."""
+        return bool(self._sequences or self._running.settling)
+
+    def add(self, request: Request) -> None:
+        """Queues the sequences of a request.
+
+        Raises:
+            InvalidRequestError: it can never run.
+            CapacityError: the queue is full.
+        """
+        token_ids = self._prompt_of(request)
+        params = request.params
+        for uid in range(request.uid, request.uid + params.n):
+            if uid in self._sequences:
+                raise InvalidRequestError(f"uid is {uid}; allowed: one that no running or waiting sequence has")
+        if self._num_new_requests >= self._limits.max_waiting_requests:
+            raise CapacityError(
+                f"{self._num_new_requests} requests are waiting, all that max_waiting_requests allows; try again later"
+            )
+        sequences = self._make_sequences(request, token_ids)
+        for sequence in sequences:
+            self._sequences[sequence.uid] = sequence
+            if sequence.deadline is not None:
+                self._push_deadline(sequence.deadline, sequence.uid)
+        sequences[0].new_request = True
+        self._num_new_requests += 1
+        self._num_arrivals += 1
+        # Siblings wait for the prompt's pages, where there is a whole page to share and a cache that keeps it.
+        if params.n > 1 and self._limits.cache_type != "naive" and len(token_ids) > self._limits.page_size:
+            group = Group(sequences)
+            self._lead(group, sequences[0])
+        else:
+            for sequence in sequences:
+                self._collect_prompt_logprobs(sequence)
+                self._queue.push(sequence)
+        self._running.room_changed = True
+
+    def abort(self, uid: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
+        """Ends a sequence now: one last record without a token. An unknown uid is ignored, since it may have ended
+        by itself meanwhile."""
+        sequence = self._sequences.get(uid)
+        if sequence is not None:
+            self._outputs.add(uid, NO_TOKEN, reason)
+            self._end(sequence, reason)
+            self._running.settle()
+
+    def plan(self) -> StepPlan | None:
+        """The next step; None when nothing can run now. May be called while steps are in flight."""
+        self._expire()
+        self._running.settle()
+        plan = self._planner.plan(self._next_step)
+        if plan is None:
+            return None
+        if plan.admitted:
+            self._note_admissions(plan)
+        self._next_step += 1
+        self._in_flight.append(plan)
+        return plan
+
+    def commit(self, plan: StepPlan, result: StepResult) -> None:
+        """Records the tokens of a step. Steps are committed in the order in which they were planned."""
+        if not self._in_flight or plan is not self._in_flight[0] or result.step != plan.step:
+            raise RuntimeError(f"step {plan.step} cannot be committed with the result of step {result.step} now")
+        self._in_flight.popleft()
+        self._last_prefill_tokens = self._last_decode_tokens = 0
+        first_decode = 0
+        for chunk in plan.prefill:
+            self._commit_chunk(chunk, first_decode, result)
+            first_decode += chunk.samples
+        if len(plan.decode_rows):
+            self._commit_decode(plan, first_decode, result)
+        self._running.committed = plan.step
+        self._running.free_retired()
+        self._running.settle()
+
+    def take_outputs(self) -> SequenceOutputs | None:
+        """Everything for clients since the last call; None when there is nothing."""
+        return self._outputs.take()
+
+    def stats(self) -> StepStats:
+        """Counters as of the last commit."""
+        kv, planner = self._running.kv, self._planner
+        free, cached = kv.pool.num_free, kv.cache.num_evictable
+        return StepStats(
+            step=self._running.committed,
+            num_running=self._running.num_running,
+            num_waiting=len(self._sequences) - len(self._running.active()),
+            pages_total=kv.pool.num_pages,
+            pages_free=free,
+            pages_cached=cached,
+            pages_leased=kv.pool.num_pages - free - cached,
+            prefill_tokens=self._last_prefill_tokens,
+            decode_tokens=self._last_decode_tokens,
+            total_prompt_tokens=planner.prompt_tokens,
+            total_cached_tokens=planner.cached_tokens,
+            total_generated_tokens=self._generated_tokens,
+            total_finished=self._ended[FinishReason.STOP] + self._ended[FinishReason.LENGTH],
+            total_cancelled=self._ended[FinishReason.CANCELLED],
+            total_failed=self._ended[FinishReason.ERROR],
+            total_preempted=planner.num_preemptions,
+        )
+
+    def check(self) -> None:
+        """Raises AssertionError unless every law holds. Slow; for tests and debugging."""
+        self._running.check()
+        waiting = set()
+        for sequence in self._queue:
+            assert sequence.state is SequenceState.WAITING, "only waiting sequences are in the queue"
+            assert (sequence.row, sequence.lease) == (-1, None), "a waiting sequence holds nothing"
+            waiting.add(sequence.uid)
+        for uid, sequence in self._sequences.items():
+            assert sequence.state is not SequenceState.ENDED, "an ended sequence is forgotten"
+            group = sequence.group
+            held_back = group is not None and sequence in group.held_back
+            places = [uid in waiting, held_back, sequence.row >= 0]
+            assert sum(places) == 1, "a sequence waits, is held back or has a row"
+            assert not held_back or (group is not None and group.leader is not None), "held back without a leader"
+        new = sum(1 for sequence in self._sequences.values() if sequence.new_request)
+        assert new == self._num_new_requests, "requests in the queue are miscounted"
+
+    # ---- arrivals
+
+    def _prompt_of(self, request: Request) -> Int32Array:
+        if len(request.token_ids) % 4:
+            raise InvalidRequestError(f"token_ids has {len(request.token_ids)} bytes; allowed: 4 for each token")
+        token_ids = np.frombuffer(request.token_ids, dtype="<i4").astype(np.int32, copy=False)
+        if not len(token_ids):
+            raise InvalidRequestError("the prompt has 0 tokens; allowed: 1 or more")
+        if len(token_ids) >= self.max_length:
+            by_pages = self.max_length < self._limits.max_seq_len
+            limit = (
+                f"the {self._limits.num_pages} KV pages hold {self.max_length} tokens (num_pages, memory_ratio)"
+                if by_pages
+                else f"a sequence has at most {self.max_length} tokens (the model's limit or max_seq_len_override)"
+            )
+            raise InvalidRequestError(
+                f"the prompt has {len(token_ids)} tokens; allowed: at most {self.max_length - 1}, since {limit} "
+                "and the answer needs one"
+            )
+        return token_ids
+
+    def _make_sequences(self, request: Request, token_ids: Int32Array) -> list[Sequence]:
+        params = request.params
+        seed = params.seed if params.seed is not None else self._seeds.randrange(SEED_RANGE)
+        sequences = []
+        for index in range(params.n):
+            sequence = Sequence(
+                uid=request.uid + index,
+                token_ids=token_ids,
+                params=_with_seed(params, (seed + index * SEED_STRIDE) % SEED_RANGE),
+                level=request.priority or DEFAULT_LEVEL,
+                arrival=self._num_arrivals,
+                deadline=request.deadline,
+            )
+            sequence.admissions_before = self._planner.num_admissions
+            sequences.append(sequence)
+        return sequences
+
+    def _cached_tokens(self, sequence: Sequence) -> int:
+        return self._running.kv.cache.peek(sequence.token_ids[:-1]) * self._limits.page_size
+
+    def _note_admissions(self, plan: StepPlan) -> None:
+        for admitted in plan.admitted:
+            sequence = self._sequences[admitted.uid]
+            if sequence.new_request:
+                sequence.new_request = False
+                self._num_new_requests -= 1
+
+    # ---- groups (n > 1)
+
+    def _lead(self, group: Group, sequence: Sequence) -> None:
+        """The sequence computes the prompt of its group; the others wait."""
+        group.leader = sequence
+        group.held_back.remove(sequence)
+        if group.prompt_logprobs is None:
+            self._collect_prompt_logprobs(sequence)
+        self._queue.push(sequence)
+
+    def _open_group(self, group: Group) -> None:
+        """The prompt is in the prefix cache: all may run."""
+        group.leader = None
+        for sequence in group.held_back:
+            self._queue.push(sequence)
+        group.held_back = []
+        self._running.room_changed = True
+
+    @staticmethod
+    def _collect_prompt_logprobs(sequence: Sequence) -> None:
+        if sequence.params.prompt_logprobs is not None:
+            sequence.prompt_logprobs = []
+
+    # ---- results
+
+    def _commit_chunk(self, chunk: PrefillChunk, index: int, result: StepResult) -> None:
+        """Records a prompt chunk; `index` is where its token is, if it samples."""
+        sequence = self._running.rows.sequences[chunk.row]
+        assert sequence is not None, "a row in flight keeps its sequence"
+        self._last_prefill_tokens += len(chunk.token_ids)
+        if sequence.state is SequenceState.ENDED:
+            return
+        if chunk.row in result.failed_rows:
+            self._fail(sequence)
+            return
+        if sequence.prompt_logprobs is not None:
+            sequence.prompt_logprobs.extend(result.prompt_logprobs.get(chunk.row, ()))
+        if not chunk.samples:
+            return
+        if sequence.state is SequenceState.RUNNING:
+            self._running.publish(sequence, chunk.end, self._next_step - 1)
+        detail = self._first_detail(sequence, chunk, result, index)
+        if sequence.group is not None and sequence.group.leader is sequence:
+            self._open_group(sequence.group)
+        self._append_first(sequence, int(result.token_ids[index]), chunk.end, detail)
+
+    def _append_first(self, sequence: Sequence, token: int, position: int, detail: SequenceDetail | None) -> None:
+        """The token that a prompt's last chunk sampled."""
+        rows, row = self._running.rows, np.array([sequence.row], dtype=np.intp)
+        tokens, total = np.array([token], dtype=np.int32), np.array([position + 1], dtype=np.int32)
+        rows.token_ids[sequence.row, position] = token
+        rows.total[sequence.row] = position + 1
+        reason = FinishReason.RUNNING
+        if rows.stops(row, total, tokens) is not None and rows.stops(row, total, tokens).any():  # type: ignore[union-attr]
+            reason = FinishReason.STOP
+        elif position + 1 >= rows.limit[sequence.row]:
+            reason = FinishReason.LENGTH
+        self._outputs.add(sequence.uid, token, reason, detail)
+        self._generated_tokens += 1
+        self._last_decode_tokens += 1
+        if reason:
+            self._end(sequence, reason)
+
+    def _first_detail(
+        self, sequence: Sequence, chunk: PrefillChunk, result: StepResult, index: int
+    ) -> SequenceDetail | None:
+        """What goes with the token that ends a prompt. A resumed sequence has told the most of it before."""
+        logprobs = result.logprobs.get(index)
+        if chunk.end > sequence.prompt_len:
+            return SequenceDetail(logprobs=logprobs) if logprobs is not None else None
+        group, values = sequence.group, sequence.prompt_logprobs
+        if values is not None:
+            sequence.prompt_logprobs = None
+            if group is not None:
+                group.prompt_logprobs = values
+        elif group is not None:
+            values = group.prompt_logprobs
+        followed = sequence.token_ids[1 : sequence.prompt_len].tolist() if values else ()
+        return SequenceDetail(
+            cached_tokens=sequence.cached_tokens,
+            logprobs=logprobs,
+            prompt_logprobs=tuple(zip(followed, values or ())),  # noqa: B905 - the runner may add the last position
+        )
+
+    def _commit_decode(self, plan: StepPlan, first: int, result: StepResult) -> None:
+        """Records the decode rows of a step, whose tokens begin at `first`; all rows at once."""
+        state = self._running.rows
+        rows, uids, lengths = plan.decode_rows.astype(np.intp), plan.decode_uids, plan.decode_lengths
+        tokens = np.array(result.token_ids[first:], dtype=np.int32)  # a copy: the runner uses its buffer again
+        dropped = state.ended.take(rows)  # ghosts
+        if result.failed_rows:
+            dropped |= self._fail_rows(rows, dropped, result.failed_rows)
+        positions = None
+        if dropped.any():
+            positions = np.flatnonzero(~dropped)
+            rows, uids, lengths, tokens = rows[positions], uids[positions], lengths[positions], tokens[positions]
+        totals = lengths + 1
+        state.token_ids[rows, lengths] = tokens
+        state.total[rows] = totals
+        reasons = (totals >= state.limit.take(rows)) * np.uint8(FinishReason.LENGTH)
+        stopped = state.stops(rows, totals, tokens)
+        if stopped is not None:
+            reasons[stopped] = FinishReason.STOP
+        self._generated_tokens += len(rows)
+        self._last_decode_tokens += len(rows)
+        start = self._outputs.add_run(uids, tokens, reasons)
+        if result.logprobs:
+            self._add_logprobs(result, first, start, positions)
+        for index in np.flatnonzero(reasons):
+            sequence = state.sequences[rows[index]]
+            assert sequence is not None, "a row in flight keeps its sequence"
+            self._end(sequence, FinishReason(int(reasons[index])))
+
+    def _add_logprobs(self, result: StepResult, first: int, start: int, positions: npt.NDArray[np.intp] | None) -> None:
+        """Log-probabilities of decode rows; `positions` are those that were kept, None: all."""
+        for index, logprobs in result.logprobs.items():
+            place = index - first
+            if place < 0:
+                continue
+            if positions is not None:
+                found = int(np.searchsorted(positions, place))
+                if found == len(positions) or positions[found] != place:
+                    continue
+                place = found
+            self._outputs.add_detail(start + place, SequenceDetail(logprobs=logprobs))
+
+    # ---- ends
+
+    def _fail_rows(
+        self, rows: npt.NDArray[np.intp], dropped: npt.NDArray[np.bool_], failed_rows: frozenset[int]
+    ) -> npt.NDArray[np.bool_]:
+        failed = np.isin(rows, list(failed_rows))
+        for row in rows[failed & ~dropped]:
+            sequence = self._running.rows.sequences[row]
+            assert sequence is not None, "a row in flight keeps its sequence"
+            self._fail(sequence)
+        return failed
+
+    def _fail(self, sequence: Sequence) -> None:
+        sequence.publishable = False
+        self._outputs.add(sequence.uid, NO_TOKEN, FinishReason.ERROR, SequenceDetail(error=STEP_FAILED))
+        self._end(sequence, FinishReason.ERROR)
+
+    def _end(self, sequence: Sequence, reason: FinishReason) -> None:
+        """Everything that follows from an end but its record."""
+        self._ended[reason] += 1
+        del self._sequences[sequence.uid]
+        if sequence.new_request:
+            sequence.new_request = False
+            self._num_new_requests -= 1
+        group = sequence.group
+        if sequence.row >= 0:
+            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+                self._admission.saw_answer(int(self._running.rows.total[sequence.row]) - sequence.prompt_len)
+            self._running.leave(sequence, SequenceState.ENDED)
+        else:
+            if group is not None and sequence in group.held_back:
+                group.held_back.remove(sequence)
+            else:
+                self._queue.remove(sequence)
+                self._running.room_changed = True
+            sequence.state = SequenceState.ENDED
+        if group is not None and group.leader is sequence:
+            group.leader = None
+            if group.held_back:
+                self._lead(group, group.held_back[0])
+                self._running.room_changed = True
+
+    def _expire(self) -> None:
+        if not self._deadlines or self._deadlines[0][0] > self._clock():
+            return
+        now = self._clock()
+        while self._deadlines and self._deadlines[0][0] <= now:
+            _, uid = heapq.heappop(self._deadlines)
+            self.abort(uid, FinishReason.CANCELLED)
+
+    def _push_deadline(self, deadline: float, uid: int) -> None:
+        heapq.heappush(self._deadlines, (deadline, uid))
+        if len(self._deadlines) > 2 * len(self._sequences) + 64:
+            self._deadlines = [entry for entry in self._deadlines if entry[1] in self._sequences]
+            heapq.heapify(self._deadlines)
+
+
+def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
+    return params if params.seed == seed else msgspec.structs.replace(params, seed=seed)

@@ -1,0 +1,222 @@
+"""Fakes that other tests drive: a deterministic runner, and what a single request must produce with it.
+
+Knows nothing of models: the next token is a hash of the position and the last token, so it depends neither on uid,
+row, page nor on what else is in the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl_backend.config import SchedulerLimits
+from minisgl_backend.request import FinishReason, Request, SamplingParams
+from minisgl_backend.scheduler.outputs import SequenceDetail
+from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.step import Logprobs, StepPlan, StepResult
+
+VOCAB_SIZE = 97
+
+
+def next_token(position: int, last_token: int, forbidden: Iterable[int] = (), vocab_size: int = VOCAB_SIZE) -> int:
+    """The token at `position` after `last_token`; where it is forbidden, the next one that is not."""
+    value = (position * 2654435761 + last_token * 40503 + 12345) & 0xFFFFFFFF
+    value ^= value >> 15
+    token = (value * 2246822519 & 0xFFFFFFFF) % vocab_size
+    refused = set(forbidden)
+    while token in refused:
+        token = (token + 1) % vocab_size
+    return token
+
+
+def fake_logprobs(position: int, token: int) -> Logprobs:
+    """The log-probabilities that FakeRunner reports for a token at a position."""
+    return Logprobs(token=-0.5 - token / 8, rank=1 + position % 3, top_ids=(token,), top=(-0.5 - token / 8,))
+
+
+@dataclass(frozen=True)
+class FakePending:
+    """A step whose result is known already."""
+
+    value: StepResult
+
+    def result(self) -> StepResult:
+        return self.value
+
+
+class FakeRunner:
+    """Executes plans on a pretended device: a page table, a token table, and one token for each slot of the cache.
+
+    Each step it asserts that the cache, read through the page table, holds exactly the tokens of the sequence: a page
+    that was shared, reused or freed wrongly is found in the step that would have read it.
+    """
+
+    def __init__(self, limits: SchedulerLimits, vocab_size: int = VOCAB_SIZE) -> None:
+        rows, length = limits.max_running_requests, limits.max_seq_len
+        self._page_size = limits.page_size
+        self._eos = limits.eos_token_ids
+        self._vocab_size = vocab_size
+        self._page_table = np.zeros((rows, -(-length // limits.page_size)), dtype=np.int32)
+        self._token_table = np.full((rows, length + 1), -1, dtype=np.int32)
+        self._slots = np.full((limits.num_pages + 1) * limits.page_size, -1, dtype=np.int32)
+        self._params: dict[int, SamplingParams] = {}
+        self._prompt_len = np.zeros(rows, dtype=np.int32)
+        self.fail: Callable[[int], bool] = lambda uid: False  # which sequences' steps fail
+        self._uids: dict[int, int] = {}
+        self.plans: list[StepPlan] = []
+        self.computed_tokens = 0
+
+    def prepare(self, plan: StepPlan, masks: object = None) -> StepPlan:
+        return plan
+
+    def execute(self, batch: StepPlan) -> FakePending:
+        plan = batch
+        self.plans.append(plan)
+        self._apply(plan)
+        tokens: list[int] = []
+        logprobs: dict[int, Logprobs] = {}
+        prompt_logprobs: dict[int, list[Logprobs]] = {}
+        for chunk in plan.prefill:
+            self._compute(chunk.row, chunk.start, chunk.token_ids)
+            if self._params[chunk.row].prompt_logprobs is not None:
+                last = min(chunk.end + 1, int(self._prompt_len[chunk.row]))
+                prompt_logprobs[chunk.row] = [
+                    fake_logprobs(at, int(self._token_table[chunk.row, at])) for at in range(chunk.start + 1, last)
+                ]
+            if chunk.samples:
+                tokens.append(self._sample(chunk.row, chunk.end, len(tokens), logprobs))
+        for row, length in zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), strict=True):
+            self._compute(row, length - 1, self._token_table[row, length - 1 : length])
+            tokens.append(self._sample(row, length, len(tokens), logprobs))
+        rows = {chunk.row for chunk in plan.prefill} | set(plan.decode_rows.tolist())
+        failed = frozenset(row for row in rows if self.fail(self._uids[row]))
+        result = StepResult(plan.step, np.array(tokens, dtype=np.int32), logprobs, prompt_logprobs, failed)
+        return FakePending(result)
+
+    def _apply(self, plan: StepPlan) -> None:
+        entries = list(zip(plan.page_rows.tolist(), plan.page_columns.tolist(), strict=True))
+        assert len(set(entries)) == len(entries), "an entry of the page table is written twice in one step"
+        assert not (plan.page_ids == 0).any(), "page 0 is the padding page"
+        self._page_table[plan.page_rows, plan.page_columns] = plan.page_ids
+        for admitted in plan.admitted:
+            self._token_table[admitted.row] = -1
+            self._token_table[admitted.row, : len(admitted.token_ids)] = admitted.token_ids
+            self._params[admitted.row] = admitted.params
+            self._prompt_len[admitted.row] = admitted.prompt_len
+            self._uids[admitted.row] = admitted.uid
+            assert admitted.params.seed is not None
+
+    def _slots_of(self, row: int, start: int, end: int) -> np.ndarray:
+        at = np.arange(start, end)
+        return self._page_table[row, at // self._page_size] * self._page_size + at % self._page_size
+
+    def _compute(self, row: int, start: int, token_ids: np.ndarray) -> None:
+        end = start + len(token_ids)
+        assert len(token_ids) > 0
+        assert (token_ids >= 0).all(), "an input token is not on the device yet"
+        assert np.array_equal(self._token_table[row, start:end], token_ids)
+        self._slots[self._slots_of(row, start, end)] = token_ids
+        context = self._slots[self._slots_of(row, 0, end)]
+        assert np.array_equal(context, self._token_table[row, :end]), "the cache holds other tokens than the sequence"
+        self.computed_tokens += len(token_ids)
+
+    def _sample(self, row: int, position: int, index: int, logprobs: dict[int, Logprobs]) -> int:
+        params = self._params[row]
+        early = position - int(self._prompt_len[row]) < params.min_tokens
+        forbidden = (*self._eos, *params.stop_token_ids) if early else ()
+        token = next_token(position, int(self._token_table[row, position - 1]), forbidden, self._vocab_size)
+        self._token_table[row, position] = token
+        if params.logprobs is not None:
+            logprobs[index] = fake_logprobs(position, token)
+        return token
+
+
+def make_request(uid: int, prompt: Sequence[int], **params: object) -> Request:
+    """A request; `priority` and `deadline` go to it, everything else to its sampling parameters."""
+    outer = {name: params.pop(name) for name in ("priority", "deadline") if name in params}
+    token_ids = np.array(prompt, dtype="<i4").tobytes()
+    return Request(uid=uid, token_ids=token_ids, params=SamplingParams(**params), **outer)  # type: ignore[arg-type]
+
+
+def expected_answer(
+    request: Request, max_length: int, eos: tuple[int, ...] = (), vocab_size: int = VOCAB_SIZE
+) -> tuple[list[int], FinishReason]:
+    """What each sequence of a request must produce: computed alone, one token after the other."""
+    params = request.params
+    tokens = np.frombuffer(request.token_ids, dtype="<i4").tolist()
+    stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
+    answer: list[int] = []
+    while True:
+        early = len(answer) < params.min_tokens
+        forbidden = (*eos, *params.stop_token_ids) if early else ()
+        answer.append(next_token(len(tokens), tokens[-1], forbidden, vocab_size))
+        tokens.append(answer[-1])
+        if answer[-1] in stops and len(answer) >= params.min_tokens:
+            return answer, FinishReason.STOP
+        if len(tokens) >= max_length or len(answer) == params.max_tokens:
+            return answer, FinishReason.LENGTH
+
+
+class Records:
+    """Everything that the clients of a scheduler have heard, by uid."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.reasons: dict[int, FinishReason] = {}
+        self.details: dict[int, list[SequenceDetail]] = {}
+
+    def take(self, scheduler: Scheduler) -> None:
+        outputs = scheduler.take_outputs()
+        if outputs is None:
+            return
+        assert (outputs.uids.dtype, outputs.token_ids.dtype, outputs.reasons.dtype) == (np.int64, np.int32, np.uint8)
+        records = zip(outputs.uids.tolist(), outputs.token_ids.tolist(), outputs.reasons.tolist(), strict=True)
+        for index, (uid, token, reason) in enumerate(records):
+            assert uid not in self.reasons, "a record after the last one"
+            if token >= 0:
+                self.tokens.setdefault(uid, []).append(token)
+            else:
+                assert reason, "a record without a token says why the sequence ended"
+            if reason:
+                self.reasons[uid] = FinishReason(reason)
+            if index in outputs.details:
+                self.details.setdefault(uid, []).append(outputs.details[index])
+
+
+class Loop:
+    """Scheduler and runner joined as the engine joins them, one half step at a time."""
+
+    def __init__(self, scheduler: Scheduler, runner: FakeRunner, overlap: bool, check: bool = True) -> None:
+        self.scheduler = scheduler
+        self.runner = runner
+        self.records = Records()
+        self._overlap = overlap
+        self._check = check
+        self._pending: tuple[StepPlan, FakePending] | None = None
+
+    def step(self) -> bool:
+        """Plans and executes a step; with overlap commits the one before, else this one. False: nothing to do."""
+        plan = self.scheduler.plan()
+        self._verify()
+        executed = None if plan is None else (plan, self.runner.execute(self.runner.prepare(plan)))
+        if self._overlap:
+            executed, self._pending = self._pending, executed
+        if executed is not None:
+            self.scheduler.commit(executed[0], executed[1].result())
+            self._verify()
+        self.records.take(self.scheduler)
+        return plan is not None or executed is not None
+
+    def run(self, most_steps: int = 100_000) -> Records:
+        """Until nothing is left to do."""
+        for _ in range(most_steps):
+            if not self.step():
+                assert not self.scheduler.has_work, "nothing can run, yet there is work"
+                return self.records
+        raise AssertionError(f"work is left after {most_steps} steps")
+
+    def _verify(self) -> None:
+        if self._check:
+            self.scheduler.check()

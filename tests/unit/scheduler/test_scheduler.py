@@ -1,0 +1,332 @@
+"""The scheduler with a fake runner: what clients hear equals what each request would have produced alone."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from minisgl_backend.config import SchedulerLimits
+from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.scheduler.scheduler import Scheduler
+from tests.fakes import FakeRunner, Loop, expected_answer, fake_logprobs, make_request
+
+EOS = (7,)
+
+
+def limits(**changes: object) -> SchedulerLimits:
+    values: dict[str, object] = {
+        "page_size": 4,
+        "num_pages": 200,
+        "max_seq_len": 200,
+        "max_running_requests": 8,
+        "max_waiting_requests": 100,
+        "max_prefill_length": 64,
+        "mixed_prefill_length": 16,
+        "eos_token_ids": EOS,
+    }
+    return SchedulerLimits(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def make_loop(bounds: SchedulerLimits, overlap: bool = False, check: bool = True) -> Loop:
+    return Loop(Scheduler(bounds, seed=0), FakeRunner(bounds), overlap, check)
+
+
+def random_requests(count: int, seed: int, longest: int = 60, most_tokens: int = 40) -> list[Request]:
+    rng = random.Random(seed)
+    stems = [[rng.randrange(97) for _ in range(longest)] for _ in range(3)]
+    requests = []
+    for index in range(count):
+        stem = rng.choice(stems)[: rng.randrange(longest // 2)]
+        prompt = stem + [rng.randrange(97) for _ in range(rng.randrange(1, longest - len(stem)))]
+        params: dict[str, object] = {"max_tokens": rng.randrange(1, most_tokens), "n": rng.choice([1, 1, 1, 3])}
+        if rng.random() < 0.3:
+            params["ignore_eos"] = True
+        if rng.random() < 0.3:
+            params["stop_token_ids"] = tuple(rng.randrange(97) for _ in range(rng.randrange(1, 9)))
+        if rng.random() < 0.3:
+            params["min_tokens"] = rng.randrange(int(params["max_tokens"]) + 1)  # type: ignore[call-overload]
+        requests.append(make_request(index * 10, prompt, **params))
+    return requests
+
+
+def assert_same_as_alone(loop: Loop, requests: list[Request], max_length: int) -> None:
+    for request in requests:
+        answer, reason = expected_answer(request, max_length, EOS)
+        for uid in range(request.uid, request.uid + request.params.n):
+            assert loop.records.tokens[uid] == answer
+            assert loop.records.reasons[uid] == reason
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+@pytest.mark.parametrize("page_size", [1, 4, 16, 64])
+def test_answers_are_those_of_each_request_alone(page_size: int, cache_type: str, overlap: bool) -> None:
+    bounds = limits(page_size=page_size, num_pages=800 // page_size, cache_type=cache_type)
+    loop = make_loop(bounds, overlap)
+    requests = random_requests(20, seed=page_size)
+    for request in requests:
+        loop.scheduler.add(request)
+    loop.run()
+    assert_same_as_alone(loop, requests, 200)
+    assert loop.scheduler.stats().pages_leased == 0
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize(("most", "mixed"), [(16, 16), (16, 0), (64, 5), (4096, 512), (4096, 0), (1, 1)])
+@pytest.mark.parametrize("policy", ["fcfs", "lpm"])
+def test_budgets_and_policies_change_no_answer(policy: str, most: int, mixed: int, overlap: bool) -> None:
+    bounds = limits(schedule_policy=policy, max_prefill_length=most, mixed_prefill_length=mixed)
+    loop = make_loop(bounds, overlap)
+    requests = random_requests(12, seed=most + mixed)
+    for request in requests:
+        loop.scheduler.add(request)
+        loop.step()
+    loop.run()
+    assert_same_as_alone(loop, requests, 200)
+    for plan in loop.runner.plans:
+        prompt_tokens = sum(len(chunk.token_ids) for chunk in plan.prefill)
+        assert prompt_tokens <= (min(mixed, most) if len(plan.decode_rows) else most)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_starvation_preempts_and_changes_no_answer(page_size: int, cache_type: str, overlap: bool) -> None:
+    """Pages for 3 full sequences, 32 requests."""
+    bounds = limits(
+        page_size=page_size,
+        num_pages=3 * 96 // page_size,
+        max_seq_len=96,
+        max_running_requests=32,
+        cache_type=cache_type,
+    )
+    loop = make_loop(bounds, overlap)
+    requests = [
+        make_request(uid, [uid, *range(uid % 5, 20 + uid % 7)], ignore_eos=True, max_tokens=None if uid % 3 else 60)
+        for uid in range(32)
+    ]
+    for request in requests:
+        loop.scheduler.add(request)
+    loop.run()
+    assert_same_as_alone(loop, requests, 96)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_preempted_sequence_continues_with_the_same_output(overlap: bool) -> None:
+    bounds = limits(num_pages=12, max_seq_len=40, max_running_requests=4)
+    loop = make_loop(bounds, overlap)
+    stop = (50,)
+    requests = [make_request(uid, [uid + 1] * 9, stop_token_ids=stop, max_tokens=30) for uid in range(4)]
+    for request in requests:
+        loop.scheduler.add(request)
+    # Short answers first: the estimate expects more of them, is wrong, and has to preempt.
+    for _ in range(200):
+        loop.scheduler._admission.saw_answer(1)
+    loop.run()
+    assert_same_as_alone(loop, requests, 40)
+    assert loop.scheduler.stats().total_preempted > 0
+    details = [detail for uid in range(4) for detail in loop.records.details[uid] if detail.cached_tokens is not None]
+    assert len(details) == 4  # told once, with the first token
+
+
+def test_streams_flow_while_a_long_prompt_is_read() -> None:
+    loop = make_loop(limits(num_pages=500, max_seq_len=1000, mixed_prefill_length=16))
+    loop.scheduler.add(make_request(1, [3, 4, 5], ignore_eos=True, max_tokens=60))
+    loop.step()
+    loop.scheduler.add(make_request(2, [1] * 700, max_tokens=2))
+    for _ in range(40):
+        before = len(loop.records.tokens[1])
+        loop.step()
+        assert len(loop.records.tokens[1]) == before + 1
+    assert loop.runner.plans[-1].prefill
+
+
+def test_equal_prompts_share_pages_and_report_them() -> None:
+    loop = make_loop(limits())
+    prompt = list(range(30))
+    loop.scheduler.add(make_request(1, prompt, max_tokens=1))
+    loop.run()
+    loop.scheduler.add(make_request(2, prompt, max_tokens=1))
+    loop.run()
+    assert loop.records.details[1][0].cached_tokens == 0
+    assert loop.records.details[2][0].cached_tokens == 28
+    stats = loop.scheduler.stats()
+    assert (stats.total_prompt_tokens, stats.total_cached_tokens) == (60, 28)
+    assert loop.runner.computed_tokens == 32
+
+
+def test_a_fully_cached_prompt_still_computes_its_last_token() -> None:
+    loop = make_loop(limits())
+    prompt = list(range(32))
+    for uid in (1, 2):
+        loop.scheduler.add(make_request(uid, prompt, max_tokens=1))
+        loop.run()
+    assert loop.records.details[2][0].cached_tokens == 28
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_sequences_of_one_request_compute_the_prompt_once(overlap: bool) -> None:
+    loop = make_loop(limits(), overlap)
+    loop.scheduler.add(make_request(1, list(range(41)), n=5, max_tokens=1))
+    loop.run()
+    assert loop.runner.computed_tokens == 41 + 4
+    assert len({tuple(loop.records.tokens[uid]) for uid in range(1, 6)}) == 1
+    seeds = {admitted.params.seed for plan in loop.runner.plans for admitted in plan.admitted}
+    assert len(seeds) == 5
+
+
+def test_siblings_go_on_when_their_leader_is_aborted() -> None:
+    loop = make_loop(limits())
+    loop.scheduler.add(make_request(1, list(range(100)), n=3, max_tokens=4, prompt_logprobs=0))
+    loop.step()
+    loop.scheduler.abort(1)
+    loop.run()
+    assert loop.records.reasons == {1: FinishReason.CANCELLED, 2: FinishReason.LENGTH, 3: FinishReason.LENGTH}
+    assert [len(loop.records.details[uid][0].prompt_logprobs) for uid in (2, 3)] == [99, 99]
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_logprobs_come_with_their_tokens(overlap: bool) -> None:
+    loop = make_loop(limits(mixed_prefill_length=8, max_prefill_length=8), overlap)
+    prompt = [5, 4, 3, 2, 1] * 4
+    loop.scheduler.add(make_request(1, prompt, logprobs=0, prompt_logprobs=2, max_tokens=6, ignore_eos=True))
+    loop.scheduler.add(make_request(2, [9, 9], max_tokens=5, ignore_eos=True))
+    loop.scheduler.add(make_request(3, prompt, logprobs=3, max_tokens=9, ignore_eos=True))
+    loop.run()
+    for uid in (1, 3):
+        told = [detail.logprobs for detail in loop.records.details[uid]]
+        assert told == [fake_logprobs(20 + at, token) for at, token in enumerate(loop.records.tokens[uid])]
+    first = loop.records.details[1][0]
+    assert first.prompt_logprobs == tuple((token, fake_logprobs(at, token)) for at, token in enumerate(prompt) if at)
+    assert first.cached_tokens == 0
+    assert all(detail.logprobs is None for detail in loop.records.details[2])
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_grammar_rows_wait_for_their_last_token(overlap: bool) -> None:
+    from minisgl_backend.request import Grammar
+
+    loop = make_loop(limits(), overlap)
+    loop.scheduler.add(make_request(1, [1, 2], max_tokens=5, ignore_eos=True, grammar=Grammar(kind="json")))
+    loop.scheduler.add(make_request(2, [1, 3], max_tokens=9, ignore_eos=True))
+    loop.run()
+    steps = {1: [], 2: []}  # type: ignore[var-annotated]
+    for plan in loop.runner.plans:
+        for uid in plan.decode_uids.tolist():
+            steps[uid].append(plan.step)
+    gaps = {b - a for a, b in zip(steps[1], steps[1][1:], strict=False)}
+    assert gaps == ({2} if overlap else {1})
+    assert {b - a for a, b in zip(steps[2], steps[2][1:], strict=False)} == {1}
+
+
+def test_urgent_requests_run_first_and_are_preempted_last() -> None:
+    bounds = limits(max_running_requests=1)
+    loop = make_loop(bounds)
+    for uid, priority in ((1, 0), (2, 9), (3, 1), (4, 0)):
+        loop.scheduler.add(make_request(uid, [uid], max_tokens=1, ignore_eos=True, priority=priority))
+    loop.run()
+    assert [admitted.uid for plan in loop.runner.plans for admitted in plan.admitted] == [3, 1, 4, 2]
+
+
+def test_longest_cached_prefix_goes_first() -> None:
+    bounds = limits(max_running_requests=1, schedule_policy="lpm")
+    loop = make_loop(bounds)
+    loop.scheduler.add(make_request(1, list(range(40)), max_tokens=1))
+    loop.run()
+    loop.scheduler.add(make_request(2, [9] * 40, max_tokens=1))
+    loop.scheduler.add(make_request(3, [*range(12), 0], max_tokens=1))
+    loop.scheduler.add(make_request(4, [*range(24), 0], max_tokens=1))
+    loop.run()
+    assert [admitted.uid for plan in loop.runner.plans for admitted in plan.admitted] == [1, 4, 3, 2]
+
+
+def test_deadlines_end_waiting_and_running_sequences() -> None:
+    now = [0.0]
+    bounds = limits(max_running_requests=1)
+    scheduler = Scheduler(bounds, clock=lambda: now[0])
+    loop = Loop(scheduler, FakeRunner(bounds), overlap=True)
+    scheduler.add(make_request(1, [1], ignore_eos=True, deadline=5.0))
+    scheduler.add(make_request(2, [2], ignore_eos=True, deadline=4.0))
+    scheduler.add(make_request(3, [3], ignore_eos=True, max_tokens=3))
+    for _ in range(3):
+        loop.step()
+    now[0] = 6.0
+    loop.run()
+    assert loop.records.reasons == {1: FinishReason.CANCELLED, 2: FinishReason.CANCELLED, 3: FinishReason.LENGTH}
+    assert 2 not in loop.records.tokens
+    assert scheduler.stats().total_cancelled == 2
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_failed_rows_end_with_an_error_and_leave_nothing_in_the_cache(overlap: bool) -> None:
+    loop = make_loop(limits(), overlap)
+    loop.runner.fail = lambda uid: uid == 1
+    loop.scheduler.add(make_request(1, list(range(20)), max_tokens=5))
+    loop.scheduler.add(make_request(2, [9] * 20, max_tokens=5, ignore_eos=True))
+    loop.run()
+    assert loop.records.reasons == {1: FinishReason.ERROR, 2: FinishReason.LENGTH}
+    assert "failed" in loop.records.details[1][-1].error
+    loop.runner.fail = lambda uid: False
+    loop.scheduler.add(make_request(3, list(range(20)), max_tokens=1))
+    loop.run()
+    assert loop.records.details[3][0].cached_tokens == 0
+    assert loop.scheduler.stats().total_failed == 1
+
+
+def test_what_can_never_run_is_refused_with_the_limit() -> None:
+    from minisgl_backend.errors import CapacityError, InvalidRequestError
+
+    scheduler = Scheduler(limits(max_waiting_requests=2, num_pages=10))
+    with pytest.raises(InvalidRequestError, match=r"40 tokens; allowed: at most 39.*num_pages"):
+        scheduler.add(make_request(1, [1] * 40))
+    with pytest.raises(InvalidRequestError, match=r"200 tokens; allowed: at most 199.*max_seq_len_override"):
+        Scheduler(limits()).add(make_request(1, [1] * 200))
+    with pytest.raises(InvalidRequestError, match="0 tokens"):
+        scheduler.add(make_request(1, []))
+    scheduler.add(make_request(1, [1], n=4))
+    with pytest.raises(InvalidRequestError, match="uid is 2"):
+        scheduler.add(make_request(2, [1]))
+    scheduler.add(make_request(9, [1]))
+    with pytest.raises(CapacityError, match="max_waiting_requests"):
+        scheduler.add(make_request(10, [1]))
+    scheduler.plan()
+    scheduler.add(make_request(10, [1]))
+
+
+def test_the_context_limit_ends_a_sequence() -> None:
+    loop = make_loop(limits(max_seq_len=20))
+    loop.scheduler.add(make_request(1, [1] * 19, ignore_eos=True))
+    loop.scheduler.add(make_request(2, [1] * 10, ignore_eos=True))
+    loop.run()
+    assert [len(loop.records.tokens[uid]) for uid in (1, 2)] == [1, 10]
+    assert set(loop.records.reasons.values()) == {FinishReason.LENGTH}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_aborts_tell_once_and_free_everything(overlap: bool) -> None:
+    loop = make_loop(limits(max_running_requests=2), overlap)
+    for uid in range(4):
+        loop.scheduler.add(make_request(uid, [uid] * 30, ignore_eos=True))
+    for _ in range(6):
+        loop.step()
+    for uid in (0, 0, 1, 2, 3, 77):
+        loop.scheduler.abort(uid, FinishReason.STOP)
+    loop.run()
+    assert loop.records.reasons == dict.fromkeys(range(4), FinishReason.STOP)
+    stats = loop.scheduler.stats()
+    assert (stats.pages_leased, stats.total_finished, stats.num_running, stats.num_waiting) == (0, 4, 0, 0)
+
+
+def test_steps_are_committed_in_order_with_their_own_result() -> None:
+    bounds = limits()
+    scheduler, runner = Scheduler(bounds), FakeRunner(bounds)
+    scheduler.add(make_request(1, [1], ignore_eos=True))
+    first = scheduler.plan()
+    assert first is not None
+    result = runner.execute(first).result()
+    second = scheduler.plan()
+    assert second is not None
+    with pytest.raises(RuntimeError, match="cannot be committed"):
+        scheduler.commit(second, result)
+    scheduler.commit(first, result)
