@@ -104,8 +104,8 @@ class EngineCore:
     def abort(self, uids: Iterable[int], reason: FinishReason) -> None:
         """Ends sequences; each still gets its last record. Unknown uids are ignored."""
         for uid in uids:
-            if self._grammars is not None and self._grammars.cancel(uid):
-                self._early_aborts.append((uid, reason))
+            if self._grammars is not None and (count := self._grammars.cancel(uid)):
+                self._early_aborts += [(uid + k, reason) for k in range(count)]
             else:
                 self._scheduler.abort(uid, reason)
 

@@ -60,7 +60,7 @@ class Grammars:
         self._todo: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Request, Any, MinisglError | None]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._compiling: set[int] = set()  # uids of requests
+        self._compiling: dict[int, int] = {}  # uid -> n, of requests
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
         self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar
 
@@ -88,7 +88,7 @@ class Grammars:
         if self._thread is None:
             self._thread = threading.Thread(target=self._compile_all, name="grammar-compiler", daemon=True)
             self._thread.start()
-        self._compiling.add(request.uid)
+        self._compiling[request.uid] = request.params.n
         self._todo.put(request)
 
     def take_compiled(self) -> list[CompiledRequest]:
@@ -101,7 +101,7 @@ class Grammars:
                 break
             if request.uid not in self._compiling:
                 continue  # cancelled meanwhile
-            self._compiling.discard(request.uid)
+            del self._compiling[request.uid]
             if error is None:
                 import xgrammar
 
@@ -110,11 +110,9 @@ class Grammars:
             ready.append(CompiledRequest(request, error))
         return ready
 
-    def cancel(self, uid: int) -> bool:
-        """Forgets a request that is still being compiled; False where `uid` is none."""
-        found = uid in self._compiling
-        self._compiling.discard(uid)
-        return found
+    def cancel(self, uid: int) -> int:
+        """Forgets a request that is still being compiled; returns how many sequences it had, 0 where there is none."""
+        return self._compiling.pop(uid, 0)
 
     def drop(self, uid: int) -> None:
         """The sequence has ended."""

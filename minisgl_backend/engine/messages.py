@@ -5,9 +5,12 @@ Knows nothing of sockets or Triton. Nothing here is ever pickled.
     front -> core         Hello, Submit, Abort, GetStats            (Command)
     core  -> front        Welcome, Outputs, Rejected, Stats         (Event)
     detokenizer -> front  Handled                                   (one message per execute call)
+    core -> its parent    StartReport                               (once, on a pipe)
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
@@ -109,6 +112,13 @@ class Handled(msgspec.Struct, frozen=True, tag=True):
 
     uids: bytes  # int64 [n]
     sequence_numbers: bytes  # int32 [n]
+
+
+class StartReport(msgspec.Struct, frozen=True):
+    """What the core's process says once to the front that started it, as a JSON line on a pipe."""
+
+    kind: Literal["ready", "ConfigError", "failed"]
+    message: str = ""
 
 
 Command = Hello | Submit | Abort | GetStats

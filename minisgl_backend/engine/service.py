@@ -1,0 +1,164 @@
+"""The engine core behind sockets: takes commands of all fronts between steps, sends each front its records.
+
+Knows nothing of how the core was built or who watches it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import time
+from collections.abc import Callable
+
+from minisgl_backend.engine.channel import CoreChannel, split_by_front
+from minisgl_backend.engine.core import EngineCore
+from minisgl_backend.engine.messages import (
+    Abort,
+    Command,
+    GetStats,
+    Hello,
+    Outputs,
+    SequenceDetail,
+    Stats,
+    Submit,
+    TokenLogprobs,
+    Welcome,
+    front_of,
+)
+from minisgl_backend.engine.status import StatusLine
+from minisgl_backend.request import FinishReason
+from minisgl_backend.scheduler.outputs import SequenceDetail as SchedulerDetail
+from minisgl_backend.scheduler.outputs import SequenceOutputs
+from minisgl_backend.step import Logprobs
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_MS = 500  # how long an idle core sleeps without a command
+STALLED_WAIT_MS = 2  # the same while something waits for what no command will bring
+COLLECT_EVERY_S = 60.0
+
+
+class CoreService:
+    """Runs an EngineCore for its fronts until `stop`, or until the core gives up."""
+
+    def __init__(
+        self, core: EngineCore, channel: CoreChannel, welcome: Welcome, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._core = core
+        self._channel = channel
+        self._welcome = welcome
+        self._clock = clock
+        self._started = clock()
+        self._live: dict[int, set[int]] = {}  # uids that each front waits for
+        self._status = StatusLine(self._started)
+        self._collected = self._started
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Ends `run` after the step that is being computed; may be called from a signal handler."""
+        self._stopped = True
+
+    def run(self) -> None:
+        """Serves. Raises EngineDeadError when the core can compute no more."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # collections happen in `_housekeep`, not in a step
+        busy = False
+        while not self._stopped:
+            for command in self._channel.receive(0 if busy else self._idle_wait_ms()):
+                self._obey(command)
+            for front in self._channel.take_lost():
+                self._forget_front(front)
+            busy = self._core.step()
+            self._send_events()
+            self._housekeep(busy)
+
+    def _idle_wait_ms(self) -> int:
+        if self._core.waits_for_compiler or self._core.stats().num_waiting:
+            return STALLED_WAIT_MS
+        return IDLE_WAIT_MS
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            request = command.request
+            self._live.setdefault(front_of(request.uid), set()).update(
+                range(request.uid, request.uid + request.params.n)
+            )
+            self._core.submit(request)
+        elif isinstance(command, Abort):
+            self._core.abort(command.uids, FinishReason(command.reason))
+        elif isinstance(command, GetStats):
+            self._channel.send(command.front, Stats(values=self._values()))
+        elif isinstance(command, Hello):
+            self._forget_front(command.front)
+            log.info("front %d attached (process %d)", command.front, command.pid)
+            self._channel.send(command.front, self._welcome)
+
+    def _forget_front(self, front: int) -> None:
+        abandoned = self._live.pop(front, None)
+        if abandoned:
+            log.warning("front %d is gone; its %d sequences are cancelled", front, len(abandoned))
+            self._core.abort(abandoned, FinishReason.CANCELLED)
+
+    def _send_events(self) -> None:
+        if self._channel.has_backlog:
+            self._channel.flush()
+        for rejected in self._core.take_rejected():
+            self._live.get(front_of(rejected.uid), set()).discard(rejected.uid)
+            self._channel.send(front_of(rejected.uid), rejected)
+        outputs = self._core.take_outputs()
+        if outputs is None:
+            return
+        for uid in outputs.uids[outputs.reasons != 0].tolist():
+            self._live.get(front_of(uid), set()).discard(uid)
+        for front, indices in split_by_front(outputs.uids):
+            self._channel.send(front, to_message(outputs, indices))
+
+    def _housekeep(self, busy: bool) -> None:
+        now = self._clock()
+        if self._status.is_due(now):
+            self._status.update(self._core.stats(), now)
+        if now - self._collected >= (COLLECT_EVERY_S if busy else 1.0):
+            gc.collect(1)
+            self._collected = self._clock()
+
+    def _values(self) -> dict[str, float]:
+        values = {name: float(value) for name, value in dataclasses.asdict(self._core.stats()).items()}
+        values["uptime_s"] = self._clock() - self._started
+        return values
+
+
+def to_message(outputs: SequenceOutputs, indices: object = slice(None)) -> Outputs:
+    """The records at `indices` (an index array or a slice of all) as a message."""
+    details = {}
+    if outputs.details:
+        places = {index: index for index in outputs.details}
+        if not isinstance(indices, slice):
+            places = {int(index): place for place, index in enumerate(indices)}  # type: ignore[call-overload]
+        details = {
+            places[index]: _detail(detail, int(outputs.token_ids[index]))
+            for index, detail in outputs.details.items()
+            if index in places
+        }
+    return Outputs(
+        uids=outputs.uids[indices].tobytes(),  # type: ignore[index]
+        token_ids=outputs.token_ids[indices].tobytes(),  # type: ignore[index]
+        reasons=outputs.reasons[indices].tobytes(),  # type: ignore[index]
+        details=details,
+    )
+
+
+def _detail(detail: SchedulerDetail, token_id: int) -> SequenceDetail:
+    return SequenceDetail(
+        cached_tokens=detail.cached_tokens,
+        logprobs=None if detail.logprobs is None else _logprobs(token_id, detail.logprobs),
+        prompt_logprobs=tuple(_logprobs(token, logprobs) for token, logprobs in detail.prompt_logprobs),
+        error=detail.error,
+    )
+
+
+def _logprobs(token_id: int, logprobs: Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=token_id, logprob=logprobs.token, rank=logprobs.rank, top_ids=logprobs.top_ids, top=logprobs.top
+    )

@@ -1,0 +1,205 @@
+"""Starts the engine core's process, watches it and starts it again; one front of a directory does so at a time.
+
+Knows nothing of requests: who lost what is for the fronts to find out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import select
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+import minisgl_backend
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.messages import StartReport
+from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
+STABLE_AFTER_S = 30.0  # a core that served this long starts the back-off anew
+LOCK_POLL_S = 0.1
+STOP_GRACE_S = 3.0
+
+
+class Supervisor:
+    """A thread that holds, or waits for, the right to run the core of a socket directory."""
+
+    def __init__(
+        self, config: EngineConfig, socket_dir: Path, on_first_failure: Callable[[MinisglError], None]
+    ) -> None:
+        """`on_first_failure` hears, on the supervisor's thread, why this supervisor's first core did not become
+        ready; the supervisor has ended then. Later failures are only logged, and tried again."""
+        self._config = config
+        self._socket_dir = socket_dir
+        self._on_first_failure = on_first_failure
+        self._stop_read, self._stop_write = os.pipe()
+        # The core is told to die with the thread that started it: this thread lives as long as the supervisor.
+        self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
+        self._process: CoreProcess | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the core that this supervisor runs now."""
+        process = self._process
+        return process.pid if process is not None else None
+
+    def close(self) -> None:
+        """Ends the core, if it is ours, and the thread."""
+        if self._stop_write >= 0:
+            os.close(self._stop_write)
+            self._stop_write = -1
+            if self._thread.is_alive():
+                self._thread.join()
+            os.close(self._stop_read)
+
+    def _stopped(self, wait_s: float = 0.0) -> bool:
+        return bool(select.select([self._stop_read], [], [], wait_s)[0])
+
+    def _run(self) -> None:
+        lock = os.open(self._socket_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while not self._try_lock(lock):
+                if self._stopped(LOCK_POLL_S):
+                    return
+            self._keep_running()
+        finally:
+            os.close(lock)
+
+    @staticmethod
+    def _try_lock(lock: int) -> bool:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _keep_running(self) -> None:
+        backoff, served_before = FIRST_BACKOFF_S, False
+        while not self._stopped():
+            started = time.monotonic()
+            try:
+                self._process = process = CoreProcess(self._config, self._socket_dir)
+            except OSError as error:
+                self._on_first_failure(EngineDeadError(f"the engine core's process cannot be started: {error}"))
+                return
+            try:
+                process.wait_ready(self._stop_read)
+                served_before = True
+                process.wait_dead(self._stop_read)
+            except MinisglError as error:
+                if not served_before:
+                    process.stop()
+                    self._process = None
+                    self._on_first_failure(error)
+                    return
+                log.error("the engine core did not start again: %s", error)
+            finally:
+                status = process.stop()
+                self._process = None
+            if self._stopped():
+                return
+            backoff = FIRST_BACKOFF_S if time.monotonic() - started > STABLE_AFTER_S else backoff
+            log.error("the engine core ended (%s); it starts again in %.1f s", status, backoff)
+            if self._stopped(backoff):
+                return
+            backoff = min(2 * backoff, MAX_BACKOFF_S)
+
+
+class CoreProcess:
+    """One run of the core's process."""
+
+    def __init__(self, config: EngineConfig, socket_dir: Path) -> None:
+        self._status_read, status_write = os.pipe()
+        options = {
+            name: value
+            for name, value in dataclasses.asdict(config).items()
+            if value != config.__dataclass_fields__[name].default
+        }
+        command = [python_executable(), "-m", "minisgl_backend.engine.process"]
+        command += ["--socket-dir", str(socket_dir), "--config", msgspec.json.encode(options).decode()]
+        command += ["--status-fd", str(status_write)]
+        try:
+            # Output goes to stderr: standard output may belong to whoever started the front.
+            self._popen = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=2, pass_fds=(status_write,), env=child_environment()
+            )
+        finally:
+            os.close(status_write)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def wait_ready(self, stop_fd: int) -> None:
+        """Returns when the core is ready, or `stop_fd` becomes readable.
+
+        Raises ConfigError with the core's own words, or EngineDeadError where it failed in another way.
+        """
+        text = b""
+        while b"\n" not in text:
+            readable = select.select([self._status_read, stop_fd], [], [])[0]
+            if stop_fd in readable:
+                return
+            piece = os.read(self._status_read, 65536)
+            if not piece:
+                raise EngineDeadError(f"the engine core ended while it started ({self.stop()}); its log says why")
+            text += piece
+        report = msgspec.json.decode(text.partition(b"\n")[0], type=StartReport)
+        if report.kind == "ConfigError":
+            raise ConfigError(report.message)
+        if report.kind == "failed":
+            raise EngineDeadError(f"the engine core cannot start: {report.message}")
+
+    def wait_dead(self, stop_fd: int) -> None:
+        """Returns when the process has ended, or `stop_fd` becomes readable."""
+        while stop_fd not in (readable := select.select([self._status_read, stop_fd], [], [])[0]):
+            if self._status_read in readable and not os.read(self._status_read, 65536):
+                return
+
+    def stop(self) -> str:
+        """Ends the process and says how it ended. Safe to call twice."""
+        if self._popen.stdin is not None and not self._popen.stdin.closed:
+            if self._popen.poll() is None:
+                self._popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(STOP_GRACE_S)
+            if self._popen.poll() is None:
+                self._popen.kill()
+                self._popen.wait()
+            with contextlib.suppress(OSError):
+                self._popen.stdin.close()
+            os.close(self._status_read)
+        status = self._popen.returncode
+        return f"signal {-status}" if status < 0 else f"exit status {status}"
+
+
+def python_executable() -> str:
+    """The interpreter of this environment, also where an embedding program is `sys.executable` or there is none."""
+    if sys.executable and Path(sys.executable).name.startswith("python"):
+        return sys.executable
+    candidate = Path(sys.prefix) / "bin" / "python3"
+    return str(candidate) if candidate.exists() else (shutil.which("python3") or "python3")
+
+
+def child_environment() -> dict[str, str]:
+    """This process's environment, in which a child finds the same package."""
+    root = str(Path(minisgl_backend.__file__).parent.parent)
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
