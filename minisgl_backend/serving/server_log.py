@@ -34,17 +34,20 @@ class LogFilter:
     verbose: bool = False
     live_models: int | None = None  # models not yet unloaded, once no request is in flight
     _rest: bytes = b""
+    _inside: bool = False  # a line of which the first part has been shown
 
     def feed(self, data: bytes) -> bytes:
         """The part of the log so far that is to be shown now."""
-        shown = []
         lines = (self._rest + data).split(b"\n")
         self._rest = lines.pop()
-        shown = [self._line(line) for line in lines]
+        shown = []
+        for line in lines:
+            shown.append(line + b"\n" if self._inside else self._line(line))
+            self._inside = False
         # A progress bar has no end of line yet. Only a line of the server's own is worth waiting for.
-        if self._rest and not _could_be_server_line(self._rest):
+        if self._rest and (self._inside or not _could_be_server_line(self._rest)):
             shown.append(self._rest)
-            self._rest = b""
+            self._rest, self._inside = b"", True
         return b"".join(shown)
 
     def close(self) -> bytes:

@@ -236,6 +236,7 @@ def _cause(exit_code: int) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="scripts/serve.sh",
+        usage="%(prog)s [--model DIR_OR_ID] [OPTION ...] [-- TRITONSERVER_OPTION ...]",
         description="Serve a model on Triton Inference Server until Ctrl-C; without options, the demo model.",
         epilog="Arguments after -- go to tritonserver itself.",
         allow_abbrev=False,
