@@ -53,6 +53,7 @@ class ModelRunner:
         pool: KVPool,
         table: RowTable,
         sampling: SamplingRows,
+        sampler: Sampler | None = None,
         tp: TensorParallel | None = None,
     ) -> None:
         self._model = model
@@ -61,7 +62,7 @@ class ModelRunner:
         self._table = table
         self._tp = tp or TensorParallel.single()
         self._builder = BatchBuilder(table, sampling)
-        self._sampler = Sampler(table, sampling.penalties)
+        self._sampler = sampler or Sampler(table, sampling.penalties)
         self._reader = ResultReader(table.device)
         self._graphs: GraphRunner | None = None
 

@@ -8,6 +8,8 @@ top-p on what top-k left, Gumbel noise, argmax. Log-probabilities are taken befo
 
 from __future__ import annotations
 
+import importlib.util
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -56,15 +58,23 @@ class Sampled:
     logprobs: torch.Tensor | None  # int32 [k, 2 + 2 * top], see logprobs.pack
 
 
+# logits [n, vocab_size], rows int32 [n], positions int32 [n] -> int32 [2, n] like `Sampled.token_ids`
+PlainSampler = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
 class Sampler:
     """Samples from logits by the parameters in the row table."""
 
-    def __init__(self, table: RowTable, penalties: PenaltyCounts) -> None:
+    def __init__(self, table: RowTable, penalties: PenaltyCounts, fused: PlainSampler | None = None) -> None:
+        """`fused`, where there is one, serves the steps that temperature alone decides."""
         self._table = table
         self._penalties = penalties
+        self._fused = fused
 
     def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> Sampled:
         """logits [n, vocab_size] of any float type, left as they are -> the sampled tokens."""
+        if inputs.plain and self._fused is not None:
+            return Sampled(self._fused(logits, inputs.rows, inputs.positions), None)
         raw = logits
         if inputs.penalised is not None or inputs.rules is not None or inputs.masked is not None:
             logits = self._edit(logits, inputs)
@@ -114,6 +124,19 @@ class Sampler:
             )
             token_ids[ranked], best[ranked] = ranked_ids, ranked_best
         return token_ids, best
+
+
+def fused_sampler(table: RowTable, vocab_size: int) -> PlainSampler | None:
+    """The kernel that samples by temperature in one pass over the logits; None where it cannot run."""
+    if table.device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    # Imported late: the package is missing on machines without a GPU.
+    from minisgl_backend.kernels.sampling import SamplingWorkspace, sample_plain
+
+    workspace = SamplingWorkspace(table.max_rows, vocab_size, table.device)
+    columns = (TEMPERATURE, SEED_LOW, SEED_HIGH)
+    pdl = torch.cuda.get_device_capability(table.device) >= (9, 0)
+    return lambda logits, rows, positions: sample_plain(logits, rows, positions, table.params, columns, workspace, pdl)
 
 
 def apply_bitmask(logits: torch.Tensor, lines: torch.Tensor, bits: torch.Tensor) -> None:

@@ -1,0 +1,149 @@
+"""Builds a ready runner from resolved settings: model, attention, KV pool of the right size, captured graphs.
+
+Knows nothing of schedulers. The build order is that of the memory: weights first, then a measured worst-case step,
+then pages in what is left, then graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from minisgl_backend.attention.base import AttentionBackend
+from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.attention.kv_pool import KVPool
+from minisgl_backend.attention.registry import create_attention
+from minisgl_backend.config import RuntimeConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.build import attention_spec, build_model
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.runner.cuda_graph import CudaGraphRunner, graph_sizes
+from minisgl_backend.runner.device import free_bytes, is_out_of_memory
+from minisgl_backend.runner.memory import choose_num_pages, measure_steps
+from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.sampler import Sampler, fused_sampler
+from minisgl_backend.runner.sampling_rows import SamplingRows
+from minisgl_backend.tensor_parallel import TensorParallel
+
+log = logging.getLogger(__name__)
+
+LARGEST_DEFAULT_GRAPH = 256  # sequences; beyond it a step takes so long that launches no longer matter
+
+Progress = Callable[[int, int], None]  # (done, of how many)
+
+
+def _silent(done: int, total: int) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class StartProgress:
+    """What a start reports: bytes of weights read, graphs captured."""
+
+    weights: Progress = field(default=_silent)
+    graphs: Progress = field(default=_silent)
+
+
+def build_runner(
+    runtime: RuntimeConfig,
+    model_config: ModelConfig,
+    tp: TensorParallel | None = None,
+    progress: StartProgress | None = None,
+) -> ModelRunner:
+    """The runner of one rank, ready for its first plan; `ModelRunner.num_pages` is what a scheduler may hand out.
+
+    With tensor parallelism all ranks call this at the same time. Raises ConfigError for what does not fit into
+    memory, saying what to lower.
+    """
+    tp = tp or TensorParallel.single()
+    progress = progress or StartProgress()
+    device = torch.device("cpu") if runtime.device == "cpu" else torch.device("cuda", tp.rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    try:
+        return _build(runtime, model_config, device, tp, progress)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise ConfigError(_out_of_memory(runtime, device, error)) from error
+
+
+def _build(
+    runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
+) -> ModelRunner:
+    config, dtype = runtime.config, getattr(torch, runtime.dtype)
+    free_at_start = free_bytes(device)
+    model = build_model(
+        model_config,
+        runtime.model_dir,
+        dtype=dtype,
+        device=device,
+        max_seq_len=runtime.max_seq_len,
+        tp=tp,
+        dummy_weights=config.dummy_weights,
+        on_progress=progress.weights,
+    )
+    spec = attention_spec(
+        model_config,
+        tp_size=tp.size,
+        page_size=runtime.page_size,
+        max_seq_len=runtime.max_seq_len,
+        max_rows=config.max_running_requests + 1,
+        dtype=dtype,
+        device=device,
+    )
+    attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec)
+    table = RowTable(
+        max_running=config.max_running_requests,
+        max_seq_len=runtime.max_seq_len,
+        page_size=runtime.page_size,
+        device=device,
+    )
+    sampling = SamplingRows(table.max_rows, model_config.vocab_size, model_config.eos_token_ids, device)
+    sampler = Sampler(table, sampling.penalties, fused_sampler(table, model_config.vocab_size))
+
+    def runner_with(num_pages: int) -> ModelRunner:
+        return ModelRunner(
+            model=model,
+            attention=attention,
+            pool=KVPool(spec, num_pages),
+            table=table,
+            sampling=sampling,
+            sampler=sampler,
+            tp=tp,
+        )
+
+    step_bytes = 0
+    if device.type == "cuda":
+        step_bytes = measure_steps(runner_with(1), config, runtime.max_seq_len, device)
+    num_pages = tp.minimum(choose_num_pages(runtime, spec, free_at_start, step_bytes))
+    runner = runner_with(num_pages)
+    sizes = _graph_sizes(runtime, attention)
+    if sizes:
+        runner.use_graphs(CudaGraphRunner(sizes, progress.graphs))
+    log.info("%d pages of %d tokens, graphs up to %d sequences", num_pages, runtime.page_size, max(sizes, default=0))
+    return runner
+
+
+def _graph_sizes(runtime: RuntimeConfig, attention: HybridAttention) -> tuple[int, ...]:
+    largest = runtime.cuda_graph_max_bs
+    if largest is None:
+        largest = min(runtime.config.max_running_requests, LARGEST_DEFAULT_GRAPH)
+    if largest and type(attention.decode_backend).allocate_graph is AttentionBackend.allocate_graph:
+        log.warning("attention backend %s has no CUDA graphs; decode runs without them", runtime.decode_backend)
+        return ()
+    return graph_sizes(largest)
+
+
+def _out_of_memory(runtime: RuntimeConfig, device: torch.device, error: Exception) -> str:
+    config = runtime.config
+    pages = "" if config.num_pages is None else f" num_pages ({config.num_pages}),"
+    return (
+        f"out of memory on {device} while starting; lower{pages} max_prefill_length ({config.max_prefill_length}), "
+        f"max_running_requests ({config.max_running_requests}), cuda_graph_max_bs or memory_ratio "
+        f"({config.memory_ratio}), or raise tp. The failed allocation: {str(error).splitlines()[0]}"
+    )

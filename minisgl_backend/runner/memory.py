@@ -1,0 +1,99 @@
+"""How many KV pages fit: what weights and a worst-case step leave of the device's memory.
+
+Knows nothing of who will use the pages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.attention.kv_pool import KVPool
+from minisgl_backend.config import EngineConfig, RuntimeConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.runner.device import free_bytes
+from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+
+# On the CPU memory is shared with everything else, so nobody wants "all that is left" by default.
+CPU_POOL_BYTES = 1 << 30
+
+# The sampler's most expensive wish: every row sorted.
+_WORST_PARAMS = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
+
+
+def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start: int, step_bytes: int) -> int:
+    """Pages of this rank's pool: `num_pages` where it is set, else what memory_ratio leaves.
+
+    `free_at_start`: device memory before the weights were loaded; `step_bytes`: the peak of a worst-case step.
+    Raises ConfigError where not even one page fits.
+    """
+    config = runtime.config
+    if config.num_pages is not None:
+        return config.num_pages
+    page_bytes = KVPool.bytes_per_page(spec)
+    useful = config.max_running_requests * spec.max_pages_per_row
+    free_now = free_bytes(spec.device)
+    if spec.device.type == "cpu":
+        budget = min(CPU_POOL_BYTES, int(free_now * config.memory_ratio))
+    else:
+        budget = int(free_at_start * config.memory_ratio) - (free_at_start - free_now) - step_bytes
+    pages = min(useful, budget // page_bytes - 1)  # one more is the padding page
+    if pages < 1:
+        raise ConfigError(
+            f"no memory is left for the KV cache: {config.memory_ratio:g} of {free_at_start >> 20} MiB (memory_ratio) "
+            f"does not hold the weights, a step ({step_bytes >> 20} MiB) and one page ({page_bytes} bytes); raise "
+            f"memory_ratio, lower max_prefill_length ({config.max_prefill_length}) or max_running_requests "
+            f"({config.max_running_requests}), or raise tp"
+        )
+    return pages
+
+
+def measure_steps(runner: ModelRunner, config: EngineConfig, max_seq_len: int, device: torch.device) -> int:
+    """Peak bytes beyond what is allocated now, of the largest mixed step and of the graphs of the largest decode step.
+
+    Both are executed for real, with every token on the padding page.
+    """
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    peaks = []
+    for plan in worst_plans(config.max_running_requests, config.max_prefill_length, max_seq_len):
+        torch.cuda.reset_peak_memory_stats(device)
+        runner.execute(runner.prepare(plan)).result()
+        torch.cuda.synchronize(device)
+        peaks.append(max(0, torch.cuda.max_memory_allocated(device) - before))
+    torch.cuda.empty_cache()
+    return sum(peaks)
+
+
+def worst_plans(max_running: int, max_prefill: int, max_seq_len: int) -> tuple[StepPlan, StepPlan]:
+    """A step with the most tokens and the most sampling, and a decode step of all rows. No page is written."""
+    chunk_len = min(max_prefill, max_seq_len - 1)
+    num_chunks = min(max_running, -(-max_prefill // chunk_len))
+    admitted, chunks, left = [], [], max_prefill
+    for row in range(max_running):
+        length = min(chunk_len, left) if row < num_chunks else 1
+        tokens = np.zeros(max(length, 1), dtype=np.int32)
+        admitted.append(AdmittedRow(row, row, _WORST_PARAMS, len(tokens), tokens, 0))
+        if row < num_chunks:
+            chunks.append(PrefillChunk(row, 0, tokens, samples=True))
+            left -= length
+    mixed = _plan(tuple(admitted), tuple(chunks), np.arange(num_chunks, max_running, dtype=np.int32))
+    return mixed, _plan((), (), np.arange(max_running, dtype=np.int32))
+
+
+def _plan(admitted: tuple[AdmittedRow, ...], chunks: tuple[PrefillChunk, ...], decode_rows: np.ndarray) -> StepPlan:
+    none = np.zeros(0, dtype=np.int32)
+    return StepPlan(
+        step=0,
+        admitted=admitted,
+        page_rows=none,
+        page_columns=none,
+        page_ids=none,
+        prefill=chunks,
+        decode_rows=decode_rows,
+        decode_lengths=np.ones(len(decode_rows), dtype=np.int32),
+        decode_uids=decode_rows.astype(np.int64),
+    )

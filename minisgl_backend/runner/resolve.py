@@ -1,0 +1,87 @@
+"""From the user's settings, a model and a machine to settings in which nothing is "auto".
+
+Knows nothing of weights or tensors; whatever cannot work is refused here, before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from minisgl_backend.attention.registry import choose_attention, import_failure
+from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.runner.device import DeviceFacts
+
+log = logging.getLogger(__name__)
+
+
+def resolve(
+    config: EngineConfig,
+    model_dir: str | Path,
+    model: ModelConfig,
+    device: DeviceFacts,
+    environment: Environment,
+    why_missing: Callable[[str], str | None] = import_failure,
+) -> RuntimeConfig:
+    """Raises ConfigError naming the option, its value and what is allowed for this model on this machine.
+
+    `why_missing(package)` says why a package of an attention backend cannot be imported; None: it can.
+    """
+    _check_tensor_parallel(config, model, device)
+    capability = None if device.capability is None else 10 * device.capability[0] + device.capability[1]
+    attention = choose_attention(
+        config.attention_backend, config.page_size, compute_capability=capability, why_missing=why_missing
+    )
+    for warning in attention.warnings:
+        log.warning("%s", warning)
+    return RuntimeConfig(
+        config=config,
+        model_dir=str(model_dir),
+        device=device.kind,
+        dtype=_dtype(config.dtype, model.dtype, device),
+        prefill_backend=attention.prefill,
+        decode_backend=attention.decode,
+        page_size=attention.page_size,
+        max_seq_len=_max_seq_len(config.max_seq_len_override, model.max_position),
+        overlap=environment.overlap,
+        cuda_graph_max_bs=_graph_max_bs(config, device),
+        flashinfer_tensor_cores=environment.flashinfer_tensor_cores,
+    )
+
+
+def _dtype(requested: str, saved: str, device: DeviceFacts) -> str:
+    if requested == "auto":
+        if device.kind == "cpu":
+            return "float32"
+        return "bfloat16" if saved == "bfloat16" and device.bfloat16 else "float16"
+    if requested == "bfloat16" and device.kind == "cuda" and not device.bfloat16:
+        raise ConfigError(f"dtype is 'bfloat16', which {device.name} does not have; allowed: auto, float16, float32")
+    return requested
+
+
+def _max_seq_len(requested: int | None, limit: int) -> int:
+    if requested is None:
+        return limit
+    if requested > limit:
+        raise ConfigError(
+            f"max_seq_len_override is {requested}; allowed: 2 to {limit}, the longest sequence that the model's "
+            "config.json provides for"
+        )
+    return requested
+
+
+def _graph_max_bs(config: EngineConfig, device: DeviceFacts) -> int | None:
+    if device.kind == "cpu":
+        return 0
+    if config.cuda_graph_max_bs is None:
+        return None
+    return min(config.cuda_graph_max_bs, config.max_running_requests)
+
+
+def _check_tensor_parallel(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:
+    model.check_tensor_parallel(config.tp)
+    if device.kind == "cuda" and config.tp > device.count:
+        raise ConfigError(f"tp is {config.tp}; allowed: 1 to {device.count}, the number of GPUs that this process sees")
