@@ -1,0 +1,305 @@
+"""Triton requests -> checked engine requests: every check of user input, and every default.
+
+Knows nothing of sockets, pages or the server: it takes arrays by name and returns structs.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.errors import (
+    CapacityError,
+    ConfigError,
+    EngineDeadError,
+    InvalidRequestError,
+    RequestCancelled,
+)
+from minisgl_backend.request import Grammar, SamplingParams
+from minisgl_backend.serving.fields import collect_fields, json_object, json_value, shown
+from minisgl_backend.serving.schema import TENSORS
+from minisgl_backend.serving.wire import OutputOptions, Spec
+from minisgl_backend.text.tokenizer import Tokenizer
+
+MAX_MESSAGES = 10_000
+MAX_PROMPT_BYTES = 1 << 20  # or 64 for each token of the context, where that is more
+GRAMMAR_KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
+
+_STATUS = (
+    (InvalidRequestError, "INVALID_ARG"),
+    (CapacityError, "UNAVAILABLE"),
+    (EngineDeadError, "UNAVAILABLE"),
+    (RequestCancelled, "CANCELLED"),
+)
+
+
+def status_of(error: Exception) -> str:
+    """The name of the Triton error code that an error is answered with."""
+    return next((name for kind, name in _STATUS if isinstance(error, kind)), "INTERNAL")
+
+
+@dataclass(frozen=True)
+class GenerationDefaults:
+    """What absent sampling fields mean, from the model's generation_config.json."""
+
+    values: Mapping[str, Any]  # SamplingParams fields
+    eos_token_ids: tuple[int, ...]
+
+    @classmethod
+    def read(cls, model_dir: Path) -> GenerationDefaults:
+        """`do_sample: false` means greedy. Raises ConfigError where the file cannot be read."""
+        generation = _read_json(model_dir / "generation_config.json")
+        model = _read_json(model_dir / "config.json")
+        values: dict[str, Any] = {}
+        if generation.get("do_sample") is False:
+            values["temperature"] = 0.0
+        else:
+            for name in ("temperature", "top_p", "top_k", "min_p"):
+                if generation.get(name) is not None:
+                    values[name] = generation[name]
+        if generation.get("repetition_penalty") is not None:
+            values["repetition_penalty"] = float(generation["repetition_penalty"])
+        eos = generation.get("eos_token_id", model.get("eos_token_id"))
+        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+        return cls(values, tuple(ids))
+
+
+@dataclass(frozen=True)
+class CodecSettings:
+    """What the codec must know of model and configuration."""
+
+    defaults: GenerationDefaults
+    vocab_size: int
+    max_seq_len: int
+    apply_chat_template: bool = False  # to text_input, where the request does not say
+    exclude_input_in_output: bool = True  # where the request does not say
+
+
+class RequestCodec:
+    """Checks and translates requests of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, settings: CodecSettings) -> None:
+        self._tokenizer = tokenizer
+        self._settings = settings
+
+    def decode(
+        self,
+        tensors: Mapping[str, npt.NDArray[Any]],
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        priority: int = 0,
+        deadline: float | None = None,
+        request_id: str = "",
+    ) -> tuple[npt.NDArray[np.int32], Spec]:
+        """Prompt tokens (int32 [n]) and the rest of a request. Raises InvalidRequestError."""
+        fields = collect_fields(tensors, parameters)
+        _refuse_what_is_not_served(fields)
+        text, prompt_ids = self._prompt(fields)
+        params = self._params(fields)
+        options = self._options(fields, params, text)
+        spec = Spec(params=params, options=options, priority=priority, deadline=deadline, request_id=request_id)
+        return np.asarray(prompt_ids, dtype=np.int32), spec
+
+    def _prompt(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:
+        """The text that `exclude_input_in_output=false` repeats, and the tokens."""
+        text, messages = fields.get("text_input"), fields.get("messages")
+        if text is None and messages is None:
+            raise InvalidRequestError("text_input and messages are both missing; allowed: exactly one of them")
+        if text and messages:
+            raise InvalidRequestError("text_input and messages are both given; allowed: exactly one of them")
+        given, name = (messages, "messages") if messages else (text or "", "text_input")
+        limit = max(MAX_PROMPT_BYTES, 64 * self._settings.max_seq_len)
+        if len(given) > limit or len(given.encode()) > limit:
+            raise InvalidRequestError(f"{name} is longer than {limit} bytes; this model cannot take so long a prompt")
+        template = json_object("chat_template_kwargs", fields.get("chat_template_kwargs", ""))
+        if messages:
+            echo = rendered = self._tokenizer.render(_messages(messages), **template)
+            special = fields.get("add_special_tokens", False)
+        elif fields.get("apply_chat_template", self._settings.apply_chat_template):
+            echo, special = given, fields.get("add_special_tokens", False)
+            rendered = self._tokenizer.render([{"role": "user", "content": given}], **template)
+        else:
+            echo, rendered, special = given, given, fields.get("add_special_tokens", True)
+        ids = self._tokenizer.encode(rendered, add_special_tokens=special)
+        if not ids:
+            raise InvalidRequestError(f"{name} is empty; allowed: a prompt of at least one token")
+        if len(ids) >= self._settings.max_seq_len:
+            raise InvalidRequestError(
+                f"{name} has {len(ids)} tokens; this model takes prompts of at most {self._settings.max_seq_len - 1}"
+            )
+        return echo, ids
+
+    def _params(self, fields: Mapping[str, Any]) -> SamplingParams:
+        values: dict[str, Any] = dict(self._settings.defaults.values)
+        for name in _PLAIN_FIELDS:
+            if name in fields:
+                values[name] = fields[name]
+        if values.get("top_k", 0) == -1:  # vllm's way of saying that it is off
+            values["top_k"] = 0
+        if values.get("top_p", 1.0) <= 0.0:  # LlamaIndex and LangChain send 0 for "not set"
+            values["top_p"] = 1.0
+        values["n"] = fields.get("num_return_sequences", 1)
+        values["stop"] = tuple(word for word in fields.get("stop_words", ()) if word)
+        values["stop_token_ids"] = tuple(fields.get("stop_token_ids", ()))
+        bad_words = tuple(word for word in fields.get("bad_words", ()) if word)
+        SamplingParams(bad_words=bad_words).validate()
+        values["bad_words"] = bad_words
+        values["bad_words_token_ids"] = self._bad_words(bad_words)
+        values["logit_bias"] = _logit_bias(fields.get("logit_bias"))
+        values["grammar"] = _grammar(fields)
+        self._apply_end_id(fields, values)
+        if any(fields.get(name) for name in ("return_cumulative_logprob", "return_log_probs")):
+            values.setdefault("logprobs", 0)
+        params = SamplingParams(**values)
+        params.validate(self._settings.vocab_size)
+        return params
+
+    def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
+        """Each word at the start of a text and after a space: most tokenizers have two tokens for that."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, f" {word.lstrip()}"):
+                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
+                if ids:
+                    found[ids] = None
+        return tuple(found)
+
+    def _apply_end_id(self, fields: Mapping[str, Any], values: dict[str, Any]) -> None:
+        end_id = fields.get("end_id")
+        if end_id is None or end_id in self._settings.defaults.eos_token_ids:
+            return
+        values["ignore_eos"] = True
+        if end_id != -1:  # -1 is tensorrtllm_backend's way of saying that nothing ends the text
+            values["stop_token_ids"] = (*values["stop_token_ids"], end_id)
+
+    def _options(self, fields: Mapping[str, Any], params: SamplingParams, text: str) -> OutputOptions:
+        stream = fields.get("stream", False)
+        exclude = fields.get("exclude_input_in_output", self._settings.exclude_input_in_output)
+        return OutputOptions(
+            stream=stream,
+            # A stream is deltas only, whatever exclude_input_in_output says: NVIDIA's own client always sends false.
+            prompt=None if stream or exclude else text,
+            skip_special_tokens=fields.get("skip_special_tokens", True),
+            include_stop_string=fields.get("include_stop_string", False),
+            finish_reason=fields.get("return_finish_reason", False),
+            cumulative_logprob=fields.get("return_cumulative_logprob", False),
+            logprobs=fields.get("return_logprobs", False) or fields.get("logprobs") is not None,
+            prompt_logprobs=params.prompt_logprobs is not None,
+            num_input_tokens=fields.get("return_num_input_tokens", False),
+            num_output_tokens=fields.get("return_num_output_tokens", False),
+            log_probs=fields.get("return_log_probs", False),
+            perf_metrics=fields.get("return_perf_metrics", False),
+        )
+
+
+# SamplingParams fields that clients send under the same name.
+_PLAIN_FIELDS = """
+    max_tokens min_tokens temperature top_k top_p min_p seed repetition_penalty presence_penalty frequency_penalty
+    ignore_eos logprobs prompt_logprobs
+""".split()
+
+
+def _refuse_what_is_not_served(fields: Mapping[str, Any]) -> None:
+    for name in ("beam_width", "best_of"):
+        if fields.get(name, 1) not in (0, 1):
+            raise InvalidRequestError(f"{name} is {fields[name]}; allowed: 1 (this server has no beam search)")
+    if fields.get("use_beam_search"):
+        raise InvalidRequestError("use_beam_search is true; allowed: false (this server has no beam search)")
+    if fields.get("detokenize") is False:
+        raise InvalidRequestError("detokenize is false; allowed: true")
+    for name, value in fields.items():
+        tensor = TENSORS.get(name)
+        if tensor is not None and tensor.refused and value:
+            raise InvalidRequestError(f"{name} is not served: {tensor.refused}")
+
+
+def _messages(text: str) -> list[dict[str, Any]]:
+    messages = json_value("messages", text)
+    if not isinstance(messages, list) or not messages:
+        raise InvalidRequestError(f"messages is {shown(text)}; allowed: a JSON list of at least one chat message")
+    if len(messages) > MAX_MESSAGES:
+        raise InvalidRequestError(f"messages has {len(messages)} entries; allowed: at most {MAX_MESSAGES}")
+    for number, message in enumerate(messages):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise InvalidRequestError(
+                f"messages[{number}] is {shown(message)}; allowed: an object with role and content"
+            )
+        content = message.get("content", "")
+        if not isinstance(content, (str, list, type(None))):
+            raise InvalidRequestError(f"messages[{number}].content is {shown(content)}; allowed: a text")
+    return messages
+
+
+def _logit_bias(value: Any) -> dict[int, float]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"logit_bias is {shown(value)}; allowed: a JSON object of token id to bias")
+    bias = {}
+    for key, number in value.items():
+        try:
+            bias[int(key)] = float(number)
+        except (TypeError, ValueError, OverflowError):
+            raise InvalidRequestError(
+                f"logit_bias has {shown(key)}: {shown(number)}; allowed: token ids and numbers"
+            ) from None
+    return bias
+
+
+def _grammar(fields: Mapping[str, Any]) -> Grammar | None:
+    kind, text = fields.get("guided_decoding_guide_type"), fields.get("guided_decoding_guide", "")
+    if kind is None and not text:
+        return _vllm_grammar(fields.get("guided_decoding"))
+    if kind not in GRAMMAR_KINDS:
+        raise InvalidRequestError(f"guided_decoding_guide_type is {shown(kind)}; allowed: {', '.join(GRAMMAR_KINDS)}")
+    if kind != "json" and not text:
+        raise InvalidRequestError(f"guided_decoding_guide is missing; {kind} needs it")
+    return Grammar(kind=kind, text="" if kind == "json" else text)
+
+
+def _vllm_grammar(guided: Any) -> Grammar | None:
+    if not guided:
+        return None
+    if isinstance(guided, dict):
+        given = {key: value for key, value in guided.items() if value}
+        if len(given) == 1:
+            ((key, value),) = given.items()
+            if key == "json_object":
+                return Grammar(kind="json")
+            if key == "json":
+                return Grammar(kind="json_schema", text=value if isinstance(value, str) else json.dumps(value))
+            if key in ("regex", "grammar") and isinstance(value, str):
+                return Grammar(kind="regex" if key == "regex" else "ebnf_grammar", text=value)
+            if key == "choice" and isinstance(value, list) and all(isinstance(item, str) for item in value):
+                return Grammar(kind="ebnf_grammar", text="root ::= " + " | ".join(map(json.dumps, value)))
+    raise InvalidRequestError(
+        f"guided_decoding is {shown(guided)}; allowed: one of json, json_object, regex, grammar, choice"
+    )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}") from None
+    return content if isinstance(content, dict) else {}
+
+
+def read_limits(model_dir: Path, num_tokens: int, max_seq_len_override: int | None) -> tuple[int, int]:
+    """(vocabulary size, longest sequence) as the model's config.json has them.
+
+    The engine may allow less, where its memory does not hold so long a sequence; it then refuses by itself.
+    """
+    config = _read_json(model_dir / "config.json")
+    text_config = config.get("text_config") or config
+    vocab_size = int(text_config.get("vocab_size") or num_tokens)
+    longest = int(text_config.get("max_position_embeddings") or 0) or (1 << 31)
+    return vocab_size, min(longest, max_seq_len_override or longest)

@@ -1,0 +1,60 @@
+"""The Triton model `detokenizer`: chunks of the engine in, the client's outputs out, in batches.
+
+Knows nothing of how tokens are computed.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from minisgl_backend.engine.channel import HandledSender, socket_directory
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.serving.answers import AnswerEncoder, LostStreamError
+from minisgl_backend.serving.engine_settings import read_engine_config
+from minisgl_backend.serving.wire import Codec
+from minisgl_backend.text.vocabulary import load_vocabulary
+
+
+class TritonPythonModel:
+    """Runs in one instance: a second one would reorder streams."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Loads the vocabulary of the engine's model."""
+        repository = Path(args["model_repository"]).resolve().parent
+        try:
+            config = read_engine_config(repository)
+            vocabulary = load_vocabulary(config.model, trust_remote_code=config.trust_remote_code)
+            self._handled = HandledSender(socket_directory(repository))
+        except ConfigError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._answers = AnswerEncoder(vocabulary)
+        self._codec = Codec()
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One response a request; then tells the engine fronts what was handled."""
+        handled: dict[int, int] = {}
+        responses = [self._answer(request, handled) for request in requests]
+        uids = np.fromiter(handled.keys(), dtype=np.int64, count=len(handled))
+        numbers = np.fromiter(handled.values(), dtype=np.int32, count=len(handled))
+        self._handled.send(uids, numbers)
+        return responses
+
+    def finalize(self) -> None:
+        self._handled.close()
+
+    def _answer(self, request: Any, handled: dict[int, int]) -> Any:
+        tensor = pb_utils.get_input_tensor_by_name(request, "chunk")
+        try:
+            chunk = self._codec.chunk(tensor.as_numpy())
+            handled[chunk.uid] = chunk.number
+            arrays = self._answers.encode(chunk)
+        except (msgspec.MsgspecError, LostStreamError) as error:
+            return pb_utils.InferenceResponse(
+                error=pb_utils.TritonError(f"detokenizer: {error}", pb_utils.TritonError.INTERNAL)
+            )
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])

@@ -1,0 +1,209 @@
+"""One front of the engine: requests to the core, its records to the responder, silence of clients into aborts.
+
+Knows nothing of Triton: senders and the way to probe the detokenizer are given.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.client import EngineClient
+from minisgl_backend.engine.messages import Outputs, Rejected, Welcome
+from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
+from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.serving.codec import status_of
+from minisgl_backend.serving.latency import LatencyRecorder
+from minisgl_backend.serving.responder import Responder, streams_of
+from minisgl_backend.serving.stream import Sender, SequenceStream, Stream
+from minisgl_backend.serving.wire import Chunk, Spec
+from minisgl_backend.text.vocabulary import Vocabulary
+
+PROBE_AFTER_S = 0.03  # of silence while something is unconfirmed
+CHECK_EVERY_S = 0.015
+POLL_EVERY_S = 0.1  # senders that can say themselves that their client left
+
+_LOGGER = logging.getLogger(__name__)
+_REJECTIONS = {kind.__name__: kind for kind in (InvalidRequestError, CapacityError)}
+
+
+class EngineFront:
+    """Lives as long as its Triton model instance.
+
+    `probe(chunk)` sends an empty chunk to the detokenizer behind everything sent so far, and returns when it was
+    handled. Its confirmation proves that whatever was sent before and is still unconfirmed was dropped: the server
+    throws the queued responses of a cancelled request away without a word.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocabulary: Vocabulary,
+        *,
+        front: int,
+        socket_dir: Path,
+        probe: Callable[[Chunk], None],
+        num_workers: int = 2,
+        make_client: Callable[..., Any] = EngineClient,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._probe = probe
+        self._sequences: dict[int, SequenceStream] = {}  # by uid, those still wanted from the engine
+        self.latency = LatencyRecorder()
+        self.client = make_client(
+            config,
+            front=front,
+            socket_dir=socket_dir,
+            on_outputs=self._on_outputs,
+            on_rejected=self._on_rejected,
+            on_down=self._on_down,
+            on_up=self._on_up,
+            on_confirmed=self._on_confirmed,
+        )
+        self.responder = Responder(
+            abort=self.client.abort,
+            on_sent=self._on_sent,
+            on_closed=self._on_closed,
+            latency=self.latency,
+            num_workers=num_workers,
+        )
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
+        self._probe_uids: list[int] = []
+        self._probe_number = 0
+        self._last_confirmed = 0.0
+
+    def start(self, timeout_s: float | None = None) -> Welcome:
+        """Waits for the core. Raises ConfigError or EngineDeadError."""
+        welcome: Welcome = self.client.start(timeout_s)
+        self._probe_uids = [self.client.new_uid() for _ in range(self.responder.num_workers)]
+        self._watcher.start()
+        return welcome
+
+    def submit(self, sender: Sender, token_ids: npt.NDArray[np.int32], spec: Spec, *, confirmed: bool) -> None:
+        """Hands a request to the core; all that follows, errors included, goes to `sender`."""
+        uid = self.client.new_uid(spec.params.n)
+        stream = Stream(sender, spec, uid, len(token_ids), self._vocabulary, confirmed=confirmed)
+        self.responder.adopt(stream)
+        self._sequences.update((sequence.uid, sequence) for sequence in stream.sequences)
+        request = Request(
+            uid=uid,
+            token_ids=token_ids.astype("<i4", copy=False).tobytes(),
+            params=spec.params,
+            priority=spec.priority,
+            deadline=spec.deadline,
+            request_id=spec.request_id,
+        )
+        try:
+            self.client.submit(request)
+        except (EngineDeadError, CapacityError, InvalidRequestError) as error:
+            self.responder.fail(stream, status_of(error), str(error))
+
+    @property
+    def num_streams(self) -> int:
+        return len(streams_of(self._sequences))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Waits up to `drain_s` for what is running, ends the rest with an error, then stops everything."""
+        deadline = time.monotonic() + drain_s
+        while self._sequences and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._stopping.set()
+        for stream in streams_of(self._sequences):
+            self.responder.fail(stream, "UNAVAILABLE", "the server is shutting down")
+        self.responder.close()
+        if self._watcher.is_alive():
+            self._watcher.join(2.0)
+        self.client.close()
+
+    # Callbacks of the client's receive thread.
+
+    def _on_outputs(self, outputs: Outputs) -> None:
+        uids = np.frombuffer(outputs.uids, dtype="<i8").tolist()
+        sequences = self._sequences
+        for index, detail in outputs.details.items():
+            if (sequence := sequences.get(uids[index])) is not None:
+                sequence.note(detail)
+        wake = self.responder.wake
+        tokens = np.frombuffer(outputs.token_ids, dtype="<i4").tolist()
+        for uid, token, reason in zip(uids, tokens, outputs.reasons, strict=True):
+            sequence = sequences.get(uid)
+            if sequence is None:
+                continue
+            sequence.append(token, reason)
+            if reason or sequence.eager:
+                wake(sequence)
+
+    def _on_rejected(self, rejected: Rejected) -> None:
+        sequence = self._sequences.get(rejected.uid)
+        if sequence is not None:
+            error = _REJECTIONS.get(rejected.kind, CapacityError)(rejected.message)
+            self.responder.fail(sequence.stream, status_of(error), rejected.message)
+
+    def _on_down(self, reason: str) -> None:
+        for stream in streams_of(self._sequences):
+            self.responder.fail(stream, "UNAVAILABLE", f"the engine died while it computed the answer: {reason}")
+
+    def _on_up(self, welcome: Welcome) -> None:
+        self.responder.page_size = welcome.page_size
+
+    def _on_confirmed(self, uids: npt.NDArray[np.int64], numbers: npt.NDArray[np.int32]) -> None:
+        self._last_confirmed = time.monotonic()
+        sequences = self._sequences
+        for uid, number in zip(uids.tolist(), numbers.tolist(), strict=True):
+            if (sequence := sequences.get(uid)) is not None:
+                self.responder.confirm(sequence, number)
+
+    # Callbacks of the responder's threads.
+
+    def _on_sent(self, uid: int, number: int, worker: int) -> None:
+        self.client.confirmations.on_sent(uid, number, time.monotonic(), worker)
+
+    def _on_closed(self, stream: Stream) -> None:
+        for uid in stream.uids:
+            self._sequences.pop(uid, None)
+            self.client.confirmations.forget(uid)
+
+    # The watcher thread.
+
+    def _watch(self) -> None:
+        next_poll = 0.0
+        while not self._stopping.wait(CHECK_EVERY_S):
+            now = time.monotonic()
+            try:
+                self._probe_where_silent(now)
+                if now >= next_poll:
+                    next_poll = now + POLL_EVERY_S
+                    self._poll_senders()
+            except Exception:  # the watcher must live: without it cancelled requests run to their end
+                _LOGGER.exception("the watcher of cancelled requests failed; it goes on")
+
+    def _probe_where_silent(self, now: float) -> None:
+        quiet_since = max(self._last_confirmed, *self.responder.last_sent)
+        if now - quiet_since < PROBE_AFTER_S or not self._any_unconfirmed():
+            return
+        self._probe_number += 1
+        for worker, uid in enumerate(self._probe_uids):
+            self._on_sent(uid, self._probe_number, worker)
+        forget = self.responder.take_forgotten()
+        # One empty chunk a worker: each confirms what its worker sent before.
+        for uid in self._probe_uids:
+            self._probe(Chunk(uid=uid, number=self._probe_number, forget=forget))
+            forget = ()
+
+    def _any_unconfirmed(self) -> bool:
+        return any(sequence.number > sequence.confirmed_number for sequence in list(self._sequences.values()))
+
+    def _poll_senders(self) -> None:
+        for stream in streams_of(self._sequences):
+            polled = not (stream.confirmed and stream.spec.options.stream)
+            if polled and not stream.closed and stream.sender.is_cancelled():
+                self.client.abort(stream.uids, FinishReason.CANCELLED)

@@ -1,0 +1,99 @@
+"""The Triton model `engine`: decoupled, a thin front of the one engine core.
+
+Knows nothing of tokens' texts, of steps or of pages.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import triton_python_backend_utils as pb_utils
+
+from minisgl_backend.config import Environment
+from minisgl_backend.engine.channel import socket_directory
+from minisgl_backend.errors import MinisglError
+from minisgl_backend.serving.engine_front import EngineFront
+from minisgl_backend.serving.engine_settings import read_engine_config
+from minisgl_backend.serving.metrics import MetricsReporter
+from minisgl_backend.serving.wire import Chunk, Codec
+from minisgl_backend.text.vocabulary import load_vocabulary
+
+DRAIN_S = 20.0  # tritonserver's own exit timeout is 30 s
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    """Any number of instances; each owns the response senders of its requests."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Starts the engine core, or attaches to it, and waits until it is ready."""
+        repository = Path(args["model_repository"]).resolve().parent
+        instance = args["model_instance_name"].rsplit("_", 1)[-1]
+        front = int(instance) if instance.isdigit() else 0
+        try:
+            logging.basicConfig(level=Environment.read().log_level)
+            config = read_engine_config(repository)
+            vocabulary = load_vocabulary(config.model, trust_remote_code=config.trust_remote_code)
+            self._codec = Codec()
+            self._front = EngineFront(
+                config, vocabulary, front=front, socket_dir=socket_directory(repository), probe=self._probe
+            )
+            welcome = self._front.start()
+        except MinisglError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        _LOGGER.info("front %d: engine %d is ready: %s", front, welcome.pid, welcome.description)
+        self._metrics = MetricsReporter(self._front, is_leader=front == 0)
+        self._metrics.start()
+
+    def execute(self, requests: list[Any]) -> None:
+        """Hands the requests to the engine; their responses come from the responder's threads."""
+        for request in requests:
+            sender = _TritonSender(request.get_response_sender(), self._codec)
+            try:
+                ids = pb_utils.get_input_tensor_by_name(request, "input_ids")
+                packed = pb_utils.get_input_tensor_by_name(request, "spec")
+                if ids is None or packed is None:
+                    message = "input_ids and spec are made by the model `tokenizer`; send requests to `ensemble`"
+                    sender.fail("INVALID_ARG", message)
+                    continue
+                spec = self._codec.spec(packed.as_numpy())
+                self._front.submit(sender, ids.as_numpy().reshape(-1), spec, confirmed=True)
+            except msgspec.MsgspecError as error:
+                sender.fail("INVALID_ARG", f"spec is not valid: {error}")
+
+    def finalize(self) -> None:
+        """Waits for what is running, then ends the core if this front started it."""
+        self._metrics.stop()
+        self._front.close(DRAIN_S)
+
+    def _probe(self, chunk: Chunk) -> None:
+        tensor = pb_utils.Tensor("chunk", self._codec.pack(chunk).reshape(1, -1))
+        pb_utils.InferenceRequest(
+            model_name="detokenizer", requested_output_names=["text_output"], inputs=[tensor]
+        ).exec()
+
+
+class _TritonSender:
+    """The responses of one request, from one thread."""
+
+    __slots__ = ("_codec", "_sender")
+
+    def __init__(self, response_sender: Any, codec: Codec) -> None:
+        self._sender = response_sender
+        self._codec = codec
+
+    def send(self, chunk: Chunk, final: bool) -> None:
+        tensor = pb_utils.Tensor("chunk", self._codec.pack(chunk).reshape(1, -1))
+        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
+        self._sender.send(pb_utils.InferenceResponse([tensor]), flags=flags)
+
+    def fail(self, status: str, message: str) -> None:
+        error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, status))
+        self._sender.send(pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+
+    def is_cancelled(self) -> bool:
+        return bool(self._sender.is_cancelled())

@@ -1,0 +1,217 @@
+"""Raw values of a request -> typed ones, by field name: tensors, request parameters and sampling_parameters alike.
+
+Knows nothing of what the fields mean. Every refusal names the field, the value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.serving.schema import INPUTS, TENSORS
+
+MAX_LIST = 4096
+MAX_SHOWN = 60  # characters of a wrong value that a message repeats
+
+# Another name for a field, from an older or a foreign API; the canonical one wins where both are given.
+ALIASES = {
+    "random_seed": "seed",
+    "min_length": "min_tokens",
+    "stop": "stop_words",
+    "n": "num_return_sequences",
+    "include_stop_str_in_output": "include_stop_string",
+    "structured_outputs": "guided_decoding",
+}
+
+# Fields of vllm's SamplingParams that are no tensors.
+_JSON_FIELDS = {
+    "best_of": "int",
+    "include_stop_string": "bool",
+    "guided_decoding": "json",
+    "use_beam_search": "bool",
+    "detokenize": "bool",
+    "early_stopping": "bool",
+    "spaces_between_special_tokens": "bool",
+}
+
+# Request parameters that belong to Triton itself, to HTTP front ends or to the client's own bookkeeping.
+_FOREIGN_PARAMETERS = frozenset(
+    "sequence_id sequence_start sequence_end priority timeout binary_data_output headers"
+    " model id user request_id timestamp".split()
+)
+
+_KINDS = {"STRING": "str", "BOOL": "bool", "INT32": "int", "UINT64": "int", "FP32": "float"}
+
+
+def _kind(name: str) -> str | None:
+    if name in _JSON_FIELDS:
+        return _JSON_FIELDS[name]
+    if name == "logit_bias":
+        return "json"
+    tensor = TENSORS.get(name)
+    if tensor is None:
+        return None
+    kind = _KINDS.get(tensor.dtype, "tensor")
+    return kind + "s" if tensor.dims == (-1,) else kind
+
+
+def collect_fields(
+    tensors: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """Typed values of all fields that the request names, by canonical name.
+
+    A tensor wins over a request parameter, that over a key of `sampling_parameters`. Raises InvalidRequestError.
+    """
+    parameters = {name: value for name, value in (parameters or {}).items() if not _is_foreign(name)}
+    packed = tensors.get("sampling_parameters", parameters.pop("sampling_parameters", None))
+    if isinstance(packed, np.ndarray):
+        packed = _tensor_value("sampling_parameters", "str", packed)
+    fields: dict[str, Any] = {}
+    for where, values in (
+        ("sampling_parameters", json_object("sampling_parameters", packed or "")),
+        ("request parameter", parameters),
+        ("input", {name: array for name, array in tensors.items() if name != "sampling_parameters"}),
+    ):
+        for name in sorted(values, key=lambda name: name not in ALIASES):
+            value, canonical = values[name], ALIASES.get(name, name)
+            kind = _kind(canonical)
+            if kind is None or canonical == "sampling_parameters":
+                raise InvalidRequestError(f"{where} {shown(name)} is unknown; allowed: {_known_names()}")
+            _check_served(canonical)
+            if isinstance(value, np.ndarray):
+                value = _tensor_value(name, kind, value)
+            elif value is not None:
+                value = coerce(name, kind, value)
+            if value is not None:
+                fields[canonical] = value
+    return fields
+
+
+def coerce(name: str, kind: str, value: Any) -> Any:
+    """`value` as `kind` (int, float, bool, str, ints, strs or json); numbers and flags may come as strings."""
+    if kind.endswith("s") and kind != "json":
+        items = list(value) if isinstance(value, (list, tuple)) else [value]
+        if len(items) > MAX_LIST:
+            raise InvalidRequestError(f"{name} is {len(items)} entries; allowed: at most {MAX_LIST}")
+        return [_COERCIONS[kind[:-1]](name, item) for item in items]
+    return _COERCIONS[kind](name, value)
+
+
+def json_object(name: str, text: str | Mapping[str, Any]) -> dict[str, Any]:
+    """The JSON object in `text`; an empty text is an empty object."""
+    if isinstance(text, Mapping):
+        return dict(text)
+    value = json_value(name, text) if str(text).strip() else {}
+    if not isinstance(value, dict):
+        raise InvalidRequestError(f"{name} is {shown(text)}; allowed: a JSON object")
+    return value
+
+
+def json_value(name: str, text: str) -> Any:
+    """What the JSON text says."""
+    try:
+        return msgspec.json.decode(text)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError, TypeError) as error:
+        raise InvalidRequestError(f"{name} is {shown(text)}, which is not valid JSON ({error})") from None
+
+
+def shown(value: Any) -> str:
+    """A wrong value as a message repeats it: short, quoted where it is text."""
+    text = repr(value) if isinstance(value, (str, bytes)) else str(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}... ({len(text)} characters)"
+
+
+def _is_foreign(name: str) -> bool:
+    return name in _FOREIGN_PARAMETERS or name.startswith("triton_")
+
+
+def _known_names() -> str:
+    served = [tensor.name for tensor in INPUTS if not tensor.refused]
+    return ", ".join(sorted({*served, *_JSON_FIELDS, *ALIASES} - {"sampling_parameters"}))
+
+
+def _check_served(name: str) -> None:
+    tensor = TENSORS.get(name)
+    # Forms that mean "no" are sent by some clients with every request and ask for nothing.
+    if tensor is not None and tensor.refused and tensor.dtype != "BOOL":
+        raise InvalidRequestError(f"{name} is not served: {tensor.refused}")
+
+
+def _tensor_value(name: str, kind: str, array: npt.NDArray[Any]) -> Any:
+    if kind == "tensor":
+        return None
+    items = array.reshape(-1).tolist()
+    if kind.endswith("s"):
+        return coerce(name, kind, items)
+    if len(items) != 1:
+        raise InvalidRequestError(f"{name} has {len(items)} elements; allowed: exactly 1")
+    return coerce(name, kind, items[0])
+
+
+def _int(name: str, value: Any) -> int:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        number = int(value)
+        if isinstance(value, float) and number != value:
+            raise ValueError
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidRequestError(f"{name} is {shown(value)}; allowed: an integer") from None
+    if not -(2**63) <= number < 2**64:
+        raise InvalidRequestError(f"{name} is {shown(value)}; allowed: an integer of 64 bits")
+    return number
+
+
+def _float(name: str, value: Any) -> float:
+    try:
+        if isinstance(value, bool):
+            raise ValueError
+        number = float(value)
+        if not math.isfinite(number):
+            raise ValueError
+    except (ValueError, TypeError, OverflowError):
+        raise InvalidRequestError(f"{name} is {shown(value)}; allowed: a finite number") from None
+    return number
+
+
+def _bool(name: str, value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    flag = {"true": True, "1": True, "false": False, "0": False}.get(str(value).strip().lower())
+    if flag is None:
+        raise InvalidRequestError(f"{name} is {shown(value)}; allowed: true or false")
+    return flag
+
+
+def _str(name: str, value: Any) -> str:
+    if isinstance(value, bytes):
+        try:
+            return value.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise InvalidRequestError(f"{name} is not valid UTF-8 (byte {error.start})") from None
+    if not isinstance(value, str):
+        raise InvalidRequestError(f"{name} is {shown(value)}; allowed: a text")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:
+        raise InvalidRequestError(f"{name} holds a lone surrogate; allowed: Unicode text") from None
+    return value
+
+
+def _json(name: str, value: Any) -> Any:
+    return json_value(name, _str(name, value)) if isinstance(value, (str, bytes)) else value
+
+
+_COERCIONS: Mapping[str, Callable[[str, Any], Any]] = {
+    "int": _int,
+    "float": _float,
+    "bool": _bool,
+    "str": _str,
+    "json": _json,
+}

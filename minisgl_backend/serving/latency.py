@@ -1,0 +1,50 @@
+"""Histograms of the time to the first token and between tokens, cheap enough for every token.
+
+Knows nothing of metrics endpoints: `serving.metrics` reads the counts.
+"""
+
+from __future__ import annotations
+
+import bisect
+import threading
+import time
+
+from minisgl_backend.serving.stream import SequenceStream
+
+FIRST_TOKEN_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+INTER_TOKEN_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
+
+class Histogram:
+    """Counts by upper bound, with a sum; not thread-safe."""
+
+    def __init__(self, bounds: tuple[float, ...]) -> None:
+        self.bounds = bounds
+        self.counts = [0] * (len(bounds) + 1)  # the last one is above all bounds
+        self.sum = 0.0
+
+    def observe(self, value: float, count: int = 1) -> None:
+        self.counts[bisect.bisect_left(self.bounds, value)] += count
+        self.sum += value * count
+
+
+class LatencyRecorder:
+    """Times as they are when a responder thread takes tokens over; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.first_token = Histogram(FIRST_TOKEN_BOUNDS_S)
+        self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
+
+    def on_tokens(self, sequence: SequenceStream, num_tokens: int) -> None:
+        """`num_tokens` of the sequence are about to be sent; several at once share their time."""
+        now, last = time.monotonic(), sequence.last_sent
+        sequence.last_sent = now
+        stream = sequence.stream
+        with self._lock:
+            if stream.first_token_ns == 0:
+                stream.first_token_ns = time.time_ns()
+                self.first_token.observe((stream.first_token_ns - stream.arrival_ns) / 1e9)
+                num_tokens -= 1
+            if last and num_tokens > 0:
+                self.inter_token.observe((now - last) / num_tokens, num_tokens)

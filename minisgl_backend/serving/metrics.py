@@ -1,0 +1,161 @@
+"""The engine's counters and the front's latency histograms on Triton's /metrics.
+
+Knows nothing of how the numbers come about. docs/operations.md lists the names.
+
+Histograms are written as their Prometheus series (`_bucket`, `_sum`, `_count`) from counts kept in this process: one
+call into the server for every token would cost more than the token.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import triton_python_backend_utils as pb_utils
+
+from minisgl_backend.errors import EngineDeadError
+from minisgl_backend.serving.engine_front import EngineFront
+from minisgl_backend.serving.latency import Histogram
+
+REPORT_EVERY_S = 0.25
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Series:
+    """One metric: the family's name and help, the value's name in Stats, and labels."""
+
+    family: str
+    help: str
+    value: str
+    labels: tuple[tuple[str, str], ...] = ()
+
+
+_PAGES = "minisgl_kv_pages"
+_PAGES_HELP = "KV pages by state; total is their sum"
+_GAUGES = (
+    _Series("minisgl_requests_running", "Sequences in the running batch", "num_running"),
+    _Series("minisgl_requests_waiting", "Sequences in the queue", "num_waiting"),
+    _Series(_PAGES, _PAGES_HELP, "pages_free", (("state", "free"),)),
+    _Series(_PAGES, _PAGES_HELP, "pages_cached", (("state", "cached"),)),
+    _Series(_PAGES, _PAGES_HELP, "pages_leased", (("state", "leased"),)),
+    _Series(_PAGES, _PAGES_HELP, "pages_total", (("state", "total"),)),
+)
+_COUNTERS = (
+    _Series("minisgl_prompt_tokens_total", "Prompt tokens of started sequences", "total_prompt_tokens"),
+    _Series("minisgl_cached_tokens_total", "Prompt tokens from the prefix cache", "total_cached_tokens"),
+    _Series("minisgl_generated_tokens_total", "Tokens sampled", "total_generated_tokens"),
+    _Series("minisgl_requests_finished_total", "Sequences that ended by stop or length", "total_finished"),
+    _Series("minisgl_requests_cancelled_total", "Sequences that ended by cancellation", "total_cancelled"),
+    _Series("minisgl_requests_failed_total", "Sequences that ended by an error", "total_failed"),
+    _Series("minisgl_preemptions_total", "Sequences put back into the queue", "total_preempted"),
+    _Series("minisgl_engine_restarts_total", "Restarts of the engine core", "restarts"),
+)
+
+
+class MetricsReporter:
+    """Reports every `REPORT_EVERY_S`. The leader among the fronts reports the engine, each front its own latencies."""
+
+    def __init__(self, front: EngineFront, *, is_leader: bool) -> None:
+        self._front = front
+        self._families: dict[str, Any] = {}
+        self._engine = _EngineMetrics(self._families) if is_leader else None
+        self._latency = [
+            _HistogramMetric("minisgl_time_to_first_token_seconds", "From submission", front.latency.first_token),
+            _HistogramMetric("minisgl_inter_token_seconds", "Between tokens", front.latency.inter_token),
+        ]
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        self._stopping.set()
+        self._thread.join(2.0)
+
+    def _run(self) -> None:
+        while not self._stopping.wait(REPORT_EVERY_S):
+            try:
+                self._report()
+            except Exception:  # metrics must never end a server
+                _LOGGER.exception("metrics could not be reported; the next attempt follows")
+
+    def _report(self) -> None:
+        for histogram in self._latency:
+            histogram.report()
+        if self._engine is not None:
+            try:
+                self._engine.report(self._front.client.stats().values)
+            except EngineDeadError:
+                self._engine.report_dead()
+
+
+class _EngineMetrics:
+    def __init__(self, families: dict[str, Any]) -> None:
+        self._gauges = {series: _metric(families, series, pb_utils.MetricFamily.GAUGE) for series in _GAUGES}
+        self._counters = {
+            series: _Counter(_metric(families, series, pb_utils.MetricFamily.COUNTER)) for series in _COUNTERS
+        }
+        up = _Series("minisgl_engine_up", "1 while the engine core answers, else 0", "")
+        self._up = _metric(families, up, pb_utils.MetricFamily.GAUGE)
+        self._shown: dict[_Series, float] = {}
+
+    def report(self, values: dict[str, float]) -> None:
+        self._up.set(1)
+        for series, gauge in self._gauges.items():
+            value = values.get(series.value)
+            if value is not None and self._shown.get(series) != value:
+                gauge.set(value)
+                self._shown[series] = value
+        for series, counter in self._counters.items():
+            counter.follow(values.get(series.value, 0.0))
+
+    def report_dead(self) -> None:
+        self._up.set(0)
+
+
+class _Counter:
+    """A Triton counter that follows a total, which starts again from 0 when the engine restarts."""
+
+    def __init__(self, metric: Any) -> None:
+        self._metric = metric
+        self._last = 0.0
+
+    def follow(self, total: float) -> None:
+        increment = total - self._last if total >= self._last else total
+        self._last = total
+        if increment > 0:
+            self._metric.increment(increment)
+
+
+class _HistogramMetric:
+    def __init__(self, name: str, help: str, histogram: Histogram) -> None:
+        self._histogram = histogram
+        families: dict[str, Any] = {}
+        counter = pb_utils.MetricFamily.COUNTER
+        bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
+        self._buckets = [
+            _Counter(_metric(families, _Series(f"{name}_bucket", help, "", (("le", bound),)), counter))
+            for bound in bounds
+        ]
+        self._count = _Counter(_metric(families, _Series(f"{name}_count", help, ""), counter))
+        self._sum = _Counter(_metric(families, _Series(f"{name}_sum", help, ""), counter))
+        self._families = families  # a family must outlive its metrics
+
+    def report(self) -> None:
+        total = 0
+        for bucket, count in zip(self._buckets, list(self._histogram.counts), strict=True):
+            total += count
+            bucket.follow(float(total))
+        self._count.follow(float(total))
+        self._sum.follow(self._histogram.sum)
+
+
+def _metric(families: dict[str, Any], series: _Series, kind: Any) -> Any:
+    if series.family not in families:
+        families[series.family] = pb_utils.MetricFamily(name=series.family, description=series.help, kind=kind)
+    return families[series.family].Metric(labels=dict(series.labels))

@@ -1,0 +1,230 @@
+"""Sends what the engine computed: sender threads that own every response sender until its last response.
+
+Knows nothing of Triton (senders are given) or of the engine's sockets.
+
+* A stream belongs to one thread for ever: that keeps its order.
+* While a stream keeps up, every token is a response of its own, the first one at once. A stream with too many
+  unconfirmed responses waits, and its tokens gather into one larger response.
+* The last data of a request carries the final flag; cancelled and failed requests end with one error that carries it.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+
+from minisgl_backend.request import FinishReason
+from minisgl_backend.serving.latency import LatencyRecorder
+from minisgl_backend.serving.stream import SequenceStream, Stream, join_parts
+from minisgl_backend.serving.wire import Chunk
+
+MAX_UNCONFIRMED = 128  # responses between front and detokenizer, over all streams; each may have one
+
+_LOGGER = logging.getLogger(__name__)
+
+OnSent = Callable[[int, int, int], None]  # uid, number, worker
+
+
+class Responder:
+    """Sender threads and the queues before them.
+
+    `abort(uids, reason)` tells the engine to stop; `on_sent` is called just before each response that will be
+    confirmed; `on_closed(stream)` is called once for each stream, on its thread, when its last response is out.
+    """
+
+    def __init__(
+        self,
+        *,
+        abort: Callable[[Iterable[int], FinishReason], None],
+        on_sent: OnSent,
+        on_closed: Callable[[Stream], None],
+        latency: LatencyRecorder,
+        num_workers: int = 2,
+    ) -> None:
+        self._abort = abort
+        self._on_sent = on_sent
+        self._on_closed = on_closed
+        self._latency = latency
+        self.page_size = 1  # for perf metrics; known once the engine is up
+        self._num_streams = 0
+        self._count_lock = threading.Lock()
+        self._forget: deque[int] = deque()
+        self._queues: list[queue.SimpleQueue[SequenceStream | None]] = [queue.SimpleQueue() for _ in range(num_workers)]
+        self._threads = [
+            threading.Thread(target=self._run, args=(worker,), name=f"responder-{worker}", daemon=True)
+            for worker in range(num_workers)
+        ]
+        self.last_sent = [0.0] * num_workers  # time.monotonic() of the last response that will be confirmed
+        for thread in self._threads:
+            thread.start()
+
+    @property
+    def num_workers(self) -> int:
+        return len(self._threads)
+
+    def adopt(self, stream: Stream) -> None:
+        """Takes over a new stream. Called before its request reaches the engine."""
+        stream.worker = stream.sequences[0].uid % len(self._threads)
+        with self._count_lock:
+            self._num_streams += 1
+
+    def wake(self, sequence: SequenceStream) -> None:
+        """The sequence has something new. Cheap; called for every record."""
+        if not sequence.queued:
+            sequence.queued = True
+            self._queues[sequence.stream.worker].put(sequence)
+
+    def fail(self, stream: Stream, status: str, message: str) -> None:
+        """Ends the stream with an error."""
+        stream.failure = (status, message)
+        sequence = stream.sequences[0]
+        sequence.queued = True
+        self._queues[stream.worker].put(sequence)
+
+    def confirm(self, sequence: SequenceStream, number: int) -> None:
+        """The detokenizer has handled the sequence's chunks up to `number`."""
+        if number > sequence.confirmed_number:
+            sequence.confirmed_number = number
+            if sequence.blocked:
+                sequence.blocked = False
+                self.wake(sequence)
+
+    def take_forgotten(self) -> tuple[int, ...]:
+        """Uids whose state the detokenizer may drop: their streams ended without a last chunk."""
+        return tuple(self._forget.popleft() for _ in range(len(self._forget)))
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the threads; what is queued before is still sent."""
+        for waiting in self._queues:
+            waiting.put(None)
+        for thread in self._threads:
+            thread.join(timeout_s)
+
+    def _run(self, worker: int) -> None:
+        waiting = self._queues[worker]
+        while (sequence := waiting.get()) is not None:
+            # Before the tokens are taken: whoever appends after this wakes the thread again.
+            sequence.queued = False
+            try:
+                self._serve(sequence)
+            except Exception as error:  # one stream's failure must not end the others'
+                _LOGGER.exception("stream %d failed", sequence.uid)
+                self._end_with_error(sequence.stream, "INTERNAL", f"the answer could not be sent: {error}")
+
+    def _serve(self, sequence: SequenceStream) -> None:
+        stream = sequence.stream
+        if stream.closed:
+            return
+        reason = sequence.reason
+        if stream.failure is not None:
+            self._end_with_error(stream, *stream.failure)
+        elif reason == FinishReason.CANCELLED:
+            self._end_with_error(stream, "CANCELLED", sequence.error or "the request was cancelled")
+        elif reason == FinishReason.ERROR:
+            self._end_with_error(stream, "INTERNAL", sequence.error or "the engine failed to compute the answer")
+        elif not sequence.finished and (reason or sequence.eager) and not self._must_wait(sequence, reason):
+            self._advance(sequence)
+
+    def _must_wait(self, sequence: SequenceStream, reason: int) -> bool:
+        stream = sequence.stream
+        if reason or not stream.confirmed or not stream.spec.options.stream:
+            return False
+        limit = max(1, MAX_UNCONFIRMED // max(1, self._num_streams))
+        if sequence.number - sequence.confirmed_number < limit:
+            return False
+        sequence.blocked = True
+        # A confirmation may have come between the two lines above.
+        if sequence.number - sequence.confirmed_number < limit:
+            sequence.blocked = False
+            return False
+        return True
+
+    def _advance(self, sequence: SequenceStream) -> None:
+        part = sequence.take()
+        if part is None:
+            return
+        stream = sequence.stream
+        if part.token_ids:
+            self._latency.on_tokens(sequence, len(part.token_ids) // 4)
+        sequence.parts.append(part)
+        if sequence.finished:
+            stream.num_unfinished -= 1
+            if not sequence.reason:  # a stop string, which the engine cannot see
+                self._abort((sequence.uid,), FinishReason.STOP)
+        if stream.spec.options.stream:
+            if sequence.finished or part.text != "":
+                self._send_delta(sequence)
+        elif stream.num_unfinished == 0:
+            self._send_whole(stream)
+
+    def _send_delta(self, sequence: SequenceStream) -> None:
+        stream = sequence.stream
+        final = stream.num_unfinished == 0
+        part = join_parts(sequence.parts)
+        sequence.parts = []
+        sequence.number += 1
+        first = sequence.number == 1
+        chunk = Chunk(
+            uid=sequence.uid,
+            number=sequence.number,
+            parts=(part,),
+            options=stream.spec.options if first else None,
+            num_input_tokens=stream.num_input_tokens,
+            num_sequences=len(stream.sequences),
+            prompt_logprobs=stream.prompt_logprobs if first and stream.spec.options.prompt_logprobs else (),
+            metrics=stream.metrics(self.page_size) if final else None,
+            forget=self.take_forgotten() if self._forget else (),
+        )
+        self._send(stream, chunk, final)
+
+    def _send_whole(self, stream: Stream) -> None:
+        options = stream.spec.options
+        chunk = Chunk(
+            uid=stream.sequences[0].uid,
+            number=1,
+            parts=tuple(join_parts(sequence.parts) for sequence in stream.sequences),
+            options=options,
+            num_input_tokens=stream.num_input_tokens,
+            num_sequences=len(stream.sequences),
+            prompt_logprobs=stream.prompt_logprobs if options.prompt_logprobs else (),
+            metrics=stream.metrics(self.page_size),
+            forget=self.take_forgotten() if self._forget else (),
+        )
+        self._send(stream, chunk, True)
+
+    def _send(self, stream: Stream, chunk: Chunk, final: bool) -> None:
+        if final:
+            self._close(stream)
+        elif stream.confirmed:
+            self.last_sent[stream.worker] = time.monotonic()
+            self._on_sent(chunk.uid, chunk.number, stream.worker)
+        stream.sender.send(chunk, final)
+        if final:
+            self._on_closed(stream)
+
+    def _end_with_error(self, stream: Stream, status: str, message: str) -> None:
+        if stream.closed:
+            return
+        self._close(stream)
+        self._forget.extend(sequence.uid for sequence in stream.sequences if sequence.number)
+        unfinished = [sequence.uid for sequence in stream.sequences if not sequence.reason]
+        if unfinished:
+            self._abort(unfinished, FinishReason.CANCELLED)
+        try:
+            stream.sender.fail(status, message)
+        finally:
+            self._on_closed(stream)
+
+    def _close(self, stream: Stream) -> None:
+        stream.closed = True
+        with self._count_lock:
+            self._num_streams -= 1
+
+
+def streams_of(sequences: Mapping[int, SequenceStream]) -> list[Stream]:
+    """The streams that these sequences (by uid) belong to, each once."""
+    return list({id(sequence.stream): sequence.stream for sequence in list(sequences.values())}.values())

@@ -1,0 +1,91 @@
+"""The Triton model `tokenizer`: a client's request in, checked and tokenized, the engine's request out.
+
+Knows nothing of engines and streams.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+from minisgl_backend.config import Environment
+from minisgl_backend.errors import ConfigError, MinisglError
+from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits, status_of
+from minisgl_backend.serving.engine_settings import is_demo, read_engine_config
+from minisgl_backend.serving.wire import Codec
+from minisgl_backend.text.tokenizer import Tokenizer
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class TritonPythonModel:
+    """Stateless: any number of instances."""
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Loads the tokenizer of the engine's model."""
+        repository = Path(args["model_repository"]).resolve().parent
+        parameters = {
+            key: value["string_value"] for key, value in json.loads(args["model_config"])["parameters"].items()
+        }
+        try:
+            logging.basicConfig(level=Environment.read().log_level)
+            config = read_engine_config(repository)
+            tokenizer = Tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+            vocab_size, max_seq_len = read_limits(Path(config.model), len(tokenizer), config.max_seq_len_override)
+            settings = CodecSettings(
+                defaults=GenerationDefaults.read(Path(config.model)),
+                vocab_size=vocab_size,
+                max_seq_len=max_seq_len,
+                apply_chat_template=_flag(parameters, "apply_chat_template", is_demo(config, repository)),
+                exclude_input_in_output=_flag(parameters, "exclude_input_in_output", True),
+            )
+        except ConfigError as error:
+            raise pb_utils.TritonModelException(str(error)) from None
+        self._codec = RequestCodec(tokenizer, settings)
+        self._wire = Codec()
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """One response a request, or one error that names the field."""
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Any) -> Any:
+        try:
+            token_ids, spec = self._codec.decode(
+                {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
+                json.loads(request.parameters() or "{}"),
+                priority=request.priority(),
+                deadline=_deadline(request.timeout()),
+                request_id=request.request_id(),
+            )
+        except MinisglError as error:
+            code = getattr(pb_utils.TritonError, status_of(error))
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(str(error), code))
+        except Exception as error:
+            # Whatever a strange request provokes ends that request alone.
+            _LOGGER.exception("request %r could not be read", request.request_id())
+            message = f"the request could not be read ({type(error).__name__})"
+            return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG))
+        return pb_utils.InferenceResponse(
+            [
+                pb_utils.Tensor("input_ids", token_ids.reshape(1, -1)),
+                pb_utils.Tensor("spec", self._wire.pack(spec).reshape(1, -1).astype(np.uint8, copy=False)),
+            ]
+        )
+
+
+def _flag(parameters: dict[str, str], name: str, automatic: bool) -> bool:
+    text = parameters.get(name, "auto").strip().lower()
+    if text not in ("auto", "true", "false"):
+        raise ConfigError(f"{name} is {text!r} in tokenizer/config.pbtxt; allowed: auto, true or false")
+    return automatic if text == "auto" else text == "true"
+
+
+def _deadline(timeout_us: int) -> float | None:
+    """time.monotonic() seconds; the clock is the same in every process of a machine."""
+    return time.monotonic() + timeout_us / 1e6 if timeout_us > 0 else None

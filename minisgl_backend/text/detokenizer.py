@@ -1,0 +1,96 @@
+"""Token ids of one stream -> text, piece by piece: no broken character, no lost space, nothing kept at the end.
+
+Knows nothing of other streams, stop strings or why a stream ends.
+
+The pieces of a stream add up to the tokenizer's decode of all its ids, wherever the stream is split. (One exception:
+byte-fallback tokenizers turn a whole run of byte tokens into U+FFFD if any of it is invalid; a stream has sent the
+valid characters of the run by then and replaces only the rest.)
+"""
+
+from __future__ import annotations
+
+import codecs
+from collections.abc import Sequence
+from typing import Protocol
+
+from minisgl_backend.text.vocabulary import Vocabulary
+
+_MAX_HELD_TOKENS = 16  # no character has more tokens: what is still incomplete then is invalid
+
+
+class Detokenizer(Protocol):
+    """The text of one stream so far."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; "" while a character is incomplete."""
+        ...
+
+    def finish(self) -> str:
+        """What was held back; an incomplete character as U+FFFD. The stream is over after it."""
+        ...
+
+
+def new_detokenizer(vocabulary: Vocabulary, skip_special_tokens: bool = True) -> Detokenizer:
+    """A detokenizer for one stream."""
+    if vocabulary.byte_exact:
+        return _ByteDetokenizer(vocabulary, skip_special_tokens)
+    return _WindowDetokenizer(vocabulary, skip_special_tokens)
+
+
+class _ByteDetokenizer:
+    """By table: bytes of each token through an incremental UTF-8 decoder."""
+
+    __slots__ = ("_at_start", "_decoder", "_table")
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+        self._table = vocabulary.table(skip_special_tokens)
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._at_start = vocabulary.strips_leading_space
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        table = self._table
+        try:
+            data = b"".join([table[i] for i in token_ids])
+        except IndexError:  # a model may have more rows than its tokenizer has tokens
+            data = b"".join([table[i] for i in token_ids if i < len(table)])
+        text = self._decoder.decode(data)
+        if self._at_start and text:
+            self._at_start = False
+            return text[1:] if text[0] == " " else text
+        return text
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", True)
+
+
+class _WindowDetokenizer:
+    """By decoding a short window twice, with and without the new tokens; for any tokenizer."""
+
+    __slots__ = ("_decode", "_ids", "_known", "_skip", "_text_of_known")
+
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+        self._decode = vocabulary.decode
+        self._skip = skip_special_tokens
+        self._ids: list[int] = []  # the window: the last tokens whose text is out, and those after them
+        self._known = 0  # so many of the window's tokens have their text out
+        self._text_of_known = ""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        pieces = []
+        for token_id in token_ids:
+            self._ids.append(token_id)
+            pieces.append(self._advance(force=len(self._ids) - self._known > _MAX_HELD_TOKENS))
+        return "".join(pieces)
+
+    def finish(self) -> str:
+        return self._advance(force=True) if len(self._ids) > self._known else ""
+
+    def _advance(self, force: bool) -> str:
+        text = self._decode(self._ids, self._skip)
+        if text.endswith("�") and not force:
+            return ""
+        piece = text[len(self._text_of_known) :]
+        self._ids = self._ids[self._known :]
+        self._known = len(self._ids)
+        self._text_of_known = self._decode(self._ids, self._skip)
+        return piece

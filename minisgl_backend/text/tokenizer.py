@@ -1,0 +1,70 @@
+"""Prompts -> token ids: text, and chat messages through the model's chat template.
+
+Knows nothing of requests, sampling or streams.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from transformers import AutoTokenizer
+
+from minisgl_backend.errors import ConfigError, InvalidRequestError
+
+# Arguments of apply_chat_template that are the server's business; a template from a client would be foreign code.
+_OWN_TEMPLATE_ARGUMENTS = frozenset(
+    "conversation messages chat_template tokenize padding truncation max_length return_tensors return_dict"
+    " return_assistant_tokens_mask tokenizer_kwargs".split()
+)
+
+
+class Tokenizer:
+    """The tokenizer and chat template of one model folder.
+
+    The template runs in transformers' sandbox; Python code in the folder runs only with `trust_remote_code`.
+    """
+
+    def __init__(self, model_dir: str | Path, *, trust_remote_code: bool = False) -> None:
+        """Raises ConfigError where the folder has no tokenizer that can be loaded."""
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
+        except (OSError, ValueError, KeyError, ImportError) as error:
+            raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {error}") from None
+        self._bos = self._tokenizer.bos_token_id
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    def __len__(self) -> int:
+        return len(self._tokenizer)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids; with `add_special_tokens`, BOS comes first exactly once, even where the text begins with it."""
+        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        if add_special_tokens and self._bos is not None and ids[:2] == [self._bos, self._bos]:
+            return ids[1:]
+        return ids
+
+    def render(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> str:
+        """The prompt that the chat template makes of the messages, ready for the assistant's turn.
+
+        The template decides about BOS: encode the result with `add_special_tokens=False`. `template_arguments`
+        reach the template (tools, enable_thinking ...). Raises InvalidRequestError.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequestError("messages: this model has no chat template; send text_input instead")
+        for name in template_arguments:
+            if name in _OWN_TEMPLATE_ARGUMENTS:
+                raise InvalidRequestError(f"chat_template_kwargs has {name!r}; allowed: the template's own arguments")
+        template_arguments.setdefault("add_generation_prompt", not template_arguments.get("continue_final_message"))
+        try:
+            rendered = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages], tokenize=False, **template_arguments
+            )
+        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
+            raise InvalidRequestError(f"messages: the chat template refuses them: {error}") from None
+        return str(rendered)

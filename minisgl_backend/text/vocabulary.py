@@ -1,0 +1,172 @@
+"""What each token id stands for: bytes, special or not, and the tokenizer's own decode.
+
+Knows nothing of prompts, chat templates or streams. Loads without transformers where the folder has a tokenizer.json.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+
+from minisgl_backend.errors import ConfigError
+
+Decode = Callable[[Sequence[int], bool], str]
+
+_SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+class Vocabulary:
+    """The tokens of one model.
+
+    `byte_exact` says whether a text is the concatenation of its tokens' bytes (byte-level and byte-fallback
+    tokenizers, so nearly all of today's); then streams decode by table look-up. `strips_leading_space`: the
+    tokenizer drops one space at the start of a text.
+    """
+
+    def __init__(
+        self,
+        decode: Decode,
+        token_bytes: Sequence[bytes],
+        special_ids: frozenset[int],
+        *,
+        byte_exact: bool,
+        strips_leading_space: bool = False,
+    ) -> None:
+        self.special_ids = special_ids
+        self.byte_exact = byte_exact
+        self.strips_leading_space = strips_leading_space
+        self._decode = decode
+        self._bytes = list(token_bytes)
+        self._printable = [b"" if i in special_ids else data for i, data in enumerate(self._bytes)]
+
+    def __len__(self) -> int:
+        """One more than the highest token id."""
+        return len(self._bytes)
+
+    def table(self, skip_special_tokens: bool) -> list[bytes]:
+        """The bytes of each id, b"" for holes and, if asked, for special tokens. Not to be changed."""
+        return self._printable if skip_special_tokens else self._bytes
+
+    def token_text(self, token_id: int) -> str:
+        """The token alone as a text, special ones included; U+FFFD for parts of characters, "" for a hole."""
+        return self._bytes[token_id].decode("utf-8", "replace") if 0 <= token_id < len(self._bytes) else ""
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        """The tokenizer's own text of a whole sequence: what a stream's deltas add up to."""
+        return self._decode(token_ids, skip_special_tokens)
+
+
+def load_vocabulary(model_dir: str | Path, *, trust_remote_code: bool = False) -> Vocabulary:
+    """Reads the tokenizer of a model folder. Raises ConfigError where there is none."""
+    folder = Path(model_dir)
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return _from_transformers(model_dir, trust_remote_code)
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+    except Exception as error:  # the library raises bare Exceptions
+        raise ConfigError(f"model {model_dir}: tokenizer.json cannot be read: {error}") from None
+    return vocabulary_of(backend, _special_ids(backend, folder))
+
+
+def vocabulary_of(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) -> Vocabulary:
+    """The vocabulary of a loaded tokenizer of the `tokenizers` library."""
+
+    def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        ids = [i for i in token_ids if i not in special_ids] if skip_special_tokens else list(token_ids)
+        return backend.decode(ids, skip_special_tokens=skip_special_tokens)
+
+    to_bytes, exact, strips = _byte_rule(backend)
+    size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
+    tokens = (backend.id_to_token(i) for i in range(size))
+    table = [b"" if token is None else to_bytes(token) for token in tokens]
+    return Vocabulary(decode, table, special_ids, byte_exact=exact, strips_leading_space=strips)
+
+
+def _from_transformers(model_dir: str | Path, trust_remote_code: bool) -> Vocabulary:
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {error}") from None
+    special_ids = frozenset(tokenizer.all_special_ids)
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        return vocabulary_of(backend, special_ids)
+    tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    return Vocabulary(
+        lambda ids, skip: tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False),
+        [(token or "").replace("▁", " ").encode() for token in tokens],
+        special_ids,
+        byte_exact=False,
+    )
+
+
+def _special_ids(backend: tokenizers.Tokenizer, folder: Path) -> frozenset[int]:
+    """Those of tokenizer.json and those that tokenizer_config.json adds, as transformers counts them."""
+    ids = {i for i, token in backend.get_added_tokens_decoder().items() if token.special}
+    file = folder / "tokenizer_config.json"
+    if not file.is_file():
+        return frozenset(ids)
+    config = json.loads(file.read_text(encoding="utf-8"))
+    for number, token in (config.get("added_tokens_decoder") or {}).items():
+        if token.get("special"):
+            ids.add(int(number))
+    named = [config.get(name) for name in _SPECIAL_NAMES]
+    for key in ("additional_special_tokens", "extra_special_tokens"):
+        extra = config.get(key) or []
+        named += list(extra.values()) if isinstance(extra, dict) else list(extra)
+    for token in named:
+        content = token.get("content") if isinstance(token, dict) else token
+        number = backend.token_to_id(content) if isinstance(content, str) else None
+        if number is not None:
+            ids.add(number)
+    return frozenset(ids)
+
+
+def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool, bool]:
+    """How a token becomes bytes, whether that is exact, and whether a text loses its leading space."""
+    if backend.decoder is None:
+        return str.encode, False, False
+    decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__())
+    steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
+    kinds = [step["type"] for step in steps]
+    if kinds == ["ByteLevel"]:
+        return _byte_level_rule(), True, False
+    stripped = kinds[-1:] == ["Strip"]
+    rest = kinds[:-1] if stripped else kinds
+    plain = rest == ["Replace", "ByteFallback", "Fuse"] and steps[0].get("pattern") == {"String": "▁"}
+    if plain and steps[0].get("content") == " ":
+        last = steps[-1]
+        if not stripped or (last["content"], last["start"], last["stop"]) == (" ", 1, 0):
+            return _byte_fallback_bytes, True, stripped
+    return (lambda token: token.replace("▁", " ").encode()), False, False
+
+
+def _byte_level_rule() -> Callable[[str], bytes]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from U+0100 on."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    byte_of = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if chr(byte) not in byte_of]
+    byte_of.update((chr(256 + i), byte) for i, byte in enumerate(others))
+
+    def to_bytes(token: str) -> bytes:
+        # An added token may hold characters outside the alphabet: then the whole token stands for itself.
+        data = [byte_of.get(char) for char in token]
+        return token.encode() if None in data else bytes(byte for byte in data if byte is not None)
+
+    return to_bytes
+
+
+def _byte_fallback_bytes(token: str) -> bytes:
+    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+        try:
+            return bytes([int(token[3:5], 16)])
+        except ValueError:
+            pass
+    return token.replace("▁", " ").encode()

@@ -1,0 +1,1 @@
+from minisgl_backend.serving.detokenizer_model import TritonPythonModel  # noqa: F401

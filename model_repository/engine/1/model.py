@@ -1,0 +1,1 @@
+from minisgl_backend.serving.engine_model import TritonPythonModel  # noqa: F401

@@ -1,0 +1,1 @@
+from minisgl_backend.serving.tokenizer_model import TritonPythonModel  # noqa: F401
