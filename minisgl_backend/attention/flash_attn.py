@@ -1,0 +1,97 @@
+"""The `fa` backend: FlashAttention through sgl-kernel (FA3 on Hopper, FA2 kernels where the package has them).
+
+Knows nothing of layers or scheduling. Every page size works; the kernels take the head-major pool through a
+transposed view. FlashAttention-3: Shah et al., 2024.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class _Plan:
+    kv_lens: torch.Tensor  # int32 [num_seqs]
+    page_table: torch.Tensor  # int32 [num_seqs, pages]
+    cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1]
+    max_q_len: int
+
+
+class FlashAttentionBackend(AttentionBackend):
+    """One variable-length kernel serves prefill and decode; decode has one query token a sequence."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        # Imported here: the package loads compiled code for one GPU generation and fails loudly on others.
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache, is_fa3_supported
+
+        if not is_fa3_supported():
+            capability = torch.cuda.get_device_capability(spec.device)
+            raise ConfigError(
+                f"attention_backend fa has no kernels for compute capability {capability[0]}.{capability[1]}; "
+                "use fi or triton"
+            )
+        if spec.dtype not in (torch.float16, torch.bfloat16):
+            raise ConfigError(
+                f"attention_backend fa serves float16 and bfloat16, not {spec.dtype}; use triton or torch"
+            )
+        if spec.head_dim > 256 or spec.head_dim % 8:
+            raise ConfigError(
+                f"attention_backend fa serves head sizes to 256 divisible by 8; this model has {spec.head_dim}"
+            )
+        self._kernel = flash_attn_with_kvcache
+        self._window = (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
+        self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
+        self._graph_tables: torch.Tensor | None = None
+
+    def plan_prefill(self, inputs: PrefillInputs) -> _Plan:
+        lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
+        pages = -(-int(inputs.kv_lens_host.max()) // self.spec.page_size)
+        table = inputs.page_table[:, :pages].index_select(0, inputs.rows)
+        return _Plan(inputs.kv_lens, table, inputs.cu_seqlens_q, int(lengths.max()))
+
+    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        out: torch.Tensor = self._kernel(
+            q,
+            k_cache.transpose(1, 2),
+            v_cache.transpose(1, 2),
+            cache_seqlens=plan.kv_lens,
+            page_table=plan.page_table,
+            cu_seqlens_q=plan.cu_seqlens_q,
+            max_seqlen_q=plan.max_q_len,
+            softmax_scale=self.spec.softmax_scale,
+            causal=True,
+            window_size=self._window,
+        )
+        return out
+
+    def plan_decode(self, inputs: DecodeInputs) -> _Plan:
+        pages = -(-int(inputs.kv_lens_host.max()) // self.spec.page_size)
+        table = inputs.page_table[:, :pages].index_select(0, inputs.rows)
+        return _Plan(inputs.kv_lens, table, self._one_each[: inputs.batch_size + 1], 1)
+
+    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        return self.prefill(q, k_cache, v_cache, plan)
+
+    def allocate_graph(self, max_batch_size: int) -> None:
+        shape = (max_batch_size, self.spec.max_pages_per_row)
+        self._graph_tables = torch.zeros(shape, dtype=torch.int32, device=self.spec.device)
+
+    def plan_capture(self, inputs: DecodeInputs) -> _Plan:
+        table = self._gather(inputs)
+        return _Plan(inputs.kv_lens, table, self._one_each[: inputs.batch_size + 1], 1)
+
+    def plan_replay(self, inputs: DecodeInputs) -> None:
+        self._gather(inputs)
+
+    def _gather(self, inputs: DecodeInputs) -> torch.Tensor:
+        """The batch's lines of the page table, in the buffer that the graphs read."""
+        if self._graph_tables is None:
+            raise RuntimeError("allocate_graph comes before plan_capture")
+        table = self._graph_tables[: inputs.batch_size]
+        return torch.index_select(inputs.page_table, 0, inputs.rows, out=table)

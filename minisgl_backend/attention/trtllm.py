@@ -1,0 +1,91 @@
+"""The `trtllm` backend: TensorRT-LLM's fused attention as FlashInfer exposes it; pages of 16, 32 or 64 tokens.
+
+Knows nothing of layers or scheduling. Decode is XQA on Hopper and trtllm-gen on Blackwell; prefill has kernels on
+Blackwell only, so on Hopper this backend serves as the second of a pair (`fa,trtllm`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.errors import ConfigError
+
+_WORKSPACE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True)
+class _Plan:
+    kv_lens: torch.Tensor  # int32 [num_seqs]
+    page_table: torch.Tensor  # int32 [num_seqs, pages]
+    cu_seqlens_q: torch.Tensor | None = None  # int32 [num_seqs + 1]
+    cu_seqlens_kv: torch.Tensor | None = None  # int32 [num_seqs + 1]
+    max_q_len: int = 1
+    max_kv_len: int = 0
+
+
+class TrtllmBackend(AttentionBackend):
+    """The kernels read lengths and pages on the device; only the batch's lines of the page table are gathered."""
+
+    def __init__(self, spec: AttentionSpec) -> None:
+        super().__init__(spec)
+        if spec.dtype not in (torch.float16, torch.bfloat16):
+            raise ConfigError(f"attention_backend trtllm serves float16 and bfloat16, not {spec.dtype}")
+        if spec.page_size not in (16, 32, 64):
+            raise ConfigError(f"attention_backend trtllm serves page_size 16, 32 and 64, not {spec.page_size}")
+        if spec.head_dim not in (64, 128, 256):
+            raise ConfigError(
+                f"attention_backend trtllm serves head sizes 64, 128, 256; this model has {spec.head_dim}"
+            )
+        import flashinfer
+
+        self._flashinfer = flashinfer
+        self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
+        self._window_left = -1 if spec.sliding_window is None else spec.sliding_window - 1
+        self._graph_tables: torch.Tensor | None = None
+
+    def plan_prefill(self, inputs: PrefillInputs) -> _Plan:
+        lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
+        max_kv_len = int(inputs.kv_lens_host.max())
+        table = inputs.page_table[:, : -(-max_kv_len // self.spec.page_size)].index_select(0, inputs.rows)
+        cu_seqlens_kv = torch.nn.functional.pad(inputs.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
+        return _Plan(inputs.kv_lens, table, inputs.cu_seqlens_q, cu_seqlens_kv, int(lengths.max()), max_kv_len)
+
+    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        out: torch.Tensor = self._flashinfer.prefill.trtllm_batch_context_with_kv_cache(
+            q.contiguous(), (k_cache, v_cache), self._workspace, plan.page_table, plan.kv_lens, plan.max_q_len,
+            plan.max_kv_len, self.spec.softmax_scale, 1.0, plan.kv_lens.shape[0], plan.cu_seqlens_q,
+            plan.cu_seqlens_kv, window_left=self._window_left, kv_layout="HND",
+        )  # fmt: skip
+        return out
+
+    def plan_decode(self, inputs: DecodeInputs) -> _Plan:
+        max_kv_len = int(inputs.kv_lens_host.max())
+        table = inputs.page_table[:, : -(-max_kv_len // self.spec.page_size)].index_select(0, inputs.rows)
+        return _Plan(inputs.kv_lens, table, max_kv_len=max_kv_len)
+
+    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        out: torch.Tensor = self._flashinfer.decode.trtllm_batch_decode_with_kv_cache(
+            q.contiguous(), (k_cache, v_cache), self._workspace, plan.page_table, plan.kv_lens, plan.max_kv_len,
+            bmm1_scale=self.spec.softmax_scale, bmm2_scale=1.0, window_left=self._window_left, kv_layout="HND",
+        )  # fmt: skip
+        return out
+
+    def allocate_graph(self, max_batch_size: int) -> None:
+        shape = (max_batch_size, self.spec.max_pages_per_row)
+        self._graph_tables = torch.zeros(shape, dtype=torch.int32, device=self.spec.device)
+
+    def plan_capture(self, inputs: DecodeInputs) -> _Plan:
+        return _Plan(inputs.kv_lens, self._gather(inputs), max_kv_len=self.spec.max_seq_len)
+
+    def plan_replay(self, inputs: DecodeInputs) -> None:
+        self._gather(inputs)
+
+    def _gather(self, inputs: DecodeInputs) -> torch.Tensor:
+        """The batch's lines of the page table, in the buffer that the graphs read."""
+        if self._graph_tables is None:
+            raise RuntimeError("allocate_graph comes before plan_capture")
+        table = self._graph_tables[: inputs.batch_size]
+        return torch.index_select(inputs.page_table, 0, inputs.rows, out=table)
