@@ -29,6 +29,7 @@ from minisgl_backend.engine.messages import Command, Event, Handled, Hello, Outp
 from minisgl_backend.errors import ConfigError, EngineDeadError
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
+CORE_SOCKET = "core"  # there while a core is ready, and after it was killed
 EVENT_QUEUE = 64  # records that may wait in one front's socket before they merge in the core
 COMMAND_QUEUE = 16384
 HANDLED_QUEUE = 1024
@@ -132,7 +133,7 @@ class CoreChannel:
         self._events.setsockopt(zmq.SNDHWM, EVENT_QUEUE)
         self._commands: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._commands.setsockopt(zmq.RCVHWM, COMMAND_QUEUE)
-        for socket, name in ((self._events, "core"), (self._commands, "commands")):
+        for socket, name in ((self._events, CORE_SOCKET), (self._commands, "commands")):
             socket.setsockopt(zmq.LINGER, 200)
             path = _socket_path(socket_dir, name)
             with contextlib.suppress(FileNotFoundError):

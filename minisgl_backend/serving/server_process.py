@@ -11,6 +11,7 @@ import json
 import os
 import pty
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minisgl_backend.engine.channel import CORE_SOCKET, socket_directory
 from minisgl_backend.serving.processes import ServerProcesses
 from minisgl_backend.serving.server_log import LogFilter
 from minisgl_backend.serving.triton_server import DIE_WITH_PARENT
@@ -53,7 +55,7 @@ class ServerSettings:
 
 
 class ServerProcess:
-    """Starts the server at construction. All methods are for one thread, but for `ready` and `dead_models`."""
+    """Starts the server at construction. All methods are for one thread; those without effects for any."""
 
     def __init__(self, settings: ServerSettings) -> None:
         self._settings = settings
@@ -88,6 +90,20 @@ class ServerProcess:
     def dead_models(self, *, confirmed: bool = False) -> set[str]:
         """Models with a dead stub; `confirmed`: dead at the scan before as well, which also looks for new stubs."""
         return self._processes.scan() if confirmed else self._processes.dead_now()
+
+    def engine_down(self) -> bool:
+        """True while the engine core is dead or not yet back. False as well for a repository without an engine."""
+        path = self._socket_directory() / CORE_SOCKET
+        if not path.exists():
+            return False
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+            probe.settimeout(1.0)
+            try:
+                # The core listens once it is ready; the file of a dead one stays and refuses.
+                probe.connect(str(path))
+            except OSError:
+                return True
+        return False
 
     def has_model(self, model: str) -> bool:
         """True if the server has loaded this model."""
@@ -129,7 +145,11 @@ class ServerProcess:
             self._signal(signal.SIGKILL)
             self._process.wait()
         self._processes.kill_all()
+        shutil.rmtree(self._socket_directory(), ignore_errors=True)
         self._pump.join(timeout=2.0)
+
+    def _socket_directory(self) -> Path:
+        return socket_directory(self._settings.repository, self._process.pid)
 
     def _signal(self, number: int) -> None:
         if self._process.poll() is None:

@@ -176,6 +176,8 @@ class Supervisor:
         dead = server.dead_models()
         if dead:
             return f"a process of model {', '.join(sorted(dead))} died"
+        if server.engine_down():
+            return "the engine is down"
         return None if server.ready() else "the server is not ready"
 
     def _catch_signals(self) -> None:
