@@ -240,7 +240,7 @@ class FrontChannel:
         self.events.setsockopt(zmq.RCVHWM, EVENT_QUEUE)
         self.events.setsockopt(zmq.ROUTING_ID, b"f" + front.to_bytes(2, "big") + os.urandom(8))
         self.monitor = self.events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        for socket, name in ((self._commands, "commands"), (self.events, "core")):
+        for socket, name in ((self._commands, "commands"), (self.events, CORE_SOCKET)):
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits in the socket for a core that is not there
             socket.setsockopt(zmq.RECONNECT_IVL, 10)
