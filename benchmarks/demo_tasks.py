@@ -146,7 +146,7 @@ def training_conversation(rng: Random) -> list[dict[str, str]]:
     turns: list[Turn]
     if style < 0.42:
         turns = [arithmetic_turn(rng, False) for _ in range(rng.randint(1, 10))]
-    elif style < 0.74:
+    elif style < 0.70:
         turns = [_words_turn(rng, False, made_up=0.15) for _ in range(rng.randint(1, 4))]
     elif style < 0.78:
         turns = [counting_turn(rng, False)]

@@ -222,6 +222,7 @@ class RowPacker:
             if list(ids[start + 1 : start + 1 + len(self._role)]) == self._role:
                 length = end + 1 - start - head
                 weight[start + head : end + 1] = int(1000 * min(1.0, 16 / length) ** 0.5)
+                weight[end] = 1000  # to stop at the right number is the one hard step of a long count
         return ids, weight
 
 
@@ -397,7 +398,8 @@ class DemoModel(nn.Module):
             for store, new in ((cache.keys, k), (cache.values, v)):
                 store.append(new.new_zeros(batch, new.shape[1], room, new.shape[3]))
                 store[-1][:, :, :tokens] = new
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for each in (k, v))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
             x = x + layer.self_attn.o_proj(out.transpose(1, 2).flatten(2))
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return x, cache
