@@ -112,10 +112,9 @@ class ModelRunner:
         return self._hidden_states(rows, positions, batch.attention)
 
     def _hidden_states(self, rows: torch.Tensor, positions: torch.Tensor, plan: HybridPlan) -> torch.Tensor:
-        ctx = ForwardContext(
-            pool=self._pool, slots=self._table.slots(rows, positions), attention=self._attention, plan=plan
-        )
-        return self._model.forward(self._table.read_tokens(rows, positions), positions, ctx)
+        token_ids, slots = self._table.lookup(rows, positions)
+        ctx = ForwardContext(pool=self._pool, slots=slots, attention=self._attention, plan=plan)
+        return self._model.forward(token_ids, positions, ctx)
 
     def _sample(self, step: StepTensors, hidden: torch.Tensor) -> Sampled:
         if not step.num_sampled:

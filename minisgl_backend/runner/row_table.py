@@ -6,8 +6,11 @@ tokens, by `RowTable.write_tokens`.
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import struct
 from dataclasses import dataclass
+from types import ModuleType
 
 import numpy as np
 import numpy.typing as npt
@@ -54,6 +57,7 @@ class RowTable:
         self.tokens = torch.zeros(self.max_rows, max_seq_len + 1, dtype=torch.int32, device=device)
         self.params = torch.zeros(self.max_rows, NUM_PARAMS, dtype=torch.int32, device=device)
         self.float_params = self.params.view(torch.float32)
+        self._kernels = _kernels(device)
 
     def apply(self, updates: RowUpdates) -> None:
         """Writes the pages, tokens and parameters of one plan; in stream order, never waits."""
@@ -69,18 +73,30 @@ class RowTable:
             )
             self.tokens[rows, positions] = updates.admitted_tokens
 
+    def lookup(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The tokens at these positions and where in the KV pool they go: token ids and slots, int32 [num_tokens]."""
+        if self._kernels is not None:
+            return self._kernels.lookup(rows, positions, self.tokens, self.page_table, self.page_size)
+        return self.tokens[rows, positions], self.slots(rows, positions)
+
     def slots(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Where in the KV pool the tokens at these positions go; int32 [num_tokens]."""
         pages = self.page_table[rows, positions // self.page_size]
         return pages * self.page_size + positions % self.page_size
 
-    def read_tokens(self, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The tokens at these positions; int32 [num_tokens]."""
-        return self.tokens[rows, positions]
-
     def write_tokens(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Records sampled tokens, so that the next step can read them without the host."""
-        self.tokens[rows, positions] = token_ids
+        if self._kernels is not None:
+            self._kernels.write_tokens(self.tokens, rows, positions, token_ids)
+        else:
+            self.tokens[rows, positions] = token_ids
+
+
+def _kernels(device: torch.device) -> ModuleType | None:
+    """The module of Triton-language kernels for row tables, where it can run."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    return importlib.import_module("minisgl_backend.kernels.rows")
 
 
 def expand(

@@ -1,0 +1,58 @@
+"""Reads and writes of the row tables around a forward pass, one kernel each, in the Triton language.
+
+Knows nothing of models. In plain torch these are a dozen launches of tiny kernels, which a decode step at small
+batch pays for in full.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+_TILE = 128
+
+
+def lookup(
+    rows: torch.Tensor, positions: torch.Tensor, tokens: torch.Tensor, page_table: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and KV slots at (row, position): int32 [n] each; tokens and page_table as in runner.RowTable."""
+    n = rows.shape[0]
+    out = torch.empty((2, n), dtype=torch.int32, device=rows.device)
+    _lookup_kernel[(triton.cdiv(n, _TILE),)](
+        rows, positions, tokens, page_table, out, n, tokens.stride(0), page_table.stride(0),
+        PAGE_SIZE=page_size, TILE=_TILE, num_warps=4,
+    )  # fmt: skip
+    return out[0], out[1]
+
+
+@triton.jit
+def _lookup_kernel(
+    rows_ptr, positions_ptr, tokens_ptr, table_ptr, out_ptr, n, tokens_stride, table_stride,
+    PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    ok = i < n
+    row = tl.load(rows_ptr + i, mask=ok, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + i, mask=ok, other=0)
+    token = tl.load(tokens_ptr + row * tokens_stride + position, mask=ok, other=0)
+    page = tl.load(table_ptr + row * table_stride + position // PAGE_SIZE, mask=ok, other=0)
+    tl.store(out_ptr + i, token, mask=ok)
+    tl.store(out_ptr + n + i, page * PAGE_SIZE + position % PAGE_SIZE, mask=ok)
+
+
+def write_tokens(tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
+    """tokens[rows, positions] = token_ids; all int32, index tensors [n]."""
+    n = rows.shape[0]
+    _write_kernel[(triton.cdiv(n, _TILE),)](
+        tokens, rows, positions, token_ids, n, tokens.stride(0), TILE=_TILE, num_warps=4
+    )
+
+
+@triton.jit
+def _write_kernel(tokens_ptr, rows_ptr, positions_ptr, ids_ptr, n, tokens_stride, TILE: tl.constexpr):
+    i = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    ok = i < n
+    row = tl.load(rows_ptr + i, mask=ok, other=0).to(tl.int64)
+    position = tl.load(positions_ptr + i, mask=ok, other=0)
+    tl.store(tokens_ptr + row * tokens_stride + position, tl.load(ids_ptr + i, mask=ok, other=0), mask=ok)
