@@ -34,6 +34,9 @@ EVENT_QUEUE = 64  # records that may wait in one front's socket before they merg
 COMMAND_QUEUE = 16384
 HANDLED_QUEUE = 1024
 
+Entries = slice | npt.NDArray[np.intp]  # places in parallel arrays; a slice stands for all
+ALL = slice(None)
+
 
 def socket_directory(model_repository: str | Path, parent_pid: int | None = None) -> Path:
     """The private directory (mode 0700) of one server's sockets, made where it is missing.
@@ -94,14 +97,14 @@ def merge_outputs(records: Sequence[Outputs]) -> Outputs:
     )
 
 
-def split_by_front(uids: npt.NDArray[np.int64]) -> list[tuple[int, npt.NDArray[np.int64] | slice]]:
-    """(front, indices of its entries) for each front among `uids`, int64 [n]."""
+def split_by_front(uids: npt.NDArray[np.int64]) -> list[tuple[int, Entries]]:
+    """(front, its entries) for each front among `uids`, int64 [n]."""
     if not len(uids):
         return []
     fronts = uids >> 47
     first = int(fronts[0])
     if (fronts == first).all():
-        return [(first, slice(None))]
+        return [(first, ALL)]
     return [(int(front), np.flatnonzero(fronts == front)) for front in np.unique(fronts)]
 
 

@@ -9,13 +9,11 @@ cannot start, and the parent sees the process end when the pipe closes. Logs and
 from __future__ import annotations
 
 import argparse
-import ctypes
 import faulthandler
 import logging
 import os
 import signal
 import sys
-import threading
 from pathlib import Path
 
 import msgspec
@@ -23,6 +21,7 @@ import msgspec
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import build_engine
 from minisgl_backend.engine.channel import CoreChannel
+from minisgl_backend.engine.child import TIED, begin_child, log_to_stderr
 from minisgl_backend.engine.messages import StartReport
 from minisgl_backend.engine.service import CoreService
 from minisgl_backend.errors import ConfigError, EngineDeadError
@@ -31,7 +30,6 @@ log = logging.getLogger(__name__)
 
 EXIT_CONFIG = 2
 EXIT_DEAD = 3
-PR_SET_PDEATHSIG = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -40,13 +38,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--socket-dir", type=Path, required=True)
     parser.add_argument("--config", required=True, help="engine options as JSON")
     parser.add_argument("--status-fd", type=int, required=True)
+    parser.add_argument(TIED, action="store_true")
     options = parser.parse_args(arguments)
-    die_with_parent()
     faulthandler.enable()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server, which ends us in its own time
+    begin_child("engine", "INFO", tied=options.tied)
     try:
         environment = Environment.read()
-        set_up_logging(environment.log_level, "engine")
+        log_to_stderr("engine", environment.log_level)
         config = EngineConfig(**msgspec.json.decode(options.config))
         engine = build_engine(config, environment, on_follower_death=_end_at_once)
         service = CoreService(engine.core, channel := CoreChannel(options.socket_dir), engine.welcome)
@@ -67,28 +65,6 @@ def main(arguments: list[str] | None = None) -> int:
     engine.close()
     channel.close()
     return 0
-
-
-def set_up_logging(level: str, name: str) -> None:
-    """Logs of this package to stderr, one line each, with the process's name."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"%(asctime)s {name} %(levelname).1s %(message)s", "%H:%M:%S"))
-    package = logging.getLogger("minisgl_backend")
-    package.handlers = [handler]
-    package.setLevel(level)
-    package.propagate = False
-
-
-def die_with_parent() -> None:
-    """Ends this process when its parent ends: by a signal from the kernel, and when standard input closes."""
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
-
-
-def _watch_parent() -> None:
-    while os.read(0, 4096):
-        pass
-    os._exit(0)
 
 
 def _end_at_once(reason: str) -> None:

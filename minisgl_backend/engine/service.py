@@ -11,7 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
-from minisgl_backend.engine.channel import CoreChannel, split_by_front
+from minisgl_backend.engine.channel import ALL, CoreChannel, Entries, split_by_front
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.messages import (
     Abort,
@@ -112,8 +112,8 @@ class CoreService:
             return
         for uid in outputs.uids[outputs.reasons != 0].tolist():
             self._live.get(front_of(uid), set()).discard(uid)
-        for front, indices in split_by_front(outputs.uids):
-            self._channel.send(front, to_message(outputs, indices))
+        for front, entries in split_by_front(outputs.uids):
+            self._channel.send(front, to_message(outputs, entries))
 
     def _housekeep(self, busy: bool) -> None:
         now = self._clock()
@@ -129,22 +129,23 @@ class CoreService:
         return values
 
 
-def to_message(outputs: SequenceOutputs, indices: object = slice(None)) -> Outputs:
-    """The records at `indices` (an index array or a slice of all) as a message."""
+def to_message(outputs: SequenceOutputs, entries: Entries = ALL) -> Outputs:
+    """The records at `entries` as a message."""
     details = {}
     if outputs.details:
-        places = {index: index for index in outputs.details}
-        if not isinstance(indices, slice):
-            places = {int(index): place for place, index in enumerate(indices)}  # type: ignore[call-overload]
+        if isinstance(entries, slice):
+            places = {index: index for index in outputs.details}
+        else:
+            places = {index: place for place, index in enumerate(entries.tolist())}
         details = {
             places[index]: _detail(detail, int(outputs.token_ids[index]))
             for index, detail in outputs.details.items()
             if index in places
         }
     return Outputs(
-        uids=outputs.uids[indices].tobytes(),  # type: ignore[index]
-        token_ids=outputs.token_ids[indices].tobytes(),  # type: ignore[index]
-        reasons=outputs.reasons[indices].tobytes(),  # type: ignore[index]
+        uids=outputs.uids[entries].tobytes(),
+        token_ids=outputs.token_ids[entries].tobytes(),
+        reasons=outputs.reasons[entries].tobytes(),
         details=details,
     )
 

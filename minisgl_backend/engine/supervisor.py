@@ -11,9 +11,7 @@ import fcntl
 import logging
 import os
 import select
-import shutil
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,8 +19,8 @@ from pathlib import Path
 
 import msgspec
 
-import minisgl_backend
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.child import start_child
 from minisgl_backend.engine.messages import StartReport
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 
@@ -96,8 +94,8 @@ class Supervisor:
             started = time.monotonic()
             try:
                 self._process = process = CoreProcess(self._config, self._socket_dir)
-            except OSError as error:
-                self._on_first_failure(EngineDeadError(f"the engine core's process cannot be started: {error}"))
+            except EngineDeadError as error:
+                self._on_first_failure(error)
                 return
             try:
                 process.wait_ready(self._stop_read)
@@ -127,19 +125,14 @@ class CoreProcess:
 
     def __init__(self, config: EngineConfig, socket_dir: Path) -> None:
         self._status_read, status_write = os.pipe()
-        options = {
-            name: value
-            for name, value in dataclasses.asdict(config).items()
-            if value != config.__dataclass_fields__[name].default
-        }
-        command = [python_executable(), "-m", "minisgl_backend.engine.process"]
-        command += ["--socket-dir", str(socket_dir), "--config", msgspec.json.encode(options).decode()]
-        command += ["--status-fd", str(status_write)]
+        options = dataclasses.asdict(config)
+        arguments = ["--socket-dir", str(socket_dir), "--config", msgspec.json.encode(options).decode()]
+        arguments += ["--status-fd", str(status_write)]
         try:
-            # Output goes to stderr: standard output may belong to whoever started the front.
-            self._popen = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=2, pass_fds=(status_write,), env=child_environment()
-            )
+            self._popen = start_child("minisgl_backend.engine.process", arguments, fds=(status_write,), tied=True)
+        except OSError as error:
+            os.close(self._status_read)
+            raise EngineDeadError(f"the engine core's process cannot be started: {error}") from error
         finally:
             os.close(status_write)
 
@@ -188,18 +181,3 @@ class CoreProcess:
             os.close(self._status_read)
         status = self._popen.returncode
         return f"signal {-status}" if status < 0 else f"exit status {status}"
-
-
-def python_executable() -> str:
-    """The interpreter of this environment, also where an embedding program is `sys.executable` or there is none."""
-    if sys.executable and Path(sys.executable).name.startswith("python"):
-        return sys.executable
-    candidate = Path(sys.prefix) / "bin" / "python3"
-    return str(candidate) if candidate.exists() else (shutil.which("python3") or "python3")
-
-
-def child_environment() -> dict[str, str]:
-    """This process's environment, in which a child finds the same package."""
-    root = str(Path(minisgl_backend.__file__).parent.parent)
-    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}

@@ -1,0 +1,176 @@
+"""Puts an engine together: options -> model and device facts -> runner (with followers) -> scheduler -> EngineCore.
+
+Knows nothing of sockets to fronts. The build order is in the calls: the page count comes out of the runner and goes
+into the scheduler.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig, SchedulerLimits
+from minisgl_backend.engine.core import EngineCore, StepRunner
+from minisgl_backend.engine.grammar import Grammars
+from minisgl_backend.engine.messages import Welcome
+from minisgl_backend.engine.progress import ProgressReport, mebibytes
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.runner.null_runner import NullRunner
+from minisgl_backend.scheduler.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
+
+NULL_PAGE_SIZE = 16
+NULL_MAX_PAGES = 1 << 16
+NULL_ANSWER = "The null runner says this again and again, and computes nothing. "
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A core that is ready, and what belongs to it."""
+
+    core: EngineCore
+    welcome: Welcome
+    model_dir: Path
+    model: ModelConfig
+    _close: Callable[[], None]
+
+    def close(self) -> None:
+        """Ends the core and the followers."""
+        self.core.close()
+        self._close()
+
+
+def build_engine(
+    config: EngineConfig, environment: Environment, *, on_follower_death: Callable[[str], None] = log.critical
+) -> Engine:
+    """Raises ConfigError for whatever cannot be served.
+
+    `on_follower_death` is called on a thread of its own, with a reason, when a tensor-parallel follower has died.
+    """
+    model_dir = find_model_dir(config.model)
+    model = ModelConfig.load(model_dir)
+    if config.runner == "null":
+        runner, limits, description, close = _null_runner(config, model_dir, model)
+    else:
+        runner, limits, description, close = _model_runner(config, environment, model_dir, model, on_follower_death)
+    overlap = environment.overlap
+    try:
+        grammars = Grammars(
+            lambda: _load_tokenizer(config, model_dir), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
+        )
+        scheduler = Scheduler(limits)
+        core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars)
+    except BaseException:
+        close()
+        raise
+    welcome = Welcome(
+        pid=os.getpid(),
+        max_seq_len=scheduler.max_length,
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        page_size=limits.page_size,
+        num_pages=limits.num_pages,
+        description=f"{description}, {'overlapped' if overlap else 'sequential'} scheduling",
+    )
+    return Engine(core, welcome, model_dir, model, close)
+
+
+def resolve_options(config: EngineConfig, environment: Environment) -> tuple[RuntimeConfig, ModelConfig]:
+    """What the options come to on this machine, without loading anything. Raises ConfigError."""
+    from minisgl_backend.runner.device import DeviceFacts
+    from minisgl_backend.runner.resolve import resolve
+
+    model_dir = find_model_dir(config.model)
+    model = ModelConfig.load(model_dir)
+    return resolve(config, model_dir, model, DeviceFacts.detect(), environment), model
+
+
+def start_progress() -> Any:
+    """Progress reports of a rank's start."""
+    from minisgl_backend.runner.build import StartProgress
+
+    return StartProgress(
+        weights=ProgressReport("loading weights", mebibytes), graphs=ProgressReport("capturing graphs")
+    )
+
+
+def _model_runner(
+    config: EngineConfig,
+    environment: Environment,
+    model_dir: Path,
+    model: ModelConfig,
+    on_follower_death: Callable[[str], None],
+) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
+    # Imported late: the null runner needs no torch, whose import takes seconds.
+    from minisgl_backend.engine.follower import Followers, LeaderRunner
+    from minisgl_backend.runner.build import build_runner
+    from minisgl_backend.runner.device import DeviceFacts
+    from minisgl_backend.runner.resolve import resolve
+
+    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment)
+    description = (
+        f"{config.model} ({model.architecture}), {runtime.dtype} on {runtime.device}"
+        f"{f' x {config.tp}' if config.tp > 1 else ''}, attention {runtime.prefill_backend},{runtime.decode_backend}, "
+        f"pages of {runtime.page_size} tokens"
+    )
+    if config.tp == 1:
+        runner = build_runner(runtime, model, progress=start_progress())
+        return runner, _limits(runtime, model, runner.num_pages), description, lambda: None
+    followers = Followers.start(config, runtime.device)
+    try:
+        tp = followers.connect()
+        followers.watch(on_follower_death)
+        runner = build_runner(runtime, model, tp, start_progress())
+        followers.note_ready()
+    except BaseException:
+        followers.close()
+        raise
+    return LeaderRunner(runner, followers), _limits(runtime, model, runner.num_pages), description, followers.close
+
+
+def _limits(runtime: RuntimeConfig, model: ModelConfig, num_pages: int) -> SchedulerLimits:
+    return _scheduler_limits(runtime.config, model, runtime.page_size, num_pages, runtime.max_seq_len)
+
+
+def _scheduler_limits(
+    config: EngineConfig, model: ModelConfig, page_size: int, num_pages: int, max_seq_len: int
+) -> SchedulerLimits:
+    return SchedulerLimits(
+        page_size=page_size,
+        num_pages=num_pages,
+        max_seq_len=max_seq_len,
+        max_running_requests=config.max_running_requests,
+        max_waiting_requests=config.max_waiting_requests,
+        max_prefill_length=config.max_prefill_length,
+        mixed_prefill_length=config.mixed_prefill_length,
+        cache_type=config.cache_type,
+        schedule_policy=config.schedule_policy,
+        eos_token_ids=model.eos_token_ids,
+    )
+
+
+def _null_runner(
+    config: EngineConfig, model_dir: Path, model: ModelConfig
+) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
+    tokenizer = _load_tokenizer(config, model_dir)
+    answer = tokenizer(NULL_ANSWER, add_special_tokens=False)["input_ids"]
+    page_size = config.page_size or NULL_PAGE_SIZE
+    max_seq_len = min(config.max_seq_len_override or model.max_position, model.max_position)
+    pages = config.num_pages or min(config.max_running_requests * -(-max_seq_len // page_size), NULL_MAX_PAGES)
+    runner = NullRunner(np.array(answer, dtype=np.int32), config.null_runner_rate)
+    limits = _scheduler_limits(config, model, page_size, pages, max_seq_len)
+    return runner, limits, f"null runner with the tokenizer of {config.model}", lambda: None
+
+
+def _load_tokenizer(config: EngineConfig, model_dir: Path) -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=config.trust_remote_code)
