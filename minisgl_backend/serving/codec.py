@@ -28,6 +28,7 @@ from minisgl_backend.serving.wire import OutputOptions, Spec
 from minisgl_backend.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 10_000
+MAX_PRIORITY = 1000
 MAX_PROMPT_BYTES = 1 << 20  # or 64 for each token of the context, where that is more
 GRAMMAR_KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
 
@@ -93,7 +94,6 @@ class RequestCodec:
         tensors: Mapping[str, npt.NDArray[Any]],
         parameters: Mapping[str, Any] | None = None,
         *,
-        priority: int = 0,
         deadline: float | None = None,
         request_id: str = "",
     ) -> tuple[npt.NDArray[np.int32], Spec]:
@@ -103,6 +103,9 @@ class RequestCodec:
         text, prompt_ids = self._prompt(fields)
         params = self._params(fields)
         options = self._options(fields, params, text)
+        priority = fields.get("priority", 0)
+        if not 0 <= priority <= MAX_PRIORITY:
+            raise InvalidRequestError(f"priority is {priority}; allowed: 0 (default), or 1 (first) to {MAX_PRIORITY}")
         spec = Spec(params=params, options=options, priority=priority, deadline=deadline, request_id=request_id)
         return np.asarray(prompt_ids, dtype=np.int32), spec
 
@@ -199,10 +202,10 @@ class RequestCodec:
 
 
 # SamplingParams fields that clients send under the same name.
-_PLAIN_FIELDS = """
-    max_tokens min_tokens temperature top_k top_p min_p seed repetition_penalty presence_penalty frequency_penalty
-    ignore_eos logprobs prompt_logprobs
-""".split()
+_PLAIN_FIELDS = (
+    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs"),
+)
 
 
 def _refuse_what_is_not_served(fields: Mapping[str, Any]) -> None:

@@ -27,10 +27,14 @@ ALIASES = {
     "n": "num_return_sequences",
     "include_stop_str_in_output": "include_stop_string",
     "structured_outputs": "guided_decoding",
+    "num_logprobs": "logprobs",
+    "num_prompt_logprobs": "prompt_logprobs",
 }
 
 # Fields of vllm's SamplingParams that are no tensors.
 _JSON_FIELDS = {
+    "logprobs": "int",
+    "prompt_logprobs": "int",
     "best_of": "int",
     "include_stop_string": "bool",
     "guided_decoding": "json",
@@ -42,8 +46,8 @@ _JSON_FIELDS = {
 
 # Request parameters that belong to Triton itself, to HTTP front ends or to the client's own bookkeeping.
 _FOREIGN_PARAMETERS = frozenset(
-    "sequence_id sequence_start sequence_end priority timeout binary_data_output headers"
-    " model id user request_id timestamp".split()
+    {"sequence_id", "sequence_start", "sequence_end", "timeout", "binary_data_output", "headers"}
+    | {"model", "id", "user", "request_id", "timestamp"}
 )
 
 _KINDS = {"STRING": "str", "BOOL": "bool", "INT32": "int", "UINT64": "int", "FP32": "float"}

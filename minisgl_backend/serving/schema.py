@@ -43,6 +43,7 @@ COMMON_INPUTS = (
     Tensor("chat_template_kwargs", "STRING"),  # JSON
     Tensor("skip_special_tokens", "BOOL"),
     Tensor("add_special_tokens", "BOOL"),
+    Tensor("priority", "INT32"),  # Triton's own field of that name does not reach a Python model
     Tensor("image", "STRING", (-1,), "this server has no multimodal models"),
     Tensor("embedding_request", "STRING", (1,), "this server has no embedding models"),
 )
@@ -72,8 +73,10 @@ SAMPLING_INPUTS = (
     Tensor("ignore_eos", "BOOL"),
     Tensor("end_id", "INT32"),
     Tensor("pad_id", "INT32"),
-    Tensor("logprobs", "INT32"),
-    Tensor("prompt_logprobs", "INT32"),
+    # Not called like the outputs logprobs and prompt_logprobs: an ensemble has one name space for both. As request
+    # parameters (a key of the JSON body of `generate`) both go by the outputs' names too.
+    Tensor("num_logprobs", "INT32"),
+    Tensor("num_prompt_logprobs", "INT32"),
     Tensor("guided_decoding_guide_type", "STRING"),
     Tensor("guided_decoding_guide", "STRING"),
     Tensor("return_log_probs", "BOOL"),

@@ -59,7 +59,6 @@ class TritonPythonModel:
             token_ids, spec = self._codec.decode(
                 {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
                 json.loads(request.parameters() or "{}"),
-                priority=request.priority(),
                 deadline=_deadline(request.timeout()),
                 request_id=request.request_id(),
             )

@@ -16,8 +16,8 @@ from minisgl_backend.errors import ConfigError, InvalidRequestError
 
 # Arguments of apply_chat_template that are the server's business; a template from a client would be foreign code.
 _OWN_TEMPLATE_ARGUMENTS = frozenset(
-    "conversation messages chat_template tokenize padding truncation max_length return_tensors return_dict"
-    " return_assistant_tokens_mask tokenizer_kwargs".split()
+    {"conversation", "messages", "chat_template", "tokenize", "padding", "truncation", "max_length"}
+    | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )
 
 
