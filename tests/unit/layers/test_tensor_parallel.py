@@ -1,0 +1,101 @@
+"""Collectives between ranks, and models split over them, against the same model on one rank.
+
+Ranks are threads here: there is no process-wide group, so one process may hold several.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.tensor_parallel import TensorParallel
+from tests.parity.checkpoints import save_checkpoint
+from tests.parity.paged import PagedModel
+
+CPU = torch.device("cpu")
+
+
+def on_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
+    """Runs `work` on every rank at once; results in rank order."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+
+    def rank_main(rank: int) -> Any:
+        tp = TensorParallel.connect(rank, size, "127.0.0.1", port, CPU, timeout_s=60)
+        try:
+            return work(tp)
+        finally:
+            tp.close()
+
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(rank_main, range(size)))
+
+
+def test_collectives() -> None:
+    def work(tp: TensorParallel) -> tuple[list[float], list[list[int]], list[int], int]:
+        mine = torch.tensor([tp.rank, 10 * tp.rank])
+        gathered = tp.all_gather(mine).tolist()
+        chosen = tp.broadcast(mine.clone(), source=1).tolist()
+        return tp.all_reduce(torch.tensor([1.0, tp.rank])).tolist(), gathered, chosen, tp.minimum(7 - tp.rank)
+
+    expected = ([3.0, 3.0], [[0, 0], [1, 10], [2, 20]], [1, 10], 5)
+    assert on_ranks(3, work) == [expected] * 3
+
+
+def test_one_rank_needs_no_group() -> None:
+    tp = TensorParallel.connect(0, 1, "nowhere.invalid", 1, CPU)
+    tensor = torch.ones(2)
+    assert tp.all_reduce(tensor) is tensor
+    assert tp.all_gather(tensor).shape == (1, 2)
+    assert tp.minimum(3) == 3
+
+
+def test_a_rank_outside_the_size_is_refused() -> None:
+    with pytest.raises(ConfigError, match="rank is 2"):
+        TensorParallel.connect(2, 2, "127.0.0.1", 1, CPU)
+
+
+@pytest.mark.parametrize(
+    "name", ["llama-bias-mha", "mistral", "qwen2-tied", "qwen3-tied-sharded", "qwen3_moe", "qwen3_moe-sharded-mixed"]
+)
+@pytest.mark.parametrize("size", [2])
+def test_a_split_model_computes_the_same(name: str, size: int, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    prompt = [5 + 7 * i % 300 for i in range(40)]
+
+    def work(tp: TensorParallel) -> list[torch.Tensor]:
+        paged = PagedModel(tmp_path, page_size=16, max_seq_len=64, max_rows=2, tp=tp)
+        return [paged.step({0: prompt}, {})[0], paged.step({}, {0: 9})[0]]
+
+    expected = work(TensorParallel.single())
+    for logits in on_ranks(size, work):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
+    save_checkpoint("llama-bias-mha", tmp_path)  # 320 tokens, 4 heads
+
+    def work(tp: TensorParallel) -> torch.Tensor:
+        from minisgl_backend.kernels.torch_ops import TorchOps
+        from minisgl_backend.layers.embedding import OutputProjection
+        from minisgl_backend.layers.weights import Placement
+
+        layer = OutputProjection(
+            10, 4, "lm_head", Placement(device=CPU, dtype=torch.float32, ops=TorchOps(), tp=tp), None
+        )
+        weight = torch.arange(40.0).view(10, 4)
+        (part,) = layer.weight_parts()
+        part.target.copy_(weight[part.start : part.start + len(part.target)])
+        return layer(torch.ones(2, 4))
+
+    expected = torch.arange(40.0).view(10, 4).sum(1).expand(2, 10)
+    for logits in on_ranks(3, work):
+        assert torch.equal(logits, expected)

@@ -1,0 +1,129 @@
+"""Weights get to their places exactly once, or the error names the tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.build import build_model, weight_parts
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.decoder import CausalLM
+from tests.parity.checkpoints import CHECKPOINTS, save_checkpoint
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def qwen3(tmp_path: Path) -> Path:
+    """A folder with one shard, untied, that a test may damage."""
+    save_checkpoint("qwen3-yarn", tmp_path)
+    return tmp_path
+
+
+def build(folder: Path, **options: Any) -> CausalLM:
+    settings = {"dtype": torch.float32, "device": CPU, "max_seq_len": 64, **options}
+    return build_model(ModelConfig.load(folder), folder, **settings)
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replaces, adds or (None) removes tensors of the only shard; `__` in a name stands for a dot."""
+    path = folder / "model.safetensors"
+    content = load_file(path)
+    for name, tensor in tensors.items():
+        content.pop(name.replace("__", "."), None)
+        if tensor is not None:
+            content[name.replace("__", ".")] = tensor
+    save_file(content, path, metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize("name", sorted(CHECKPOINTS))
+def test_every_element_of_every_parameter_has_one_source(name: str, tmp_path: Path) -> None:
+    save_checkpoint(name, tmp_path)
+    model = build(tmp_path, dummy_weights=True)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    for part in weight_parts(model).values():
+        part.target.add_(1.0)
+    assert all(bool((parameter == 1.0).all()) for parameter in model.parameters())
+
+
+def test_weights_are_converted(qwen3: Path) -> None:
+    model = build(qwen3, dtype=torch.bfloat16)
+    expected = load_file(qwen3 / "model.safetensors")["model.embed_tokens.weight"].bfloat16()
+    assert torch.equal(model.model.embed_tokens.weight, expected)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+def test_progress_reaches_the_total(qwen3: Path) -> None:
+    calls: list[tuple[int, int]] = []
+    model = build(qwen3, on_progress=lambda done, total: calls.append((done, total)))
+    size = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    assert [done for done, _ in calls] == sorted(done for done, _ in calls)
+    assert calls[-1] == (size, size)
+
+
+def test_a_missing_tensor_is_named(qwen3: Path) -> None:
+    change(qwen3, model__layers__1__self_attn__q_norm__weight=None)
+    with pytest.raises(ConfigError, match=r"lacks 1 .*model\.layers\.1\.self_attn\.q_norm\.weight"):
+        build(qwen3)
+
+
+def test_an_unexpected_tensor_is_named(qwen3: Path) -> None:
+    change(qwen3, model__layers__0__self_attn__q_proj__bias=torch.zeros(64))
+    with pytest.raises(ConfigError, match=r"has 1 .*model\.layers\.0\.self_attn\.q_proj\.bias"):
+        build(qwen3)
+
+
+def test_a_wrong_shape_is_named(qwen3: Path) -> None:
+    change(qwen3, model__norm__weight=torch.zeros(63))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \(63,\)"):
+        build(qwen3)
+
+
+def test_a_tensor_in_two_files_is_named(qwen3: Path) -> None:
+    save_file({"model.norm.weight": torch.zeros(64)}, qwen3 / "more.safetensors")
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is in two files"):
+        build(qwen3)
+
+
+def test_a_damaged_file_is_named(qwen3: Path) -> None:
+    (qwen3 / "model.safetensors").write_bytes(b"not safetensors")
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
+        build(qwen3)
+
+
+def test_a_folder_without_weights(qwen3: Path) -> None:
+    (qwen3 / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="no \\*\\.safetensors"):
+        build(qwen3)
+
+
+def test_an_index_that_names_missing_shards(qwen3: Path) -> None:
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    (qwen3 / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="model-00002-of-00002"):
+        build(qwen3)
+
+
+def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
+    save_checkpoint("qwen2-tied", tmp_path)
+    change(
+        tmp_path, lm_head__weight=torch.zeros(320, 64), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8)
+    )
+    model = build(tmp_path)
+    hidden = torch.randn(2, 64)
+    torch.testing.assert_close(model.logits(hidden), hidden @ model.model.embed_tokens.weight.t())
+
+
+def test_dummy_weights_need_no_files_and_are_the_same_every_time(qwen3: Path) -> None:
+    (qwen3 / "model.safetensors").unlink()
+    first, second = build(qwen3, dummy_weights=True), build(qwen3, dummy_weights=True)
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+        assert bool(a.isfinite().all())

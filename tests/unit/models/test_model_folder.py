@@ -1,0 +1,59 @@
+"""Where `model` leads: a folder, the demo model, the hub, or a clear error."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models import folder as folder_module
+from minisgl_backend.models.folder import find_model_dir
+
+
+def test_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert find_model_dir(str(tmp_path)) == tmp_path.resolve()
+
+
+def test_the_demo_model_is_found_beside_the_package() -> None:
+    found = find_model_dir("demo")
+    assert found.parts[-3:] == ("model_repository", "engine", "demo_model")
+
+
+def test_a_missing_demo_model_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(folder_module, "__file__", str(tmp_path / "a" / "b" / "folder.py"))
+    with pytest.raises(ConfigError, match=r"demo.*checkout"):
+        find_model_dir("demo")
+
+
+@pytest.mark.parametrize("name", ["/no/such/folder", "./no-such-folder", "a/b/c", "~/no-such-folder-here"])
+def test_what_looks_like_a_path_never_reaches_the_hub(name: str) -> None:
+    with pytest.raises(ConfigError, match="no such folder"):
+        find_model_dir(name)
+
+
+def test_a_folder_without_config(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        find_model_dir(str(tmp_path))
+
+
+def test_a_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_text("")
+    with pytest.raises(ConfigError, match="a file"):
+        find_model_dir(str(tmp_path / "model.safetensors"))
+
+
+def test_a_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **options: object) -> str:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", unreachable)
+    with pytest.raises(ConfigError, match=r"Owner/Name.*could not be fetched.*no route to host"):
+        find_model_dir("Owner/Name")
+
+
+def test_a_hub_id_with_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **options: str(tmp_path / model))
+    assert find_model_dir("Owner/Name") == tmp_path / "Owner" / "Name"
