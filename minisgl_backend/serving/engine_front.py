@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.client import EngineClient
+from minisgl_backend.engine.confirmations import Confirmations
 from minisgl_backend.engine.messages import Outputs, Rejected, Welcome
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Request
@@ -29,6 +30,7 @@ from minisgl_backend.text.vocabulary import Vocabulary
 
 PROBE_AFTER_S = 0.03  # of silence while something is unconfirmed
 CHECK_EVERY_S = 0.015
+SILENCE_S = 30.0  # the detokenizer itself is stuck or dead
 POLL_EVERY_S = 0.1  # senders that can say themselves that their client left
 
 _LOGGER = logging.getLogger(__name__)
@@ -68,6 +70,8 @@ class EngineFront:
             on_up=self._on_up,
             on_confirmed=self._on_confirmed,
         )
+        # Probes answer within milliseconds; silence alone is no proof on a machine that is busy.
+        self.client.confirmations = Confirmations(silence_s=SILENCE_S)
         self.responder = Responder(
             abort=self.client.abort,
             on_sent=self._on_sent,
@@ -187,17 +191,27 @@ class EngineFront:
                 _LOGGER.exception("the watcher of cancelled requests failed; it goes on")
 
     def _probe_where_silent(self, now: float) -> None:
-        quiet_since = max(self._last_confirmed, *self.responder.last_sent)
+        quiet_since = max(self._last_confirmed, self.responder.last_sent)
         if now - quiet_since < PROBE_AFTER_S or not self._any_unconfirmed():
             return
         self._probe_number += 1
-        for worker, uid in enumerate(self._probe_uids):
-            self._on_sent(uid, self._probe_number, worker)
+        probed = [uid for worker, uid in enumerate(self._probe_uids) if self._number_probe(worker, uid)]
         forget = self.responder.take_forgotten()
-        # One empty chunk a worker: each confirms what its worker sent before.
-        for uid in self._probe_uids:
+        for uid in probed:
             self._probe(Chunk(uid=uid, number=self._probe_number, forget=forget))
             forget = ()
+
+    def _number_probe(self, worker: int, uid: int) -> bool:
+        """Takes the probe's place in the order of what the worker sends; False while the worker is sending."""
+        # A response that is numbered but not yet handed over would look dropped if the probe overtook it.
+        lock = self.responder.sending[worker]
+        if not lock.acquire(blocking=False):
+            return False
+        try:
+            self._on_sent(uid, self._probe_number, worker)
+        finally:
+            lock.release()
+        return True
 
     def _any_unconfirmed(self) -> bool:
         return any(sequence.number > sequence.confirmed_number for sequence in list(self._sequences.values()))

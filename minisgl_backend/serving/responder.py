@@ -58,7 +58,9 @@ class Responder:
             threading.Thread(target=self._run, args=(worker,), name=f"responder-{worker}", daemon=True)
             for worker in range(num_workers)
         ]
-        self.last_sent = [0.0] * num_workers  # time.monotonic() of the last response that will be confirmed
+        # Held by a worker while it numbers and sends a response that will be confirmed.
+        self.sending = [threading.Lock() for _ in range(num_workers)]
+        self.last_sent = 0.0  # time.monotonic() of the last one
         for thread in self._threads:
             thread.start()
 
@@ -199,12 +201,15 @@ class Responder:
     def _send(self, stream: Stream, chunk: Chunk, final: bool) -> None:
         if final:
             self._close(stream)
-        elif stream.confirmed:
-            self.last_sent[stream.worker] = time.monotonic()
-            self._on_sent(chunk.uid, chunk.number, stream.worker)
-        stream.sender.send(chunk, final)
-        if final:
+            stream.sender.send(chunk, True)
             self._on_closed(stream)
+        elif stream.confirmed:
+            with self.sending[stream.worker]:
+                self.last_sent = time.monotonic()
+                self._on_sent(chunk.uid, chunk.number, stream.worker)
+                stream.sender.send(chunk, False)
+        else:
+            stream.sender.send(chunk, False)
 
     def _end_with_error(self, stream: Stream, status: str, message: str) -> None:
         if stream.closed:
