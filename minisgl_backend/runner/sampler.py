@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
@@ -20,9 +19,6 @@ from minisgl_backend.runner.noise import gumbel, row_keys
 from minisgl_backend.runner.penalties import PenaltyCounts
 from minisgl_backend.runner.row_table import MIN_P, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, RowTable
 from minisgl_backend.runner.token_rules import RuleTable
-
-if TYPE_CHECKING:
-    pass
 
 
 @dataclass(frozen=True)
@@ -79,8 +75,6 @@ class Sampler:
         """logits [n, vocab_size] of any float type, left as they are -> the sampled tokens."""
         if inputs.plain and self._fused is not None:
             return Sampled(self._fused(logits, inputs.rows, inputs.positions), None)
-        if inputs.plain and inputs.random and logits.is_cuda:
-            return Sampled(self.sample_plain(logits, inputs.rows, inputs.positions), None)
         raw = logits
         if inputs.penalised is not None or inputs.rules is not None or inputs.masked is not None:
             logits = self._edit(logits, inputs)
@@ -98,17 +92,7 @@ class Sampler:
 
     def sample_plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Temperature or greedy sampling only, as it is captured in graphs; int32 [2, n] like `Sampled.token_ids`."""
-        if logits.is_cuda and importlib.util.find_spec("triton") is not None:
-            return self._one_pass(logits, rows, positions)
         return self.sample(logits, SamplingInputs(rows=rows, positions=positions, random=True, min_p=False)).token_ids
-
-    def _one_pass(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        from minisgl_backend.kernels import sampling
-
-        if self._workspace is None:
-            self._workspace = sampling.SamplingWorkspace(self._table.max_rows, logits.shape[1], logits.device)
-        columns = (TEMPERATURE, SEED_LOW, SEED_HIGH)
-        return sampling.sample_plain(logits, rows, positions, self._table.params, columns, self._workspace)
 
     def _edit(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
         logits = logits.to(torch.float32, copy=True)

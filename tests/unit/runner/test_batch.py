@@ -1,0 +1,161 @@
+"""Random plans on the device against an obvious copy of the tables in Python lists."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hand_made_plans import Driver
+
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.runner import staging
+from minisgl_backend.runner.batch import BatchBuilder, StepTensors
+from minisgl_backend.runner.cuda_graph import graph_sizes
+from minisgl_backend.runner.row_table import RowTable, encode_params, expand
+from minisgl_backend.runner.sampling_rows import SamplingRows
+from minisgl_backend.step import StepPlan
+
+CPU = torch.device("cpu")
+ROWS, MAX_SEQ_LEN = 5, 40
+
+
+class Mirror:
+    """What the tables should hold, written the slow way."""
+
+    def __init__(self) -> None:
+        self.pages: dict[tuple[int, int], int] = {}
+        self.tokens: dict[tuple[int, int], int] = {}
+
+    def apply(self, plan: StepPlan) -> None:
+        for row, column, page in zip(plan.page_rows, plan.page_columns, plan.page_ids, strict=True):
+            self.pages[int(row), int(column)] = int(page)
+        for admitted in plan.admitted:
+            for position, token in enumerate(admitted.token_ids.tolist()):
+                self.tokens[admitted.row, position] = token
+
+
+def make_builder(page_size: int = 4) -> tuple[RowTable, BatchBuilder]:
+    table = RowTable(max_running=ROWS, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU)
+    return table, BatchBuilder(table, SamplingRows(table.max_rows, 100, (), CPU))
+
+
+def check(step: StepTensors, plan: StepPlan, table: RowTable, mirror: Mirror, page_size: int) -> None:
+    rows, positions = step.tokens()
+    expected = [(c.row, p) for c in plan.prefill for p in range(c.start, c.end)]
+    expected += [(int(r), int(n) - 1) for r, n in zip(plan.decode_rows, plan.decode_lengths, strict=True)]
+    count = len(expected)
+    assert list(zip(rows.tolist(), positions.tolist(), strict=True))[:count] == expected
+    token_ids, slots = table.lookup(rows, positions)
+    assert token_ids.tolist()[:count] == [mirror.tokens[place] for place in expected]
+    assert slots.tolist()[:count] == [
+        mirror.pages[row, p // page_size] * page_size + p % page_size for row, p in expected
+    ]
+    sampled = [(c.row, c.end) for c in plan.prefill if c.samples]
+    sampled += list(zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), strict=True))
+    assert list(zip(step.sampling.rows.tolist(), step.sampling.positions.tolist(), strict=True)) == sampled
+    assert step.num_sampled == len(sampled) == len(plan.sampled_rows)
+    if step.sampled_lines is not None:
+        assert [(expected[line][0], expected[line][1] + 1) for line in step.sampled_lines.tolist()] == sampled
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+@pytest.mark.parametrize("sizes", [(), (1, 2, 4)])
+@pytest.mark.parametrize("seed", range(6))
+def test_random_plans(page_size: int, sizes: tuple[int, ...], seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    table, builder = make_builder(page_size)
+    driver, mirror = Driver(page_size), Mirror()
+    for _ in range(60):
+        for row in range(ROWS):
+            known = driver.tokens.get(row)
+            if known is None or (len(known) >= MAX_SEQ_LEN - 1 or rng.random() < 0.03):
+                driver.admit(row, rng.integers(0, 100, rng.integers(1, 20)).tolist(), SamplingParams(seed=row))
+        order = rng.permutation(ROWS).tolist()
+        left = {row: len(driver.tokens[row]) - driver.computed[row] for row in order}
+        fresh = {admitted.row for admitted in driver.pending}
+        ready = [r for r in order if left[r] == 1 and r not in fresh and rng.random() < 0.8]
+        prefill = {r: int(rng.integers(1, left[r] + 1)) for r in order if left[r] > 1 or r in fresh}
+        plan = driver.plan(prefill=prefill if rng.random() < 0.5 or fresh else {}, decode=tuple(ready))
+        if not plan.num_tokens:
+            continue
+        mirror.apply(plan)
+        host = builder.build_host(plan, graph_sizes=sizes)
+        step = builder.upload(host)
+        check(step, plan, table, mirror, page_size)
+        if step.graph_size:
+            assert step.graph_size == min(size for size in sizes if size >= len(ready))
+            assert step.decode is not None
+            assert step.decode.rows.tolist()[len(ready) :] == [ROWS] * (step.graph_size - len(ready))
+            assert step.decode.kv_lens_host.tolist() == step.decode.kv_lens.tolist()
+        token_ids = rng.integers(0, 100, step.num_sampled).astype(np.int32)
+        table.write_tokens(step.sampling.rows, step.sampling.positions, torch.from_numpy(token_ids))
+        for place, token in zip(
+            zip(step.sampling.rows.tolist(), step.sampling.positions.tolist(), strict=True), token_ids, strict=True
+        ):
+            mirror.tokens[place] = int(token)
+        driver.commit(plan, token_ids)
+
+
+def test_an_upload_larger_than_the_staging_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "ORDINARY_EXTRA", 64)
+    table, builder = make_builder()
+    driver, mirror = Driver(4), Mirror()
+    for length in (3, 30, 4):
+        driver.admit(0, list(range(length)), SamplingParams(seed=1))
+        driver.admit(1, list(range(50, 50 + length)), SamplingParams(seed=1))
+        plan = driver.plan(prefill={0: length, 1: length})
+        mirror.apply(plan)
+        check(builder.upload(builder.build_host(plan)), plan, table, mirror, 4)
+
+
+def test_the_decode_part_never_moves() -> None:
+    """Captured graphs read it where it was at capture."""
+    _, builder = make_builder()
+    padding = builder.padding_inputs(4)
+    driver = Driver(4)
+    for row in range(3):
+        driver.admit(row, [1, 2, 3], SamplingParams(seed=1))
+    builder.upload(builder.build_host(driver.plan(prefill={0: 3, 1: 3, 2: 3})))
+    for _ in range(3):
+        step = builder.upload(builder.build_host(driver.plan(decode=(2, 0, 1)), graph_sizes=(1, 4)))
+        assert step.decode is not None
+        assert step.graph_size == 4
+        assert step.decode.rows.data_ptr() == padding.rows.data_ptr()
+        assert step.decode.kv_lens.data_ptr() == padding.kv_lens.data_ptr()
+        assert padding.rows.tolist() == [2, 0, 1, ROWS]
+        assert padding.kv_lens.tolist() == [*step.sampling.positions.tolist(), 1]
+
+
+def test_parameters_keep_their_bits() -> None:
+    params = SamplingParams(
+        temperature=0.7, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=-0.5, seed=2**64 - 2
+    )
+    line = encode_params(params)
+    assert line[1] == 40
+    assert line[[0, 2, 3, 4, 5, 6]].view(np.float32) == pytest.approx([0.7, 0.9, 0.1, 1.1, -0.5, 0.0])
+    assert line[7:].view(np.uint32).tolist() == [2**32 - 2, 2**32 - 1]
+    for greedy in (
+        SamplingParams(temperature=0.0, top_p=0.1),
+        SamplingParams(top_k=1),
+        SamplingParams(temperature=1e-9),
+    ):
+        assert encode_params(greedy)[:4].tolist() == encode_params(SamplingParams(temperature=0.0))[:4].tolist()
+
+
+def test_expand() -> None:
+    rows, positions = expand(
+        torch.tensor([7, 2, 5], dtype=torch.int32),
+        torch.tensor([3, 0, 10], dtype=torch.int32),
+        torch.tensor([2, 0, 3], dtype=torch.int32),
+        5,
+    )
+    assert rows.tolist() == [7, 7, 5, 5, 5]
+    assert positions.tolist() == [3, 4, 10, 11, 12]
+
+
+def test_graph_sizes() -> None:
+    assert graph_sizes(0) == ()
+    assert graph_sizes(1) == (1,)
+    assert graph_sizes(5) == (1, 2, 4, 5)
+    assert graph_sizes(20) == (1, 2, 4, 8, 16, 20)
+    assert graph_sizes(300)[-3:] == (256, 288, 300)

@@ -1,0 +1,99 @@
+"""No "auto" is left, and what cannot work is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.runner.device import DeviceFacts
+from minisgl_backend.runner.resolve import resolve
+
+CPU = DeviceFacts(
+    kind="cpu", name="CPU", capability=None, count=1, bfloat16=False, total_bytes=1 << 33, free_bytes=1 << 32
+)
+HOPPER = DeviceFacts(
+    kind="cuda", name="H200", capability=(9, 0), count=4, bfloat16=True, total_bytes=1 << 37, free_bytes=1 << 37
+)
+TURING = dataclasses.replace(HOPPER, name="T4", capability=(7, 5), count=1, bfloat16=False)
+ENVIRONMENT = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
+MODEL = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "max_position_embeddings": 1000,
+    "torch_dtype": "bfloat16",
+}
+
+
+def resolved(device: DeviceFacts, saved: str = "bfloat16", **options: object) -> RuntimeConfig:
+    model = ModelConfig.from_dicts({**MODEL, "torch_dtype": saved}, {})
+    config = EngineConfig(**options)  # type: ignore[arg-type]
+    return resolve(config, "folder", model, device, ENVIRONMENT, why_missing=lambda package: None)
+
+
+@pytest.mark.parametrize(
+    ("device", "saved", "requested", "expected"),
+    [
+        (CPU, "bfloat16", "auto", "float32"),
+        (CPU, "float16", "auto", "float32"),
+        (CPU, "float32", "bfloat16", "bfloat16"),
+        (HOPPER, "bfloat16", "auto", "bfloat16"),
+        (HOPPER, "float16", "auto", "float16"),
+        (HOPPER, "float32", "auto", "float16"),
+        (HOPPER, "bfloat16", "float32", "float32"),
+        (TURING, "bfloat16", "auto", "float16"),
+    ],
+)
+def test_dtype(device: DeviceFacts, saved: str, requested: str, expected: str) -> None:
+    assert resolved(device, saved, dtype=requested).dtype == expected
+
+
+def test_on_a_cpu() -> None:
+    runtime = resolved(CPU)
+    assert (runtime.device, runtime.prefill_backend, runtime.decode_backend) == ("cpu", "torch", "torch")
+    assert runtime.cuda_graph_max_bs == 0
+    assert runtime.max_seq_len == 1000
+    assert runtime.overlap
+
+
+def test_on_a_gpu() -> None:
+    runtime = resolved(HOPPER, max_seq_len_override=500, max_running_requests=8, cuda_graph_max_bs=64, tp=4)
+    assert runtime.device == "cuda"
+    assert runtime.prefill_backend != "torch"
+    assert runtime.cuda_graph_max_bs == 8
+    assert runtime.max_seq_len == 500
+    assert resolved(HOPPER).cuda_graph_max_bs is None
+
+
+@pytest.mark.parametrize(
+    ("device", "options", "words"),
+    [
+        (TURING, {"dtype": "bfloat16"}, ("dtype", "bfloat16", "T4", "float16")),
+        (HOPPER, {"max_seq_len_override": 1001}, ("max_seq_len_override", "1001", "1000")),
+        (HOPPER, {"tp": 3}, ("tp", "3", "num_attention_heads")),
+        (TURING, {"tp": 2}, ("tp", "2", "1 to 1")),
+        (CPU, {"attention_backend": "fi"}, ("attention_backend", "fi", "torch")),
+    ],
+)
+def test_refusals_name_option_value_and_limit(
+    device: DeviceFacts, options: dict[str, object], words: tuple[str, ...]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        resolved(device, **options)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_this_machine_has_facts() -> None:
+    facts = DeviceFacts.detect()
+    assert facts.kind in ("cpu", "cuda")
+    assert 0 < facts.free_bytes <= facts.total_bytes
