@@ -67,7 +67,7 @@ class TensorParallel:
         if self._group is None:
             return tensor.unsqueeze(0)
         gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
-        self._group.allgather([list(gathered.unbind(0))], [tensor.contiguous()]).wait()
+        self._group._allgather_base(gathered, tensor.contiguous()).wait()
         return gathered
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:

@@ -130,9 +130,10 @@ def _copy(name: str, part: WeightPart, source: Any, path: Path) -> None:
 
 def _shard_files(folder: Path) -> dict[str, Path]:
     """The file of every tensor in a model folder, by the tensor's name."""
-    paths = sorted(folder.glob("*.safetensors"))
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
+    # The order of transformers: one whole file, else the index's shards. Other files may hold the same weights again.
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    if index.is_file() and not whole.is_file():
         try:
             names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         except (OSError, ValueError, KeyError, AttributeError) as error:

@@ -11,6 +11,7 @@ from minisgl_backend.errors import ConfigError
 
 DEMO = "demo"
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+_IGNORED = ["consolidated*", "original/*"]  # the same weights again, in their authors' own format
 
 
 def find_model_dir(model: str) -> Path:
@@ -49,7 +50,7 @@ def _download(model: str) -> Path:
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_PATTERNS))
+        return Path(snapshot_download(model, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED))
     except HFValidationError:
         raise ConfigError(
             f"model is {model!r}; allowed: an existing folder, a hub id such as OWNER/NAME, or `demo`"

@@ -87,9 +87,15 @@ def test_a_wrong_shape_is_named(qwen3: Path) -> None:
 
 
 def test_a_tensor_in_two_files_is_named(qwen3: Path) -> None:
-    save_file({"model.norm.weight": torch.zeros(64)}, qwen3 / "more.safetensors")
+    (qwen3 / "model.safetensors").rename(qwen3 / "part-1.safetensors")
+    save_file({"model.norm.weight": torch.zeros(64)}, qwen3 / "part-2.safetensors")
     with pytest.raises(ConfigError, match=r"model\.norm\.weight is in two files"):
         build(qwen3)
+
+
+def test_other_files_beside_a_whole_one_are_left_alone(qwen3: Path) -> None:
+    save_file({"norm.weight": torch.zeros(64)}, qwen3 / "consolidated.safetensors")
+    build(qwen3)
 
 
 def test_a_damaged_file_is_named(qwen3: Path) -> None:
@@ -105,6 +111,7 @@ def test_a_folder_without_weights(qwen3: Path) -> None:
 
 
 def test_an_index_that_names_missing_shards(qwen3: Path) -> None:
+    (qwen3 / "model.safetensors").unlink()
     index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
     (qwen3 / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(ConfigError, match="model-00002-of-00002"):
