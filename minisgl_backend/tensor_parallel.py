@@ -63,12 +63,13 @@ class TensorParallel:
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """tensor [...], the same shape on every rank -> [size, ...], in rank order, on every rank."""
+        """tensor [count, ...], the same shape on every rank -> [size, count, ...], in rank order, on every rank."""
         if self._group is None:
             return tensor.unsqueeze(0)
-        gathered = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+        count, *rest = tensor.shape
+        gathered = torch.empty((self.size * count, *rest), dtype=tensor.dtype, device=tensor.device)
         self._group._allgather_base(gathered, tensor.contiguous()).wait()
-        return gathered
+        return gathered.view(self.size, count, *rest)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
         """Overwrites the tensor with that of rank `source`, in place; returns it."""
