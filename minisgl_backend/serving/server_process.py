@@ -162,6 +162,8 @@ class ServerProcess:
             f"--model-repository={settings.repository}",
             "--model-control-mode=explicit",
             "--load-model=*",
+            # The configs are complete; completing them would run every model's imports twice.
+            "--disable-auto-complete-config",
             f"--http-restricted-api={restricted}",
             f"--grpc-restricted-protocol={restricted}",
             f"--http-address={settings.host}",
