@@ -225,6 +225,8 @@ class EngineClient:
             self._go_up(channel, event)
 
     def _go_up(self, channel: FrontChannel, welcome: Welcome) -> None:
+        if self._channel is channel:
+            return  # the answer to a Hello of a connection that broke before it was up
         self._num_ups += 1
         self._channel = channel
         if self._on_up is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import queue
+import re
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -168,8 +169,7 @@ class Grammars:
             except MinisglError as refused:
                 error = refused
             except Exception as failure:
-                reason = str(failure).strip().splitlines()[0] if str(failure).strip() else type(failure).__name__
-                error = InvalidRequestError(f"guided_decoding_guide cannot be compiled: {reason[:500]}")
+                error = InvalidRequestError(f"guided_decoding_guide cannot be compiled: {_reason(failure)}")
             self._done.put((request, compiled, error))
             self._on_compiled()
 
@@ -185,10 +185,17 @@ class Grammars:
             return self._compiler.compile_builtin_json_grammar()
         if grammar.kind == "json_schema":
             _check_schema(grammar.text)
-            return self._compiler.compile_json_schema(grammar.text)
+            # Free whitespace would let a model indent until its tokens run out.
+            return self._compiler.compile_json_schema(grammar.text, any_whitespace=False)
         if grammar.kind == "regex":
             return self._compiler.compile_regex(grammar.text)
         return self._compiler.compile_grammar(grammar.text)
+
+
+def _reason(failure: Exception) -> str:
+    """The compiler's own words, without the place in its sources."""
+    first_line = next(iter(str(failure).strip().splitlines()), "")
+    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", first_line)[:500] or type(failure).__name__
 
 
 def _check_schema(text: str) -> None:

@@ -1,0 +1,360 @@
+"""The engine in this process: prompts in, finished answers out.
+
+Knows nothing of Triton, sockets or fronts. With tensor parallelism the followers are child processes.
+
+    with LLM("demo") as llm:
+        print(llm.chat([{"role": "user", "content": "What is 17 + 25?"}], temperature=0)[0].text)
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import numpy as np
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.engine.build import Engine, build_engine
+from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
+from minisgl_backend.request import FinishReason, Request, SamplingParams
+from minisgl_backend.scheduler.outputs import SequenceDetail, SequenceOutputs
+from minisgl_backend.step import Logprobs, StepStats
+from minisgl_backend.text.detokenizer import new_detokenizer
+from minisgl_backend.text.stop_strings import StopStrings
+from minisgl_backend.text.tokenizer import Tokenizer
+from minisgl_backend.text.vocabulary import Vocabulary, load_vocabulary
+
+Prompt = str | Sequence[int]
+Message = Mapping[str, Any]
+
+COMPILER_WAIT_S = 0.001
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer to a prompt."""
+
+    text: str
+    token_ids: list[int]  # end-of-sequence and stop tokens included
+    finish_reason: str  # "stop", "length", "cancelled" or "error"
+    logprobs: list[Logprobs] | None  # one entry a token; None: not asked for
+    error: str  # with finish_reason "error"
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """All answers to one prompt; the properties are those of the first."""
+
+    prompt_token_ids: list[int]
+    completions: list[Completion]  # SamplingParams.n of them
+    num_cached_tokens: int  # prompt tokens that the prefix cache supplied
+    prompt_logprobs: list[tuple[int, Logprobs]] | None  # of every prompt token but the first; None: not asked for
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[Logprobs] | None:
+        return self.completions[0].logprobs
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+class LLM:
+    """One model, loaded into this process. Used by one thread; close it, or use it as a context manager."""
+
+    def __init__(self, model: str = "demo", *, environment: Environment | None = None, **options: Any) -> None:
+        """`options` are the fields of EngineConfig. Raises ConfigError for what cannot be served."""
+        self.config = EngineConfig(model=model, **options)
+        self._dead = ""
+        self._engine: Engine | None = None
+        self._engine = build_engine(
+            self.config, environment or Environment.read(), on_follower_death=self._note_follower_death
+        )
+        model_dir = self._engine.model_dir
+        self.tokenizer = Tokenizer(model_dir, trust_remote_code=self.config.trust_remote_code)
+        self._vocabulary = load_vocabulary(model_dir, trust_remote_code=self.config.trust_remote_code)
+        self._next_uid = 0
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Frees the model and ends the followers. Safe to call twice."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises EngineDeadError after `close`, and when it has failed."""
+        if self._engine is None or self._dead:
+            raise EngineDeadError(self._dead or "this LLM is closed")
+        return self._engine
+
+    @property
+    def stats(self) -> StepStats:
+        """Counters after the last step."""
+        return self.engine.core.stats()
+
+    def sampling_params(self, **values: Any) -> SamplingParams:
+        """The model's own defaults (generation_config.json), with `values` in place of some.
+
+        Raises InvalidRequestError for an unknown name.
+        """
+        unknown = set(values) - set(SamplingParams.__struct_fields__)
+        if unknown:
+            raise InvalidRequestError(
+                f"unknown sampling parameter {min(unknown)!r}; allowed: {', '.join(SamplingParams.__struct_fields__)}"
+            )
+        generation = self.engine.model.generation
+        defaults = {
+            "temperature": generation.temperature,
+            "top_k": None if generation.top_k is None else int(generation.top_k),
+            "top_p": generation.top_p,
+            "min_p": generation.min_p,
+            "repetition_penalty": generation.repetition_penalty,
+        }
+        return SamplingParams(**{**{name: value for name, value in defaults.items() if value is not None}, **values})
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        template_arguments: Mapping[str, Any] | None = None,
+        **values: Any,
+    ) -> list[RequestOutput]:
+        """`generate` for one conversation or several, through the model's chat template."""
+        conversations: Sequence[Sequence[Message]]
+        conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages  # type: ignore
+        arguments = template_arguments or {}
+        prompts = [
+            self.tokenizer.encode(self.tokenizer.render(conversation, **arguments), add_special_tokens=False)
+            for conversation in conversations
+        ]
+        return self.generate(prompts, sampling_params, progress=progress, **values)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool = False,
+        **values: Any,
+    ) -> list[RequestOutput]:
+        """Continues each prompt (a text, or token ids); answers are in the prompts' order.
+
+        `sampling_params`: one for all, or one for each prompt; without them the model's defaults, changed by
+        `values` (max_tokens=..., temperature=...). Raises InvalidRequestError for a request that cannot be served,
+        and EngineDeadError where the engine fails; nothing is left running then.
+        """
+        token_ids = [self._encode(prompt) for prompt in _listed(prompts)]
+        if isinstance(sampling_params, SamplingParams) or sampling_params is None:
+            sampling_params = [sampling_params or self.sampling_params(**values)] * len(token_ids)
+        if len(sampling_params) != len(token_ids):
+            raise InvalidRequestError(
+                f"sampling_params has {len(sampling_params)} entries; allowed: one, or one for each of the "
+                f"{len(token_ids)} prompts"
+            )
+        vocab_size = self.engine.welcome.vocab_size
+        answers = []
+        for ids, params in zip(token_ids, sampling_params, strict=True):
+            params = self._translate(params)
+            params.validate(vocab_size)
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                raise InvalidRequestError(f"the prompt has token ids outside 0 to {vocab_size - 1}")
+            answers.append(_Answer(self._new_uid(params.n), ids, params, self._vocabulary))
+        self._run(answers, progress)
+        return [answer.output() for answer in answers]
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+
+    def _translate(self, params: SamplingParams) -> SamplingParams:
+        """Bad words as token ids: at the start of a text and after a space, for which most tokenizers have two."""
+        if not params.bad_words:
+            return params
+        spellings = [text for word in params.bad_words for text in (word, f" {word.lstrip()}")]
+        ids = [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in spellings]
+        words = dict.fromkeys([*params.bad_words_token_ids, *filter(None, ids)])
+        return msgspec.structs.replace(params, bad_words_token_ids=tuple(words))
+
+    def _new_uid(self, count: int) -> int:
+        uid = self._next_uid
+        self._next_uid += count
+        return uid
+
+    def _run(self, answers: list[_Answer], progress: bool) -> None:
+        core = self.engine.core
+        waiting = deque(answers)
+        open_streams: dict[int, _Stream] = {}
+        bar = Progress(
+            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), disable=not progress
+        )
+        try:
+            with bar:
+                task = bar.add_task("", total=len(answers))
+                while waiting or open_streams:
+                    self._feed(waiting, open_streams)
+                    if not core.step() and core.waits_for_compiler:
+                        time.sleep(COMPILER_WAIT_S)
+                    self._raise_rejected()
+                    self._take(core.take_outputs(), open_streams)
+                    bar.update(
+                        task, completed=len(answers) - len(waiting) - len({s.answer for s in open_streams.values()})
+                    )
+        except BaseException:
+            self._abandon(open_streams)
+            raise
+
+    def _feed(self, waiting: deque[_Answer], open_streams: dict[int, _Stream]) -> None:
+        """Submits as many requests as the engine's queue takes, and leaves the rest for later."""
+        engine, limit = self.engine, self.config.max_waiting_requests
+        room = limit - engine.core.stats().num_waiting if waiting else 0
+        while waiting and room > 0:
+            answer = waiting.popleft()
+            open_streams.update((stream.uid, stream) for stream in answer.streams)
+            engine.core.submit(answer.request)
+            room -= answer.request.params.n
+
+    def _raise_rejected(self) -> None:
+        for rejected in self.engine.core.take_rejected():
+            kind = CapacityError if rejected.kind == CapacityError.__name__ else InvalidRequestError
+            raise kind(rejected.message)
+
+    def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, _Stream]) -> None:
+        if outputs is None:
+            return
+        records = zip(outputs.uids.tolist(), outputs.token_ids.tolist(), outputs.reasons.tolist(), strict=True)
+        for index, (uid, token, reason) in enumerate(records):
+            stream = open_streams.get(uid)
+            if stream is None:
+                continue
+            stream.take(token, FinishReason(reason), outputs.details.get(index))
+            if stream.reason:
+                del open_streams[uid]
+                if not reason:  # a stop string: the engine does not know yet
+                    self.engine.core.abort([uid], FinishReason.STOP)
+
+    def _abandon(self, open_streams: dict[int, _Stream]) -> None:
+        """Leaves an engine that the next call can use."""
+        if self._engine is None or self._dead:
+            return
+        core = self._engine.core
+        core.abort(list(open_streams), FinishReason.CANCELLED)
+        try:
+            while core.step():
+                pass
+        except EngineDeadError as error:
+            self._dead = str(error)
+            return
+        core.take_outputs()
+        core.take_rejected()
+
+    def _note_follower_death(self, reason: str) -> None:
+        self._dead = reason
+
+
+@dataclass(eq=False)
+class _Stream:
+    """One answer as it grows."""
+
+    uid: int
+    answer: _Answer
+    stops: StopStrings
+    detokenizer: Any
+    text: list[str] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[Logprobs] = field(default_factory=list)
+    reason: FinishReason = FinishReason.RUNNING
+    error: str = ""
+
+    def take(self, token: int, reason: FinishReason, detail: SequenceDetail | None) -> None:
+        """One record of the engine."""
+        if detail is not None:
+            self._take_detail(detail)
+        stopped = False
+        if token >= 0:
+            self.token_ids.append(token)
+            piece, stopped = self.stops.feed(self.detokenizer.feed([token]))
+            self.text.append(piece)
+        self.reason = FinishReason.STOP if stopped else reason
+        if reason and not stopped:
+            piece, stopped = self.stops.feed(self.detokenizer.finish())
+            self.text += [piece] if stopped else [piece, self.stops.finish()]
+
+    def _take_detail(self, detail: SequenceDetail) -> None:
+        if detail.logprobs is not None:
+            self.logprobs.append(detail.logprobs)
+        if detail.cached_tokens is not None:
+            self.answer.cached_tokens = max(self.answer.cached_tokens, detail.cached_tokens)
+        if detail.prompt_logprobs:
+            self.answer.prompt_logprobs = list(detail.prompt_logprobs)
+        self.error = detail.error or self.error
+
+    def completion(self) -> Completion:
+        return Completion(
+            text="".join(self.text),
+            token_ids=self.token_ids,
+            finish_reason=self.reason.label,
+            logprobs=self.logprobs if self.answer.request.params.logprobs is not None else None,
+            error=self.error,
+        )
+
+
+class _Answer:
+    """The streams of one request."""
+
+    def __init__(self, uid: int, token_ids: list[int], params: SamplingParams, vocabulary: Vocabulary) -> None:
+        self.request = Request(uid=uid, token_ids=np.array(token_ids, dtype="<i4").tobytes(), params=params)
+        self.token_ids = token_ids
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[tuple[int, Logprobs]] = []
+        self.streams = [
+            _Stream(uid + index, self, StopStrings(params.stop), new_detokenizer(vocabulary))
+            for index in range(params.n)
+        ]
+
+    def output(self) -> RequestOutput:
+        return RequestOutput(
+            prompt_token_ids=self.token_ids,
+            completions=[stream.completion() for stream in self.streams],
+            num_cached_tokens=self.cached_tokens,
+            prompt_logprobs=None if self.request.params.prompt_logprobs is None else self.prompt_logprobs,
+        )
+
+
+def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
+    """One prompt, or several, as a list."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if len(prompts) and isinstance(prompts[0], (int, np.integer)):
+        return [prompts]  # type: ignore[list-item]
+    return list(prompts)  # type: ignore[arg-type]
