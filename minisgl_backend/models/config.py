@@ -261,6 +261,8 @@ def _refuse_sliding_window(config: Mapping[str, Any], architecture: str, num_lay
             _refuse("layer_types", layer_type, "full_attention")
     # MistralConfig means 4096 where the key is absent; null switches the window off.
     window = config.get("sliding_window", 4096 if architecture == _MISTRAL else None)
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
+        _refuse("sliding_window", window, "null or an integer")
     if architecture.startswith("Qwen"):
         if layer_types:
             active = "sliding_attention" in layer_types
@@ -286,6 +288,9 @@ def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
         _refuse("rope_type", rope_type, ", ".join(_ROPE_TYPES))
     if values.pop("partial_rotary_factor", 1.0) != 1.0:
         _refuse("partial_rotary_factor", given["partial_rotary_factor"], "1.0")
+    for key, value in {"rope_theta": theta, **values}.items():
+        if key != "truncate" and (not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0):
+            _refuse(key, value, "a number above 0")
     required, optional = _ROPE_KEYS[rope_type]
     for key in required:
         if key not in values:
@@ -340,6 +345,8 @@ def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
     for name, value in values.items():
         if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
             raise ConfigError(f"generation_config.json: {name} is {value!r}; allowed: a number")
+    if values["top_k"] is not None:
+        values["top_k"] = int(values["top_k"])
     if generation.get("do_sample") is False:
         values["temperature"] = 0.0
     return GenerationDefaults(**values)
