@@ -27,7 +27,9 @@ class HealthServer:
             {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET, "daemon_threads": True},
         )
         self._server: ThreadingHTTPServer = server_class((host, port), handler)
-        self._thread = threading.Thread(target=self._server.serve_forever, name="health", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="health", daemon=True
+        )
         self._thread.start()
 
     @property
