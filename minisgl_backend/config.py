@@ -275,7 +275,7 @@ class SchedulerLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class RuntimeConfig:
-    """Resolved settings: nothing is "auto" any more. Made once by `engine.resolve`, then only read."""
+    """Resolved settings: nothing is "auto" any more. Made once by `runner.resolve`, then only read."""
 
     config: EngineConfig
     model_dir: str

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec
 from minisgl_backend.attention.hybrid import HybridAttention
 from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.attention.registry import create_attention
@@ -75,8 +75,25 @@ def build_runner(
 def _build(
     runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
 ) -> ModelRunner:
-    config, dtype = runtime.config, getattr(torch, runtime.dtype)
     free_at_start = free_bytes(device)
+    spec, runner_with = _load(runtime, model_config, device, tp, progress)
+    step_bytes = 0
+    if device.type == "cuda":
+        step_bytes = measure_steps(runner_with(1), runtime.config, runtime.max_seq_len, device)
+    num_pages = tp.minimum(choose_num_pages(runtime, spec, free_at_start, step_bytes))
+    runner = runner_with(num_pages)
+    sizes = _graph_sizes(runtime, runner.attention)
+    if sizes:
+        runner.use_graphs(CudaGraphRunner(sizes, progress.graphs))
+    log.info("%d pages of %d tokens, graphs up to %d sequences", num_pages, runtime.page_size, max(sizes, default=0))
+    return runner
+
+
+def _load(
+    runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
+) -> tuple[AttentionSpec, Callable[[int], ModelRunner]]:
+    """All that does not depend on the number of pages, and what makes a runner with a given number of them."""
+    config, dtype = runtime.config, getattr(torch, runtime.dtype)
     model = build_model(
         model_config,
         runtime.model_dir,
@@ -117,16 +134,7 @@ def _build(
             tp=tp,
         )
 
-    step_bytes = 0
-    if device.type == "cuda":
-        step_bytes = measure_steps(runner_with(1), config, runtime.max_seq_len, device)
-    num_pages = tp.minimum(choose_num_pages(runtime, spec, free_at_start, step_bytes))
-    runner = runner_with(num_pages)
-    sizes = _graph_sizes(runtime, attention)
-    if sizes:
-        runner.use_graphs(CudaGraphRunner(sizes, progress.graphs))
-    log.info("%d pages of %d tokens, graphs up to %d sequences", num_pages, runtime.page_size, max(sizes, default=0))
-    return runner
+    return spec, runner_with
 
 
 def _graph_sizes(runtime: RuntimeConfig, attention: HybridAttention) -> tuple[int, ...]:

@@ -57,7 +57,7 @@ class ModelRunner:
         tp: TensorParallel | None = None,
     ) -> None:
         self._model = model
-        self._attention = attention
+        self.attention = attention
         self._pool = pool
         self._table = table
         self._tp = tp or TensorParallel.single()
@@ -74,7 +74,7 @@ class ModelRunner:
     @torch.inference_mode()
     def use_graphs(self, graphs: GraphRunner) -> None:
         """Captures the decode step; from now on it serves the steps without a prefill part that fit its sizes."""
-        graphs.capture(self._decode_plain, self._builder, self._attention)
+        graphs.capture(self._decode_plain, self._builder, self.attention)
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -90,7 +90,7 @@ class ModelRunner:
             return Batch(step, None)
         if step.prefill is None and step.decode is None:
             return Batch(step, None)
-        return Batch(step, self._attention.plan(step.prefill, step.decode))
+        return Batch(step, self.attention.plan(step.prefill, step.decode))
 
     @torch.inference_mode()
     def execute(self, batch: Batch) -> PendingStep:
@@ -113,7 +113,7 @@ class ModelRunner:
 
     def _hidden_states(self, rows: torch.Tensor, positions: torch.Tensor, plan: HybridPlan) -> torch.Tensor:
         token_ids, slots = self._table.lookup(rows, positions)
-        ctx = ForwardContext(pool=self._pool, slots=slots, attention=self._attention, plan=plan)
+        ctx = ForwardContext(pool=self._pool, slots=slots, attention=self.attention, plan=plan)
         return self._model.forward(token_ids, positions, ctx)
 
     def _sample(self, step: StepTensors, hidden: torch.Tensor) -> Sampled:
@@ -136,7 +136,7 @@ class ModelRunner:
         self._reader.protect_outputs()
         outputs = self._graphs.replay(step.graph_size)
         if step.sampling.plain:
-            return Sampled(outputs.token_ids[:, : step.num_sampled], None)
+            return Sampled(outputs.token_ids, None)
         # The graph has sampled by temperature alone; what these rows ask for overwrites it.
         return self._sample_logits(step, outputs.logits[: step.num_sampled])
 

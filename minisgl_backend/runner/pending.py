@@ -32,7 +32,8 @@ class PendingStep:
         if self._event is not None:
             self._event.synchronize()
         self._sources = []
-        token_ids, sound = self._copies[0].numpy()
+        # A graph's outputs are padded; they come back whole, since a slice would need a kernel of its own.
+        token_ids, sound = self._copies[0].numpy()[:, : self._step.num_sampled]
         plan = self._step.plan
         failed = () if sound.all() else plan.sampled_rows[sound == 0].tolist()
         return StepResult(

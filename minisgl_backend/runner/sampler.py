@@ -54,7 +54,9 @@ class SamplingInputs:
 class Sampled:
     """What one step sampled, on the device."""
 
-    token_ids: torch.Tensor  # int32 [2, n]: the tokens; 1 where the logits were sound, 0 where they were NaN or worse
+    # int32 [2, n or more]: the tokens; and 1 where the logits were sound, 0 where they were NaN or infinite.
+    # What a graph sampled comes with its padding.
+    token_ids: torch.Tensor
     logprobs: torch.Tensor | None  # int32 [k, 2 + 2 * top], see logprobs.pack
 
 

@@ -16,6 +16,7 @@ import torch
 
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.staging import to_device
 
 FOREVER = 2**31 - 1
 ANY_TOKEN = -1  # in a prefix: matches everything
@@ -103,15 +104,12 @@ class TokenRules:
             if prefix:
                 matrix[line, longest - len(prefix) :] = prefix
         return RuleTable(
-            rows=self._to_device(np.repeat(np.array(list(self._by_row), dtype=np.int32), sizes)),
-            token_ids=self._to_device(np.concatenate([rule.token_ids for rule in rules])),
-            values=self._to_device(np.concatenate([rule.values for rule in rules])),
-            until=self._to_device(np.concatenate([rule.until for rule in rules])),
-            prefixes=self._to_device(matrix),
+            rows=to_device(np.repeat(np.array(list(self._by_row), dtype=np.int32), sizes), self._device),
+            token_ids=to_device(np.concatenate([rule.token_ids for rule in rules]), self._device),
+            values=to_device(np.concatenate([rule.values for rule in rules]), self._device),
+            until=to_device(np.concatenate([rule.until for rule in rules]), self._device),
+            prefixes=to_device(matrix, self._device),
         )
-
-    def _to_device(self, array: npt.NDArray[np.generic]) -> torch.Tensor:
-        return torch.from_numpy(array).to(self._device)
 
 
 def _compile(params: SamplingParams, prompt_len: int, eos_token_ids: tuple[int, ...]) -> _RowRules | None:
