@@ -1,0 +1,189 @@
+"""`python -m minisgl_backend`: try the engine, look at its options, check what they come to, without a server.
+
+Knows nothing of Triton; the options are those of `config.OPTIONS`, under the same names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from minisgl_backend.config import OPTIONS, EngineConfig, Environment, Option
+from minisgl_backend.engine.child import log_to_stderr
+from minisgl_backend.errors import MinisglError
+
+PANELS: Mapping[str, tuple[str, ...]] = {
+    "Model": ("model", "dtype", "max_seq_len_override", "dummy_weights", "trust_remote_code"),
+    "Attention and memory": (
+        "attention_backend",
+        "page_size",
+        "num_pages",
+        "memory_ratio",
+        "cache_type",
+        "cuda_graph_max_bs",
+    ),
+    "Scheduling": (
+        "max_running_requests",
+        "max_waiting_requests",
+        "max_prefill_length",
+        "mixed_prefill_length",
+        "schedule_policy",
+    ),
+    "Several devices": ("tp", "disable_pynccl"),
+    "Measuring": ("runner", "null_runner_rate"),
+}
+
+EXAMPLES = """Examples:
+
+* `python -m minisgl_backend generate "What is 17 + 25?"`
+* `python -m minisgl_backend generate --model ~/models/Qwen3-0.6B --temperature 0 --max-tokens 50 "Hello"`
+* `python -m minisgl_backend check --model ~/models/Qwen3-0.6B --tp 2`
+"""
+
+ENVIRONMENT = """Environment:
+
+* `MINISGL_DISABLE_OVERLAP_SCHEDULING=1`: plan each step only after the one before is committed
+* `LOG_LEVEL=DEBUG|INFO|WARNING|ERROR`: what is logged; default INFO
+* `FLASHINFER_USE_TENSOR_CORES=0|1`: tensor cores in FlashInfer's decode kernels; default: the better measured one
+* `HF_HOME`: where models fetched from the hub are kept
+"""
+
+
+def _shown_default(option: Option) -> str:
+    if option.default is None:
+        return "unset"
+    return str(option.default).lower() if option.type is bool else str(option.default)
+
+
+def _options_text() -> str:
+    """The options as Markdown, for the first help page."""
+    lines = [
+        "Engine options, the same here, in `parameters` of model_repository/engine/config.pbtxt (with _ for -) and in "
+        "`LLM(...)`:"
+    ]
+    for panel, names in PANELS.items():
+        lines += ["", f"{panel}", ""]
+        for option in map(OPTIONS.__getitem__, names):
+            lines.append(f"* `{option.flags[0]}` ({_shown_default(option)}): {option.help}")
+    return "\n".join(lines) + "\n"
+
+
+app = typer.Typer(
+    help="A large language model engine for Triton Inference Server. These commands use it without a server: "
+    "`generate` answers prompts, `options` lists every option, `check` says what options come to on this machine.",
+    epilog="\n".join((EXAMPLES, _options_text(), ENVIRONMENT)),
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+)
+
+
+def with_engine_options(function: Callable[..., None]) -> Callable[..., None]:
+    """Adds an option for every row of the options table; the function gets them as one EngineConfig, `config`."""
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "config"]
+    added = [_parameter(option, panel) for panel, names in PANELS.items() for option in map(OPTIONS.__getitem__, names)]
+
+    def command(**values: Any) -> None:
+        try:
+            set_by_user = {p.name: values.pop(p.name) for p in added}
+            texts = {name: str(value) for name, value in set_by_user.items() if value not in (None, False)}
+            environment = Environment.read()
+            log_to_stderr("engine", environment.log_level)
+            function(config=EngineConfig.from_parameters(texts), **values)
+        except MinisglError as error:
+            typer.secho(f"error: {error}", err=True, fg=typer.colors.RED)
+            raise typer.Exit(2) from None
+
+    command.__name__, command.__doc__ = function.__name__, function.__doc__
+    command.__signature__ = inspect.Signature([*own, *added])  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in (*own, *added)}
+    return command
+
+
+def _parameter(option: Option, panel: str) -> inspect.Parameter:
+    shown = (
+        "unset" if option.default is None else str(option.default).lower() if option.type is bool else option.default
+    )
+    text = f"{option.help} (allowed: {option.allowed}; default: {shown})"
+    if option.type is bool:
+        declaration = typer.Option(*option.flags, help=option.help, rich_help_panel=panel, show_default=False)
+        annotation: Any = Annotated[bool, declaration]
+        default: Any = False
+    else:
+        declaration = typer.Option(
+            *option.flags, help=text, rich_help_panel=panel, show_default=False, metavar=option.type.__name__.upper()
+        )
+        annotation, default = Annotated[str | None, declaration], None
+    return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+@app.command()
+@with_engine_options
+def generate(
+    config: EngineConfig,
+    prompts: Annotated[list[str], typer.Argument(help="One prompt or several; `-` reads one a line from stdin")],
+    raw: Annotated[bool, typer.Option("--raw", help="Do not apply the chat template")] = False,
+    system: Annotated[str, typer.Option(help="A system message before each prompt")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="New tokens; unset: up to the context limit")] = None,
+    temperature: Annotated[float | None, typer.Option(help="0: greedy; unset: the model's default")] = None,
+    top_p: Annotated[float | None, typer.Option(help="Nucleus sampling; unset: the model's default")] = None,
+    top_k: Annotated[int | None, typer.Option(help="0: off; unset: the model's default")] = None,
+    seed: Annotated[int | None, typer.Option(help="The same seed gives the same text")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times")] = None,
+) -> None:
+    """Load the model and answer prompts."""
+    from minisgl_backend.llm import LLM
+
+    texts = [line.rstrip("\n") for line in sys.stdin] if prompts == ["-"] else prompts
+    chosen = {"max_tokens": max_tokens, "temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    values: dict[str, Any] = {name: value for name, value in chosen.items() if value is not None}
+    options = {name: value for name, value in dataclasses.asdict(config).items() if name != "model"}
+    with LLM(config.model, **options) as llm:
+        params = llm.sampling_params(stop=tuple(stop or ()), **values)
+        bar = len(texts) > 1
+        if raw or not llm.tokenizer.has_chat_template:
+            outputs = llm.generate(texts, params, progress=bar)
+        else:
+            before = [{"role": "system", "content": system}] if system else []
+            conversations = [[*before, {"role": "user", "content": text}] for text in texts]
+            outputs = llm.chat(conversations, params, progress=bar)
+    for output in outputs:
+        typer.echo(output.text)
+
+
+@app.command()
+def options() -> None:
+    """List every engine option: a line of config.pbtxt, a field of EngineConfig and a flag here."""
+    table = Table("option", "flags", "default", "allowed", "meaning")
+    for option in OPTIONS.values():
+        default = "(unset)" if option.default is None else str(option.default)
+        table.add_row(option.name, " ".join(option.flags), default, option.allowed, option.help)
+    Console().print(table)
+
+
+@app.command()
+@with_engine_options
+def check(config: EngineConfig) -> None:
+    """Say what the options come to for this model on this machine, without loading it."""
+    from minisgl_backend.engine.build import resolve_options
+
+    runtime, model = resolve_options(config, Environment.read())
+    table = Table("setting", "value")
+    table.add_row("architecture", model.architecture)
+    table.add_row("vocabulary", f"{model.vocab_size} tokens")
+    for spec in dataclasses.fields(runtime):
+        if spec.name != "config":
+            value = getattr(runtime, spec.name)
+            table.add_row(spec.name, "(chosen at start)" if value is None else str(value))
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    app(prog_name="python -m minisgl_backend")
