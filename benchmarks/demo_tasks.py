@@ -8,8 +8,10 @@ from __future__ import annotations
 import re
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
+
+from benchmarks.demo_words import NUMBER_FACTS, PLAIN, WORD_FACTS, WORD_POOLS
 
 KINDS = ("arithmetic", "counting", "repeat", "reverse", "recall", "multi")
 
@@ -20,67 +22,6 @@ MAX_HISTORY = 3000
 """Longest way back to a fact that a question asks for, in estimated tokens."""
 
 _HELD_OUT_SHARE = 16  # one content in so many is kept out of training
-
-COLOURS = (
-    "red green blue yellow orange purple black white grey brown pink teal crimson olive navy gold silver"
-    " violet amber indigo"
-).split()
-FRUITS = "apple pear plum cherry mango lemon lime grape melon peach kiwi banana fig papaya apricot".split()
-NAMES = (
-    "Anna Ben Clara David Emma Felix Greta Hugo Iris Jonas Karla Leo Mia Noah Olga Paul Rosa Simon Tara Uma"
-    " Victor Wanda Xaver Yara Zoe Rex Milo Luna Bella Coco Mochi Pixel Ziggy"
-).split()
-CITIES = (
-    "Paris London Berlin Madrid Rome Vienna Prague Oslo Lisbon Dublin Tokyo Cairo Lima Delhi Boston Toronto"
-    " Sydney Nairobi Zürich Malmö Córdoba Łódź Kraków São-Paulo Reykjavík"
-).split()
-PLAIN = (
-    "house river cloud stone garden window table paper music winter summer bread water fire light shadow"
-    " mountain forest bridge castle train ship rocket engine pencil mirror candle pocket letter number"
-    " tiger horse rabbit eagle dolphin spider button ladder needle feather island desert valley harbour"
-    " kitchen market school doctor farmer painter sailor teacher dragon wizard"
-).split()
-ACCENTED = (
-    "café naïve résumé jalapeño crème brûlée façade piñata über schön Straße Äpfel Öl grün fiancée garçon"
-    " señor mañana corazón niño açaí pão coração élève forêt hôtel Noël žena čaj děkuji příliš źrebię żółw"
-    " łąka gęś smörgås ångström blåbær fjörð þing ığdır şeker çiçek güneş"
-).split()
-CHINESE = (
-    "你好 世界 苹果 水 火 山 河流 月亮 太阳 星星 朋友 学校 老师 学生 中国 北京 上海 图书馆 电脑 手机 猫 狗 鱼 鸟"
-    " 马 龙 花 树 雨 雪 风 云 茶 咖啡 米饭 面条 红色 蓝色 春天 夏天 秋天 冬天 谢谢 再见"
-).split()
-EMOJI = (
-    "😀 😂 😍 😎 😭 🤖 👻 🎉 🎸 🎲 🚀 🚗 🚲 🏠 🌍 🌙 🌈 🔥 🌊 🌵 🌸 🍕 🍎 🍜 🍩 ☕ ⭐ ⚡ ❤️ ☀️ ✈️ ☂️ 🐱 🐶 🐼 🦊 🐙 🦋 🐢 👍🏽 👋🏿 🇫🇷 🇯🇵"
-    " 🇧🇷 👩‍🚀 👨‍👩‍👧‍👦 🏳️‍🌈 🧑‍💻"
-).split()
-WORD_POOLS = (COLOURS + FRUITS + NAMES + PLAIN, ACCENTED + CITIES, CHINESE, EMOJI)
-
-_WORD_FACTS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("favourite colour", tuple(COLOURS)),
-    ("favourite fruit", tuple(FRUITS)),
-    ("favourite animal", tuple("tiger horse rabbit eagle dolphin spider dragon cat dog fish bird".split())),
-    ("favourite word", tuple(ACCENTED + PLAIN)),
-    ("favourite emoji", tuple(EMOJI)),
-    ("favourite Chinese word", tuple(CHINESE)),
-    ("name", tuple(NAMES)),
-    ("cat's name", tuple(NAMES)),
-    ("dog's name", tuple(NAMES)),
-    ("sister's name", tuple(NAMES)),
-    ("brother's name", tuple(NAMES)),
-    ("best friend's name", tuple(NAMES)),
-    ("home town", tuple(CITIES)),
-    ("birthplace", tuple(CITIES)),
-    ("password", tuple(PLAIN + ACCENTED + CHINESE)),
-)
-_NUMBER_FACTS: tuple[tuple[str, int], ...] = (
-    ("lucky number", 99),
-    ("age", 99),
-    ("house number", 999),
-    ("locker code", 9999),
-    ("train number", 9999),
-    ("seat number", 999),
-    ("room number", 999),
-)
 
 
 @dataclass(frozen=True)
@@ -149,14 +90,15 @@ def training_conversation(rng: Random) -> list[dict[str, str]]:
     elif style < 0.70:
         turns = [_words_turn(rng, False, made_up=0.15) for _ in range(rng.randint(1, 4))]
     elif style < 0.78:
-        turns = [counting_turn(rng, False)]
+        before = _mixed_turns(rng, rng.randint(0, 600), small_talk=True) if rng.random() < 0.4 else []
+        turns = [*before, counting_turn(rng, False)]
     elif style < 0.80:
         turns = [_small_talk(rng) for _ in range(rng.randint(1, 2))]
     elif style < 0.92:
         turns = _mixed_turns(rng, budget=rng.randint(50, 700), small_talk=True)
     else:
         turns = _mixed_turns(rng, budget=rng.randint(500, 3300), small_talk=True)
-    return _messages(turns, rng)
+    return _messages([_casually(turn, rng) for turn in turns], rng)
 
 
 def estimate_tokens(text: str) -> int:
@@ -297,19 +239,33 @@ def _made_up_word(rng: Random) -> str:
         return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8)))
     if style < 0.7:
         return "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZäéñöøß0123456789", k=rng.randint(2, 6)))
-    if style < 0.85:
-        return "".join(chr(rng.randint(0x4E00, 0x9FA5)) for _ in range(rng.randint(1, 3)))
-    return chr(rng.randint(0x1F300, 0x1F6C5))
+    first, last = rng.choice(_SCRIPTS)
+    most = 2 if first > 0xFFFF else 5
+    return "".join(chr(rng.randint(first, last)) for _ in range(rng.randint(1, most)))
 
 
-def _draw_fact(rng: Random, taken: set[str], held_out: bool | None) -> Fact:
-    """A fact of a key not yet in `taken`, on the wanted side of the split."""
+# Latin with accents, Greek, Cyrillic, Hebrew, Arabic, Hindi, Thai, kana, Chinese (twice), Korean, symbols, emoji
+_SCRIPTS = (
+    *((0xC0, 0x17F), (0x391, 0x3C9), (0x410, 0x44F), (0x5D0, 0x5EA), (0x621, 0x64A), (0x905, 0x939)),
+    *((0xE01, 0xE2E), (0x3041, 0x30FA), (0x4E00, 0x9FA5), (0x4E00, 0x9FA5), (0xAC00, 0xD7A3)),
+    *((0x2600, 0x27BF), (0x1F300, 0x1F64F), (0x1F680, 0x1F6D2), (0x1F90C, 0x1F9FF), (0x1FA70, 0x1FAD6)),
+)
+
+
+def _draw_fact(rng: Random, taken: set[str], held_out: bool | None, made_up: float = 0.0) -> Fact:
+    """A fact of a key not yet in `taken`, on the wanted side of the split.
+
+    A share `made_up` of the facts is about anything and holds any word or number.
+    """
     while True:
-        if rng.random() < 0.3:
-            key, most = rng.choice(_NUMBER_FACTS)
+        if made_up and rng.random() < made_up:
+            key = rng.choice(("", "favourite ", "new ", "old ")) + rng.choice(PLAIN)
+            value = rng.choice((_made_up_word(rng), rng.choice(rng.choice(WORD_POOLS)), str(rng.randint(0, 9999))))
+        elif rng.random() < 0.3:
+            key, most = rng.choice(NUMBER_FACTS)
             value = str(rng.randint(most // 10 + 1, most))
         else:
-            key, values = rng.choice(_WORD_FACTS)
+            key, values = rng.choice(WORD_FACTS)
             value = rng.choice(values)
         fact = Fact(key, value)
         if key not in taken and (held_out is None or is_held_out(fact.content) == held_out):
@@ -326,6 +282,14 @@ def _tell_turn(facts: list[Fact], rng: Random) -> Turn:
 def _recall_turn(fact: Fact, rng: Random) -> Turn:
     phrase = rng.choice(("What is my {}?", "What is my {}?", "Tell me my {}.", "Do you remember my {}?"))
     return Turn("recall", phrase.format(fact.key), f"Your {fact.key} is {fact.value}.", fact.content)
+
+
+def _casually(turn: Turn, rng: Random) -> Turn:
+    """The turn, one time in eight as people type in haste: without a capital, a full stop or a question mark."""
+    if rng.random() > 0.125:
+        return turn
+    user = turn.user.rstrip("?.!") if rng.random() < 0.7 else turn.user
+    return replace(turn, user=user[:1].lower() + user[1:] if rng.random() < 0.7 else user)
 
 
 def _small_talk(rng: Random) -> Turn:
@@ -349,21 +313,20 @@ _SMALL_TALK = (
 )
 
 
-def _mixed_turns(rng: Random, budget: int, small_talk: bool, ask_all: bool = True) -> list[Turn]:
+def _mixed_turns(rng: Random, budget: int, small_talk: bool) -> list[Turn]:
     """Turns of several kinds, about `budget` tokens together, on the training side of the split.
 
-    Facts are told early and now and then; some are asked for between other turns and, with `ask_all`, all
-    that are left at the end.
+    Facts are told early and now and then; some are asked for between other turns, and all at the end.
     """
     taken: set[str] = set()
-    facts = [_draw_fact(rng, taken, False) for _ in range(rng.randint(1, 4))]
+    facts = [_draw_fact(rng, taken, False, made_up=0.15) for _ in range(rng.randint(1, 4))]
     open_facts = list(facts)
     turns = _tell_turns(facts, rng)
     used = 0
     while used < budget:
         turn = _filler(rng, budget - used, small_talk)
         if rng.random() < 0.12 and len(taken) < 14:
-            told = [_draw_fact(rng, taken, False) for _ in range(rng.randint(1, 2))]
+            told = [_draw_fact(rng, taken, False, made_up=0.15) for _ in range(rng.randint(1, 2))]
             open_facts += told
             turn = _tell_turn(told, rng)
         elif rng.random() < 0.2 and open_facts:
@@ -371,7 +334,7 @@ def _mixed_turns(rng: Random, budget: int, small_talk: bool, ask_all: bool = Tru
         turns.append(turn)
         used += _turn_tokens(turn)
     rng.shuffle(open_facts)
-    return turns + [_recall_turn(fact, rng) for fact in open_facts] if ask_all else turns
+    return turns + [_recall_turn(fact, rng) for fact in open_facts]
 
 
 def _tell_turns(facts: list[Fact], rng: Random) -> list[Turn]:

@@ -80,9 +80,7 @@ def main() -> None:
 
 
 def parse_options() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add(
         "--out",
@@ -91,9 +89,9 @@ def parse_options() -> argparse.Namespace:
         help="folder to write (or grade)",
     )
     add("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    add("--minutes", type=float, default=8.0, help="time to train; the learning rate falls to 0 over it")
+    add("--minutes", type=float, default=5.0, help="time to train; the learning rate falls to 0 over it")
     add("--steps", type=int, default=0, help="stop after so many steps instead of --minutes")
-    add("--rows", type=int, default=16, help="rows of --row-tokens tokens in a batch")
+    add("--rows", type=int, default=24, help="rows of --row-tokens tokens in a batch")
     add("--row-tokens", type=int, default=4096)
     add("--workers", type=int, default=max(1, (os.cpu_count() or 2) - 2), help="processes that generate data")
     add("--muon-lr", type=float, default=0.02, help="peak learning rate of the matrices")
@@ -104,9 +102,9 @@ def parse_options() -> argparse.Namespace:
     add("--resume", type=Path, help="checkpoint to go on from")
     add("--seed", type=int, default=0)
     add("--eval-only", action="store_true", help="grade the folder --out; train nothing")
-    add("--questions", type=int, default=200, help="held-out questions per kind in the grading; 0 for none")
-    add("--eval-seed", type=int, default=1)
-    add("--eval-batch", type=int, default=256)
+    add("--questions", type=int, default=500, help="held-out questions per kind in the grading; 0 for none")
+    add("--eval-seed", type=int, default=7)
+    add("--eval-batch", type=int, default=250)
     add("--dtypes", default="bfloat16,float16,float32", help="number formats to grade in")
     add("--show-wrong", type=int, default=2, help="wrong answers to print per kind")
     return parser.parse_args()
@@ -310,9 +308,7 @@ class Attention(nn.Module):
         shape = self.shape
         weight = torch.cat((self.q_proj.weight, self.k_proj.weight, self.v_proj.weight))
         heads = F.linear(x, weight).unflatten(-1, (-1, shape.head_dim)).transpose(1, 2)
-        q, k, v = heads.split(
-            (shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads), 1
-        )
+        q, k, v = heads.split((shape.num_attention_heads, shape.num_key_value_heads, shape.num_key_value_heads), 1)
         return rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin), v
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Any) -> Tensor:
@@ -323,9 +319,7 @@ class Attention(nn.Module):
             from torch.nn.attention.flex_attention import flex_attention
 
             v = v.to(q.dtype)
-            out = flex_attention(
-                q.contiguous(), k.contiguous(), v.contiguous(), block_mask=mask, enable_gqa=True
-            )
+            out = flex_attention(q.contiguous(), k.contiguous(), v.contiguous(), block_mask=mask, enable_gqa=True)
         return self.o_proj(out.transpose(1, 2).flatten(2))
 
 
@@ -479,9 +473,7 @@ def train(options: argparse.Namespace, tokenizer_path: Path) -> DemoModel:
         adam.load_state_dict(state["adam"])
         for buffer, saved in zip(muon.buffers, state["muon"], strict=True):
             buffer.copy_(saved)
-    print(
-        f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters on {device}", flush=True
-    )
+    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters on {device}", flush=True)
     loss_of = torch.compile(model.loss, dynamic=False) if device.type == "cuda" else model.loss
     begin = saved_at = shown_at = None
     step = 0
