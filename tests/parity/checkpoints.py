@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tokenizers
+import tokenizers.models
 import torch
 import transformers
 
@@ -77,3 +79,10 @@ def save_checkpoint(name: str, folder: Path) -> None:
 def reference_model(folder: Path) -> Any:
     """The same checkpoint in transformers, float32."""
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def save_tokenizer(folder: Path) -> None:
+    """A tokenizer of VOCAB_SIZE words, for callers that insist on one."""
+    vocabulary = {f"w{i} ": i for i in range(VOCAB_SIZE)}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="w0 "))
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="w0 ").save_pretrained(folder)
