@@ -19,6 +19,7 @@ from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 # On the CPU memory is shared with everything else, so nobody wants "all that is left" by default.
 CPU_POOL_BYTES = 1 << 30
+CPU_POOL_SHARE = 2  # times what running sequences can use: the rest is for prefixes
 
 # The sampler's most expensive wish: every row sorted.
 _WORST_PARAMS = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
@@ -34,13 +35,14 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
     if config.num_pages is not None:
         return config.num_pages
     page_bytes = KVPool.bytes_per_page(spec)
-    useful = config.max_running_requests * spec.max_pages_per_row
+    most = (2**31 - 1) // spec.page_size - 1  # slots are int32
     free_now = free_bytes(spec.device)
     if spec.device.type == "cpu":
         budget = min(CPU_POOL_BYTES, int(free_now * config.memory_ratio))
+        most = min(most, CPU_POOL_SHARE * config.max_running_requests * spec.max_pages_per_row)
     else:
         budget = int(free_at_start * config.memory_ratio) - (free_at_start - free_now) - step_bytes
-    pages = min(useful, budget // page_bytes - 1)  # one more is the padding page
+    pages = min(most, budget // page_bytes - 1)  # one more is the padding page
     if pages < 1:
         raise ConfigError(
             f"no memory is left for the KV cache: {config.memory_ratio:g} of {free_at_start >> 20} MiB (memory_ratio) "

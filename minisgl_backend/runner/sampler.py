@@ -97,14 +97,14 @@ class Sampler:
         return self.sample(logits, SamplingInputs(rows=rows, positions=positions, random=True, min_p=False)).token_ids
 
     def _edit(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
-        logits = logits.to(torch.float32, copy=True)
+        raw, logits = logits, logits.to(torch.float32, copy=True)
         if inputs.penalised is not None and inputs.penalty_lines is not None:
             params = self._table.float_params[inputs.rows[inputs.penalised]]
             self._penalties.apply(logits, inputs.penalised, inputs.penalty_lines, params)
         if inputs.rules is not None:
             inputs.rules.apply(logits, inputs.rows, inputs.positions, self._table)
         if inputs.masked is not None and inputs.mask_bits is not None:
-            apply_bitmask(logits, inputs.masked, inputs.mask_bits)
+            apply_bitmask(logits, inputs.masked, inputs.mask_bits, raw)
         return logits
 
     def _sample_random(self, logits: torch.Tensor, inputs: SamplingInputs) -> tuple[torch.Tensor, torch.Tensor]:
@@ -141,14 +141,19 @@ def fused_sampler(table: RowTable, vocab_size: int) -> PlainSampler | None:
     return lambda logits, rows, positions: sample_plain(logits, rows, positions, table.params, columns, workspace, pdl)
 
 
-def apply_bitmask(logits: torch.Tensor, lines: torch.Tensor, bits: torch.Tensor) -> None:
+def apply_bitmask(logits: torch.Tensor, lines: torch.Tensor, bits: torch.Tensor, raw: torch.Tensor) -> None:
     """Forbids, in `lines` of logits float32 [n, vocab_size], the tokens whose bit is 0.
 
     Token t's bit is bit t % 32 of word t // 32, as grammar compilers write it; bits int32 [k, ceil(vocab_size / 32)].
+    Where bad words or min_tokens leave nothing of what the grammar allows, the grammar wins: those lines get their
+    `raw` logits back.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
     allowed = ((bits.unsqueeze(2) >> shifts) & 1).view(len(bits), -1)[:, : logits.shape[1]].bool()
-    logits[lines] = logits[lines].masked_fill(~allowed, float("-inf"))
+    chosen = logits[lines].masked_fill(~allowed, float("-inf"))
+    nothing_left = chosen.amax(dim=1, keepdim=True) == float("-inf")
+    fallback = raw[lines].to(torch.float32).masked_fill(~allowed, float("-inf"))
+    logits[lines] = torch.where(nothing_left, fallback, chosen)
 
 
 def _scale(logits: torch.Tensor, temperature: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,7 +37,7 @@ def runtime_for(folder: Path, **options: object) -> tuple[RuntimeConfig, ModelCo
 def test_a_built_runner_runs(tiny_model_dir: Path) -> None:
     read: list[tuple[int, int]] = []
     runner = build_runner(*runtime_for(tiny_model_dir), progress=StartProgress(weights=lambda *done: read.append(done)))
-    assert runner.num_pages == 4 * 256 // 16  # more would be of no use to four sequences
+    assert runner.num_pages == 2 * 4 * 256 // 16  # four sequences, and as much for prefixes
     assert read[-1][0] == read[-1][1] > 0
     driver = Driver(16)
     driver.admit(0, [1, 2, 3], SamplingParams(temperature=0.0))

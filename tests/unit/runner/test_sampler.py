@@ -18,7 +18,7 @@ from minisgl_backend.runner.logprobs import unpack
 from minisgl_backend.runner.noise import gumbel, row_keys
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampler import Sampled, Sampler, SamplingInputs
-from minisgl_backend.runner.sampling_rows import SamplingRows
+from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingRows
 from minisgl_backend.step import AdmittedRow, StepPlan
 
 CPU = torch.device("cpu")
@@ -48,17 +48,27 @@ class Bench:
         )
         self._upload(admitted, EMPTY, EMPTY)
 
-    def inputs(self, rows: Sequence[int], positions: Sequence[int]) -> SamplingInputs:
-        return self._upload((), np.array(rows, dtype=np.int32), np.array(positions, dtype=np.int32))
+    def inputs(
+        self, rows: Sequence[int], positions: Sequence[int], masks: GrammarMasks | None = None
+    ) -> SamplingInputs:
+        return self._upload((), np.array(rows, dtype=np.int32), np.array(positions, dtype=np.int32), masks)
 
-    def sample(self, logits: np.ndarray, rows: Sequence[int], positions: Sequence[int]) -> Sampled:
-        sampled = self.sampler.sample(torch.from_numpy(logits), self.inputs(rows, positions))
+    def sample(
+        self, logits: np.ndarray, rows: Sequence[int], positions: Sequence[int], masks: GrammarMasks | None = None
+    ) -> Sampled:
+        sampled = self.sampler.sample(torch.from_numpy(logits), self.inputs(rows, positions, masks))
         self.table.write_tokens(torch.tensor(rows), torch.tensor(positions), sampled.token_ids[0])
         return sampled
 
-    def _upload(self, admitted: tuple[AdmittedRow, ...], rows: np.ndarray, lengths: np.ndarray) -> SamplingInputs:
+    def _upload(
+        self,
+        admitted: tuple[AdmittedRow, ...],
+        rows: np.ndarray,
+        lengths: np.ndarray,
+        masks: GrammarMasks | None = None,
+    ) -> SamplingInputs:
         plan = StepPlan(0, admitted, EMPTY, EMPTY, EMPTY, (), rows, lengths, rows.astype(np.int64))
-        return self.builder.upload(self.builder.build_host(plan)).sampling
+        return self.builder.upload(self.builder.build_host(plan, masks)).sampling
 
 
 def random_logits(n: int, seed: int = 0, vocab_size: int = VOCAB) -> np.ndarray:
@@ -290,6 +300,15 @@ def test_steps_ask_only_for_what_their_rows_want() -> None:
     prompt_len = histories(list(WISHES.values()))[minimum][2]
     assert bench.inputs([minimum], [prompt_len + 3]).rules is not None
     assert bench.inputs([minimum], [prompt_len + 4]).rules is None
+
+
+def test_a_grammar_wins_over_the_rules_that_leave_it_nothing() -> None:
+    bench = Bench()
+    wish = SamplingParams(temperature=1.0, seed=1, min_tokens=5, bad_words_token_ids=((9,),))
+    bench.admit({row: (wish, [1], 1) for row in range(2)})
+    bits = np.array([[1 << EOS[0], 0], [1 << 9 | 1 << 4, 0]], dtype=np.int32)
+    sampled = bench.sample(random_logits(2), [0, 1], [1, 1], (np.arange(2, dtype=np.int32), bits))
+    assert sampled.token_ids.tolist() == [[EOS[0], 4], [1, 1]]
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
