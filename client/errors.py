@@ -8,15 +8,21 @@ from __future__ import annotations
 import re
 
 _ENSEMBLE_PREFIX = re.compile(r"^(?:in ensemble '[^']*', )+")
-_CANCELLED = re.compile(r"\bcancell?ed\b", re.IGNORECASE)
-_UNAVAILABLE = re.compile(r"\bunavailable\b|\bunhealthy\b|\bnot ready\b|\bqueue (?:is )?full\b", re.IGNORECASE)
+_UNAVAILABLE_WORDS = r"""unavailable|unhealthy|not\ ready|no\ available\ versions|queue\ (?:is\ )?full|try\ again
+    |engine\ (?:died|is\ not\ running)"""
+# Wording of an error without a status -> the status it most likely had. The first match counts.
+_WORDINGS = (
+    (re.compile(r"\bcancell?ed\b", re.IGNORECASE), "CANCELLED"),
+    (re.compile(rf"\b(?:{_UNAVAILABLE_WORDS})\b", re.IGNORECASE | re.VERBOSE), "UNAVAILABLE"),
+    (re.compile(r"\bunknown model\b", re.IGNORECASE), "NOT_FOUND"),
+)
 
 
 class ClientError(Exception):
     """Base of every error this package raises for a request.
 
     `message` is the server's own text without Triton's ensemble prefix; `status` is the name of the gRPC status
-    ("INVALID_ARGUMENT", ...), None where the server gave none; `request_id` is the id that the request carried.
+    ("INVALID_ARGUMENT", ...), None where it is not known; `request_id` is the id that the request carried.
     """
 
     def __init__(self, message: str, *, status: str | None = None, request_id: str = "") -> None:
@@ -56,7 +62,6 @@ _BY_STATUS: dict[str, type[ClientError]] = {
     "CANCELLED": Cancelled,
     "DEADLINE_EXCEEDED": TimedOut,
 }
-# The inverse of Triton's table; it answers CANCELLED, too, with 400 (see `from_http`).
 _STATUS_BY_HTTP: dict[int, str] = {
     400: "INVALID_ARGUMENT",
     404: "NOT_FOUND",
@@ -74,25 +79,36 @@ def from_status(status: str, message: str, request_id: str = "") -> ClientError:
 
 def from_http(code: int, message: str, request_id: str = "") -> ClientError:
     """The error for an HTTP status code of 400 or above."""
-    if code == 400 and _CANCELLED.search(message):
-        return from_status("CANCELLED", message, request_id)
     status = _STATUS_BY_HTTP.get(code, "INVALID_ARGUMENT" if code < 500 else "INTERNAL")
+    if code == 400:  # Triton says 400 whatever the status of a model's response was; the wording tells more
+        status = _guess_status(message) or status
     return from_status(status, message, request_id)
 
 
 def from_message(message: str, request_id: str = "") -> ClientError:
     """The error for text that came inside a stream, where Triton gives no status: its wording decides."""
-    error_type: type[ClientError] = ServerError
-    if _CANCELLED.search(message):
-        error_type = Cancelled
-    elif _UNAVAILABLE.search(message):
-        error_type = Unavailable
-    return error_type(_clean(message), request_id=request_id)
+    status = _guess_status(message)
+    if status is None:
+        return ServerError(_clean(message), request_id=request_id)
+    return from_status(status, message, request_id)
 
 
 def cancelled_here(request_id: str) -> Cancelled:
     """The error for a request that this side gave up."""
     return Cancelled("cancelled by the client", status="CANCELLED", request_id=request_id)
+
+
+def timed_out(timeout: float | None, request_id: str) -> TimedOut:
+    """The error for a request whose deadline passed; `timeout` in seconds."""
+    limit = "its deadline" if timeout is None else f"{timeout:g} s"
+    return TimedOut(f"no complete answer within {limit}", status="DEADLINE_EXCEEDED", request_id=request_id)
+
+
+def _guess_status(message: str) -> str | None:
+    for pattern, status in _WORDINGS:
+        if pattern.search(message):
+            return status
+    return None
 
 
 def _clean(message: str) -> str:

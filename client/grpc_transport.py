@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from client.errors import ClientError, ServerError, cancelled_here, from_message, from_status
+from client.errors import ClientError, ServerError, cancelled_here, from_message, from_status, timed_out
 from client.request import InferenceRequest, Tensor
 from client.results import Reply
 
@@ -52,9 +52,9 @@ _STRUCT_FORMAT = {
 class GrpcCall:
     """One request in flight."""
 
-    def __init__(self, call: Any, request_id: str) -> None:
+    def __init__(self, call: Any, request: InferenceRequest) -> None:
         self._call = call
-        self._progress = _Progress(request_id)
+        self._progress = _Progress(request)
 
     def receive(self) -> Reply | None:
         """The next response, None after the last. Raises ClientError."""
@@ -71,10 +71,10 @@ class GrpcCall:
 class AsyncGrpcCall:
     """One request in flight, in an event loop."""
 
-    def __init__(self, call: Any, request_id: str) -> None:
+    def __init__(self, call: Any, request: InferenceRequest) -> None:
         self._call = call
-        self._request_id = request_id
-        self._progress = _Progress(request_id)
+        self._request_id = request.request_id
+        self._progress = _Progress(request)
         self._cancelled = False
 
     async def receive(self) -> Reply | None:
@@ -108,7 +108,7 @@ class GrpcTransport:
         call = self._stub.ModelStreamInfer(
             iter((encode_request(request),)), timeout=request.timeout, metadata=_STREAM_METADATA
         )
-        return GrpcCall(call, request.request_id)
+        return GrpcCall(call, request)
 
     def is_live(self, timeout: float) -> bool:
         return bool(self._ask(self._stub.ServerLive, service_pb2.ServerLiveRequest(), timeout, "live"))
@@ -145,7 +145,7 @@ class AsyncGrpcTransport:
         call = self._stub.ModelStreamInfer(
             iter((encode_request(request),)), timeout=request.timeout, metadata=_STREAM_METADATA
         )
-        return AsyncGrpcCall(call, request.request_id)
+        return AsyncGrpcCall(call, request)
 
     async def is_live(self, timeout: float) -> bool:
         return await self._ask(self._stub.ServerLive, service_pb2.ServerLiveRequest(), timeout, "live")
@@ -194,8 +194,9 @@ def decode_response(response: Any) -> Reply:
 class _Progress:
     """Whether the answer of one request is complete."""
 
-    def __init__(self, request_id: str) -> None:
-        self._request_id = request_id
+    def __init__(self, request: InferenceRequest) -> None:
+        self._request_id = request.request_id
+        self._timeout = request.timeout
         self._final = False
 
     def accept(self, response: Any | None) -> Reply | None:
@@ -211,6 +212,9 @@ class _Progress:
         return reply
 
     def error(self, error: Any) -> ClientError:
+        """What the status that ended the stream means."""
+        if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return timed_out(self._timeout, self._request_id)
         return from_status(error.code().name, error.details() or error.code().name, self._request_id)
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from client.errors import ClientError, ServerError, TimedOut, Unavailable, cancelled_here, from_http, from_message
+from client.errors import ClientError, ServerError, Unavailable, cancelled_here, from_http, from_message, timed_out
 from client.request import InferenceRequest
 from client.results import Reply
 
@@ -85,7 +85,7 @@ class HttpCall:
         if self._cancelled:
             return cancelled_here(self._request_id)
         if isinstance(error, (TimeoutError, socket.timeout)):
-            return TimedOut(f"no complete answer within {self._timeout:g} s", request_id=self._request_id)
+            return timed_out(self._timeout, self._request_id)
         if self._socket is None:
             address = f"{self._connection.host}:{self._connection.port}"
             return Unavailable(f"cannot connect to {address}: {error}", request_id=self._request_id)
@@ -124,8 +124,7 @@ class AsyncHttpCall:
             return await asyncio.wait_for(self._receive(), self._remaining())
         except (TimeoutError, asyncio.TimeoutError):
             self.cancel()
-            message = f"no complete answer within {self._request.timeout:g} s"
-            raise TimedOut(message, request_id=self._request.request_id) from None
+            raise timed_out(self._request.timeout, self._request.request_id) from None
         except asyncio.CancelledError:
             if self._cancelled:
                 raise cancelled_here(self._request.request_id) from None

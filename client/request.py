@@ -45,6 +45,8 @@ class SamplingOptions(TypedDict, total=False):
     exclude_input_in_output: bool  # False: the answer starts with the prompt (not in a stream)
     guided_decoding_guide_type: str  # "json", "json_schema", "regex" or "ebnf_grammar"
     guided_decoding_guide: str
+    return_cumulative_logprob: bool  # comes in `extra`
+    return_perf_metrics: bool  # comes in `extra`
     sampling_parameters: Mapping[str, Any]  # vLLM's names, sent as one JSON object
 
 
@@ -92,6 +94,8 @@ _SCALARS: dict[str, tuple[str, Datatype]] = {
     "exclude_input_in_output": ("exclude_input_in_output", "BOOL"),
     "guided_decoding_guide_type": ("guided_decoding_guide_type", "BYTES"),
     "guided_decoding_guide": ("guided_decoding_guide", "BYTES"),
+    "return_cumulative_logprob": ("return_cumulative_logprob", "BOOL"),
+    "return_perf_metrics": ("return_perf_metrics", "BOOL"),
 }
 _LISTS: dict[str, tuple[str, Datatype]] = {
     "stop": ("stop_words", "BYTES"),

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _KNOWN_OUTPUTS = frozenset(
-    ("text_output", "finish_reason", "num_input_tokens", "num_output_tokens", "sequence_index", "logprobs")
+    "text_output finish_reason num_input_tokens num_output_tokens sequence_index logprobs prompt_logprobs".split()
 )
 
 
@@ -33,6 +33,7 @@ class Chunk:
     num_input_tokens: int | None = None  # the prompt's, the same in each chunk
     num_output_tokens: int | None = None  # of this chunk alone
     logprobs: list[Any] | None = None  # a record a token, where asked for
+    prompt_logprobs: list[Any] | None = None
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)  # the server's other outputs
 
 
@@ -55,6 +56,7 @@ class Result:
     choices: tuple[Choice, ...]
     num_input_tokens: int | None
     num_output_tokens: int | None  # of all sequences together
+    prompt_logprobs: list[Any] | None = None
     extra: Mapping[str, Sequence[Any]] = field(default_factory=dict)
 
     @property
@@ -87,6 +89,7 @@ def chunks_of(reply: Reply) -> list[Chunk]:
             num_input_tokens=_first(outputs, "num_input_tokens", None),
             num_output_tokens=_item(outputs, "num_output_tokens", position, len(texts)),
             logprobs=_logprobs(_item(outputs, "logprobs", position, len(texts))),
+            prompt_logprobs=_logprobs(_first(outputs, "prompt_logprobs", None)),
             extra=extra,
         )
         for position, text in enumerate(texts)
@@ -99,12 +102,15 @@ class Collector:
     def __init__(self) -> None:
         self._chunks: dict[int, list[Chunk]] = {}
         self._num_input_tokens: int | None = None
+        self._prompt_logprobs: list[Any] | None = None
         self._extra: dict[str, Sequence[Any]] = {}
 
     def add(self, chunk: Chunk) -> None:
         self._chunks.setdefault(chunk.index, []).append(chunk)
         if chunk.num_input_tokens is not None:
             self._num_input_tokens = chunk.num_input_tokens
+        if chunk.prompt_logprobs is not None:
+            self._prompt_logprobs = chunk.prompt_logprobs
         self._extra.update(chunk.extra)
 
     def result(self, request_id: str) -> Result:
@@ -115,6 +121,7 @@ class Collector:
             choices=choices or (Choice("", None, 0, None),),
             num_input_tokens=self._num_input_tokens,
             num_output_tokens=_sum([choice.num_output_tokens for choice in choices]),
+            prompt_logprobs=self._prompt_logprobs,
             extra=self._extra,
         )
 

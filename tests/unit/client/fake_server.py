@@ -49,7 +49,7 @@ def answers(request: dict[str, Any], record: Record) -> Iterator[dict[str, Any]]
         yield {"error": ("CANCELLED", "request was cancelled")}
     elif prompt == "break":
         yield {"text_output": ["half "]}
-        yield {"error": ("INTERNAL", PREFIX + "the engine died")}
+        yield {"error": ("INTERNAL", PREFIX + "the step failed")}
     elif prompt == "silence":
         time.sleep(3)
     elif prompt == "forever":
@@ -198,6 +198,11 @@ class HttpHandler(BaseHTTPRequestHandler):
         pass
 
 
+class _HttpServer(ThreadingHTTPServer):
+    request_queue_size = 128
+    daemon_threads = True
+
+
 _HTTP_STATUS = {"INVALID_ARGUMENT": 400, "CANCELLED": 400, "INTERNAL": 500, "UNAVAILABLE": 503}
 
 
@@ -213,8 +218,7 @@ def start_grpc(record: Record, in_band_errors: bool = False) -> tuple[Any, str]:
 def start_http(record: Record) -> tuple[ThreadingHTTPServer, str]:
     """A server on a free port and its address; `server.shutdown()` and `server_close()` end it."""
     handler = type("Handler", (HttpHandler,), {"record": record})
-    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    server.daemon_threads = True
+    server = _HttpServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True).start()
     return server, f"127.0.0.1:{server.server_address[1]}"
 

@@ -153,7 +153,7 @@ def test_errors_are_typed(
 def test_an_error_after_some_text(client: Client) -> None:
     stream = client.stream("break")
     assert next(stream).text == "half "
-    with pytest.raises(ServerError, match=r"^the engine died$"):
+    with pytest.raises(ServerError, match=r"^the step failed$"):
         next(stream)
     assert list(stream) == []
 

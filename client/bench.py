@@ -1,0 +1,152 @@
+"""Measures a running server with perf_analyzer: writes its input, reads its reports.
+
+Knows nothing of terminals. Requests a second and latencies are perf_analyzer's own figures; what it does not report for
+streams (time to first token, between tokens, tokens a second) is computed from the time stamps that it exports.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from client.client import Client
+from client.perf_analyzer import PerfAnalyzer, PerfAnalyzerError
+
+_WORDS = (
+    "time year people way day man thing woman life child world school state family student group country hand".split()
+)
+_MAX_PROMPTS = 2000
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What every request of a benchmark asks."""
+
+    prompt_tokens: int  # aimed at
+    max_tokens: int
+    stream: bool = True
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts of about the wanted length, and what the server counted for one of them."""
+
+    num_words: int
+    num_input_tokens: int
+    num_output_tokens: int
+
+    def write(self, path: Path, count: int, seed: int, workload: Workload) -> None:
+        """perf_analyzer's input file: `count` requests whose prompts differ from their first word on."""
+        draw = random.Random(seed)
+        fixed = {"max_tokens": [workload.max_tokens], "stream": [workload.stream]}
+        fixed |= {"temperature": [0.0], "ignore_eos": [True]}
+        steps = [{"text_input": [make_prompt(draw, self.num_words)], **fixed} for _ in range(count)]
+        path.write_text(json.dumps({"data": steps}), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """One row of the table; times in milliseconds. The last five are None where nothing was streamed."""
+
+    concurrency: int
+    requests: int
+    requests_per_s: float  # perf_analyzer's
+    latency_p50: float  # perf_analyzer's
+    latency_p99: float  # perf_analyzer's
+    tokens_per_s: float  # of output, from the first request sent to the last response
+    first_token_p50: float | None
+    first_token_p99: float | None
+    per_token_p50: float | None  # of the requests' means after the first token
+    per_token_p99: float | None
+
+
+def make_prompt(draw: random.Random, num_words: int) -> str:
+    """Random words, so that no two prompts share a prefix that a cache could serve."""
+    return " ".join([str(draw.randrange(10**6)), *(draw.choice(_WORDS) for _ in range(num_words - 1))])
+
+
+def fit_prompts(client: Client, workload: Workload) -> Prompts:
+    """Finds how many words give `prompt_tokens`, by the server's own counts; warms the server up, too.
+
+    Raises the client's errors, and PerfAnalyzerError where the server reports no counts.
+    """
+    draw = random.Random(0)
+
+    def count(num_words: int) -> int:
+        counted = client.generate(make_prompt(draw, num_words), max_tokens=1, ignore_eos=True).num_input_tokens
+        if counted is None:
+            raise PerfAnalyzerError("the server does not report num_input_tokens")
+        return counted
+
+    few, many = 4, max(8, workload.prompt_tokens // 2)
+    at_few, at_many = count(few), count(many)
+    tokens_per_word = max((at_many - at_few) / (many - few), 0.1)
+    num_words = max(1, round(few + (workload.prompt_tokens - at_few) / tokens_per_word))
+    whole = client.generate(
+        make_prompt(draw, num_words), max_tokens=workload.max_tokens, temperature=0.0, ignore_eos=True
+    )
+    return Prompts(num_words, whole.num_input_tokens or 0, whole.num_output_tokens or workload.max_tokens)
+
+
+def measure(
+    analyzer: PerfAnalyzer,
+    address: str,
+    model: str,
+    prompts: Prompts,
+    workload: Workload,
+    concurrency: int,
+    requests: int,
+    timeout: float,
+) -> Measurement:
+    """One run of perf_analyzer over gRPC (`address` is HOST:PORT). Raises PerfAnalyzerError."""
+    with tempfile.TemporaryDirectory(prefix="minisgl-bench-") as directory:
+        data, report, export = (Path(directory) / name for name in ("input.json", "report.csv", "export.json"))
+        prompts.write(data, min(requests, _MAX_PROMPTS), concurrency, workload)
+        arguments = ["-m", model, "-u", address, "-i", "grpc", "--async", "--streaming"]
+        arguments += ["--concurrency-range", f"{concurrency}:{concurrency}", "--request-count", str(requests)]
+        arguments += ["--input-data", str(data), "-f", str(report), "--profile-export-file", str(export)]
+        output = analyzer.run(arguments, timeout)
+        if not report.is_file() or not export.is_file():
+            raise PerfAnalyzerError(f"perf_analyzer wrote no report: {output.strip().splitlines()[-1:]}")
+        # Outputs that are not text stand in the export as raw bytes, so it may not be valid UTF-8.
+        return read_reports(
+            report.read_text(), export.read_text(errors="replace"), concurrency, prompts.num_output_tokens
+        )
+
+
+def read_reports(report: str, export: str, concurrency: int, tokens_per_request: int) -> Measurement:
+    """perf_analyzer's CSV report and profile export of one concurrency -> a row."""
+    rows = list(csv.DictReader(line for line in report.splitlines() if line.strip()))
+    requests = json.loads(export, strict=False)["experiments"][0]["requests"]
+    requests = [request for request in requests if request["response_timestamps"]]
+    if not rows or not requests:
+        raise PerfAnalyzerError(f"perf_analyzer finished no request at concurrency {concurrency}")
+    starts = [request["timestamp"] for request in requests]
+    stamps = [request["response_timestamps"] for request in requests]
+    elapsed_s = (max(times[-1] for times in stamps) - min(starts)) / 1e9
+    first = [(times[0] - start) / 1e6 for start, times in zip(starts, stamps, strict=True)]
+    streamed = any(len(times) > 1 for times in stamps) and tokens_per_request > 1
+    per_token = [(times[-1] - times[0]) / 1e6 / (tokens_per_request - 1) for times in stamps] if streamed else []
+    return Measurement(
+        concurrency=concurrency,
+        requests=len(requests),
+        requests_per_s=float(rows[0]["Inferences/Second"]),
+        latency_p50=float(rows[0]["p50 latency"]) / 1e3,
+        latency_p99=float(rows[0]["p99 latency"]) / 1e3,
+        tokens_per_s=len(requests) * tokens_per_request / elapsed_s,
+        first_token_p50=percentile(first, 50) if streamed else None,
+        first_token_p99=percentile(first, 99) if streamed else None,
+        per_token_p50=percentile(per_token, 50) if streamed else None,
+        per_token_p99=percentile(per_token, 99) if streamed else None,
+    )
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The nearest-rank percentile."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * int(percent) // 100) - 1)]

@@ -1,0 +1,360 @@
+"""The command `minisgl`: generate, chat, bench, status.
+
+Knows nothing of protocols: `client.Client` does the work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from client.bench import Measurement, Prompts, Workload, fit_prompts, measure
+from client.chat import Chat
+from client.client import Client
+from client.connection import Protocol, parse_url
+from client.errors import ClientError
+from client.perf_analyzer import PerfAnalyzerError, find_perf_analyzer
+from client.request import SamplingOptions
+from client.results import Result
+
+app = typer.Typer(
+    help="Talk to a running server.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+)
+
+Url = Annotated[
+    str | None, typer.Option(help="[SCHEME://]HOST[:PORT]; default 127.0.0.1:8001, or :8000 with --protocol http.")
+]
+WireProtocol = Annotated[str | None, typer.Option("--protocol", help="grpc (default) or http.")]
+Model = Annotated[str, typer.Option(help="Name of the model on the server.")]
+Timeout = Annotated[float | None, typer.Option(help="Seconds for a whole answer; default: no limit.")]
+System = Annotated[str | None, typer.Option(help="System prompt.")]
+MaxTokens = Annotated[int | None, typer.Option(help="New tokens; default: up to the context limit.")]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy; default: the model's own.")]
+TopK = Annotated[int | None, typer.Option(help="0 is off.")]
+TopP = Annotated[float | None, typer.Option()]
+MinP = Annotated[float | None, typer.Option()]
+Seed = Annotated[int | None, typer.Option()]
+Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")]
+
+_HELP = "/reset forgets the conversation, /system TEXT sets a system prompt, /exit leaves; Ctrl-C stops an answer"
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="The prompt; - reads it from the standard input.")],
+    url: Url = None,
+    protocol: WireProtocol = None,
+    model: Model = "ensemble",
+    timeout: Timeout = None,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+    n: Annotated[int, typer.Option(help="Answers to the same prompt.")] = 1,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-tokens.")] = False,
+    chat: Annotated[
+        bool | None,
+        typer.Option("--chat/--raw", help="With the chat template or not; default: as the server has it."),
+    ] = None,
+    stream: Annotated[bool, typer.Option(help="Print the answer as it is written.")] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
+) -> None:
+    """Print the answer to one prompt."""
+    text = sys.stdin.read() if prompt == "-" else prompt
+    options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    options.update({"n": n} if n > 1 else {}, **({"ignore_eos": True} if ignore_eos else {}))
+    if chat is not None and system is None:
+        options["apply_chat_template"] = chat
+    messages = None if system is None else [{"role": "system", "content": system}, {"role": "user", "content": text}]
+    question = text if system is None else None
+    with _errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
+        started = time.monotonic()
+        if stream and n == 1 and not as_json:
+            with client.stream(question, messages=messages, **options) as answer:
+                for chunk in answer:
+                    _write(chunk.text)
+                result = answer.result()
+            _write("\n")
+        else:
+            result = client.generate(question, messages=messages, **options)
+            _print_result(result, as_json)
+        _print_summary(result, time.monotonic() - started)
+
+
+@app.command()
+def chat(
+    url: Url = None,
+    protocol: WireProtocol = None,
+    model: Model = "ensemble",
+    timeout: Timeout = None,
+    system: System = None,
+    max_tokens: MaxTokens = None,
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    seed: Seed = None,
+    stop: Stop = None,
+) -> None:
+    """Talk to the model; it remembers the conversation."""
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # line editing and history in input()
+    with _errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
+        session = Chat(client, system, _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop))
+        _status(_HELP)
+        while (line := _read_line()) is not None:
+            if not line.startswith("/"):
+                _answer(session, line)
+            elif not _obey(session, line):
+                break
+
+
+@app.command()
+def bench(
+    url: Annotated[str, typer.Option(help="HOST[:PORT] of the server's gRPC port.")] = "127.0.0.1:8001",
+    model: Model = "ensemble",
+    concurrency: Annotated[str, typer.Option(help="Requests in flight; several numbers with commas.")] = "1,8,32",
+    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts, about.")] = 128,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answers (EOS is ignored).")] = 64,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests at each concurrency; default: 8 times it, 32 at least.")
+    ] = None,
+    stream: Annotated[bool, typer.Option(help="Streamed answers, or one response each.")] = True,
+    timeout: Annotated[float, typer.Option(help="Seconds for one concurrency.")] = 900.0,
+    output: Annotated[Path | None, typer.Option(help="Also write the figures to this file, as JSON.")] = None,
+) -> None:
+    """Measure throughput and latency with NVIDIA's perf_analyzer, and print a table."""
+    levels = _parse_levels(concurrency)
+    workload = Workload(prompt_tokens, max_tokens, stream)
+    console = Console()
+    rows: list[Measurement] = []
+    with _errors_in_one_line(), Client(url, "grpc", model, timeout=timeout) as client:
+        with Console(stderr=True).status("perf_analyzer ..."):
+            analyzer = find_perf_analyzer()
+        with Console(stderr=True).status("finding the prompts' length ..."):
+            prompts = fit_prompts(client, workload)
+        address = parse_url(url, "grpc").authority
+        for level in levels:
+            count = requests or max(32, 8 * level)
+            with Console(stderr=True).status(f"{count} requests, {level} at once ..."):
+                rows.append(measure(analyzer, address, model, prompts, workload, level, max(count, level), timeout))
+    console.print(_bench_table(rows, prompts))
+    if output is not None:
+        figures = {"prompt_tokens": prompts.num_input_tokens, "output_tokens": prompts.num_output_tokens}
+        output.write_text(json.dumps({**figures, "rows": [dataclasses.asdict(row) for row in rows]}, indent=2) + "\n")
+
+
+@app.command()
+def status(
+    url: Url = None,
+    protocol: WireProtocol = None,
+    model: Model = "ensemble",
+    metrics_url: Annotated[str | None, typer.Option(help="Default: http://HOST:8002/metrics.")] = None,
+) -> None:
+    """Whether the server and the model are ready, and the server's key metrics. Exit status 1: not ready."""
+    with _errors_in_one_line(), _connect(url, protocol, model, None, metrics_url) as client:
+        live, ready = client.is_live(), client.is_ready()
+        typer.echo(f"server: {'live' if live else 'does not answer'}; {model}: {'ready' if ready else 'not ready'}")
+        if live:
+            Console().print(_metrics_table(client, model))
+        if not ready:
+            raise typer.Exit(1)
+
+
+def main() -> None:
+    """The entry point of the installed command."""
+    for stream in (sys.stdout, sys.stderr):
+        # Answers hold any character; a terminal that cannot show one must not end the program.
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")
+    app()
+
+
+def _connect(
+    url: str | None, protocol: str | None, model: str, timeout: float | None, metrics_url: str | None = None
+) -> Client:
+    chosen: Any = protocol  # parse_url says what is allowed
+    wire: Protocol | None = chosen
+    return Client(url, wire, model, timeout=timeout, metrics_url=metrics_url)
+
+
+@contextlib.contextmanager
+def _errors_in_one_line() -> Iterator[None]:
+    """Ends the program with one line: status 1 for what went wrong, 2 for a wrong argument, 130 for Ctrl-C."""
+    try:
+        yield
+    except (ClientError, PerfAnalyzerError) as error:
+        _fail(f"{type(error).__name__}: {error}" if isinstance(error, ClientError) else str(error), 1)
+    except ValueError as error:
+        _fail(str(error), 2)
+    except KeyboardInterrupt:
+        _fail("stopped", 130)
+
+
+def _fail(message: str, exit_status: int) -> None:
+    Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(message)}", highlight=False)
+    raise typer.Exit(exit_status) from None
+
+
+def _options(
+    max_tokens: int | None,
+    temperature: float | None,
+    top_k: int | None,
+    top_p: float | None,
+    min_p: float | None,
+    seed: int | None,
+    stop: list[str] | None,
+) -> SamplingOptions:
+    given: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+        "seed": seed,
+        "stop": stop or None,
+    }
+    options: Any = {name: value for name, value in given.items() if value is not None}
+    return options  # type: ignore[no-any-return]
+
+
+def _write(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _status(text: str) -> None:
+    """A remark beside the answer; only people see it, pipes do not."""
+    if sys.stderr.isatty():
+        Console(stderr=True).print(f"[dim]{escape(text)}[/dim]", highlight=False)
+
+
+def _print_result(result: Result, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps(dataclasses.asdict(result), ensure_ascii=False, indent=2))
+        return
+    for choice in result.choices:
+        if len(result.choices) > 1:
+            typer.echo(f"--- {choice.index} ({choice.finish_reason})")
+        typer.echo(choice.text)
+
+
+def _print_summary(result: Result, seconds: float) -> None:
+    if result.num_output_tokens:
+        _status(
+            f"{result.num_input_tokens} tokens in, {result.num_output_tokens} out, {seconds:.2f} s, "
+            f"{result.num_output_tokens / seconds:.1f} tokens/s, finish reason {result.finish_reason}"
+        )
+
+
+def _read_line() -> str | None:
+    """The next line that is not empty; None at the end of the input. Ctrl-C empties the line."""
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return None
+        except KeyboardInterrupt:
+            _write("\n")
+            _status(_HELP)
+            continue
+        if line:
+            return line
+
+
+def _obey(session: Chat, line: str) -> bool:
+    """Carries out a /command; False leaves the chat."""
+    command, _, argument = line.partition(" ")
+    if command in ("/exit", "/quit"):
+        return False
+    if command == "/reset":
+        session.reset()
+        typer.echo("(the conversation is forgotten)")
+    elif command == "/system":
+        session.set_system(argument.strip() or None)
+        typer.echo("(a new conversation with this system prompt)")
+    else:
+        typer.echo(f"({_HELP})")
+    return True
+
+
+def _answer(session: Chat, text: str) -> None:
+    started = time.monotonic()
+    try:
+        for piece in session.ask(text):
+            _write(piece)
+    except KeyboardInterrupt:
+        _write(" (stopped)\n")
+        return
+    except ClientError as error:
+        _write("\n")
+        Console(stderr=True, soft_wrap=True).print(
+            f"[red]{type(error).__name__}:[/red] {escape(str(error))}", highlight=False
+        )
+        return
+    _write("\n")
+    if session.last is not None:
+        _print_summary(session.last, time.monotonic() - started)
+
+
+def _parse_levels(text: str) -> list[int]:
+    levels = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if len(levels) != len(text.split(",")) or min(levels, default=0) < 1:
+        _fail(f"--concurrency is {text!r}; allowed: whole numbers from 1 with commas between them", 2)
+    return levels
+
+
+def _bench_table(rows: list[Measurement], prompts: Prompts) -> Table:
+    table = Table(
+        title=f"prompts of about {prompts.num_input_tokens} tokens, answers of {prompts.num_output_tokens}",
+        caption="Times: p50 / p99 in ms. req/s and latency are perf_analyzer's figures, the rest is from its export.",
+    )
+    for heading in ("concurrency", "requests", "req/s", "tokens/s", "latency", "first token", "per token"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.concurrency),
+            str(row.requests),
+            f"{row.requests_per_s:,.2f}",
+            f"{row.tokens_per_s:,.1f}",
+            _pair(row.latency_p50, row.latency_p99),
+            _pair(row.first_token_p50, row.first_token_p99),
+            _pair(row.per_token_p50, row.per_token_p99),
+        )
+    return table
+
+
+def _pair(p50: float | None, p99: float | None) -> str:
+    return "-" if p50 is None or p99 is None else f"{p50:,.1f} / {p99:,.1f}"
+
+
+def _metrics_table(client: Client, model: str) -> Table:
+    table = Table("metric", "labels")
+    table.add_column("value", justify="right")
+    for sample in client.metrics().samples:
+        of_model = sample.name.startswith("nv_inference_request_") and sample.labels.get("model") == model
+        ours = sample.name.startswith("minisgl") and not sample.name.endswith("_bucket")
+        if ours or (of_model and not sample.name.endswith("_us")):
+            labels = ", ".join(f"{name}={value}" for name, value in sample.labels.items() if name != "version")
+            table.add_row(sample.name, labels, f"{sample.value:,g}")
+    return table
+
+
+if __name__ == "__main__":
+    main()
