@@ -12,7 +12,7 @@ from minisgl_backend.kernels.ops import Ops
 
 
 class TorchOps(Ops):
-    """The contracts are those of `Ops`. `moe` synchronises with the device."""
+    """The contracts are those of `Ops`. `moe` synchronises with the device unless `has_grouped_products`."""
 
     def linear(
         self,
@@ -77,23 +77,41 @@ class TorchOps(Ops):
         gate_up: torch.Tensor,
         down: torch.Tensor,
     ) -> torch.Tensor:
-        experts_per_token = expert_ids.shape[1]
-        order = expert_ids.flatten().argsort(stable=True)  # (token, choice) pairs grouped by expert
-        tokens = torch.div(order, experts_per_token, rounding_mode="floor")
-        counts = expert_ids.flatten().bincount(minlength=gate_up.shape[0]).tolist()
-        grouped = x[tokens]
+        num_tokens, experts_per_token = expert_ids.shape
+        grouped_ids, order = expert_ids.flatten().sort(stable=True)  # (token, choice) pairs grouped by expert
+        experts = torch.arange(gate_up.shape[0], device=x.device)
+        ends = torch.searchsorted(grouped_ids, experts, right=True)  # of each expert's pairs
+        grouped = x[torch.div(order, experts_per_token, rounding_mode="floor")]
         out = torch.empty_like(grouped)
-        start = 0
-        for expert, count in enumerate(counts):
-            if count:
-                part = slice(start, start + count)
-                out[part] = F.linear(silu_mul(F.linear(grouped[part], gate_up[expert])), down[expert])
-                start += count
-        out = out * expert_weights.flatten()[order].unsqueeze(1).to(out.dtype)
-        return torch.zeros_like(x).index_add_(0, tokens, out)
+        out[order] = _experts(grouped, ends, gate_up, down)
+        # Summed by token and not by adding experts up: the result does not depend on the order of arrival.
+        out = out.view(num_tokens, experts_per_token, -1).float() * expert_weights.float().unsqueeze(-1)
+        return out.sum(dim=1).to(x.dtype)
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """gate_up [num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+
+
+def _experts(x: torch.Tensor, ends: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+    """Each expert's gated MLP of its own lines of x [num_pairs, hidden]: x[ends[expert - 1] : ends[expert]]."""
+    if has_grouped_products(x):
+        offsets = ends.int()
+        gated = silu_mul(F.grouped_mm(x, gate_up.transpose(1, 2), offs=offsets))
+        return F.grouped_mm(gated, down.transpose(1, 2), offs=offsets)
+    out = torch.empty_like(x)
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        if end > start:
+            out[start:end] = F.linear(silu_mul(F.linear(x[start:end], gate_up[expert])), down[expert])
+        start = end
+    return out
+
+
+def has_grouped_products(x: torch.Tensor) -> bool:
+    """Whether torch multiplies groups of unknown size in one kernel, without asking the device for the sizes."""
+    if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
+        return False
+    return torch.cuda.get_device_capability(x.device) >= (8, 0)

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
-from minisgl_backend.attention.hybrid import HybridAttention
 from minisgl_backend.attention.kv_pool import KVPool
-from minisgl_backend.attention.reference import TorchBackend
+from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
@@ -31,10 +30,11 @@ class PagedModel:
         max_seq_len: int = 256,
         max_rows: int = 8,
         tp: TensorParallel | None = None,
+        device: str = "cpu",
     ) -> None:
         tp = tp or TensorParallel.single()
         config = ModelConfig.load(folder)
-        device, dtype = torch.device("cpu"), torch.float32
+        self.device, dtype = torch.device(device), torch.float32
         self.spec = attention_spec(
             config,
             tp_size=tp.size,
@@ -42,15 +42,14 @@ class PagedModel:
             max_seq_len=max_seq_len,
             max_rows=max_rows,
             dtype=dtype,
-            device=device,
+            device=self.device,
         )
-        self.model = build_model(config, folder, dtype=dtype, device=device, max_seq_len=max_seq_len, tp=tp)
+        self.model = build_model(config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp)
         num_pages = max_rows * self.spec.max_pages_per_row
         self.pool = KVPool(self.spec, num_pages)
-        backend = TorchBackend(self.spec)
-        self.attention = HybridAttention(backend, backend)
+        self.attention = create_attention("torch", "torch", self.spec)
         order = np.random.default_rng(7).permutation(num_pages) + 1
-        self.page_table = torch.from_numpy(order.astype(np.int32)).view(max_rows, -1).contiguous()
+        self.page_table = torch.from_numpy(order.astype(np.int32)).view(max_rows, -1).to(self.device)
         self.lengths = [0] * max_rows
         self.tokens: list[list[int]] = [[] for _ in range(max_rows)]
 
@@ -79,13 +78,13 @@ class PagedModel:
         ]
         ctx = ForwardContext(
             pool=self.pool,
-            slots=torch.tensor(slots),
+            slots=torch.tensor(slots, device=self.device),
             attention=self.attention,
             plan=self.attention.plan(self._prefill_inputs(prefill), self._decode_inputs(list(decode))),
         )
-        input_ids = torch.tensor([token for tokens in new.values() for token in tokens])
-        flat_positions = torch.tensor([position for row in new for position in positions[row]])
-        logits = self.model.logits(self.model(input_ids, flat_positions, ctx))
+        input_ids = torch.tensor([token for tokens in new.values() for token in tokens], device=self.device)
+        flat_positions = torch.tensor([position for row in new for position in positions[row]], device=self.device)
+        logits = self.model.logits(self.model(input_ids, flat_positions, ctx)).cpu()
         return dict(zip(new, logits.split([len(tokens) for tokens in new.values()]), strict=True))
 
     def _prefill_inputs(self, prefill: dict[int, list[int]]) -> PrefillInputs | None:
@@ -95,9 +94,9 @@ class PagedModel:
         rows = np.array(list(prefill), dtype=np.int32)
         kv_lens = np.array([self.lengths[row] for row in prefill], dtype=np.int32)
         return PrefillInputs(
-            cu_seqlens_q=torch.from_numpy(cu_seqlens),
-            kv_lens=torch.from_numpy(kv_lens),
-            rows=torch.from_numpy(rows),
+            cu_seqlens_q=torch.from_numpy(cu_seqlens).to(self.device),
+            kv_lens=torch.from_numpy(kv_lens).to(self.device),
+            rows=torch.from_numpy(rows).to(self.device),
             page_table=self.page_table,
             cu_seqlens_q_host=cu_seqlens,
             kv_lens_host=kv_lens,
@@ -110,8 +109,8 @@ class PagedModel:
         kv_lens = np.array([self.lengths[row] for row in rows], dtype=np.int32)
         row_array = np.array(rows, dtype=np.int32)
         return DecodeInputs(
-            kv_lens=torch.from_numpy(kv_lens),
-            rows=torch.from_numpy(row_array),
+            kv_lens=torch.from_numpy(kv_lens).to(self.device),
+            rows=torch.from_numpy(row_array).to(self.device),
             page_table=self.page_table,
             kv_lens_host=kv_lens,
             rows_host=row_array,
