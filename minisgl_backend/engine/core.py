@@ -63,11 +63,11 @@ class StepScheduler(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Launched:
-    """A step on its way. Without `pending` it has failed as a whole."""
+    """A step on its way."""
 
     plan: StepPlan
-    pending: PendingStep | None
-    failed_rows: frozenset[int] = frozenset()  # their part was not executed
+    pending: PendingStep | None  # None: nothing of it was executed
+    failed_rows: frozenset[int] = frozenset()  # those whose part was not executed
 
 
 class EngineCore:
@@ -117,12 +117,13 @@ class EngineCore:
         self._admit_compiled()
         plan = self._scheduler.plan()
         launched = self._launch(plan) if plan is not None else None
-        if self._overlap:
-            ready, self._in_flight = self._in_flight, launched
-        else:
-            ready = launched
+        ready, self._in_flight = self._in_flight, launched
         if ready is not None:
             self._commit(ready)
+        # The step after a failed one must not be planned on what it did not compute.
+        if launched is not None and (launched.failed_rows or not self._overlap):
+            self._commit(launched)
+            self._in_flight = None
         return ready is not None or launched is not None
 
     def take_outputs(self) -> SequenceOutputs | None:
@@ -197,7 +198,7 @@ class EngineCore:
         except Exception as error:
             self._note_failure(plan, error)
         if not plan.prefill or not len(plan.decode_rows):
-            return _Launched(plan, None)
+            return _Launched(plan, None, _rows_of(plan))
         # Running streams must not die of a prompt that arrived beside them: their part gets a second chance.
         try:
             rest = dataclasses.replace(plan, prefill=())
@@ -205,7 +206,7 @@ class EngineCore:
             return _Launched(plan, pending, frozenset(chunk.row for chunk in plan.prefill))
         except Exception as error:
             self._note_failure(plan, error)
-            return _Launched(plan, None)
+            return _Launched(plan, None, _rows_of(plan))
 
     def _commit(self, launched: _Launched) -> None:
         plan, result = launched.plan, None
@@ -240,9 +241,13 @@ class EngineCore:
             raise EngineDeadError(f"{self._failed_steps} steps in a row failed; the last error: {error}") from error
 
 
+def _rows_of(plan: StepPlan) -> frozenset[int]:
+    return frozenset([*(chunk.row for chunk in plan.prefill), *plan.decode_rows.tolist()])
+
+
 def _failed_result(plan: StepPlan) -> StepResult:
-    rows = frozenset([*(chunk.row for chunk in plan.prefill), *plan.decode_rows.tolist()])
-    return StepResult(step=plan.step, token_ids=np.zeros(len(plan.sampled_rows), dtype=np.int32), failed_rows=rows)
+    tokens = np.zeros(len(plan.sampled_rows), dtype=np.int32)
+    return StepResult(step=plan.step, token_ids=tokens, failed_rows=_rows_of(plan))
 
 
 def _with_failed_prefill(plan: StepPlan, result: StepResult, failed_rows: frozenset[int]) -> StepResult:

@@ -1,0 +1,157 @@
+"""The engine loop over the real scheduler and a pretended device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minisgl_backend.config import SchedulerLimits
+from minisgl_backend.engine.core import MAX_FAILED_STEPS, EngineCore
+from minisgl_backend.errors import EngineDeadError
+from minisgl_backend.request import FinishReason, Grammar
+from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.step import StepPlan
+from tests.fakes import FakeRunner, Records, expected_answer, make_request
+
+LIMITS = SchedulerLimits(
+    page_size=4,
+    num_pages=256,
+    max_seq_len=256,
+    max_running_requests=16,
+    max_waiting_requests=64,
+    max_prefill_length=32,
+    mixed_prefill_length=16,
+    eos_token_ids=(3,),
+)
+
+
+class FailingRunner(FakeRunner):
+    """Raises in the stages that it is told to, before it changes anything."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        super().__init__(limits)
+        self.fails_execute: Any = lambda plan: False
+        self.error: Exception = RuntimeError("no memory for that")
+
+    def execute(self, batch: StepPlan) -> Any:
+        if self.fails_execute(batch):
+            raise self.error
+        return super().execute(batch)
+
+
+class Harness:
+    def __init__(self, overlap: bool) -> None:
+        self.scheduler = Scheduler(LIMITS, seed=0)
+        self.runner = FailingRunner(LIMITS)
+        self.core = EngineCore(self.scheduler, self.runner, overlap=overlap)
+        self.records = Records()
+
+    def run(self, most_steps: int = 10_000) -> Records:
+        for _ in range(most_steps):
+            busy = self.core.step()
+            self.scheduler.check()
+            self.records.take(self.core)  # type: ignore[arg-type]
+            if not busy:
+                assert not self.scheduler.has_work
+                assert self.scheduler.stats().pages_leased == 0
+                return self.records
+        raise AssertionError("work is left")
+
+
+@pytest.fixture(params=[False, True], ids=["sequential", "overlapped"])
+def harness(request: pytest.FixtureRequest) -> Harness:
+    return Harness(request.param)
+
+
+def test_answers_are_those_of_each_request_alone(harness: Harness) -> None:
+    requests = [make_request(uid, range(5, 8 + 3 * uid), max_tokens=20 + uid) for uid in range(10)]
+    for request in requests:
+        harness.core.submit(request)
+    records = harness.run()
+    for request in requests:
+        answer = expected_answer(request, LIMITS.max_seq_len, LIMITS.eos_token_ids)
+        assert (records.tokens[request.uid], records.reasons[request.uid]) == answer
+
+
+def test_refused_requests_come_back(harness: Harness) -> None:
+    harness.core.submit(make_request(1, []))
+    harness.core.submit(make_request(2, [5] * 300))
+    harness.core.submit(make_request(3, [5], grammar=Grammar(kind="json")))
+    rejected = harness.core.take_rejected()
+    assert [(r.uid, r.kind) for r in rejected] == [(uid, "InvalidRequestError") for uid in (1, 2, 3)]
+    assert all(r.message for r in rejected)
+    assert harness.core.take_rejected() == []
+    for uid in range(LIMITS.max_waiting_requests + 1):
+        harness.core.submit(make_request(10 + uid, [5], max_tokens=1))
+    assert [(r.uid, r.kind) for r in harness.core.take_rejected()] == [(74, "CapacityError")]
+    harness.run()
+
+
+def test_aborted_sequences_get_their_last_record(harness: Harness) -> None:
+    for uid in range(3):
+        harness.core.submit(make_request(uid, [5, 6, 7], max_tokens=100, ignore_eos=True))
+    for _ in range(5):
+        harness.core.step()
+    harness.core.abort([0, 99], FinishReason.CANCELLED)
+    harness.core.abort([1], FinishReason.STOP)
+    records = harness.run()
+    assert records.reasons == {0: FinishReason.CANCELLED, 1: FinishReason.STOP, 2: FinishReason.LENGTH}
+    assert len(records.tokens[2]) == 100
+
+
+def test_rows_that_the_runner_reports_fail_alone(harness: Harness) -> None:
+    harness.runner.fail = lambda uid: uid == 1
+    for uid in range(3):
+        harness.core.submit(make_request(uid, [5, 6, 7 + uid], max_tokens=9, ignore_eos=True))
+    records = harness.run()
+    assert records.reasons[1] == FinishReason.ERROR
+    assert records.reasons[0] == records.reasons[2] == FinishReason.LENGTH
+
+
+def test_a_prompt_that_breaks_the_step_does_not_break_running_streams(harness: Harness) -> None:
+    running = make_request(0, [5, 6, 7], max_tokens=30, ignore_eos=True)
+    harness.core.submit(running)
+    for _ in range(4):
+        harness.core.step()
+    harness.runner.fails_execute = lambda plan: any(len(chunk.token_ids) > 8 for chunk in plan.prefill)
+    harness.core.submit(make_request(1, range(5, 17), max_tokens=5))
+    records = harness.run()
+    assert records.reasons[1] == FinishReason.ERROR
+    assert "no memory for that" in records.details[1][-1].error
+    expected, reason = expected_answer(running, LIMITS.max_seq_len, LIMITS.eos_token_ids)
+    assert (records.tokens[0], records.reasons[0]) == (expected, reason)
+    follower = make_request(2, [8, 9], max_tokens=5, ignore_eos=True)
+    harness.core.submit(follower)
+    assert len(harness.run().tokens[2]) == 5, "the engine goes on"
+
+
+def test_a_step_that_fails_as_a_whole_ends_its_sequences_only(harness: Harness) -> None:
+    for uid in range(2):
+        harness.core.submit(make_request(uid, [5, 6, 7 + uid], max_tokens=50, ignore_eos=True))
+    for _ in range(6):
+        harness.core.step()
+    failures = iter([True])
+    harness.runner.fails_execute = lambda plan: next(failures, False)
+    records = harness.run()
+    assert set(records.reasons.values()) == {FinishReason.ERROR}
+    harness.core.submit(make_request(5, [8, 9], max_tokens=5, ignore_eos=True))
+    assert harness.run().reasons[5] == FinishReason.LENGTH
+
+
+def test_the_engine_gives_up_when_every_step_fails(harness: Harness) -> None:
+    harness.runner.fails_execute = lambda plan: True
+    for uid in range(MAX_FAILED_STEPS):
+        harness.core.submit(make_request(uid, [5, 6], max_tokens=5))
+        if uid < MAX_FAILED_STEPS - 1:
+            assert harness.run().reasons[uid] == FinishReason.ERROR
+    with pytest.raises(EngineDeadError, match="3 steps in a row"):
+        harness.core.step()
+
+
+def test_the_engine_gives_up_at_once_when_the_device_is_lost(harness: Harness) -> None:
+    harness.runner.error = RuntimeError("CUDA error: an illegal memory access was encountered")
+    harness.runner.fails_execute = lambda plan: True
+    harness.core.submit(make_request(0, [5, 6], max_tokens=5))
+    with pytest.raises(EngineDeadError, match="device failed"):
+        harness.core.step()

@@ -1,0 +1,44 @@
+"""The periodic status line."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from minisgl_backend.engine.status import StatusLine
+from minisgl_backend.step import StepStats
+
+ZERO = StepStats(**{field.name: 0 for field in dataclasses.fields(StepStats)})
+
+
+def test_rates_are_those_since_the_last_line() -> None:
+    status = StatusLine(now=0.0, period_s=10.0)
+    assert not status.is_due(9.9)
+    assert status.is_due(10.0)
+    first = dataclasses.replace(
+        ZERO,
+        step=100,
+        num_running=3,
+        num_waiting=2,
+        pages_total=50,
+        pages_free=10,
+        pages_cached=5,
+        total_generated_tokens=1000,
+        total_prompt_tokens=400,
+        total_cached_tokens=100,
+    )
+    line = status.update(first, 10.0)
+    assert line is not None
+    assert line.startswith("running 3, waiting 2, generated 100 tok/s, prompts 30 tok/s, cache hits 25%")
+    assert "free pages 15 of 50 (5 cached)" in line
+    later = dataclasses.replace(first, step=200, total_generated_tokens=1500)
+    line = status.update(later, 20.0)
+    assert line is not None
+    assert "generated 50 tok/s, prompts 0 tok/s, cache hits 0%" in line
+
+
+def test_an_idle_engine_says_nothing() -> None:
+    status = StatusLine(now=0.0, period_s=10.0)
+    stats = dataclasses.replace(ZERO, step=5)
+    assert status.update(stats, 10.0) is not None
+    assert status.update(stats, 20.0) is None
+    assert not status.is_due(29.0)
