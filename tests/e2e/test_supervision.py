@@ -1,0 +1,234 @@
+"""scripts/serve.sh's supervisor with the real tritonserver over a small repository: what dies comes back.
+
+Each model answers its input with its name appended; no engine is involved.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.serving.processes import descendants, process_table
+from minisgl_backend.serving.triton_server import find_triton_server
+
+pytestmark = pytest.mark.e2e
+
+ROOT = Path(__file__).resolve().parents[2]
+PATIENCE_SECONDS = 120.0  # far above what is ever needed: the machine may be busy
+
+PLAIN = """
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        return [self.answer(pb_utils.get_input_tensor_by_name(request, "x").as_numpy()) for request in requests]
+
+    def answer(self, text):
+        return pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([text[0] + b"!"], dtype=object))])
+"""
+ENDLESS = """
+import threading, time
+import numpy as np
+import triton_python_backend_utils as pb_utils
+
+class TritonPythonModel:
+    def execute(self, requests):
+        for request in requests:
+            threading.Thread(target=self.run, args=(request.get_response_sender(),), daemon=True).start()
+
+    def run(self, sender):
+        while not sender.is_cancelled():
+            sender.send(pb_utils.InferenceResponse([pb_utils.Tensor("y", np.array([b"tick"], dtype=object))]))
+            time.sleep(0.1)
+        sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+"""
+CONFIG = """
+input [ { name: "x" data_type: TYPE_STRING dims: [ 1 ] } ]
+output [ { name: "y" data_type: TYPE_STRING dims: [ 1 ] } ]
+"""
+STEP = """
+platform: "ensemble"
+ensemble_scheduling { step [ { model_name: "plain" model_version: -1
+  input_map { key: "x" value: "x" } output_map { key: "y" value: "y" } } ] }
+"""
+
+
+@dataclass
+class Service:
+    """A running supervisor."""
+
+    process: subprocess.Popen[bytes]
+    http: int
+    health: int
+    log: Path
+
+    def answer(self, model: str) -> str | None:
+        """The model's answer to «hi», None if it gave an error."""
+        body = {"inputs": [{"name": "x", "datatype": "BYTES", "shape": [1], "data": ["hi"]}]}
+        reply = fetch(f"http://127.0.0.1:{self.http}/v2/models/{model}/infer", body)
+        return None if reply is None else str(json.loads(reply)["outputs"][0]["data"][0])
+
+    def ready(self) -> bool:
+        """What the truthful endpoint says."""
+        return fetch(f"http://127.0.0.1:{self.health}/health/ready") is not None
+
+    def stubs(self, model: str) -> list[int]:
+        """Process ids of the model's living instances."""
+        living = [process for process in descendants(self.process.pid, process_table()) if not process.dead]
+        return [process.pid for process in living if f"/{model}/1/model.py" in command_line(process.pid)]
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        """Returns when the condition holds; fails with the server's log otherwise."""
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while not condition():
+            if time.monotonic() > deadline or self.process.poll() is not None:
+                pytest.fail(f"exit code {self.process.poll()}; log:\n{self.log.read_text(errors='replace')}")
+            time.sleep(0.05)
+
+
+def fetch(url: str, body: dict[str, object] | None = None) -> bytes | None:
+    """The reply's body; None where there is none or it is an error."""
+    request = urllib.request.Request(url, data=None if body is None else json.dumps(body).encode())
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=10) as reply:
+            return bytes(reply.read())
+    except urllib.error.HTTPError as error:
+        error.close()
+        return None
+    except OSError:
+        return None
+
+
+def command_line(pid: int) -> str:
+    """All arguments of a process, empty if it has gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").replace("\0", " ")
+    except OSError:
+        return ""
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for probe in sockets:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in sockets]
+    finally:
+        for probe in sockets:
+            probe.close()
+
+
+@pytest.fixture
+def service(tmp_path: Path) -> Iterator[Service]:
+    try:
+        find_triton_server()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    repository = tmp_path / "repository"
+    for name, code, config in (
+        ("plain", PLAIN, 'backend: "python"\ninstance_group [ { count: 2 kind: KIND_CPU } ]\n'),
+        ("endless", ENDLESS, 'backend: "python"\nmodel_transaction_policy { decoupled: true }\n'),
+        ("wrapped", None, STEP),
+    ):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(f'name: "{name}"\n{config}{CONFIG}')
+        if code is not None:
+            (repository / name / "1" / "model.py").write_text(code)
+    http, grpc, metrics, health = free_ports(4)
+    log = tmp_path / "log"
+    command = [sys.executable, "-m", "minisgl_backend.serving.supervisor", "--repository", str(repository)]
+    for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics), ("health", health)):
+        command += [f"--{name}-port", str(port)]
+    with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output) as process:
+        started = Service(process, http, health, log)
+        try:
+            started.wait(started.ready)
+            yield started
+        finally:
+            if process.poll() is None:
+                process.terminate()
+                process.wait(PATIENCE_SECONDS)
+
+
+def test_a_dead_instance_is_noticed_and_its_model_reloaded(service: Service) -> None:
+    assert service.answer("wrapped") == "hi!"
+    others = service.stubs("endless")
+    os.kill(service.stubs("plain")[0], signal.SIGKILL)
+    service.wait(lambda: not service.ready())
+    service.wait(service.ready)
+    assert service.answer("plain") == "hi!"
+    assert service.answer("wrapped") == "hi!"
+    assert service.stubs("endless") == others, "other models go on"
+
+
+def test_streams_of_a_dead_instance_end(service: Service) -> None:
+    ended = threading.Event()
+
+    def read() -> None:
+        fetch(f"http://127.0.0.1:{service.http}/v2/models/endless/generate_stream", {"x": "go"})
+        ended.set()
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    os.kill(service.stubs("endless")[0], signal.SIGKILL)
+    service.wait(ended.is_set)
+    reader.join()
+    service.wait(service.ready)
+    assert service.answer("plain") == "hi!"
+
+
+def test_a_dead_server_is_restarted(service: Service) -> None:
+    server = next(pid for pid in children(service.process.pid) if "bin/tritonserver" in command_line(pid))
+    os.kill(server, signal.SIGKILL)
+    service.wait(lambda: not service.ready())
+    service.wait(service.ready)
+    assert service.answer("wrapped") == "hi!"
+
+
+@pytest.mark.parametrize("stub_died_before", [False, True])
+def test_a_signal_ends_everything_and_leaves_nothing(service: Service, stub_died_before: bool) -> None:
+    if stub_died_before:
+        os.kill(service.stubs("plain")[0], signal.SIGKILL)
+        service.wait(lambda: not service.ready())
+        service.wait(service.ready)
+    regions = shared_memory_of(service)
+    assert regions
+    everything = descendants(service.process.pid, process_table())
+    service.process.send_signal(signal.SIGINT)
+    assert service.process.wait(PATIENCE_SECONDS) == 0
+    table = process_table()
+    assert [process.pid for process in everything if table.get(process.pid) == process] == []
+    assert [region for region in regions if Path("/dev/shm", region).exists()] == []
+
+
+def test_models_cannot_be_unloaded_from_outside(service: Service) -> None:
+    assert fetch(f"http://127.0.0.1:{service.http}/v2/repository/models/plain/unload", {}) is None
+    assert service.answer("plain") == "hi!"
+
+
+def children(pid: int) -> list[int]:
+    """Process ids of all that a process started."""
+    return [process.pid for process in descendants(pid, process_table())]
+
+
+def shared_memory_of(service: Service) -> set[str]:
+    """Names below /dev/shm that belong to the server's stubs."""
+    words = " ".join(command_line(pid) for pid in children(service.process.pid)).split()
+    return {word.lstrip("/") for word in words if "shm_region" in word}
