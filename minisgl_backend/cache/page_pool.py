@@ -21,8 +21,7 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)  # the top is the end: page 1 goes out first
-        self._is_free = np.ones(num_pages + 1, dtype=np.bool_)
-        self._is_free[0] = False
+        self._is_free = np.ones(num_pages + 1, dtype=np.bool_)  # page 0 too: nobody can give it back
         self._count = num_pages
 
     @property
@@ -38,11 +37,11 @@ class PagePool:
         return pages
 
     def give_back(self, pages: Int32Array) -> None:
-        """The opposite of `take`. Raises RuntimeError when one of the pages is free already or does not exist."""
+        """The opposite of `take`. Raises RuntimeError when one of the pages is free already."""
         if not len(pages):
             return
-        if pages.min() < 1 or pages.max() > self.num_pages or self._is_free[pages].any():
-            raise RuntimeError(f"pages {pages.tolist()} cannot be given back: one is free already or unknown")
+        if self._is_free[pages].any():
+            raise RuntimeError(f"pages {pages.tolist()} cannot be given back: one is free already or never was taken")
         self._is_free[pages] = True
         self._stack[self._count : self._count + len(pages)] = pages[::-1]
         self._count += len(pages)
@@ -52,7 +51,7 @@ class PagePool:
         listed = self._stack[: self._count]
         assert len(np.unique(listed)) == self._count, "a page is on the free list twice"
         assert self._is_free[listed].all(), "a page of the free list is flagged as taken"
-        assert int(self._is_free.sum()) == self._count, "a page is flagged as free and not on the list"
+        assert int(self._is_free[1:].sum()) == self._count, "a page is flagged as free and not on the list"
 
     def free_pages(self) -> Int32Array:
         """The ids of all free pages, int32 [num_free], in no promised order; for checks."""

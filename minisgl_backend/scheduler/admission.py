@@ -3,9 +3,10 @@
 Knows nothing of queues or page ids.
 
 No page is reserved for tokens that may never come. Instead the demand to come is estimated: each running sequence is
-expected to end at the mean length of those finished answers that were longer than it is now, and the peak of the
-demand is found on the way there, when some have ended and given their pages back. The peak computation is the one of
-"Past-Future Scheduler for LLM Serving under SLA Guarantees" (Gong et al. 2025).
+expected to get as long as one of the finished answers that are longer than it is now, and the peak of the demand is
+found on the way there, when some have ended and given their pages back. Both ideas are of "Past-Future Scheduler for
+LLM Serving under SLA Guarantees" (Gong et al. 2025). Which of the answers it is, a fixed quantile of each sequence
+says, so that the estimates of all together are spread like the answers and do not jump from step to step.
 """
 
 from __future__ import annotations
@@ -20,18 +21,49 @@ PRIOR = (64, 128, 256, 512, 1024)  # answer lengths assumed before any is known
 FIRST_CAUTION = 1.1  # factor on expected lengths
 MOST_CAUTION = 4.0
 CAUTION_STEP = 1.25  # at each preemption
+GOLDEN_RATIO = 0.6180339887498949  # multiples of it, modulo 1, are spread evenly however many there are
 CAUTION_DECAY = 0.99  # at each finished answer, back towards FIRST_CAUTION
 
 
-class AdmissionControl:
-    """Learns how long answers get, and judges whether one more prompt fits."""
+class Forecast:
+    """What the running sequences will still need; for the admissions of one step.
 
-    def __init__(self, page_size: int) -> None:
+    Args:
+        remaining: tokens that each will still produce, [num_running].
+        freed: pages that each gives back at its end, of those that it holds now, [num_running].
+    """
+
+    def __init__(self, remaining: IntArray, freed: IntArray, page_size: int) -> None:
+        self._growth = -(-remaining // page_size)
+        self._freed = freed
         self._page_size = page_size
+        self._sum = int(self._growth.sum())
+
+    def admits(self, remaining: int, new_pages: int, available: int) -> bool:
+        """Whether one more sequence can have its pages now and all of them what they will need. If so, it counts
+        from now on.
+
+        Args:
+            remaining: tokens that it is expected to produce.
+            new_pages: pages that it takes now.
+            available: pages that there are now.
+        """
+        growth_of_one = -(-remaining // self._page_size)
+        growth, freed = np.append(self._growth, growth_of_one), np.append(self._freed, new_pages)
+        total = self._sum + growth_of_one  # without anybody giving back: most often enough of an answer
+        if new_pages + total > available and new_pages + _peak(growth, freed) > available:
+            return False
+        self._growth, self._freed, self._sum = growth, freed, total
+        return True
+
+
+class AdmissionControl:
+    """Learns how long answers get."""
+
+    def __init__(self) -> None:
         self._lengths = np.array(PRIOR, dtype=np.int64)  # the latest finished answers, oldest first
         self._fresh: list[int] = []  # not yet in `_lengths`
         self._sorted = np.sort(self._lengths)
-        self._sums = _sums_from(self._sorted)
         self._caution = FIRST_CAUTION
 
     def saw_answer(self, num_tokens: int) -> None:
@@ -43,10 +75,13 @@ class AdmissionControl:
         """The estimate was too low: expect more from now on."""
         self._caution = min(MOST_CAUTION, self._caution * CAUTION_STEP)
 
-    def expected_remaining(self, generated: IntArray, most: IntArray, ends_early: npt.NDArray[np.bool_]) -> IntArray:
+    def expected_remaining(
+        self, admissions: IntArray, generated: IntArray, most: IntArray, ends_early: npt.NDArray[np.bool_]
+    ) -> IntArray:
         """Tokens that each sequence is expected to produce from now on, int64 [num_sequences].
 
         Args:
+            admissions: running number of each one's admission, the source of its quantile.
             generated: tokens produced so far.
             most: tokens that it could still produce.
             ends_early: false where nothing but its limit ends it, so that it will produce `most`.
@@ -54,22 +89,10 @@ class AdmissionControl:
         self._learn()
         longer = np.searchsorted(self._sorted, generated, side="right")
         count = len(self._sorted) - longer
-        mean = self._sums[longer] // np.maximum(count, 1)
-        guess = np.where(count > 0, mean - generated, generated) * self._caution
+        quantile = admissions * GOLDEN_RATIO % 1.0
+        chosen = self._sorted.take(longer + (quantile * count).astype(np.int64), mode="clip")
+        guess = np.where(count > 0, chosen - generated, generated) * self._caution
         return np.where(ends_early, np.minimum(guess.astype(np.int64) + 1, most), most)
-
-    def peak_pages(self, remaining: IntArray, freed: IntArray) -> int:
-        """The most pages that these sequences will need on top of what they hold now.
-
-        Args:
-            remaining: tokens that each will still produce.
-            freed: pages that each gives back at its end, of those it holds now.
-        """
-        order = np.argsort(remaining, kind="stable")
-        growth = -(-remaining[order] // self._page_size)
-        alive = np.arange(len(order), 0, -1)
-        given_back = np.cumsum(freed[order]) - freed[order]
-        return int((alive * growth - given_back).max(initial=0))
 
     def _learn(self) -> None:
         if not self._fresh:
@@ -77,9 +100,11 @@ class AdmissionControl:
         self._lengths = np.concatenate([self._lengths, self._fresh])[-HISTORY:]
         self._fresh = []
         self._sorted = np.sort(self._lengths)
-        self._sums = _sums_from(self._sorted)
 
 
-def _sums_from(values: IntArray) -> IntArray:
-    """Sums of values[i:], int64 [len(values) + 1]."""
-    return np.concatenate([np.cumsum(values[::-1])[::-1], [0]])
+def _peak(growth: IntArray, freed: IntArray) -> int:
+    """The most pages that all need together on top of what they hold, on the way to the last one's end."""
+    order = np.argsort(growth, kind="stable")
+    alive = np.arange(len(order), 0, -1)
+    given_back = np.cumsum(freed[order]) - freed[order]
+    return int((alive * growth[order] - given_back).max(initial=0))

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.config import SchedulerLimits
-from minisgl_backend.scheduler.admission import AdmissionControl
+from minisgl_backend.scheduler.admission import AdmissionControl, Forecast
 from minisgl_backend.scheduler.draft import StepDraft
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import ends_early, limit_of
@@ -35,6 +35,7 @@ class Planner:
         self._running = running
         self._queue = queue
         self._admission = admission
+        self._forecast: Forecast | None = None  # of this step's admissions, made when it is needed
         self._admits = True  # false in a step that preempted: the place is not for the queue
         self.num_admissions = 0
         self.num_preemptions = 0
@@ -122,7 +123,8 @@ class Planner:
                 return
             self._add_chunk(draft, sequence, start, end, step)
             budget -= end - start
-        if self._admits and running.room_changed and len(self._queue) and running.rows.num_free:
+        may_admit = self._admits and running.room_changed and budget > 0
+        if may_admit and len(self._queue) and running.rows.num_free:
             self._admit(draft, budget, step)
 
     def _chunk_end(self, start: int, total: int, budget: int, draft: StepDraft) -> int:
@@ -147,6 +149,7 @@ class Planner:
     def _admit(self, draft: StepDraft, budget: int, step: int) -> None:
         running = self._running
         self._queue.begin_round(self.num_admissions)
+        self._forecast = None
         while budget > 0 and running.rows.num_free:
             sequence = self._queue.head()
             if sequence is None:
@@ -181,20 +184,28 @@ class Planner:
 
     def _fits(self, sequence: Sequence, new_pages: int) -> bool:
         """Whether pages for the prompt are there now, and the expected growth of all can probably be met later."""
-        running, available = self._running, self._running.kv.num_available
-        state = running.rows
-        index = np.flatnonzero(state.active)
+        available = self._running.kv.num_available
         if new_pages > available:
             return False
-        if not len(index):
-            return True
-        total = np.append(state.total[index], len(sequence.token_ids)).astype(np.int64)
-        prompt = np.append(state.prompt_len[index], sequence.prompt_len)
-        limit = np.append(state.limit[index], limit_of(sequence, running.max_length))
-        early = np.append(state.ends_early[index], ends_early(sequence))
-        remaining = self._admission.expected_remaining(total - prompt, limit - total, early)
-        freed = np.append(running.freed_pages(index), new_pages)
-        return new_pages + self._admission.peak_pages(remaining, freed) <= available
+        if self._forecast is None:
+            self._forecast = self._make_forecast()
+        prompt, total = sequence.prompt_len, len(sequence.token_ids)
+        remaining = self._admission.expected_remaining(
+            np.array([self.num_admissions]),
+            np.array([total - prompt]),
+            np.array([limit_of(sequence, self._running.max_length) - total]),
+            np.array([ends_early(sequence)]),
+        )
+        return self._forecast.admits(int(remaining[0]), new_pages, available) or not self._running.num_active
+
+    def _make_forecast(self) -> Forecast:
+        state = self._running.rows
+        index = np.flatnonzero(state.active)
+        total, prompt, limit = state.total[index], state.prompt_len[index], state.limit[index]
+        remaining = self._admission.expected_remaining(
+            state.admission[index], total - prompt, limit - total, state.ends_early[index]
+        )
+        return Forecast(remaining, self._running.freed_pages(index), self._limits.page_size)
 
 
 def _preempted_first(sequence: Sequence) -> tuple[int, int]:

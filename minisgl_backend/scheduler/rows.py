@@ -15,6 +15,7 @@ Int32Array = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.intp]
 
 NOT_A_TOKEN = -1
+LARGEST_TOKEN = 2**31 - 1
 
 
 class RowState:
@@ -35,6 +36,7 @@ class RowState:
         self.prompt_len = np.zeros(max_rows, dtype=np.int32)
         self.limit = np.zeros(max_rows, dtype=np.int32)  # tokens at which the sequence ends with LENGTH
         self.stops_from = np.zeros(max_rows, dtype=np.int32)  # total at and after which stop tokens count
+        self.admission = np.zeros(max_rows, dtype=np.int64)  # running number, by age
         self.last_step = np.full(max_rows, -1, dtype=np.int64)  # the last step that names the row
         self.active = np.zeros(max_rows, dtype=np.bool_)  # running: neither ended nor preempted
         self.ended = np.zeros(max_rows, dtype=np.bool_)
@@ -56,12 +58,13 @@ class RowState:
         self.sequences[row] = sequence
         self.token_ids[row, : len(tokens)] = tokens
         self.uid[row] = sequence.uid
+        self.admission[row] = sequence.admission
         self.planned[row] = 0
         self.total[row] = len(tokens)
         self.prompt_len[row] = sequence.prompt_len
         self.ends_early[row] = ends_early(sequence)
         self.limit[row] = limit_of(sequence, self.max_length)
-        self.stops_from[row] = sequence.prompt_len + params.min_tokens
+        self.stops_from[row] = min(sequence.prompt_len + params.min_tokens, LARGEST_TOKEN)
         self.last_step[row] = -1
         self.active[row] = True
         self.ended[row] = False
@@ -106,7 +109,14 @@ class RowState:
             found &= totals >= self.stops_from[rows]
         return found
 
+    def stops_one(self, sequence: Sequence, total: int, token_id: int) -> bool:
+        """`stops` for a single sequence and its new token."""
+        params = sequence.params
+        hit = token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos)
+        return hit and total >= sequence.prompt_len + params.min_tokens
+
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
+        stop_ids = tuple(token for token in stop_ids if 0 <= token <= LARGEST_TOKEN)  # others are never sampled
         self.has_stop_ids[row] = bool(stop_ids)
         if not stop_ids:
             return

@@ -63,7 +63,7 @@ class RunningSet:
         return self._decode_arrays
 
     @property
-    def num_running(self) -> int:
+    def num_active(self) -> int:
         """Sequences that can be planned."""
         return len(self.rows.sequences) - self.rows.num_free - len(self.settling)
 
@@ -75,9 +75,9 @@ class RunningSet:
         """Gives a waiting sequence a row and pages for all its tokens, and tells the draft."""
         tokens = sequence.token_ids
         cached = len(match.pages) * self.kv.page_size
+        sequence.state, sequence.admission = SequenceState.RUNNING, admission
         row = self.rows.place(sequence)
         sequence.lease = self.kv.acquire(row, match, len(tokens))
-        sequence.state, sequence.admission = SequenceState.RUNNING, admission
         self._matched_pages[row] = len(match.pages)
         self.rows.planned[row] = cached
         self.prefilling.append(sequence)

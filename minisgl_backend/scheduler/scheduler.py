@@ -51,7 +51,7 @@ class Scheduler:
         self._seeds = random.Random(seed)
         self._queue = make_queue(limits.schedule_policy, self._cached_tokens)
         self._running = RunningSet(limits, self._queue)
-        self._admission = AdmissionControl(limits.page_size)
+        self._admission = AdmissionControl()
         self._planner = Planner(limits, self._running, self._queue, self._admission)
         self._outputs = OutputCollector()
         self._sequences: dict[int, Sequence] = {}  # all that have not ended, by uid
@@ -157,8 +157,8 @@ class Scheduler:
         free, cached = kv.pool.num_free, kv.cache.num_evictable
         return StepStats(
             step=self._running.committed,
-            num_running=self._running.num_running,
-            num_waiting=len(self._sequences) - len(self._running.active()),
+            num_running=self._running.num_active,
+            num_waiting=len(self._sequences) - self._running.num_active,
             pages_total=kv.pool.num_pages,
             pages_free=free,
             pages_cached=cached,
@@ -200,6 +200,8 @@ class Scheduler:
         token_ids = np.frombuffer(request.token_ids, dtype="<i4").astype(np.int32, copy=False)
         if not len(token_ids):
             raise InvalidRequestError("the prompt has 0 tokens; allowed: 1 or more")
+        if token_ids.min() < 0:
+            raise InvalidRequestError(f"the prompt has token id {token_ids.min()}; allowed: 0 or more")
         if len(token_ids) >= self.max_length:
             by_pages = self.max_length < self._limits.max_seq_len
             limit = (
@@ -288,12 +290,11 @@ class Scheduler:
 
     def _append_first(self, sequence: Sequence, token: int, position: int, detail: SequenceDetail | None) -> None:
         """The token that a prompt's last chunk sampled."""
-        rows, row = self._running.rows, np.array([sequence.row], dtype=np.intp)
-        tokens, total = np.array([token], dtype=np.int32), np.array([position + 1], dtype=np.int32)
+        rows = self._running.rows
         rows.token_ids[sequence.row, position] = token
         rows.total[sequence.row] = position + 1
         reason = FinishReason.RUNNING
-        if rows.stops(row, total, tokens) is not None and rows.stops(row, total, tokens).any():  # type: ignore[union-attr]
+        if rows.stops_one(sequence, position + 1, token):
             reason = FinishReason.STOP
         elif position + 1 >= rows.limit[sequence.row]:
             reason = FinishReason.LENGTH
@@ -387,10 +388,10 @@ class Scheduler:
         """Everything that follows from an end but its record."""
         self._ended[reason] += 1
         del self._sequences[sequence.uid]
-        if sequence.new_request:
+        group, new_request = sequence.group, sequence.new_request
+        if new_request:
             sequence.new_request = False
             self._num_new_requests -= 1
-        group = sequence.group
         if sequence.row >= 0:
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._admission.saw_answer(int(self._running.rows.total[sequence.row]) - sequence.prompt_len)
@@ -405,6 +406,8 @@ class Scheduler:
         if group is not None and group.leader is sequence:
             group.leader = None
             if group.held_back:
+                group.held_back[0].new_request = new_request
+                self._num_new_requests += new_request
                 self._lead(group, group.held_back[0])
                 self._running.room_changed = True
 

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from minisgl_backend.config import SchedulerLimits
-from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.errors import CapacityError, InvalidRequestError
+from minisgl_backend.request import FinishReason, Grammar, Request
 from minisgl_backend.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, Loop, expected_answer, fake_logprobs, make_request
 
@@ -205,8 +206,6 @@ def test_logprobs_come_with_their_tokens(overlap: bool) -> None:
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_grammar_rows_wait_for_their_last_token(overlap: bool) -> None:
-    from minisgl_backend.request import Grammar
-
     loop = make_loop(limits(), overlap)
     loop.scheduler.add(make_request(1, [1, 2], max_tokens=5, ignore_eos=True, grammar=Grammar(kind="json")))
     loop.scheduler.add(make_request(2, [1, 3], max_tokens=9, ignore_eos=True))
@@ -275,8 +274,6 @@ def test_failed_rows_end_with_an_error_and_leave_nothing_in_the_cache(overlap: b
 
 
 def test_what_can_never_run_is_refused_with_the_limit() -> None:
-    from minisgl_backend.errors import CapacityError, InvalidRequestError
-
     scheduler = Scheduler(limits(max_waiting_requests=2, num_pages=10))
     with pytest.raises(InvalidRequestError, match=r"40 tokens; allowed: at most 39.*num_pages"):
         scheduler.add(make_request(1, [1] * 40))
@@ -284,6 +281,8 @@ def test_what_can_never_run_is_refused_with_the_limit() -> None:
         Scheduler(limits()).add(make_request(1, [1] * 200))
     with pytest.raises(InvalidRequestError, match="0 tokens"):
         scheduler.add(make_request(1, []))
+    with pytest.raises(InvalidRequestError, match="token id -3"):
+        scheduler.add(make_request(1, [1, -3]))
     scheduler.add(make_request(1, [1], n=4))
     with pytest.raises(InvalidRequestError, match="uid is 2"):
         scheduler.add(make_request(2, [1]))
@@ -292,6 +291,25 @@ def test_what_can_never_run_is_refused_with_the_limit() -> None:
         scheduler.add(make_request(10, [1]))
     scheduler.plan()
     scheduler.add(make_request(10, [1]))
+
+
+def test_a_full_queue_counts_requests_not_sequences() -> None:
+    loop = make_loop(limits(max_waiting_requests=2, max_running_requests=1))
+    loop.scheduler.add(make_request(1, [1] * 20, n=3, max_tokens=2))
+    loop.scheduler.add(make_request(5, [1] * 20, n=3, max_tokens=2))
+    loop.scheduler.abort(5)  # its siblings still wait
+    with pytest.raises(CapacityError):
+        loop.scheduler.add(make_request(9, [1]))
+    loop.scheduler.check()
+    loop.run()
+    loop.scheduler.add(make_request(9, [1]))
+
+
+def test_huge_parameters_do_no_harm() -> None:
+    loop = make_loop(limits(max_seq_len=20))
+    loop.scheduler.add(make_request(1, [1], max_tokens=2**62, min_tokens=2**62, stop_token_ids=(2**40, -7)))
+    loop.run()
+    assert loop.records.reasons == {1: FinishReason.LENGTH}
 
 
 def test_the_context_limit_ends_a_sequence() -> None:

@@ -51,7 +51,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.scheduler = Scheduler(self.bounds, seed=1, clock=lambda: self.now)
         if self.careless:
             control = self.scheduler._admission
-            control.expected_remaining = lambda generated, most, early: np.zeros_like(most)  # type: ignore[method-assign]
+            control.expected_remaining = lambda admissions, generated, most, early: np.zeros_like(most)  # type: ignore[method-assign]
         self.runner = FakeRunner(self.bounds, VOCAB_SIZE)
         self.records = Records()
         self.requests: list[Request] = []
