@@ -43,7 +43,7 @@ find_python() {
     if usable "$candidate"; then echo "$candidate"; return; fi
   done
 }
-own_path() { "$1" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))'; }
+own_path() { "$1" -c 'import os, sys; print(os.path.realpath(getattr(sys, "_base_executable", sys.executable)))'; }
 
 python=$(find_python)
 if [[ -z $python ]]; then

@@ -12,11 +12,12 @@ _PREFIX = re.compile(rb"[IWEF]\d{4} ")
 _LINE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<file>[\w.]+):\d+\] ?(?P<message>.*)", re.DOTALL)
 _LIVE_MODELS = re.compile(r"Timeout \d+: Found (\d+) live models and 0 in-flight")
 
-# Said on every machine without a GPU, or by every shutdown: no reader can act on them.
+# Said on every machine without a GPU, at every start or at every end: no reader can act on it.
 _NOISE = (
     "CUDA driver version is insufficient",
     "CudaDriverHelper",
     "DCGM unable to start",
+    "fails to convert to integral number",  # the demo model's folder beside the version folders
     "failed to allocate pinned system memory",
     "Failed to initialize NVML",
     "Non-graceful termination detected",
@@ -80,7 +81,9 @@ def readable_line(text: str) -> str | None:
 
 
 def _could_be_server_line(rest: bytes) -> bool:
-    return (len(rest) < 6 and re.fullmatch(rb"[IWEF]\d{0,4}", rest) is not None) or _PREFIX.match(rest) is not None
+    if len(rest) < 6:
+        return re.fullmatch(rb"[IWEF]\d{0,4}|\+-*|\| ?[A-Za-z]*", rest) is not None
+    return _PREFIX.match(rest) is not None or rest.startswith((b"+-", b"| "))
 
 
 def _unquote(message: str) -> str:

@@ -29,7 +29,7 @@ def test_readable_line(line: str, shown: str | None) -> None:
 
 
 def test_lines_cut_anywhere_come_out_whole() -> None:
-    data = b"I1121 02:38:50.067815 1 a.cc:8] \"successfully loaded 'b'\"\nhello\n"
+    data = b"I1121 02:38:50.067815 1 a.cc:8] \"successfully loaded 'b'\"\n| Model | Status |\nhello\n"
     for cut in range(len(data)):
         log = LogFilter()
         assert log.feed(data[:cut]) + log.feed(data[cut:]) + log.close() == b"triton: successfully loaded 'b'\nhello\n"
