@@ -5,7 +5,7 @@ Knows nothing of terminals.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from client.client import Client
 from client.request import Message, SamplingOptions
@@ -38,7 +38,7 @@ class Chat:
         self._system = system
         self.reset()
 
-    def ask(self, text: str) -> Iterator[str]:
+    def ask(self, text: str) -> Generator[str, None, None]:
         """The answer in pieces. A stopped answer stays in the history as far as it came; a failed turn does not."""
         question: Message = {"role": "user", "content": text}
         pieces: list[str] = []

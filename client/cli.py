@@ -297,8 +297,9 @@ def _obey(session: Chat, line: str) -> bool:
 def _answer(session: Chat, text: str) -> None:
     started = time.monotonic()
     try:
-        for piece in session.ask(text):
-            _write(piece)
+        with contextlib.closing(session.ask(text)) as answer:
+            for piece in answer:
+                _write(piece)
     except KeyboardInterrupt:
         _write(" (stopped)\n")
         return

@@ -102,7 +102,7 @@ class GrpcServicer(service_pb2_grpc.GRPCInferenceServiceServicer):
 
     def ModelStreamInfer(self, request_iterator: Any, context: Any) -> Iterator[Any]:
         complete = threading.Event()
-        context.add_callback(lambda: complete.is_set() or self._record.cancelled.set())
+        context.add_callback(lambda: None if complete.is_set() else self._record.cancelled.set())
         for message in request_iterator:
             request = _decode(message)
             self._record.requests.append(request)
@@ -146,7 +146,7 @@ class HttpHandler(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        request = {name: value if isinstance(value, list) else [value] for name, value in body.items()}
+        request: dict[str, Any] = {name: value if isinstance(value, list) else [value] for name, value in body.items()}
         request["path"] = self.path
         self.record.requests.append(request)
         if "/models/other/" in self.path:

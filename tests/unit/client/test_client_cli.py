@@ -1,0 +1,140 @@
+"""The command `minisgl`, run in-process against the fake server. Knows nothing of terminals."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from fake_server import WORDS, Record
+from typer.testing import CliRunner
+
+from client import Client
+from client.chat import Chat
+from client.cli import app
+
+FULL_TEXT = "".join(WORDS)
+WAIT = 20.0  # seconds; generous, nothing here measures time
+
+
+def run(*arguments: str, text: str | None = None) -> Any:
+    return CliRunner().invoke(app, list(arguments), input=text)
+
+
+def test_generate_streams_the_answer(url: str, record: Record) -> None:
+    done = run("generate", "Hallo", "--url", url, "--max-tokens", "7", "--stop", "a", "--stop", "b", "--raw")
+    assert (done.exit_code, done.stdout) == (0, FULL_TEXT + "\n")
+    sent = record.requests[0]
+    assert (sent["stream"], sent["max_tokens"], sent["stop_words"]) == ([True], [7], ["a", "b"])
+    assert sent["apply_chat_template"] == [False]
+
+
+def test_generate_from_the_standard_input_with_a_system_prompt(url: str, record: Record) -> None:
+    done = run("generate", "-", "--url", url, "--system", "Be brief.", "--no-stream", text="Hallo")
+    assert done.stdout == FULL_TEXT + "\n"
+    messages = json.loads(record.requests[0]["messages"][0])
+    assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hallo"}]
+    assert record.requests[0]["stream"] == [False]
+
+
+def test_generate_json_and_several_answers(url: str) -> None:
+    result = json.loads(run("generate", "Hallo", "--url", url, "--json").stdout)
+    assert result["choices"][0]["text"] == FULL_TEXT
+    several = run("generate", "Hallo", "--url", url, "--n", "2").stdout
+    assert several.count(FULL_TEXT) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_status", "message"),
+    [
+        (("invalid",), 1, "InvalidRequest: top_p is 7"),
+        (("Hallo", "--protocol", "smtp"), 2, "protocol is 'smtp'; allowed: grpc, http"),
+        (("Hallo", "--url", "grpc://127.0.0.1:1"), 1, "Unavailable:"),
+        (("Hallo", "--url", "ftp://x"), 2, "allowed schemes"),
+        (("Hallo", "--url", "host:port"), 2, "HOST:PORT"),
+        (("Hallo", "--url", "http://x/v2"), 2, "HOST:PORT"),
+        (("Hallo", "--url", "http://x", "--protocol", "grpc"), 2, "leave one of them out"),
+    ],
+)
+def test_errors_take_one_line(grpc_url: str, arguments: tuple[str, ...], exit_status: int, message: str) -> None:
+    given = arguments if "--url" in arguments or "--protocol" in arguments else (*arguments, "--url", grpc_url)
+    done = run("generate", *given)
+    assert done.exit_code == exit_status
+    assert message in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_chat_keeps_and_forgets_the_history(url: str, record: Record) -> None:
+    lines = ["one", "two", "/reset", "", "three", "/system Be kind.", "four", "/what", "/exit", "five"]
+    done = run("chat", "--url", url, text="\n".join(lines) + "\n")
+    assert done.exit_code == 0
+    sent = [[message["content"] for message in json.loads(request["messages"][0])] for request in record.requests]
+    assert sent == [["one"], ["one", FULL_TEXT, "two"], ["three"], ["Be kind.", "four"]]
+
+
+def test_chat_goes_on_after_an_error(url: str, record: Record) -> None:
+    done = run("chat", "--url", url, text="invalid\nHallo\n")
+    assert done.exit_code == 0
+    assert "top_p is 7" in done.stderr
+    assert [len(json.loads(request["messages"][0])) for request in record.requests] == [1, 1]
+
+
+def test_a_stopped_answer_stays_in_the_history(url: str, record: Record) -> None:
+    with Client(url) as client:
+        chat = Chat(client)
+        for piece in (answer := chat.ask("forever")):
+            if piece == "2 ":
+                answer.close()
+        assert chat.messages[-1] == {"role": "assistant", "content": "0 1 2 "}
+    assert record.cancelled.wait(WAIT)
+
+
+@pytest.mark.parametrize("command", ["chat", "generate"])
+def test_ctrl_c_stops_the_answer(url: str, record: Record, command: str) -> None:
+    arguments = ["generate", "forever"] if command == "generate" else ["chat"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "client", *arguments, "--url", url],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        if command == "chat":
+            process.stdin.write("forever\n")
+            process.stdin.flush()
+        seen = ""
+        while "3 " not in seen:
+            seen += process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        assert record.cancelled.wait(WAIT)
+        rest, errors = process.communicate("/exit\n" if command == "chat" else None, timeout=WAIT)
+        assert process.returncode == (0 if command == "chat" else 130)
+        assert "Traceback" not in errors
+        if command == "chat":
+            assert "(stopped)" in rest
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_status(url: str, http_url: str) -> None:
+    done = run("status", "--url", url, "--metrics-url", f"{http_url}/metrics")
+    assert done.exit_code == 0
+    assert "ensemble: ready" in done.stdout
+    assert "minisgl_pages_leased" in done.stdout
+    assert run("status", "--url", url, "--model", "other", "--metrics-url", f"{http_url}/metrics").exit_code == 1
+    assert run("status", "--url", "127.0.0.1:1").exit_code == 1
+
+
+def test_bench_refuses_a_wrong_concurrency() -> None:
+    done = run("bench", "--concurrency", "1,0")
+    assert done.exit_code == 2
+    assert "--concurrency is '1,0'" in done.stderr

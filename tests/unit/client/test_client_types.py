@@ -1,0 +1,126 @@
+"""Requests and replies without a server. Knows nothing of sockets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from client import InvalidRequest, errors
+from client.connection import parse_url
+from client.http_transport import EventParser
+from client.request import SamplingOptions, build_tensors
+from client.results import Collector, Reply, chunks_of
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "allowed"),
+    [
+        ("max_tokens", "7", "a whole number"),
+        ("max_tokens", True, "a whole number"),
+        ("max_tokens", 2**31, "a whole number"),
+        ("seed", -1, "a whole number from 0"),
+        ("temperature", "hot", "a number"),
+        ("ignore_eos", 1, "True or False"),
+        ("stop", 3, "a list"),
+        ("stop", [3], "a string"),
+        ("logit_bias", [1], "a mapping"),
+        ("chat_template_kwargs", {"a": object()}, "JSON"),
+    ],
+)
+def test_wrong_types_are_named(name: str, value: Any, allowed: str) -> None:
+    options: Any = {name: value}
+    with pytest.raises(InvalidRequest, match=name) as caught:
+        build_tensors("Hallo", None, False, options)
+    assert allowed in str(caught.value)
+
+
+def test_unknown_options_are_named() -> None:
+    options: Any = {"max_token": 3}
+    with pytest.raises(TypeError, match=r"max_token.*max_tokens"):
+        build_tensors("Hallo", None, False, options)
+
+
+@pytest.mark.parametrize(("prompt", "messages"), [(None, None), ("a", [{"role": "user", "content": "b"}])])
+def test_prompt_or_messages(prompt: str | None, messages: Any) -> None:
+    with pytest.raises(InvalidRequest, match="exactly one"):
+        build_tensors(prompt, messages, False, SamplingOptions())
+
+
+def test_every_option_has_a_tensor() -> None:
+    samples: dict[str, Any] = {"int": 1, "float": 1.0, "bool": True, "str": "x", "Mapping": {}, "Sequence": []}
+    for name, annotation in SamplingOptions.__annotations__.items():
+        kind = str(annotation.__forward_arg__ if hasattr(annotation, "__forward_arg__") else annotation)
+        value = samples[kind.split("[")[0].split(" |")[0]]
+        options: Any = {name: value}
+        assert len(build_tensors("x", None, False, options)) == 6, name
+
+
+@pytest.mark.parametrize(
+    ("url", "protocol", "expected"),
+    [
+        (None, None, ("grpc", "127.0.0.1:8001", False)),
+        (None, "http", ("http", "127.0.0.1:8000", False)),
+        ("example.org", None, ("grpc", "example.org:8001", False)),
+        ("example.org:9", "http", ("http", "example.org:9", False)),
+        ("https://example.org/", None, ("http", "example.org:8000", True)),
+        ("grpcs://[::1]:443", None, ("grpc", "[::1]:443", True)),
+    ],
+)
+def test_urls(url: str | None, protocol: Any, expected: tuple[str, str, bool]) -> None:
+    address = parse_url(url, protocol)
+    assert (address.protocol, address.authority, address.secure) == expected
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000])
+def test_events_may_be_split_anywhere(step: int) -> None:
+    page = 'data: {"a": "🦜"}\n\n: comment\r\ndata:1\r\ndata: 2\r\n\r\ndata: cut'.encode()
+    parser = EventParser()
+    events = [event for start in range(0, len(page), step) for event in parser.feed(page[start : start + step])]
+    assert events == ['{"a": "🦜"}', "1\n2"]
+
+
+def test_vllm_style_placeholders_are_nothing() -> None:
+    (chunk,) = chunks_of(Reply({"text_output": ["a"], "finish_reason": ["None"], "logprobs": ["null"]}))
+    assert chunk.finish_reason is None
+    assert chunk.logprobs is None
+
+
+def test_other_outputs_are_kept() -> None:
+    collector = Collector()
+    reply = Reply({"text_output": ["a"], "cumulative_logprob": [-1.5], "prompt_logprobs": ["[null, {}]"]})
+    for chunk in chunks_of(reply):
+        collector.add(chunk)
+    result = collector.result("id")
+    assert result.extra == {"cumulative_logprob": [-1.5]}
+    assert result.prompt_logprobs == [None, {}]
+    assert result.num_output_tokens is None
+
+
+def test_a_bare_final_flag_is_no_chunk() -> None:
+    assert chunks_of(Reply({}, final=True)) == []
+    assert Collector().result("id").text == ""
+
+
+@pytest.mark.parametrize(
+    ("code", "message", "expected"),
+    [
+        (400, "in ensemble 'ensemble', max_tokens is 0; allowed: 1 or more", errors.InvalidRequest),
+        (400, "in ensemble 'ensemble', request was cancelled", errors.Cancelled),
+        (400, "the engine is not running at the moment; try again in a few seconds", errors.Unavailable),
+        (404, "unknown model", errors.InvalidRequest),
+        (418, "teapot", errors.InvalidRequest),
+        (500, "oops", errors.ServerError),
+        (501, "decoupled", errors.ServerError),
+        (503, "busy", errors.Unavailable),
+    ],
+)
+def test_http_errors(code: int, message: str, expected: type[errors.ClientError]) -> None:
+    error = errors.from_http(code, message)
+    assert type(error) is expected
+    assert not error.message.startswith("in ensemble")
+
+
+def test_nested_ensemble_prefixes_go() -> None:
+    error = errors.from_message("in ensemble 'vllm_model', in ensemble 'ensemble', what: in ensemble 'x', y")
+    assert error.message == "what: in ensemble 'x', y"
