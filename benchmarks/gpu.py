@@ -1,0 +1,297 @@
+"""Every figure of docs/performance.md that one GPU gives, by one command.
+
+    python -m benchmarks.gpu [--only q06,q14,start,online,gauge] [--out FILE] [--json]
+
+Each part runs in a process of its own and lands in FILE when it is done; parts that FILE already holds are skipped,
+so an interrupted run goes on where it stopped (delete FILE for a fresh one). The workloads are those of
+Mini-SGLang's offline benchmark and the others named in docs/performance.md; weights are random in real shapes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from benchmarks.model_shapes import make_folder
+
+PARTS = ("q06", "q14", "start", "online", "gauge")
+MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
+ENGINE_OPTIONS: dict[str, Any] = {"max_running_requests": 256, "max_prefill_length": 16384, "mixed_prefill_length": 0}
+
+
+def offline_load() -> list[tuple[list[int], int]]:
+    """256 prompts and output lengths, uniform in 100..1,024; 142,827 and 133,966 tokens."""
+    rng = random.Random(0)
+    prompts = [[rng.randint(0, 10000) for _ in range(rng.randint(100, 1024))] for _ in range(256)]
+    return [(prompt, rng.randint(100, 1024)) for prompt in prompts]
+
+
+def part_q06() -> dict[str, float]:
+    """Qwen3-0.6B: offline, single stream, decode by batch size, prefill by prompt length."""
+    driver = _driver("qwen3-0.6b")
+    results = {f"q06_{name}": value for name, value in _throughput(driver).items()}
+    for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+        results[f"q06_bs{batch}_ms"] = _decode_ms(driver, batch)
+    for length, count in ((1000, 64), (8000, 8), (32000, 2)):
+        results[f"q06_prefill_{length}_tok_s"] = _prefill(driver, length, count)
+    results["q06_prefill_tok_s"] = _prefill(driver, 4000, 16)
+    results |= {f"q06_split_{name}": value for name, value in _time_split(driver, 64).items()}
+    driver.close()
+    return results
+
+
+def part_q14() -> dict[str, float]:
+    """Qwen3-14B: offline, single stream, decode by batch size, prefill."""
+    driver = _driver("qwen3-14b")
+    results = {f"q14_{name}": value for name, value in _throughput(driver).items()}
+    results["q14_prefill_tok_s"] = _prefill(driver, 4000, 16)
+    for batch in (1, 8, 64, 256):
+        results[f"q14_bs{batch}_ms"] = _decode_ms(driver, batch)
+    driver.close()
+    return results
+
+
+def part_start() -> dict[str, float]:
+    """Process start of `LLM` on a saved random Qwen3-0.6B checkpoint to its first token, caches deleted and warm."""
+    folder = make_folder("qwen3-0.6b", MODELS, weights=True)
+    code = f"from minisgl_backend import LLM; LLM(model={str(folder)!r}).generate([[1, 2, 3]], max_tokens=1)"
+    with tempfile.TemporaryDirectory() as caches:
+        environment = {
+            **os.environ,
+            "TRITON_CACHE_DIR": f"{caches}/triton",
+            "FLASHINFER_WORKSPACE_BASE": caches,
+            "CUDA_CACHE_PATH": f"{caches}/cuda",
+            "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+        }
+        seconds = []
+        for _ in range(3):
+            started = time.perf_counter()
+            subprocess.run([sys.executable, "-c", code], env=environment, check=True, stdout=subprocess.DEVNULL)
+            seconds.append(time.perf_counter() - started)
+    return {"q06_cold_start_s": round(seconds[0], 1), "q06_warm_start_s": round(max(seconds[1:]), 1)}
+
+
+def part_online() -> dict[str, float]:
+    """Poisson arrivals at 60% of the measured capacity: time to first token and between tokens, mixed steps on and off."""
+    rng = random.Random(1)
+    load = [([rng.randint(0, 10000) for _ in range(rng.randint(100, 4000))], rng.randint(100, 500)) for _ in range(160)]
+    results: dict[str, float] = {}
+    rate = 0.0
+    for name, mixed in (("mixed", 512), ("unmixed", 0)):
+        driver = _driver("qwen3-14b", mixed_prefill_length=mixed)
+        if not rate:
+            for prompt, length in load[:128]:
+                driver.submit(prompt, length, 0.6)
+            rate = 0.6 * 128 / driver.run()
+            results["online_arrivals_per_s"] = round(rate, 2)
+            driver.clear()
+        results |= {f"online_{name}_{key}": value for key, value in _poisson(driver, load, rate).items()}
+        driver.close()
+    return results
+
+
+def part_gauge() -> dict[str, float]:
+    """The demo gauge on every backend, hybrid, page size and graph setting: the worst kind of each, and of all."""
+    from benchmarks.gauge import answer_in_process, run_gauge
+
+    cells: dict[str, float] = {}
+    for name, options, per_kind in _gauge_cells():
+        try:
+            answer, close = answer_in_process(options)
+        except Exception as error:
+            print(f"gauge {name}: {type(error).__name__}: {error}", flush=True)
+            continue
+        try:
+            shares = run_gauge(answer, per_kind)
+        finally:
+            close()
+        cells[f"gauge_{name}"] = min(shares.values())
+        print(f"gauge {name}: {shares}", flush=True)
+    return {**cells, "demo_gauge_worst": min(cells.values())}
+
+
+def _gauge_cells() -> list[tuple[str, dict[str, Any], int]]:
+    cells: list[tuple[str, dict[str, Any], int]] = [("defaults", {}, 500)]
+    for backend in ("triton", "fa", "fi", "torch", "fa,triton", "fa,fi", "fa,trtllm", "triton,fi"):
+        for page_size in (1, 16, 64):
+            if "trtllm" in backend and page_size == 1:
+                continue
+            cells.append((f"{backend}_page{page_size}", {"attention_backend": backend, "page_size": page_size}, 50))
+    cells.append(("eager", {"cuda_graph_max_bs": 0}, 50))
+    cells.append(("naive_cache", {"cache_type": "naive"}, 50))
+    cells.append(("chunks_of_64", {"max_prefill_length": 64, "mixed_prefill_length": 32}, 50))
+    return cells
+
+
+def _driver(name: str, **options: Any) -> Any:
+    from benchmarks.driver import Driver
+
+    driver = Driver(make_folder(name, MODELS), **{**ENGINE_OPTIONS, **options})
+    for length in (64, 600):  # kernels that only prefill needs are compiled now
+        driver.submit([1] * length, 4, 0.6)
+        driver.run()
+    driver.clear()
+    return driver
+
+
+def _throughput(driver: Any) -> dict[str, float]:
+    load, seconds = offline_load(), []
+    for _ in range(2):  # the second run finds no prefix cached: its prompts differ in their first token
+        for prompt, length in load:
+            driver.submit([len(seconds) + 11000, *prompt[1:]], length, 0.6)
+        seconds.append(driver.run())
+        driver.clear()
+    generated = sum(length for _, length in load)
+    rng = random.Random(2)
+    single = []
+    for _ in range(2):
+        driver.submit([rng.randint(0, 10000) for _ in range(128)], 512)
+        single.append(512 / driver.run())
+        driver.clear()
+    return {"offline_tok_s": round(generated / max(seconds)), "single_tok_s": round(min(single), 1)}
+
+
+def _decode_ms(driver: Any, batch: int) -> float:
+    """Mean step between 896 and 1,152 tokens of context."""
+    rng = random.Random(batch)
+    for _ in range(batch):
+        driver.submit([rng.randint(0, 10000) for _ in range(890)], 264)
+    driver.run()
+    stamps = sorted({stamp for timeline in driver.timelines.values() for stamp in timeline.tokens})
+    driver.clear()
+    return round(1000 * (stamps[-2] - stamps[-258]) / 256, 3)
+
+
+def _prefill(driver: Any, length: int, count: int) -> float:
+    rng = random.Random(length)
+    seconds = []
+    for _ in range(2):
+        for _ in range(count):
+            driver.submit([rng.randint(0, 10000) for _ in range(length)], 1)
+        seconds.append(driver.run())
+        driver.clear()
+    return round(length * count / max(seconds))
+
+
+def _time_split(driver: Any, batch: int) -> dict[str, float]:
+    """Milliseconds a step: on the device inside kernels, on the host at work, and the whole."""
+    import torch
+
+    rng = random.Random(3)
+    for _ in range(batch):
+        driver.submit([rng.randint(0, 10000) for _ in range(500)], 200)
+    for _ in range(40):
+        driver.step()
+    steps = 50
+    host = time.thread_time()
+    started = time.perf_counter()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            driver.step()
+        torch.cuda.synchronize()
+    whole, host = time.perf_counter() - started, time.thread_time() - host
+    kernels = sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
+    driver.run()
+    driver.clear()
+    parts = {"whole_ms": whole, "kernels_ms": kernels, "host_ms": host, "gaps_ms": max(0.0, whole - kernels)}
+    return {f"bs{batch}_{name}": round(1000 * value / steps, 3) for name, value in parts.items()}
+
+
+def _poisson(driver: Any, load: list[tuple[list[int], int]], rate: float) -> dict[str, float]:
+    rng = random.Random(4)
+    due, now = [], 0.0
+    for _ in load:
+        now += rng.expovariate(rate)
+        due.append(now)
+    started, sent = time.perf_counter(), 0
+    while sent < len(load) or not all(timeline.done for timeline in driver.timelines.values()):
+        while sent < len(load) and time.perf_counter() - started >= due[sent]:
+            driver.submit(*load[sent], 0.6)
+            sent += 1
+        if not driver.step():
+            time.sleep(0.001)
+    first = sorted(t.tokens[0] - t.submitted for t in driver.timelines.values())
+    between = sorted(b - a for t in driver.timelines.values() for a, b in zip(t.tokens, t.tokens[1:], strict=False))
+    driver.clear()
+
+    def at(values: list[float], share: float) -> float:
+        return round(1000 * values[min(len(values) - 1, int(share * len(values)))], 2)
+
+    return {
+        "ttft_p50_ms": at(first, 0.5),
+        "ttft_p99_ms": at(first, 0.99),
+        "itl_p50_ms": at(between, 0.5),
+        "itl_p99_ms": at(between, 0.99),
+        "itl_p99_over_p50": round(at(between, 0.99) / at(between, 0.5), 2),
+    }
+
+
+def describe_machine() -> dict[str, str]:
+    """What the figures were made on."""
+    import torch
+
+    try:
+        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    except OSError:
+        commit = ""
+    return {
+        "date": time.strftime("%Y-%m-%d"),
+        "commit": commit or os.environ.get("MINISGL_COMMIT", ""),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "cpu_cores": str(os.cpu_count()),
+        "options": json.dumps(ENGINE_OPTIONS),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, of: " + ", ".join(PARTS))
+    parser.add_argument("--out", type=Path, default=Path("gpu-results.json"))
+    parser.add_argument("--json", action="store_true", help="print everything as one JSON object, last line")
+    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.part:
+        run: Callable[[], dict[str, float]] = globals()[f"part_{arguments.part}"]
+        print(json.dumps(run()))
+        return
+    if shutil.which("nvidia-smi") is None:
+        raise SystemExit("benchmarks.gpu needs an NVIDIA GPU")
+    results: dict[str, Any] = json.loads(arguments.out.read_text()) if arguments.out.is_file() else {}
+    for part in arguments.only.split(","):
+        if part in results:
+            print(f"{part}: already in {arguments.out}")
+            continue
+        started = time.perf_counter()
+        command = [sys.executable, "-m", "benchmarks.gpu", "--part", part]
+        process = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+        lines = process.stdout.strip().splitlines()
+        if process.returncode or not lines:
+            print("\n".join(lines[-20:]))
+            print(f"{part}: failed with exit code {process.returncode}", flush=True)
+            continue
+        results[part] = json.loads(lines[-1])
+        results["machine"] = describe_machine()
+        arguments.out.write_text(json.dumps(results, indent=1))
+        print(f"{part} ({time.perf_counter() - started:.0f} s)")
+        for name, value in results[part].items():
+            print(f"    {name:36} {value}", flush=True)
+    if arguments.json:
+        flat = {name: value for part in PARTS for name, value in results.get(part, {}).items()}
+        print(json.dumps({**flat, "machine": results.get("machine", {})}))
+
+
+if __name__ == "__main__":
+    main()
