@@ -1,0 +1,99 @@
+"""Clients of real engine processes, with whatever they hear collected by uid."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.client import EngineClient
+from minisgl_backend.engine.messages import Outputs, Rejected
+from minisgl_backend.request import FinishReason, Request, SamplingParams
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+def alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
+
+
+class Front:
+    """An EngineClient and what it has heard."""
+
+    def __init__(self, config: EngineConfig, socket_dir: Path, index: int = 0) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.reasons: dict[int, FinishReason] = {}
+        self.rejected: dict[int, Rejected] = {}
+        self.downs: list[tuple[float, str]] = []  # time.monotonic() seconds, reason
+        self.num_ups = 0
+        self.slow = threading.Event()  # set: the callback blocks until it is cleared
+        self.client = EngineClient(
+            config,
+            front=index,
+            socket_dir=socket_dir,
+            on_outputs=self._on_outputs,
+            on_rejected=lambda rejected: self.rejected.__setitem__(rejected.uid, rejected),
+            on_down=lambda reason: self.downs.append((time.monotonic(), reason)),
+            on_up=lambda welcome: setattr(self, "num_ups", self.num_ups + 1),
+        )
+
+    def _on_outputs(self, outputs: Outputs) -> None:
+        uids = np.frombuffer(outputs.uids, dtype=np.int64).tolist()
+        tokens = np.frombuffer(outputs.token_ids, dtype=np.int32).tolist()
+        for uid, token, reason in zip(uids, tokens, outputs.reasons, strict=True):
+            assert uid not in self.reasons, "a record after the last one"
+            if token >= 0:
+                self.tokens.setdefault(uid, []).append(token)
+            if reason:
+                self.reasons[uid] = FinishReason(reason)
+        while self.slow.is_set():
+            time.sleep(0.005)
+
+    def submit(self, prompt: list[int], **params: object) -> int:
+        sampling = SamplingParams(**params)  # type: ignore[arg-type]
+        uid = self.client.new_uid(sampling.n)
+        self.client.submit(Request(uid=uid, token_ids=np.array(prompt, dtype="<i4").tobytes(), params=sampling))
+        return uid
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="minisgl-test-", dir="/tmp"))  # socket paths must be short
+    yield directory
+    shutil.rmtree(directory, ignore_errors=True)
+
+
+@pytest.fixture
+def make_front(socket_dir: Path) -> Iterator[Callable[..., Front]]:
+    """Makes started fronts on one socket directory; ends them, and checks that their core has ended."""
+    fronts: list[Front] = []
+    pids: set[int] = set()
+
+    def make(config: EngineConfig, index: int = 0) -> Front:
+        front = Front(config, socket_dir, index)
+        fronts.append(front)
+        pids.add(front.client.start(timeout_s=120).pid)
+        return front
+
+    yield make
+    pids |= {front.client.core_pid for front in fronts if front.client.core_pid is not None}
+    for front in fronts:
+        front.client.close()
+    wait_for(lambda: not any(map(alive, pids)), 10)

@@ -1,0 +1,200 @@
+"""The engine core as a process of its own: service, faults, several fronts. Tokens come from the null runner."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.channel import HandledSender
+from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.request import FinishReason
+from tests.integration.conftest import Front, alive, wait_for
+
+NULL = EngineConfig(runner="null", num_pages=4096)
+PACED = EngineConfig(runner="null", num_pages=4096, null_runner_rate=100.0)
+MakeFront = Callable[..., Front]
+
+
+def test_answers_refusals_and_counters(make_front: MakeFront) -> None:
+    front = make_front(NULL)
+    uids = [front.submit([5, 6, 7], max_tokens=10 + index) for index in range(30)]
+    too_long = front.submit([5] * 5000)
+    wait_for(lambda: len(front.reasons) == 30 and front.rejected)
+    assert [len(front.tokens[uid]) for uid in uids] == [10 + index for index in range(30)]
+    assert set(front.reasons.values()) == {FinishReason.LENGTH}
+    assert front.rejected[too_long].kind == "InvalidRequestError"
+    stats = front.client.stats(timeout_s=10).values
+    assert stats["total_generated_tokens"] == sum(range(10, 40))
+    assert stats["total_finished"] == 30
+    assert stats["pages_leased"] == stats["num_running"] == stats["restarts"] == 0
+
+
+def test_an_abort_ends_sequences_and_returns_their_pages(make_front: MakeFront) -> None:
+    front = make_front(PACED)
+    kept = front.submit([5, 6], max_tokens=60)
+    stopped = front.submit([5, 6], max_tokens=4000, n=2)
+    wait_for(lambda: len(front.tokens) == 3)
+    front.client.abort([stopped, stopped + 1, 12345], FinishReason.CANCELLED)
+    wait_for(lambda: len(front.reasons) == 3)
+    assert front.reasons[stopped] == front.reasons[stopped + 1] == FinishReason.CANCELLED
+    assert len(front.tokens[kept]) == 60
+    stats = front.client.stats(timeout_s=10).values
+    assert stats["total_cancelled"] == 2
+    assert stats["pages_leased"] == 0
+
+
+def test_kill_in_mid_stream_is_told_within_two_seconds_and_the_next_core_serves(make_front: MakeFront) -> None:
+    fronts = [make_front(PACED, index) for index in range(2)]
+    uids = [front.submit([5, 6], max_tokens=4000) for front in fronts for _ in range(8)]
+    wait_for(lambda: sum(len(front.tokens) for front in fronts) == len(uids))
+    first = fronts[0].client.core_pid
+    assert first is not None
+    assert fronts[1].client.core_pid == first
+    killed_at = time.monotonic()
+    os.kill(first, signal.SIGKILL)
+    for front in fronts:
+        wait_for(lambda front=front: front.downs)
+        assert front.downs[0][0] - killed_at < 2.0  # a promise to clients, far above what it takes
+        with pytest.raises(EngineDeadError):
+            front.submit([5], max_tokens=1)
+    for front in fronts:
+        wait_for(lambda front=front: front.client.welcome is not None)
+        assert front.client.core_pid != first
+        front.reasons.clear()
+        uid = front.submit([5, 6], max_tokens=5)
+        wait_for(lambda front=front: front.reasons)
+        assert front.reasons == {uid: FinishReason.LENGTH}
+        assert len(front.downs) == 1
+        assert front.num_ups == 2
+        assert front.client.stats(timeout_s=10).values["restarts"] == 1
+
+
+def test_a_front_takes_over_when_the_one_that_started_the_core_leaves(make_front: MakeFront) -> None:
+    owner, other = make_front(PACED, 0), make_front(PACED, 1)
+    first = other.client.core_pid
+    assert first is not None
+    owner.client.close()
+    wait_for(lambda: other.downs and other.client.welcome is not None)
+    assert not alive(first)
+    other.submit([5, 6], max_tokens=5)
+    wait_for(lambda: other.reasons)
+
+
+def test_a_slow_front_holds_up_nobody_and_loses_nothing(make_front: MakeFront) -> None:
+    slow, quick = make_front(NULL, 0), make_front(NULL, 1)
+    slow.slow.set()
+    late = [slow.submit([5, 6], max_tokens=3000) for _ in range(4)]
+    uid = quick.submit([5, 6], max_tokens=3000)
+    wait_for(lambda: quick.reasons)
+    assert len(quick.tokens[uid]) == 3000
+    slow.slow.clear()
+    wait_for(lambda: len(slow.reasons) == 4)
+    assert [len(slow.tokens[uid]) for uid in late] == [3000] * 4
+    assert [slow.tokens[late_uid] for late_uid in late] == [quick.tokens[uid]] * 4
+
+
+def test_streams_that_the_detokenizer_does_not_confirm_are_cancelled(make_front: MakeFront, socket_dir: Path) -> None:
+    front = make_front(PACED)
+    sender = HandledSender(socket_dir)
+    read, left = (front.submit([5, 6], max_tokens=150) for _ in range(2))
+    sent = {read: 0, left: 0}
+    while not front.reasons:
+        for uid in sent:
+            if len(front.tokens.get(uid, ())) > sent[uid]:
+                front.client.confirmations.on_sent(uid, sent[uid], time.monotonic())
+                sent[uid] += 1
+                if uid == read or sent[uid] <= 5:  # the client of `left` goes after five responses
+                    sender.send(np.array([uid], dtype=np.int64), np.array([sent[uid] - 1], dtype=np.int32))
+        time.sleep(0.001)
+    assert front.reasons == {left: FinishReason.CANCELLED}
+    front.client.confirmations.clear()
+    wait_for(lambda: len(front.reasons) == 2)
+    assert len(front.tokens[read]) == 150
+    sender.close()
+
+
+def test_a_front_that_was_killed_leaves_no_sequences(make_front: MakeFront, socket_dir: Path) -> None:
+    front = make_front(PACED)
+    script = f"""
+import sys, time
+sys.path.insert(0, {os.getcwd()!r})
+from pathlib import Path
+from minisgl_backend.config import EngineConfig
+from tests.integration.conftest import Front
+front = Front(EngineConfig(runner="null"), Path({str(socket_dir)!r}), 7)
+front.client.start()
+for _ in range(5):
+    front.submit([5, 6], max_tokens=4000)
+while len(front.tokens) < 5:
+    time.sleep(0.01)
+print("running", flush=True)
+time.sleep(600)
+"""
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    assert child.stdout.readline() == "running\n"
+    assert front.client.stats(timeout_s=10).values["num_running"] == 5
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    wait_for(lambda: front.client.stats(timeout_s=10).values["num_running"] == 0, 10)
+    stats = front.client.stats(timeout_s=10).values
+    assert stats["total_cancelled"] == 5
+    assert stats["pages_leased"] == 0
+
+
+def test_the_core_dies_with_the_process_that_started_it(socket_dir: Path) -> None:
+    script = f"""
+import sys, time
+sys.path.insert(0, {os.getcwd()!r})
+from pathlib import Path
+from minisgl_backend.config import EngineConfig
+from tests.integration.conftest import Front
+front = Front(EngineConfig(runner="null"), Path({str(socket_dir)!r}))
+print(front.client.start().pid, flush=True)
+time.sleep(600)
+"""
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert child.stdout is not None
+    core = int(child.stdout.readline())
+    assert alive(core)
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    wait_for(lambda: not alive(core), 10)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        (EngineConfig(model="/nowhere/at/all"), "/nowhere/at/all"),
+        (EngineConfig(max_seq_len_override=1 << 20), "max_seq_len_override is 1048576"),
+        (EngineConfig(tp=3), "tp is 3"),
+    ],
+)
+def test_options_that_cannot_be_served_are_told_in_the_cores_own_words(
+    socket_dir: Path, config: EngineConfig, words: str
+) -> None:
+    front = Front(config, socket_dir)
+    with pytest.raises(ConfigError, match=words):
+        front.client.start(timeout_s=120)
+    front.client.close()
+    assert front.downs == []
+
+
+def test_every_front_hears_why_the_start_failed(socket_dir: Path) -> None:
+    fronts = [Front(EngineConfig(model="/nowhere"), socket_dir, index) for index in range(2)]
+    for front in fronts:
+        with pytest.raises(ConfigError, match="/nowhere"):
+            front.client.start(timeout_s=120)
+    for front in fronts:
+        front.client.close()

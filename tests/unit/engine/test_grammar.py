@@ -1,0 +1,178 @@
+"""Grammars on the demo model's tokenizer, driven by plans made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.engine.core import EngineCore
+from minisgl_backend.engine.grammar import Grammars
+from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.request import FinishReason, Grammar
+from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.step import StepPlan, StepResult
+from tests.fakes import FakePending, Records, make_request
+from tests.unit.engine.test_core import LIMITS
+
+pytest.importorskip("xgrammar")
+
+SCHEMA = json.dumps(
+    {"type": "object", "properties": {"n": {"type": "integer"}, "ok": {"type": "boolean"}}, "required": ["n", "ok"]}
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> ModelConfig:
+    return ModelConfig.load(find_model_dir("demo"))
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(str(find_model_dir("demo")))
+
+
+class RandomRunner:
+    """Samples any token that the masks allow."""
+
+    def __init__(self, vocab_size: int, seed: int) -> None:
+        self._vocab_size = vocab_size
+        self._random = random.Random(seed)
+        self.masked_steps = 0
+
+    def prepare(self, plan: StepPlan, masks: Any = None) -> Any:
+        return plan, masks
+
+    def execute(self, batch: Any) -> FakePending:
+        plan, masks = batch
+        tokens = np.array([self._random.randrange(4, self._vocab_size) for _ in plan.sampled_rows], dtype=np.int32)
+        if masks is not None:
+            self.masked_steps += 1
+            for index, bits in zip(masks[0].tolist(), masks[1], strict=True):
+                allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size].nonzero()[0]
+                tokens[index] = self._random.choice(allowed.tolist())
+        return FakePending(StepResult(plan.step, tokens))
+
+
+class Harness:
+    def __init__(self, model: ModelConfig, tokenizer: Any, overlap: bool) -> None:
+        self.compiled = threading.Event()
+        self.grammars = Grammars(
+            lambda: tokenizer,
+            vocab_size=model.vocab_size,
+            eos_token_ids=model.eos_token_ids,
+            on_compiled=self.compiled.set,
+        )
+        limits = dataclasses.replace(LIMITS, eos_token_ids=model.eos_token_ids)
+        self.scheduler = Scheduler(limits, seed=0)
+        self.runner = RandomRunner(model.vocab_size, seed=1)
+        self.core = EngineCore(self.scheduler, self.runner, overlap=overlap, grammars=self.grammars)
+        self.records = Records()
+
+    def run(self) -> Records:
+        while True:
+            busy = self.core.step()
+            self.records.take(self.core)  # type: ignore[arg-type]
+            if not busy and not self.core.waits_for_compiler:
+                return self.records
+            if not busy:
+                self.compiled.wait(0.1)
+
+
+@pytest.fixture(params=[False, True], ids=["sequential", "overlapped"])
+def harness(request: pytest.FixtureRequest, model: ModelConfig, tokenizer: Any) -> Iterator[Harness]:
+    harness = Harness(model, tokenizer, request.param)
+    yield harness
+    harness.core.close()
+
+
+def guided(uid: int, kind: str, text: str = "", **params: Any) -> Any:
+    grammar = Grammar(kind=kind, text=text)  # type: ignore[arg-type]
+    return make_request(uid, [5, 6, 7], grammar=grammar, **{"max_tokens": 200, **params})
+
+
+def text_of(harness: Harness, tokenizer: Any, uid: int) -> str:
+    return str(tokenizer.decode(harness.records.tokens[uid], skip_special_tokens=True))
+
+
+def test_every_answer_obeys_its_own_grammar(harness: Harness, tokenizer: Any) -> None:
+    harness.core.submit(guided(1, "regex", "[a-c]{5}-[0-9]{3}"))
+    harness.core.submit(guided(2, "json_schema", SCHEMA))
+    harness.core.submit(guided(3, "ebnf_grammar", 'root ::= ("yes" | "no") "!"'))
+    harness.core.submit(guided(10, "regex", "(left|right)", n=3))
+    harness.core.submit(make_request(4, [5, 6], max_tokens=40, ignore_eos=True))
+    records = harness.run()
+    assert harness.core.take_rejected() == []
+    assert re.fullmatch("[a-c]{5}-[0-9]{3}", text_of(harness, tokenizer, 1))
+    assert text_of(harness, tokenizer, 3) in ("yes!", "no!")
+    for uid in (10, 11, 12):
+        assert text_of(harness, tokenizer, uid) in ("left", "right")
+    if records.reasons[2] == FinishReason.STOP:
+        assert set(json.loads(text_of(harness, tokenizer, 2))) >= {"n", "ok"}
+    assert all(records.reasons[uid] == FinishReason.STOP for uid in (1, 3, 10, 11, 12))
+    assert len(records.tokens[4]) == 40
+
+
+def test_a_complete_answer_ends_even_where_eos_is_ignored(harness: Harness, tokenizer: Any) -> None:
+    harness.core.submit(guided(1, "regex", "[0-9]{4}", ignore_eos=True))
+    records = harness.run()
+    assert records.reasons[1] == FinishReason.STOP
+    assert len(text_of(harness, tokenizer, 1)) == 4
+
+
+def test_json_without_a_schema_begins_as_json(harness: Harness, tokenizer: Any) -> None:
+    harness.core.submit(guided(1, "json", max_tokens=20))
+    harness.run()
+    assert text_of(harness, tokenizer, 1).lstrip()[:1] in "{["
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "words"),
+    [
+        ("regex", "[0-9", "cannot be compiled"),
+        ("ebnf_grammar", "root ::= (", "cannot be compiled"),
+        ("json_schema", "{", "no JSON schema"),
+        ("json_schema", "[1]", "an object"),
+        ("json_schema", '{"a":' * 70 + "1" + "}" * 70, "64 levels"),
+        ("json_schema", '{"type": "nonsense"}', "cannot be compiled"),
+    ],
+)
+def test_wrong_grammars_are_refused_by_name(harness: Harness, kind: str, text: str, words: str) -> None:
+    harness.core.submit(guided(1, kind, text))
+    harness.run()
+    (rejected,) = harness.core.take_rejected()
+    assert (rejected.uid, rejected.kind) == (1, "InvalidRequestError")
+    assert "guided_decoding_guide" in rejected.message
+    assert words in rejected.message
+
+
+def test_min_tokens_is_refused_beside_a_grammar(harness: Harness) -> None:
+    harness.core.submit(guided(1, "regex", "[0-9]", min_tokens=5))
+    (rejected,) = harness.core.take_rejected()
+    assert "min_tokens is 5" in rejected.message
+
+
+def test_an_abort_during_compilation_still_ends_every_sequence(harness: Harness) -> None:
+    harness.core.submit(guided(1, "regex", "[a-z]{3}", n=2))
+    harness.core.abort([1, 2], FinishReason.CANCELLED)
+    assert harness.run().reasons == {1: FinishReason.CANCELLED, 2: FinishReason.CANCELLED}
+    assert harness.grammars.num_compiling == 0
+
+
+def test_without_the_package_the_request_is_refused(monkeypatch: pytest.MonkeyPatch, model: ModelConfig) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    grammars = Grammars(lambda: None, vocab_size=model.vocab_size, eos_token_ids=())
+    request = guided(1, "json")
+    with pytest.raises(InvalidRequestError, match="pip install"):
+        grammars.submit(request)
