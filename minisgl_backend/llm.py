@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minisgl_backend.config import EngineConfig, Environment
@@ -82,9 +83,9 @@ class LLM:
 
     def __init__(self, model: str = "demo", *, environment: Environment | None = None, **options: Any) -> None:
         """`options` are the fields of EngineConfig. Raises ConfigError for what cannot be served."""
-        self.config = EngineConfig(model=model, **options)
         self._dead = ""
         self._engine: Engine | None = None
+        self.config = EngineConfig(model=model, **options)
         self._engine = build_engine(
             self.config, environment or Environment.read(), on_follower_death=self._note_follower_death
         )
@@ -215,9 +216,8 @@ class LLM:
         core = self.engine.core
         waiting = deque(answers)
         open_streams: dict[int, _Stream] = {}
-        bar = Progress(
-            TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), disable=not progress
-        )
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        bar = Progress(*columns, console=Console(stderr=True), disable=not progress)
         try:
             with bar:
                 task = bar.add_task("", total=len(answers))

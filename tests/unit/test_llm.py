@@ -1,0 +1,141 @@
+"""The in-process engine on the demo model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from minisgl_backend.config import Environment
+from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestError
+from minisgl_backend.llm import LLM
+from minisgl_backend.request import SamplingParams
+
+OPTIONS: dict[str, Any] = {"num_pages": 256, "max_running_requests": 8, "max_waiting_requests": 4}
+
+
+@pytest.fixture(scope="module")
+def llm() -> Iterator[LLM]:
+    with LLM("demo", **OPTIONS) as llm:
+        yield llm
+
+
+def ask(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def test_answers_come_in_the_order_of_the_prompts(llm: LLM) -> None:
+    prompts: list[Any] = [f"prompt number {index}" for index in range(20)]  # more than the queue takes at once
+    together = llm.generate(prompts, max_tokens=12, temperature=0, ignore_eos=True)
+    for prompt, output in zip(prompts, together, strict=True):
+        alone = llm.generate(prompt, max_tokens=12, temperature=0, ignore_eos=True)[0]
+        assert (alone.text, alone.token_ids) == (output.text, output.token_ids)
+        assert output.finish_reason == "length"
+        assert len(output.token_ids) == 12
+        assert output.num_prompt_tokens == len(llm.tokenizer.encode(prompt))
+
+
+def test_texts_token_ids_and_chats(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello there")
+    by_text, by_ids = llm.generate("hello there", max_tokens=5), llm.generate(ids, max_tokens=5)
+    assert by_text[0].token_ids == llm.generate([ids], max_tokens=5)[0].token_ids == by_ids[0].token_ids
+    one = llm.chat(ask("What is 2 + 3?"), max_tokens=20)
+    two = llm.chat([ask("What is 2 + 3?"), ask("What is 2 + 4?")], max_tokens=20)
+    assert len(one) == 1
+    assert len(two) == 2
+    assert one[0].text == two[0].text
+    assert llm.generate([], max_tokens=5) == []
+
+
+def test_defaults_come_from_the_model(llm: LLM) -> None:
+    assert llm.sampling_params().temperature == 0  # the demo model's generation_config.json says greedy
+    assert llm.sampling_params(temperature=0.5, n=2) == SamplingParams(temperature=0.5, n=2)
+    with pytest.raises(InvalidRequestError, match="'max_token'"):
+        llm.sampling_params(max_token=5)
+
+
+def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
+    free = llm.generate("abc", max_tokens=30, temperature=0, ignore_eos=True)[0]
+    stop = free.text[6:9]
+    ended = llm.generate("abc", max_tokens=30, temperature=0, ignore_eos=True, stop=(stop,))[0]
+    assert ended.text == free.text[: free.text.index(stop)]
+    assert ended.finish_reason == "stop"
+    assert len(ended.token_ids) < 30
+    assert llm.stats.num_running == 0 or llm.generate("x", max_tokens=1)
+
+
+def test_several_answers_logprobs_and_cached_tokens(llm: LLM) -> None:
+    ids = list(range(10, 60))
+    params = SamplingParams(max_tokens=6, n=3, seed=1, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    first = llm.generate(ids, params)[0]
+    again = llm.generate(ids, params)[0]
+    assert [c.token_ids for c in first.completions] == [c.token_ids for c in again.completions]
+    assert len({tuple(c.token_ids) for c in first.completions}) > 1
+    assert again.num_cached_tokens > 0
+    for completion in first.completions:
+        assert completion.logprobs is not None
+        assert [len(entry.top) for entry in completion.logprobs] == [2] * 6
+    assert first.prompt_logprobs is not None
+    assert [token for token, _ in first.prompt_logprobs] == ids[1:]
+    assert llm.generate(ids, max_tokens=2)[0].logprobs is None
+
+
+def test_bad_words_do_not_appear(llm: LLM) -> None:
+    free = llm.generate("abc", max_tokens=20, temperature=0, ignore_eos=True)[0]
+    word = llm.tokenizer._tokenizer.decode([free.token_ids[0]])
+    other = llm.generate("abc", max_tokens=20, temperature=0, ignore_eos=True, bad_words=(word,))[0]
+    assert free.token_ids[0] not in other.token_ids
+
+
+@pytest.mark.parametrize(
+    ("prompt", "values", "words"),
+    [
+        ([], {}, "the prompt has 0 tokens"),
+        ([5] * 5000, {}, "the prompt has 5000 tokens"),
+        ([10**6], {}, "token ids outside 0 to 1023"),
+        ("x", {"temperature": -1.0}, "temperature is -1"),
+        ("x", {"stop_token_ids": (5000,)}, "stop_token_ids"),
+    ],
+)
+def test_wrong_requests_raise_and_leave_nothing(llm: LLM, prompt: Any, values: dict[str, Any], words: str) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
+        llm.generate(["fine", prompt], max_tokens=500, **values) if not values else llm.generate(prompt, **values)
+    assert llm.stats.num_running == llm.stats.num_waiting == llm.stats.pages_leased == 0
+    assert llm.generate("x", max_tokens=3)[0].finish_reason in ("stop", "length")
+
+
+def test_one_set_of_parameters_for_each_prompt(llm: LLM) -> None:
+    outputs = llm.generate(["a", "b"], [SamplingParams(max_tokens=n, ignore_eos=True) for n in (3, 5)])
+    assert [len(output.token_ids) for output in outputs] == [3, 5]
+    with pytest.raises(InvalidRequestError, match="sampling_params has 1 entries"):
+        llm.generate(["a", "b"], [SamplingParams()])
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+def test_the_same_answers_with_every_way_to_run(llm: LLM, overlap: bool, cache_type: str) -> None:
+    prompts = [list(range(5, 5 + length)) for length in (3, 40, 17, 64, 33)]
+    expected = [o.token_ids for o in llm.generate(prompts, max_tokens=16, temperature=0, ignore_eos=True)]
+    environment = Environment(overlap=overlap, log_level="INFO", flashinfer_tensor_cores=None)
+    options = {**OPTIONS, "num_pages": 24, "page_size": 8, "max_prefill_length": 16, "mixed_prefill_length": 8}
+    with LLM("demo", environment=environment, cache_type=cache_type, **options) as other:
+        outputs = other.generate(prompts, max_tokens=16, temperature=0, ignore_eos=True)
+        assert [output.token_ids for output in outputs] == expected
+        assert other.stats.pages_leased == 0
+
+
+def test_a_closed_engine_says_so() -> None:
+    llm = LLM("demo", runner="null", num_pages=64)
+    assert "null runner" in llm.generate("x", max_tokens=40)[0].text.lower()
+    llm.close()
+    llm.close()
+    with pytest.raises(EngineDeadError, match="closed"):
+        llm.generate("x")
+
+
+def test_wrong_options_are_told_by_name() -> None:
+    with pytest.raises(ConfigError, match="page_size is 3"):
+        LLM("demo", page_size=3)
+    with pytest.raises(ConfigError, match="/nowhere"):
+        LLM("/nowhere")
