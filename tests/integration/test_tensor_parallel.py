@@ -66,7 +66,7 @@ def test_an_engine_in_process_says_that_a_rank_died() -> None:
         (follower,) = followers_of(os.getpid())
         os.kill(follower, signal.SIGKILL)
         wait_for(lambda: not alive(follower))
-        with pytest.raises(EngineDeadError, match="rank 1"):
+        with pytest.raises(EngineDeadError, match="rank"):
             llm.generate("hello", max_tokens=5)
         with pytest.raises(EngineDeadError):
             llm.generate("hello", max_tokens=5)

@@ -67,7 +67,7 @@ def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
 
 def test_several_answers_logprobs_and_cached_tokens(llm: LLM) -> None:
     ids = list(range(10, 60))
-    params = SamplingParams(max_tokens=6, n=3, seed=1, logprobs=2, prompt_logprobs=1, ignore_eos=True)
+    params = SamplingParams(max_tokens=6, n=3, seed=1, temperature=20.0, logprobs=2, prompt_logprobs=1, ignore_eos=True)
     first = llm.generate(ids, params)[0]
     again = llm.generate(ids, params)[0]
     assert [c.token_ids for c in first.completions] == [c.token_ids for c in again.completions]
