@@ -59,10 +59,9 @@ class _Settings:
             model=self.model,
             model_version=self.model_version,
             request_id=uuid.uuid4().hex if request_id is None else request_id,
-            tensors=build_tensors(prompt, messages, stream, options),
+            tensors=build_tensors(prompt, messages, stream, priority, options),
             stream=stream,
             timeout=self.timeout if timeout is None else timeout,
-            priority=priority,
         )
 
 
@@ -97,7 +96,10 @@ class Client:
         priority: int = 0,
         **options: Unpack[SamplingOptions],
     ) -> Result:
-        """The whole answer to a prompt or to chat messages, in one response."""
+        """The whole answer to a prompt or to chat messages, in one response.
+
+        `priority` 0 is the default level; otherwise 1 is the most urgent.
+        """
         request = self._settings.request(prompt, messages, False, request_id, timeout, priority, options)
         with TextStream(self._transport.start(request), request.request_id) as answer:
             first = next(answer, None)

@@ -15,6 +15,8 @@ _WORDINGS = (
     (re.compile(r"\bcancell?ed\b", re.IGNORECASE), "CANCELLED"),
     (re.compile(rf"\b(?:{_UNAVAILABLE_WORDS})\b", re.IGNORECASE | re.VERBOSE), "UNAVAILABLE"),
     (re.compile(r"\bunknown model\b", re.IGNORECASE), "NOT_FOUND"),
+    # Triton's own checks of a request, made before any model sees it.
+    (re.compile(r"\bunexpected (?:inference input|shape|datatype)\b|\bexpected \d+ inputs\b"), "INVALID_ARGUMENT"),
 )
 
 

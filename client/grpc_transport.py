@@ -175,8 +175,6 @@ def encode_request(request: InferenceRequest) -> Any:
     for name, tensor in request.tensors.items():
         _add_tensor(message, name, tensor)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
-    if request.priority:
-        message.parameters["priority"].uint64_param = request.priority
     if request.timeout is not None:
         message.parameters["timeout"].int64_param = int(request.timeout * 1e6)  # microseconds
     return message

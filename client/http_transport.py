@@ -316,8 +316,6 @@ def encode_request(request: InferenceRequest) -> bytes:
     }
     if request.request_id:
         body["id"] = request.request_id
-    if request.priority:
-        body["priority"] = request.priority
     if request.timeout is not None:
         body["timeout"] = int(request.timeout * 1e6)  # microseconds
     return json.dumps(body, ensure_ascii=False).encode()

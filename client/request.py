@@ -69,10 +69,9 @@ class InferenceRequest:
     tensors: Mapping[str, Tensor]
     stream: bool
     timeout: float | None = None  # seconds for the whole answer
-    priority: int = 0  # 0: the default level; otherwise 1 is the most urgent
 
 
-# option -> (tensor, datatype)
+# option -> (tensor, datatype). An ensemble may not use one name for an input and an output.
 _SCALARS: dict[str, tuple[str, Datatype]] = {
     "max_tokens": ("max_tokens", "INT32"),
     "min_tokens": ("min_tokens", "INT32"),
@@ -84,8 +83,8 @@ _SCALARS: dict[str, tuple[str, Datatype]] = {
     "repetition_penalty": ("repetition_penalty", "FP32"),
     "presence_penalty": ("presence_penalty", "FP32"),
     "frequency_penalty": ("frequency_penalty", "FP32"),
-    "logprobs": ("logprobs", "INT32"),
-    "prompt_logprobs": ("prompt_logprobs", "INT32"),
+    "logprobs": ("num_logprobs", "INT32"),
+    "prompt_logprobs": ("num_prompt_logprobs", "INT32"),
     "n": ("num_return_sequences", "INT32"),
     "ignore_eos": ("ignore_eos", "BOOL"),
     "skip_special_tokens": ("skip_special_tokens", "BOOL"),
@@ -107,7 +106,7 @@ _INTEGER_RANGES: dict[str, tuple[int, int]] = {"INT32": (-(2**31), 2**31 - 1), "
 
 
 def build_tensors(
-    prompt: str | None, messages: Sequence[Message] | None, stream: bool, options: SamplingOptions
+    prompt: str | None, messages: Sequence[Message] | None, stream: bool, priority: int, options: SamplingOptions
 ) -> dict[str, Tensor]:
     """The inputs of the ensemble. Raises InvalidRequest for a wrong type, TypeError for an unknown option."""
     if (prompt is None) == (messages is None):
@@ -121,6 +120,8 @@ def build_tensors(
     # The server adds these outputs only for those who ask.
     for output in ("finish_reason", "num_input_tokens", "num_output_tokens"):
         tensors[f"return_{output}"] = Tensor("BOOL", (True,))
+    if priority:
+        tensors["priority"] = _scalar("priority", "INT32", priority)
     for name, value in options.items():
         if value is not None:
             tensor, encoded = _encode_option(name, value)

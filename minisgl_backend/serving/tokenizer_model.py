@@ -15,9 +15,10 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.config import Environment
-from minisgl_backend.errors import ConfigError, MinisglError
+from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError
 from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits, status_of
 from minisgl_backend.serving.engine_settings import is_demo, read_engine_config
+from minisgl_backend.serving.fields import shown
 from minisgl_backend.serving.wire import Codec
 from minisgl_backend.text.tokenizer import Tokenizer
 
@@ -56,10 +57,12 @@ class TritonPythonModel:
 
     def _answer(self, request: Any) -> Any:
         try:
+            parameters = json.loads(request.parameters() or "{}")
             token_ids, spec = self._codec.decode(
                 {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
-                json.loads(request.parameters() or "{}"),
-                deadline=_deadline(request.timeout()),
+                parameters,
+                # HTTP's generate hands Triton's own field on as a parameter.
+                deadline=_deadline(request.timeout() or parameters.get("timeout", 0)),
                 request_id=request.request_id(),
             )
         except MinisglError as error:
@@ -85,6 +88,8 @@ def _flag(parameters: dict[str, str], name: str, automatic: bool) -> bool:
     return automatic if text == "auto" else text == "true"
 
 
-def _deadline(timeout_us: int) -> float | None:
+def _deadline(timeout_us: object) -> float | None:
     """time.monotonic() seconds; the clock is the same in every process of a machine."""
+    if not isinstance(timeout_us, int):
+        raise InvalidRequestError(f"timeout is {shown(timeout_us)}; allowed: a whole number of microseconds")
     return time.monotonic() + timeout_us / 1e6 if timeout_us > 0 else None

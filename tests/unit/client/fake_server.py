@@ -77,7 +77,7 @@ def _streamed(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
             answer: dict[str, Any] = {"text_output": [word], "num_input_tokens": [4], "num_output_tokens": [1]}
             if count > 1:
                 answer["sequence_index"] = [index]
-            if "logprobs" in request:
+            if "num_logprobs" in request:
                 answer["logprobs"] = [json.dumps([{str(position): {"logprob": -0.5}}])]
             if position == len(WORDS) - 1:
                 answer["finish_reason"] = ["length" if index else "stop"]
@@ -242,10 +242,8 @@ def _decode(message: Any) -> dict[str, Any]:
         values = list(getattr(tensor.contents, _CONTENTS[tensor.datatype]))
         assert list(tensor.shape) == [1, len(values)]
         request[tensor.name] = [value.decode() for value in values] if tensor.datatype == "BYTES" else values
-    for name in ("timeout", "priority"):
-        if name in message.parameters:
-            parameter = message.parameters[name]
-            request[name] = [parameter.int64_param or parameter.uint64_param]
+    if "timeout" in message.parameters:
+        request["timeout"] = [message.parameters["timeout"].int64_param]
     return request
 
 

@@ -31,20 +31,20 @@ from client.results import Collector, Reply, chunks_of
 def test_wrong_types_are_named(name: str, value: Any, allowed: str) -> None:
     options: Any = {name: value}
     with pytest.raises(InvalidRequest, match=name) as caught:
-        build_tensors("Hallo", None, False, options)
+        build_tensors("Hallo", None, False, 0, options)
     assert allowed in str(caught.value)
 
 
 def test_unknown_options_are_named() -> None:
     options: Any = {"max_token": 3}
     with pytest.raises(TypeError, match=r"max_token.*max_tokens"):
-        build_tensors("Hallo", None, False, options)
+        build_tensors("Hallo", None, False, 0, options)
 
 
 @pytest.mark.parametrize(("prompt", "messages"), [(None, None), ("a", [{"role": "user", "content": "b"}])])
 def test_prompt_or_messages(prompt: str | None, messages: Any) -> None:
     with pytest.raises(InvalidRequest, match="exactly one"):
-        build_tensors(prompt, messages, False, SamplingOptions())
+        build_tensors(prompt, messages, False, 0, SamplingOptions())
 
 
 def test_every_option_has_a_tensor() -> None:
@@ -53,7 +53,7 @@ def test_every_option_has_a_tensor() -> None:
         kind = str(annotation.__forward_arg__ if hasattr(annotation, "__forward_arg__") else annotation)
         value = samples[kind.split("[")[0].split(" |")[0]]
         options: Any = {name: value}
-        assert len(build_tensors("x", None, False, options)) == 6, name
+        assert len(build_tensors("x", None, False, 0, options)) == 6, name
 
 
 @pytest.mark.parametrize(
@@ -119,6 +119,21 @@ def test_http_errors(code: int, message: str, expected: type[errors.ClientError]
     error = errors.from_http(code, message)
     assert type(error) is expected
     assert not error.message.startswith("in ensemble")
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("unexpected inference input 'x' for model 'ensemble'", errors.InvalidRequest),
+        ("[request id: a] expected 3 inputs but got 2 inputs for model 'ensemble'", errors.InvalidRequest),
+        ("Request for unknown model: 'x' is not found", errors.InvalidRequest),
+        ("Request for unknown model: 'x' has no available versions", errors.Unavailable),
+        ("request was canceled", errors.Cancelled),
+        ("something else", errors.ServerError),
+    ],
+)
+def test_errors_without_a_status(message: str, expected: type[errors.ClientError]) -> None:
+    assert type(errors.from_message(message)) is expected
 
 
 def test_nested_ensemble_prefixes_go() -> None:
