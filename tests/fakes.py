@@ -98,6 +98,7 @@ class FakeRunner:
     def _apply(self, plan: StepPlan) -> None:
         entries = list(zip(plan.page_rows.tolist(), plan.page_columns.tolist(), strict=True))
         assert len(set(entries)) == len(entries), "an entry of the page table is written twice in one step"
+        assert (plan.page_rows >= 0).all(), "an entry of the page table without a row"
         assert not (plan.page_ids == 0).any(), "page 0 is the padding page"
         self._page_table[plan.page_rows, plan.page_columns] = plan.page_ids
         for admitted in plan.admitted:

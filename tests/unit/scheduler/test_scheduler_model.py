@@ -1,150 +1,20 @@
-"""Hypothesis drives the scheduler in any order of arrivals, aborts, failures, plans and commits.
+"""The scheduler under random events: short sequences that hypothesis chooses and shrinks, and long ones from seeds.
 
-After every move `check()` proves page conservation and the other laws, the fake runner proves that every page holds
-what its reader expects, and at the end each answer equals the one that the reference computes alone.
+Every law is proven after every event; see `machine`.
 """
 
 from __future__ import annotations
 
-from collections import deque
+import random
 from typing import Any
 
-import numpy as np
 import pytest
 from hypothesis import HealthCheck, settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import run_state_machine_as_test
 
 from minisgl_backend.config import SchedulerLimits
-from minisgl_backend.request import FinishReason, Grammar, Request
-from minisgl_backend.scheduler.scheduler import Scheduler
-from minisgl_backend.step import StepPlan, StepResult
-from tests.fakes import FakeRunner, Records, expected_answer, make_request
-
-EOS = (0,)
-VOCAB_SIZE = 11
-TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
-PARAMS = st.fixed_dictionaries(
-    {
-        "max_tokens": st.one_of(st.none(), st.integers(1, 12)),
-        "n": st.sampled_from([1, 1, 1, 2, 3]),
-        "ignore_eos": st.booleans(),
-        "priority": st.sampled_from([0, 0, 0, 1, 9]),
-        "stop_token_ids": st.sampled_from([(), (), (3,), (4, 5, 6)]),
-        "logprobs": st.sampled_from([None, None, 1]),
-        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
-        "grammar": st.sampled_from([None, None, None, Grammar(kind="json")]),
-        "deadline": st.sampled_from([None, None, None, 5.0, 20.0]),
-    }
-)
-
-
-class SchedulerMachine(RuleBasedStateMachine):
-    """At most two steps are in flight: what the engine does with overlap, and everything below it."""
-
-    bounds: SchedulerLimits
-    careless = False  # admission expects every answer to end at once, so that preemption is common
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.now = 0.0
-        self.scheduler = Scheduler(self.bounds, seed=1, clock=lambda: self.now)
-        if self.careless:
-            control = self.scheduler._admission
-            control.expected_remaining = lambda admissions, generated, most, early: np.zeros_like(most)  # type: ignore[method-assign]
-        self.runner = FakeRunner(self.bounds, VOCAB_SIZE)
-        self.records = Records()
-        self.requests: list[Request] = []
-        self.disturbed: set[int] = set()  # aborted or failed: only the beginning of their answer must be right
-        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
-        self.next_uid = 0
-
-    @rule(tokens=TOKENS, params=PARAMS, early=st.integers(0, 3))
-    def add(self, tokens: list[int], params: dict[str, Any], early: int) -> None:
-        params = dict(params)
-        if params["max_tokens"] is not None:
-            params["min_tokens"] = min(early, params["max_tokens"])
-        request = make_request(self.next_uid, tokens[: self.scheduler.max_length - 1], **params)
-        self.next_uid += request.params.n
-        self.scheduler.add(request)
-        self.requests.append(request)
-        if request.deadline is not None:
-            self.disturbed.update(range(request.uid, self.next_uid))
-
-    @precondition(lambda self: self.next_uid)
-    @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
-    def abort(self, data: st.DataObject, reason: FinishReason) -> None:
-        uid = data.draw(st.integers(0, self.next_uid - 1))
-        self.scheduler.abort(uid, reason)
-        self.disturbed.add(uid)
-
-    @precondition(lambda self: self.next_uid)
-    @rule(data=st.data())
-    def fail_from_now_on(self, data: st.DataObject) -> None:
-        uid = data.draw(st.integers(0, self.next_uid - 1))
-        self.runner.fail = {uid}.__contains__
-        self.disturbed.add(uid)
-
-    @rule(seconds=st.integers(1, 10))
-    def time_passes(self, seconds: int) -> None:
-        self.now += seconds
-
-    @precondition(lambda self: len(self.in_flight) < 2)
-    @rule()
-    def plan(self) -> None:
-        self.try_plan()
-
-    @precondition(lambda self: self.in_flight)
-    @rule()
-    def commit(self) -> None:
-        self.scheduler.commit(*self.in_flight.popleft())
-
-    @rule(overlap=st.booleans(), count=st.integers(1, 8))
-    def run_for_a_while(self, overlap: bool, count: int) -> None:
-        for _ in range(count):
-            if len(self.in_flight) < 2:
-                self.try_plan()
-            while len(self.in_flight) > overlap:
-                self.commit()
-            self.scheduler.check()
-            self.records.take(self.scheduler)
-
-    @invariant()
-    def laws_hold(self) -> None:
-        self.scheduler.check()
-        self.records.take(self.scheduler)
-        stats = self.scheduler.stats()
-        assert stats.pages_free + stats.pages_cached + stats.pages_leased == self.bounds.num_pages
-
-    def teardown(self) -> None:
-        for _ in range(10_000):
-            busy = self.try_plan() or bool(self.in_flight)
-            while self.in_flight:
-                self.commit()
-            self.laws_hold()
-            if not busy:
-                break
-        assert not self.scheduler.has_work
-        assert self.scheduler.stats().pages_leased == 0
-        for request in self.requests:
-            answer, reason = expected_answer(request, self.scheduler.max_length, EOS, VOCAB_SIZE)
-            for uid in range(request.uid, request.uid + request.params.n):
-                self.compare(uid, answer, reason)
-
-    def compare(self, uid: int, answer: list[int], reason: FinishReason) -> None:
-        tokens = self.records.tokens.get(uid, [])
-        if uid in self.disturbed and tokens != answer:
-            assert tokens == answer[: len(tokens)]
-            assert self.records.reasons[uid] in (FinishReason.CANCELLED, FinishReason.STOP, FinishReason.ERROR)
-        else:
-            assert tokens == answer
-            assert uid in self.disturbed or self.records.reasons[uid] == reason
-
-    def try_plan(self) -> bool:
-        plan = self.scheduler.plan()
-        if plan is not None:
-            self.in_flight.append((plan, self.runner.execute(self.runner.prepare(plan)).result()))
-        return plan is not None
+from minisgl_backend.request import FinishReason, Grammar
+from tests.unit.scheduler.machine import EOS, SchedulerMachine
 
 
 def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
@@ -180,10 +50,73 @@ def test_any_order_of_events_keeps_every_law(bounds: SchedulerLimits, careless: 
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=40,
+            max_examples=60,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
             suppress_health_check=list(HealthCheck),
         ),
     )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_long_random_run_keeps_every_law(seed: int) -> None:
+    long_run(seed, num_events=300)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 200))
+def test_many_long_random_runs_keep_every_law(seed: int) -> None:
+    long_run(seed, num_events=500)
+
+
+def long_run(seed: int, num_events: int) -> None:
+    """One scheduler with random limits; by far the most events are plans and commits."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4, 8, 16])
+    bounds = bounds_of(
+        page_size,
+        num_pages=max(-(-rng.choice([24, 40, 64, 200]) // page_size), 2),
+        max_seq_len=rng.choice([24, 40, 100]),
+        max_running_requests=rng.choice([1, 2, 4, 9, 20]),
+        max_prefill_length=rng.choice([1, 4, 8, 16, 100]),
+        mixed_prefill_length=rng.choice([0, 1, 3, 8, 50]),
+        cache_type=rng.choice(["radix", "radix", "naive"]),
+        schedule_policy=rng.choice(["fcfs", "lpm"]),
+    )
+    machine_class = type("Machine", (SchedulerMachine,), {"bounds": bounds, "careless": rng.random() < 0.7})
+    machine: SchedulerMachine = machine_class()
+    stems = [[rng.randrange(2) for _ in range(60)] for _ in range(3)]
+    for _ in range(num_events):
+        event = rng.random()
+        if event < 0.15:
+            stem = rng.choice(stems)[: rng.randrange(60)]
+            machine.add([*stem, rng.randrange(3)], random_params(rng, machine.now), early=rng.randrange(4))
+        elif event < 0.20 and machine.next_uid:
+            recent = rng.randrange(max(0, machine.next_uid - 12), machine.next_uid)
+            if event < 0.19:
+                machine.abort_one(recent, rng.choice([FinishReason.CANCELLED, FinishReason.STOP]))
+            else:
+                machine.fail_one(recent)
+        elif event < 0.22:
+            machine.time_passes(rng.randrange(1, 5))
+        elif event < 0.6 and len(machine.in_flight) < 2:
+            machine.try_plan()
+        elif machine.in_flight:
+            machine.commit()
+        machine.laws_hold()
+    machine.teardown()
+
+
+def random_params(rng: random.Random, now: float) -> dict[str, Any]:
+    return {
+        "max_tokens": rng.choice([None, None, 1, 5, 20, 40]),
+        "n": rng.choice([1, 1, 1, 2, 5]),
+        "ignore_eos": rng.random() < 0.7,
+        "priority": rng.choice([0, 0, 0, 1, 9]),
+        "stop_token_ids": rng.choice([(), (), (3,), (4, 5, 6)]),
+        "logprobs": rng.choice([None, None, 1]),
+        "prompt_logprobs": rng.choice([None, None, None, 0]),
+        "grammar": rng.choice([None] * 5 + [Grammar(kind="json")]),
+        "deadline": rng.choice([None] * 8 + [now + 5.0, now + 50.0]),
+    }

@@ -1,0 +1,150 @@
+"""A machine that disturbs a scheduler: arrivals, aborts, failures, plans and commits in any order.
+
+After every move `check()` proves page conservation and the other laws, the fake runner proves that every page holds
+what its reader expects, and at the end each answer equals the one that the reference computes alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from minisgl_backend.config import SchedulerLimits
+from minisgl_backend.request import FinishReason, Grammar, Request
+from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.step import StepPlan, StepResult
+from tests.fakes import FakeRunner, Records, expected_answer, make_request
+
+EOS = (0,)
+VOCAB_SIZE = 11
+TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+PARAMS = st.fixed_dictionaries(
+    {
+        "max_tokens": st.one_of(st.none(), st.integers(1, 12)),
+        "n": st.sampled_from([1, 1, 1, 2, 3]),
+        "ignore_eos": st.booleans(),
+        "priority": st.sampled_from([0, 0, 0, 1, 9]),
+        "stop_token_ids": st.sampled_from([(), (), (3,), (4, 5, 6)]),
+        "logprobs": st.sampled_from([None, None, 1]),
+        "prompt_logprobs": st.sampled_from([None, None, None, 0]),
+        "grammar": st.sampled_from([None, None, None, Grammar(kind="json")]),
+        "deadline": st.sampled_from([None, None, None, 5.0, 20.0]),
+    }
+)
+
+
+class SchedulerMachine(RuleBasedStateMachine):
+    """At most two steps are in flight: what the engine does with overlap, and everything below it."""
+
+    bounds: SchedulerLimits
+    careless = False  # admission expects every answer to end at once, so that preemption is common
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.scheduler = Scheduler(self.bounds, seed=1, clock=lambda: self.now)
+        if self.careless:
+            control = self.scheduler._admission
+            control.expected_remaining = lambda admissions, generated, most, early: np.zeros_like(most)  # type: ignore[method-assign]
+        self.runner = FakeRunner(self.bounds, VOCAB_SIZE)
+        self.records = Records()
+        self.requests: list[Request] = []
+        self.disturbed: set[int] = set()  # aborted or failed: only the beginning of their answer must be right
+        self.in_flight: deque[tuple[StepPlan, StepResult]] = deque()
+        self.next_uid = 0
+
+    @rule(tokens=TOKENS, params=PARAMS, early=st.integers(0, 3))
+    def add(self, tokens: list[int], params: dict[str, Any], early: int) -> None:
+        params = dict(params)
+        if params["max_tokens"] is not None:
+            params["min_tokens"] = min(early, params["max_tokens"])
+        request = make_request(self.next_uid, tokens[: self.scheduler.max_length - 1], **params)
+        self.next_uid += request.params.n
+        self.scheduler.add(request)
+        self.requests.append(request)
+        if request.deadline is not None:
+            self.disturbed.update(range(request.uid, self.next_uid))
+
+    @precondition(lambda self: self.next_uid)
+    @rule(data=st.data(), reason=st.sampled_from([FinishReason.CANCELLED, FinishReason.STOP]))
+    def abort(self, data: st.DataObject, reason: FinishReason) -> None:
+        self.abort_one(data.draw(st.integers(0, self.next_uid - 1)), reason)
+
+    @precondition(lambda self: self.next_uid)
+    @rule(data=st.data())
+    def fail_from_now_on(self, data: st.DataObject) -> None:
+        self.fail_one(data.draw(st.integers(0, self.next_uid - 1)))
+
+    @rule(seconds=st.integers(1, 10))
+    def time_passes(self, seconds: int) -> None:
+        self.now += seconds
+
+    @precondition(lambda self: len(self.in_flight) < 2)
+    @rule()
+    def plan(self) -> None:
+        self.try_plan()
+
+    @precondition(lambda self: self.in_flight)
+    @rule()
+    def commit(self) -> None:
+        self.scheduler.commit(*self.in_flight.popleft())
+
+    @rule(overlap=st.booleans(), count=st.integers(1, 8))
+    def run_for_a_while(self, overlap: bool, count: int) -> None:
+        for _ in range(count):
+            if len(self.in_flight) < 2:
+                self.try_plan()
+            while len(self.in_flight) > overlap:
+                self.commit()
+            self.scheduler.check()
+            self.records.take(self.scheduler)
+
+    @invariant()
+    def laws_hold(self) -> None:
+        self.scheduler.check()
+        self.records.take(self.scheduler)
+        stats = self.scheduler.stats()
+        assert stats.pages_free + stats.pages_cached + stats.pages_leased == self.bounds.num_pages
+
+    def abort_one(self, uid: int, reason: FinishReason) -> None:
+        self.scheduler.abort(uid, reason)
+        self.disturbed.add(uid)
+
+    def fail_one(self, uid: int) -> None:
+        """From now on each step that computes this sequence fails."""
+        self.runner.fail = {uid}.__contains__
+        self.disturbed.add(uid)
+
+    def teardown(self) -> None:
+        for _ in range(10_000):
+            busy = self.try_plan() or bool(self.in_flight)
+            while self.in_flight:
+                self.commit()
+            self.laws_hold()
+            if not busy:
+                break
+        assert not self.scheduler.has_work
+        assert self.scheduler.stats().pages_leased == 0
+        for request in self.requests:
+            answer, reason = expected_answer(request, self.scheduler.max_length, EOS, VOCAB_SIZE)
+            for uid in range(request.uid, request.uid + request.params.n):
+                self.compare(uid, answer, reason)
+
+    def compare(self, uid: int, answer: list[int], reason: FinishReason) -> None:
+        tokens = self.records.tokens.get(uid, [])
+        if uid in self.disturbed and tokens != answer:
+            assert tokens == answer[: len(tokens)]
+            assert self.records.reasons[uid] in (FinishReason.CANCELLED, FinishReason.STOP, FinishReason.ERROR)
+        else:
+            assert tokens == answer
+            assert uid in self.disturbed or self.records.reasons[uid] == reason
+
+    def try_plan(self) -> bool:
+        plan = self.scheduler.plan()
+        if plan is not None:
+            self.in_flight.append((plan, self.runner.execute(self.runner.prepare(plan)).result()))
+        return plan is not None
