@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import queue
 import re
 import threading
@@ -22,6 +23,8 @@ import numpy.typing as npt
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
 from minisgl_backend.request import Grammar, Request
 from minisgl_backend.step import StepPlan, StepResult
+
+log = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -122,7 +125,7 @@ class Grammars:
     def masks(self, plan: StepPlan) -> tuple[Int32Array, Int32Array] | None:
         """(result indices [k], bits [k, ceil(vocab / 32)]) of the plan's rows that have a grammar; None: no row has.
 
-        Bit `t % 32` of word `t // 32` is 1 where token t is allowed.
+        Bit `t % 32` of word `t // 32` is 1 where token t is allowed; a row without any is one that must fail.
         """
         if not self._matchers:
             return None
@@ -135,7 +138,11 @@ class Grammars:
             return None
         bits = np.full((len(matched), -(-self._vocab_size // 32)), -1, dtype=np.int32)
         for k, (_, uid) in enumerate(matched):
-            self._matchers[uid].fill_next_token_bitmask(bits, k)
+            try:
+                self._matchers[uid].fill_next_token_bitmask(bits, k)
+            except Exception:  # whatever the library raises ends one sequence, not the step
+                log.exception("the grammar of sequence %d failed", uid)
+                bits[k] = 0
         return np.array([index for index, _ in matched], dtype=np.int32), bits
 
     def advance(self, plan: StepPlan, result: StepResult) -> list[int]:
@@ -166,6 +173,7 @@ class Grammars:
             compiled, error = None, None
             try:
                 compiled = self._compile(request.params.grammar or Grammar(kind="json"))
+                self._try(compiled)
             except MinisglError as refused:
                 error = refused
             except Exception as failure:
@@ -190,6 +198,15 @@ class Grammars:
         if grammar.kind == "regex":
             return self._compiler.compile_regex(grammar.text)
         return self._compiler.compile_grammar(grammar.text)
+
+    def _try(self, compiled: Any) -> None:
+        """Raises InvalidRequestError for a grammar that allows no first token; also fills the compiler's caches."""
+        import xgrammar
+
+        bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
+        restricted = xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits, 0)
+        if restricted and not bits.any():
+            raise InvalidRequestError("guided_decoding_guide accepts no text that this model could write")
 
 
 def _reason(failure: Exception) -> str:

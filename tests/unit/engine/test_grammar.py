@@ -146,6 +146,8 @@ def test_json_without_a_schema_begins_as_json(harness: Harness, tokenizer: Any) 
         ("json_schema", "[1]", "an object"),
         ("json_schema", '{"a":' * 70 + "1" + "}" * 70, "64 levels"),
         ("json_schema", '{"type": "nonsense"}', "cannot be compiled"),
+        ("json_schema", '{"$ref": "#"}', "accepts no text"),
+        ("ebnf_grammar", "root ::= root", "accepts no text"),
     ],
 )
 def test_wrong_grammars_are_refused_by_name(harness: Harness, kind: str, text: str, words: str) -> None:
