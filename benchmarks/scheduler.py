@@ -2,10 +2,10 @@
 
 Knows nothing of models or devices: it answers "how long is the host busy with a step", never "how fast is a model".
 
-    python -m benchmarks.scheduler [--json] [--sizes 1,64,256,1024] [--steps 200] [--repeats 5] [--profile 256]
+    python -m benchmarks.scheduler [--json] [--sizes 1,64,256,1024] [--steps 50] [--repeats 40] [--profile 256]
 
 Each size runs that many sequences at different lengths, so that in every step some of them need a new page. Reported
-is the lowest of the repeats' means: other load on the machine only adds to it.
+is the lowest of the repeats' means, each over few steps: other load on the machine only adds to it.
 """
 
 from __future__ import annotations
@@ -121,8 +121,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Host microseconds of a decode step.")
     parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
     parser.add_argument("--sizes", default="1,64,256,1024", help="numbers of running sequences")
-    parser.add_argument("--steps", type=int, default=200)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=50, help="steps of a repeat")
+    parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--profile", type=int, metavar="SEQUENCES", help="profile this many sequences instead")
     arguments = parser.parse_args()
