@@ -217,6 +217,10 @@ class CoreChannel:
         lost, self._lost = self._lost, []
         return lost
 
+    def is_attached(self, front: int) -> bool:
+        """True from a front's Hello until its connection is found broken."""
+        return front in self._identities
+
     @property
     def has_backlog(self) -> bool:
         return bool(self._backlog)

@@ -90,6 +90,7 @@ class EngineClient:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._thread = threading.Thread(target=self._receive_all, name=f"engine-front-{front}", daemon=True)
         self._closing = False
+        self._next_expire = 0.0
         # Guards what follows; notified whenever one of them changes.
         self._changed = threading.Condition()
         self._channel: FrontChannel | None = None  # to a core that is ready
@@ -253,7 +254,11 @@ class EngineClient:
             self._call(self._on_confirmed, uids, sequence_numbers)
 
     def _expire(self) -> None:
-        gone = self.confirmations.expire(time.monotonic())
+        now = time.monotonic()
+        if now < self._next_expire:
+            return
+        self._next_expire = now + EXPIRE_WAIT_MS / 1000
+        gone = self.confirmations.expire(now)
         if gone:
             log.debug("%d streams have no reader any more", len(gone))
             self.abort(gone, FinishReason.CANCELLED)

@@ -51,6 +51,7 @@ class Confirmations:
         self._streams: dict[int, _Stream] = {}
         self._senders: dict[int, _Sender] = {}
         self._last_expire = 0.0
+        self._num_waiting = 0
 
     def on_sent(self, uid: int, sequence_number: int, now: float, sender: int = 0) -> None:
         """Call just before the send itself, so that a confirmation never overtakes it."""
@@ -63,6 +64,7 @@ class Confirmations:
                 stream = self._streams[uid] = _Stream(owner)
             stream.waiting.append((sequence_number, stream.sender.sent, now))
             stream.sender.sent += 1
+            self._num_waiting += 1
 
     def on_handled(self, uids: Sequence[int], sequence_numbers: Sequence[int], now: float) -> None:
         """Counts one message of the detokenizer. Number -1 says that it saw the stream cancelled."""
@@ -78,6 +80,7 @@ class Confirmations:
                 waiting = stream.waiting
                 while waiting and waiting[0][0] <= number:
                     sender.confirmed = max(sender.confirmed, waiting.popleft()[1])
+                    self._num_waiting -= 1
 
     def expire(self, now: float) -> list[int]:
         """The streams that are gone by now, each reported once and then forgotten; call every 10 to 50 ms."""
@@ -89,7 +92,7 @@ class Confirmations:
             self._last_expire = now
             gone = [uid for uid, stream in self._streams.items() if self._is_gone(stream, now)]
             for uid in gone:
-                del self._streams[uid]
+                self._forget(uid)
             return gone
 
     def _is_gone(self, stream: _Stream, now: float) -> bool:
@@ -113,15 +116,20 @@ class Confirmations:
 
     def total_unconfirmed(self) -> int:
         """The same over all streams."""
-        with self._lock:
-            return sum(len(stream.waiting) for stream in self._streams.values())
+        return self._num_waiting
 
     def forget(self, uid: int) -> None:
         """The stream's last response was sent, or the stream failed: whatever comes is of no interest."""
         with self._lock:
-            self._streams.pop(uid, None)
+            self._forget(uid)
+
+    def _forget(self, uid: int) -> None:
+        stream = self._streams.pop(uid, None)
+        if stream is not None:
+            self._num_waiting -= len(stream.waiting)
 
     def clear(self) -> None:
         """Forgets every stream."""
         with self._lock:
             self._streams.clear()
+            self._num_waiting = 0

@@ -99,7 +99,7 @@ class EngineCore:
             else:
                 self._grammars.submit(request)
         except (InvalidRequestError, CapacityError) as error:
-            self._reject(request.uid, error)
+            self._reject(request, error)
 
     def abort(self, uids: Iterable[int], reason: FinishReason) -> None:
         """Ends sequences; each still gets its last record. Unknown uids are ignored."""
@@ -174,10 +174,12 @@ class EngineCore:
                 self._scheduler.add(compiled.request)
             except MinisglError as error:
                 self._drop_grammars(range(compiled.request.uid, compiled.request.uid + compiled.request.params.n))
-                self._reject(compiled.request.uid, error)
+                self._reject(compiled.request, error)
 
-    def _reject(self, uid: int, error: MinisglError) -> None:
-        self._rejected.append(Rejected(uid=uid, kind=type(error).__name__, message=str(error)))
+    def _reject(self, request: Request, error: MinisglError) -> None:
+        self._rejected.append(
+            Rejected(uid=request.uid, kind=type(error).__name__, message=str(error), count=request.params.n)
+        )
 
     def _drop_grammars(self, uids: Iterable[int]) -> None:
         if self._grammars is not None:

@@ -42,7 +42,7 @@ from minisgl_backend.runner.resolve import resolve
 from minisgl_backend.step import StepPlan
 from minisgl_backend.tensor_parallel import TensorParallel
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("minisgl_backend.engine.follower")  # __name__ is __main__ here
 
 HOST = "127.0.0.1"
 STOP_GRACE_S = 2.0

@@ -91,11 +91,15 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rejected(msgspec.Struct, frozen=True, tag=True):
-    """A request that the core cannot take: `kind` names the error class of `errors` to raise."""
+    """A request that the core cannot take: `kind` names the error class of `errors` to raise.
+
+    Nothing comes for any of its sequences, uids `uid` to `uid + count - 1`.
+    """
 
     uid: int
     kind: str  # "InvalidRequestError" or "CapacityError"
     message: str
+    count: int = 1
 
 
 class Stats(msgspec.Struct, frozen=True, tag=True):

@@ -26,7 +26,7 @@ from minisgl_backend.engine.messages import StartReport
 from minisgl_backend.engine.service import CoreService
 from minisgl_backend.errors import ConfigError, EngineDeadError
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("minisgl_backend.engine.process")  # __name__ is __main__ here
 
 EXIT_CONFIG = 2
 EXIT_DEAD = 3
@@ -62,6 +62,9 @@ def main(arguments: list[str] | None = None) -> int:
         service.run()
     except EngineDeadError as error:
         _end_at_once(str(error))
+    except Exception as error:
+        log.exception("the engine loop failed")
+        _end_at_once(f"{type(error).__name__}: {error}")
     engine.close()
     channel.close()
     return 0

@@ -82,6 +82,8 @@ class CoreService:
     def _obey(self, command: Command) -> None:
         if isinstance(command, Submit):
             request = command.request
+            if not self._channel.is_attached(front_of(request.uid)):
+                return  # it went away after it had sent this
             self._live.setdefault(front_of(request.uid), set()).update(
                 range(request.uid, request.uid + request.params.n)
             )
@@ -105,7 +107,8 @@ class CoreService:
         if self._channel.has_backlog:
             self._channel.flush()
         for rejected in self._core.take_rejected():
-            self._live.get(front_of(rejected.uid), set()).discard(rejected.uid)
+            uids = range(rejected.uid, rejected.uid + rejected.count)
+            self._live.get(front_of(rejected.uid), set()).difference_update(uids)
             self._channel.send(front_of(rejected.uid), rejected)
         outputs = self._core.take_outputs()
         if outputs is None:
