@@ -3,6 +3,7 @@
 Knows nothing of models or devices: it answers "how long is the host busy with a step", never "how fast is a model".
 
     python -m benchmarks.scheduler [--json] [--sizes 1,64,256,1024] [--steps 50] [--repeats 40] [--profile 256]
+    python -m benchmarks.scheduler --churn 256       requests that come and go, instead of streams that only decode
 
 Each size runs that many sequences at different lengths, so that in every step some of them need a new page. Reported
 is the lowest of the repeats' means, each over few steps: other load on the machine only adds to it.
@@ -48,16 +49,7 @@ class Setting:
 def make_setting(num_sequences: int, num_steps: int, page_size: int) -> Setting:
     """A scheduler whose sequences all decode, and go on for at least `num_steps`."""
     longest = PROMPT_LEN + 16 + num_steps + 64
-    limits = SchedulerLimits(
-        page_size=page_size,
-        num_pages=num_sequences * -(-longest // page_size),
-        max_seq_len=4096,
-        max_running_requests=num_sequences,
-        max_waiting_requests=num_sequences,
-        max_prefill_length=8192,
-        mixed_prefill_length=512,
-        eos_token_ids=(2,),
-    )
+    limits = _limits(num_sequences, page_size, longest, waiting=num_sequences)
     device = torch.device("cpu")
     table = RowTable(max_running=num_sequences, max_seq_len=4096, page_size=page_size, device=device)
     builder = BatchBuilder(table, SamplingRows(table.max_rows, VOCAB_SIZE, limits.eos_token_ids, device))
@@ -71,6 +63,19 @@ def make_setting(num_sequences: int, num_steps: int, page_size: int) -> Setting:
     while len(step(setting, times).decode_rows) < num_sequences:
         pass
     return setting
+
+
+def _limits(num_sequences: int, page_size: int, longest: int, waiting: int) -> SchedulerLimits:
+    return SchedulerLimits(
+        page_size=page_size,
+        num_pages=num_sequences * -(-longest // page_size),
+        max_seq_len=4096,
+        max_running_requests=num_sequences,
+        max_waiting_requests=waiting,
+        max_prefill_length=8192,
+        mixed_prefill_length=512,
+        eos_token_ids=(2,),
+    )
 
 
 def step(setting: Setting, times: list[float]) -> StepPlan:
@@ -107,6 +112,41 @@ def measure(num_sequences: int, num_steps: int, repeats: int, page_size: int) ->
     return {**figures, "total": sum(figures.values())}
 
 
+def churn(num_sequences: int, page_size: int, num_requests: int = 4000, repeats: int = 5) -> tuple[float, float]:
+    """Requests of 100 prompt and 32 to 95 answer tokens through plan and commit.
+
+    Returns microseconds of CPU time a step, and requests a step.
+    """
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(32, 96, num_requests).tolist()
+    prompts = rng.integers(3, VOCAB_SIZE, (num_requests, 100), dtype=np.int32)
+    best, num_steps = float("inf"), 1
+    for _ in range(repeats):
+        scheduler = Scheduler(
+            _limits(num_sequences, page_size, longest=208, waiting=num_requests),
+            seed=0,
+        )
+        runner, spent, num_steps = NullRunner(np.arange(100, 900, dtype=np.int32)), 0.0, 0
+        start = time.thread_time()
+        for uid, length in enumerate(lengths):
+            scheduler.add(Request(uid=uid, token_ids=prompts[uid].tobytes(), params=SamplingParams(max_tokens=length)))
+        spent += time.thread_time() - start
+        while True:
+            start = time.thread_time()
+            plan = scheduler.plan()
+            if plan is None:
+                break
+            spent += time.thread_time() - start
+            result = runner.execute(plan).result()
+            start = time.thread_time()
+            scheduler.commit(plan, result)
+            scheduler.take_outputs()
+            spent += time.thread_time() - start
+            num_steps += 1
+        best = min(best, spent)
+    return best / num_steps * 1e6, num_requests / num_steps
+
+
 def profile(num_sequences: int, num_steps: int, page_size: int) -> None:
     """Prints where the time goes, function by function."""
     setting = make_setting(num_sequences, num_steps, page_size)
@@ -125,7 +165,12 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--page-size", type=int, default=16)
     parser.add_argument("--profile", type=int, metavar="SEQUENCES", help="profile this many sequences instead")
+    parser.add_argument("--churn", type=int, metavar="SEQUENCES", help="short requests, this many at a time, instead")
     arguments = parser.parse_args()
+    if arguments.churn:
+        microseconds, requests = churn(arguments.churn, arguments.page_size)
+        print(f"{microseconds:.1f} us of CPU time a step with {requests:.2f} requests a step that come and go")
+        return
     if arguments.profile:
         profile(arguments.profile, arguments.steps * arguments.repeats, arguments.page_size)
         return

@@ -38,6 +38,7 @@ class Forecast:
         self._freed = freed
         self._page_size = page_size
         self._sum = int(self._growth.sum())
+        self._started: list[tuple[int, int]] = []  # growth and freed pages of those admitted since
 
     def admits(self, remaining: int, new_pages: int, available: int) -> bool:
         """Whether one more sequence can have its pages now and all of them what they will need. If so, it counts
@@ -48,13 +49,25 @@ class Forecast:
             new_pages: pages that it takes now.
             available: pages that there are now.
         """
-        growth_of_one = -(-remaining // self._page_size)
-        growth, freed = np.append(self._growth, growth_of_one), np.append(self._freed, new_pages)
-        total = self._sum + growth_of_one  # without anybody giving back: most often enough of an answer
-        if new_pages + total > available and new_pages + _peak(growth, freed) > available:
-            return False
-        self._growth, self._freed, self._sum = growth, freed, total
-        return True
+        growth = -(-remaining // self._page_size)
+        self._started.append((growth, new_pages))
+        self._sum += growth
+        # The sum is the peak if nobody gives anything back: most often it is enough of an answer.
+        if new_pages + self._sum <= available or new_pages + self._peak() <= available:
+            return True
+        self._started.pop()
+        self._sum -= growth
+        return False
+
+    def _peak(self) -> int:
+        """The most pages that all need together on top of what they hold, on the way to the last one's end."""
+        growth_of_started, freed_by_started = zip(*self._started, strict=True)
+        growth = np.concatenate([self._growth, growth_of_started])
+        freed = np.concatenate([self._freed, freed_by_started])
+        order = np.argsort(growth, kind="stable")
+        alive = np.arange(len(order), 0, -1)
+        given_back = np.cumsum(freed[order]) - freed[order]
+        return int((alive * growth[order] - given_back).max(initial=0))
 
 
 class AdmissionControl:
@@ -100,11 +113,3 @@ class AdmissionControl:
         self._lengths = np.concatenate([self._lengths, self._fresh])[-HISTORY:]
         self._fresh = []
         self._sorted = np.sort(self._lengths)
-
-
-def _peak(growth: IntArray, freed: IntArray) -> int:
-    """The most pages that all need together on top of what they hold, on the way to the last one's end."""
-    order = np.argsort(growth, kind="stable")
-    alive = np.arange(len(order), 0, -1)
-    given_back = np.cumsum(freed[order]) - freed[order]
-    return int((alive * growth[order] - given_back).max(initial=0))

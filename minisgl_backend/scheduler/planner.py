@@ -187,16 +187,21 @@ class Planner:
         available = self._running.kv.num_available
         if new_pages > available:
             return False
+        if not self._running.num_active:
+            return True
         if self._forecast is None:
             self._forecast = self._make_forecast()
         prompt, total = sequence.prompt_len, len(sequence.token_ids)
+        most = limit_of(sequence, self._running.max_length) - total
+        if self._forecast.admits(most, new_pages, available):
+            return True
         remaining = self._admission.expected_remaining(
             np.array([self.num_admissions]),
             np.array([total - prompt]),
-            np.array([limit_of(sequence, self._running.max_length) - total]),
+            np.array([most]),
             np.array([ends_early(sequence)]),
         )
-        return self._forecast.admits(int(remaining[0]), new_pages, available) or not self._running.num_active
+        return self._forecast.admits(int(remaining[0]), new_pages, available)
 
     def _make_forecast(self) -> Forecast:
         state = self._running.rows
