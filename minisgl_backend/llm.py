@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
@@ -218,18 +218,17 @@ class LLM:
         open_streams: dict[int, _Stream] = {}
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         bar = Progress(*columns, console=Console(stderr=True), disable=not progress)
+        task = bar.add_task("", total=sum(len(answer.streams) for answer in answers))
         try:
             with bar:
-                task = bar.add_task("", total=len(answers))
                 while waiting or open_streams:
                     self._feed(waiting, open_streams)
                     if not core.step() and core.waits_for_compiler:
                         time.sleep(COMPILER_WAIT_S)
                     self._raise_rejected()
-                    self._take(core.take_outputs(), open_streams)
-                    bar.update(
-                        task, completed=len(answers) - len(waiting) - len({s.answer for s in open_streams.values()})
-                    )
+                    ended = self._take(core.take_outputs(), open_streams)
+                    if ended:
+                        bar.update(task, advance=ended)
         except BaseException:
             self._abandon(open_streams)
             raise
@@ -249,32 +248,45 @@ class LLM:
             kind = CapacityError if rejected.kind == CapacityError.__name__ else InvalidRequestError
             raise kind(rejected.message)
 
-    def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, _Stream]) -> None:
+    def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, _Stream]) -> int:
+        """Gives each record to its stream; returns how many streams have ended."""
         if outputs is None:
-            return
+            return 0
+        before, details = len(open_streams), outputs.details
         records = zip(outputs.uids.tolist(), outputs.token_ids.tolist(), outputs.reasons.tolist(), strict=True)
         for index, (uid, token, reason) in enumerate(records):
             stream = open_streams.get(uid)
             if stream is None:
                 continue
-            stream.take(token, FinishReason(reason), outputs.details.get(index))
-            if stream.reason:
+            if details and index in details:
+                stream.take_detail(details[index])
+            if token >= 0:
+                stream.token_ids.append(token)
+                if stream.stops is not None and stream.found_stop(token):
+                    del open_streams[uid]
+                    if not reason:  # the engine does not know yet
+                        self.engine.core.abort([uid], FinishReason.STOP)
+                    continue
+            if reason:
+                stream.end(FinishReason(reason))
                 del open_streams[uid]
-                if not reason:  # a stop string: the engine does not know yet
-                    self.engine.core.abort([uid], FinishReason.STOP)
+        return before - len(open_streams)
 
     def _abandon(self, open_streams: dict[int, _Stream]) -> None:
         """Leaves an engine that the next call can use."""
         if self._engine is None or self._dead:
             return
-        core = self._engine.core
-        core.abort(list(open_streams), FinishReason.CANCELLED)
+        self._engine.core.abort(list(open_streams), FinishReason.CANCELLED)
         try:
-            while core.step():
-                pass
+            self._drain()
         except EngineDeadError as error:
             self._dead = str(error)
-            return
+
+    def _drain(self) -> None:
+        """Commits what is in flight of sequences that have ended, so that they hold no pages until the next call."""
+        core = self.engine.core
+        while core.step():
+            pass
         core.take_outputs()
         core.take_rejected()
 
@@ -282,50 +294,56 @@ class LLM:
         self._dead = reason
 
 
-@dataclass(eq=False)
 class _Stream:
-    """One answer as it grows."""
+    """One answer as it grows. Text is made at the end, except where stop strings have to be seen in time."""
 
-    uid: int
-    answer: _Answer
-    stops: StopStrings
-    detokenizer: Any
-    text: list[str] = field(default_factory=list)
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[Logprobs] = field(default_factory=list)
-    reason: FinishReason = FinishReason.RUNNING
-    error: str = ""
+    def __init__(self, uid: int, answer: _Answer, stops: tuple[str, ...], vocabulary: Vocabulary) -> None:
+        self.uid = uid
+        self.answer = answer
+        self.token_ids: list[int] = []
+        self.stops = StopStrings(stops) if stops else None
+        self._detokenizer = new_detokenizer(vocabulary)
+        self._pieces: list[str] = []
+        self._logprobs: list[Logprobs] = []
+        self._reason = FinishReason.RUNNING
+        self._error = ""
 
-    def take(self, token: int, reason: FinishReason, detail: SequenceDetail | None) -> None:
-        """One record of the engine."""
-        if detail is not None:
-            self._take_detail(detail)
-        stopped = False
-        if token >= 0:
-            self.token_ids.append(token)
-            piece, stopped = self.stops.feed(self.detokenizer.feed([token]))
-            self.text.append(piece)
-        self.reason = FinishReason.STOP if stopped else reason
-        if reason and not stopped:
-            piece, stopped = self.stops.feed(self.detokenizer.finish())
-            self.text += [piece] if stopped else [piece, self.stops.finish()]
+    def found_stop(self, token: int) -> bool:
+        """Whether this token completes a stop string, which ends the stream before it."""
+        assert self.stops is not None, "only streams with stop strings look for them"
+        piece, found = self.stops.feed(self._detokenizer.feed([token]))
+        self._pieces.append(piece)
+        if found:
+            self._reason = FinishReason.STOP
+        return found
 
-    def _take_detail(self, detail: SequenceDetail) -> None:
+    def end(self, reason: FinishReason) -> None:
+        """The engine's last record."""
+        self._reason = reason
+        if self.stops is None:
+            self._pieces = [self._detokenizer.feed(self.token_ids), self._detokenizer.finish()]
+            return
+        piece, found = self.stops.feed(self._detokenizer.finish())
+        self._pieces += [piece] if found else [piece, self.stops.finish()]
+
+    def take_detail(self, detail: SequenceDetail) -> None:
+        """What the engine says beside a token."""
         if detail.logprobs is not None:
-            self.logprobs.append(detail.logprobs)
+            self._logprobs.append(detail.logprobs)
         if detail.cached_tokens is not None:
             self.answer.cached_tokens = max(self.answer.cached_tokens, detail.cached_tokens)
         if detail.prompt_logprobs:
             self.answer.prompt_logprobs = list(detail.prompt_logprobs)
-        self.error = detail.error or self.error
+        self._error = detail.error or self._error
 
     def completion(self) -> Completion:
+        """The whole answer."""
         return Completion(
-            text="".join(self.text),
+            text="".join(self._pieces),
             token_ids=self.token_ids,
-            finish_reason=self.reason.label,
-            logprobs=self.logprobs if self.answer.request.params.logprobs is not None else None,
-            error=self.error,
+            finish_reason=self._reason.label,
+            logprobs=self._logprobs if self.answer.request.params.logprobs is not None else None,
+            error=self._error,
         )
 
 
@@ -337,10 +355,7 @@ class _Answer:
         self.token_ids = token_ids
         self.cached_tokens = 0
         self.prompt_logprobs: list[tuple[int, Logprobs]] = []
-        self.streams = [
-            _Stream(uid + index, self, StopStrings(params.stop), new_detokenizer(vocabulary))
-            for index in range(params.n)
-        ]
+        self.streams = [_Stream(uid + index, self, params.stop, vocabulary) for index in range(params.n)]
 
     def output(self) -> RequestOutput:
         return RequestOutput(
