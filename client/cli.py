@@ -201,6 +201,8 @@ def _errors_in_one_line() -> Iterator[None]:
         yield
     except (ClientError, PerfAnalyzerError) as error:
         _fail(f"{type(error).__name__}: {error}" if isinstance(error, ClientError) else str(error), 1)
+    except ImportError as error:
+        _fail(f"{error}; pip install 'minisgl-backend[client]'", 1)
     except ValueError as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:
