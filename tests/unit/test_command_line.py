@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import re
+from collections.abc import Iterator
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from minisgl_backend.__main__ import PANELS, app
 from minisgl_backend.config import OPTIONS
+
+
+@pytest.fixture(autouse=True)
+def _keep_logging() -> Iterator[None]:
+    """The commands log to the stderr of the moment, which ends with the test."""
+    package = logging.getLogger("minisgl_backend")
+    state = (list(package.handlers), package.level, package.propagate)
+    yield
+    package.handlers, package.level, package.propagate = state
 
 
 def run(*arguments: str) -> Result:
