@@ -111,7 +111,7 @@ def test_any_order_of_leases_keeps_every_law(page_size: int, cache_type: str) ->
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
+            max_examples=25,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

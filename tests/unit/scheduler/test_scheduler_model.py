@@ -50,7 +50,7 @@ def test_any_order_of_events_keeps_every_law(bounds: SchedulerLimits, careless: 
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=60,
+            max_examples=25,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
