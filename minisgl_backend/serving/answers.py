@@ -22,6 +22,8 @@ from minisgl_backend.text.vocabulary import Vocabulary
 
 Arrays = dict[str, "npt.NDArray[Any]"]
 
+CHECK_EVERY_S = 0.04
+
 
 class LostStreamError(MinisglError):
     """A chunk belongs to a stream whose beginning this process has not seen."""
@@ -32,6 +34,7 @@ class _StreamText:
     options: OutputOptions
     detokenizer: Detokenizer
     last_number: int = 0
+    next_check: float = 0.0  # time.monotonic() seconds
     log_probs: list[float] = field(default_factory=list)
 
 
@@ -45,6 +48,16 @@ class AnswerEncoder:
     def __len__(self) -> int:
         """Streams with state."""
         return len(self._streams)
+
+    def take_check(self, uid: int, now: float) -> bool:
+        """Whether it is time to ask if the stream's client is still there (asking costs as much as a chunk)."""
+        stream = self._streams.get(uid)
+        if stream is None:  # its first chunk
+            return False
+        due = now >= stream.next_check
+        if due:
+            stream.next_check = now + CHECK_EVERY_S
+        return due
 
     def encode(self, chunk: Chunk) -> Arrays:
         """Arrays with a leading batch dimension of 1, by output name. Raises LostStreamError."""

@@ -1,10 +1,11 @@
-"""The Triton model `detokenizer`: chunks of the engine in, the client's outputs out, in batches.
+"""The Triton model `detokenizer`: chunks of the engine in, the client's outputs out.
 
 Knows nothing of how tokens are computed.
 """
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from minisgl_backend.serving.answers import AnswerEncoder, LostStreamError
 from minisgl_backend.serving.engine_settings import read_engine_config
 from minisgl_backend.serving.wire import Codec
 from minisgl_backend.text.vocabulary import load_vocabulary
+
+CANCELLED = -1  # in place of a chunk number: the stream's client has left
 
 
 class TritonPythonModel:
@@ -34,24 +37,31 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         self._answers = AnswerEncoder(vocabulary)
         self._codec = Codec()
+        # Of one execute call: stream and chunk number of what was handled, or CANCELLED.
+        self._uids: list[int] = []
+        self._numbers: list[int] = []
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One response a request; then tells the engine fronts what was handled."""
-        handled: dict[int, int] = {}
-        responses = [self._answer(request, handled) for request in requests]
-        uids = np.fromiter(handled.keys(), dtype=np.int64, count=len(handled))
-        numbers = np.fromiter(handled.values(), dtype=np.int32, count=len(handled))
-        self._handled.send(uids, numbers)
+        """One response a request; then tells the engine fronts what was handled and which clients have left."""
+        self._uids.clear()
+        self._numbers.clear()
+        responses = [self._answer(request) for request in requests]
+        self._handled.send(np.asarray(self._uids, dtype=np.int64), np.asarray(self._numbers, dtype=np.int32))
         return responses
 
     def finalize(self) -> None:
         self._handled.close()
 
-    def _answer(self, request: Any, handled: dict[int, int]) -> Any:
+    def _answer(self, request: Any) -> Any:
         tensor = pb_utils.get_input_tensor_by_name(request, "chunk")
         try:
             chunk = self._codec.chunk(tensor.as_numpy())
-            handled[chunk.uid] = chunk.number
+            self._uids.append(chunk.uid)
+            self._numbers.append(chunk.number)
+            if self._answers.take_check(chunk.uid, time.monotonic()) and request.is_cancelled():
+                # An ensemble tells only its new steps of a cancellation, never the engine's running one.
+                self._uids.append(chunk.uid)
+                self._numbers.append(CANCELLED)
             arrays = self._answers.encode(chunk)
         except (msgspec.MsgspecError, LostStreamError) as error:
             return pb_utils.InferenceResponse(

@@ -218,6 +218,9 @@ class EngineFront:
 
     def _poll_senders(self) -> None:
         for stream in streams_of(self._sequences):
+            if stream.failed_at:  # it waits for confirmations that may never come
+                self.responder.wake(stream.sequences[0])
+                continue
             polled = not (stream.confirmed and stream.spec.options.stream)
             if polled and not stream.closed and stream.sender.is_cancelled():
                 self.client.abort(stream.uids, FinishReason.CANCELLED)

@@ -24,6 +24,8 @@ from minisgl_backend.serving.wire import Chunk
 
 MAX_UNCONFIRMED = 128  # responses between front and detokenizer, over all streams; each may have one
 
+MAX_FAILURE_DELAY_S = 0.5
+
 _LOGGER = logging.getLogger(__name__)
 
 OnSent = Callable[[int, int, int], None]  # uid, number, worker
@@ -122,14 +124,28 @@ class Responder:
         if stream.closed:
             return
         reason = sequence.reason
+        if stream.failure is None and reason == FinishReason.CANCELLED:
+            stream.failure = ("CANCELLED", sequence.error or "the request was cancelled")
+        elif stream.failure is None and reason == FinishReason.ERROR:
+            stream.failure = ("INTERNAL", sequence.error or "the engine failed to compute the answer")
         if stream.failure is not None:
-            self._end_with_error(stream, *stream.failure)
-        elif reason == FinishReason.CANCELLED:
-            self._end_with_error(stream, "CANCELLED", sequence.error or "the request was cancelled")
-        elif reason == FinishReason.ERROR:
-            self._end_with_error(stream, "INTERNAL", sequence.error or "the engine failed to compute the answer")
+            self._fail_in_order(stream)
         elif not sequence.finished and (reason or sequence.eager) and not self._must_wait(sequence, reason):
             self._advance(sequence)
+
+    def _fail_in_order(self, stream: Stream) -> None:
+        """Sends the error once the chunks before it are through."""
+        # Triton 2.51 never finishes an ensemble request whose engine fails while a chunk is in the detokenizer, and
+        # drops that chunk. The wait has an end: the detokenizer itself may be what failed.
+        now = time.monotonic()
+        stream.failed_at = stream.failed_at or now
+        if now - stream.failed_at < MAX_FAILURE_DELAY_S:
+            for sequence in stream.sequences:
+                sequence.blocked = True
+            if stream.num_unconfirmed:
+                return
+        assert stream.failure is not None, "only failed streams come here"
+        self._end_with_error(stream, *stream.failure)
 
     def _must_wait(self, sequence: SequenceStream, reason: int) -> bool:
         stream = sequence.stream

@@ -139,6 +139,12 @@ _TOKENIZER_PARAMETERS = (
     ("exclude_input_in_output", "true", "false: answers with stream=false begin with the prompt, unless asked not to"),
 )
 
+_DETOKENIZER_NOTE = """\
+# One instance, never more: a second one would reorder streams. Not decoupled: one answer a chunk costs half.
+# No dynamic_batching: Triton 2.51 drops a cancelled stream's chunk from that queue as an error, and never finishes an
+# ensemble request that had an error while its engine step was running. Larger chunks make up for it.
+"""
+
 
 def config_text(model: str, tail: str | None = None) -> str:
     """The config.pbtxt of one of MODELS. `tail` replaces the part that users edit: instance group and parameters."""
@@ -152,10 +158,8 @@ def config_text(model: str, tail: str | None = None) -> str:
         head += _tensors("input", ENGINE_INPUTS, optional=True) + _tensors("output", ENGINE_OUTPUTS)
         default = _CPU + "# every engine option is a parameter here\n" + _parameter("model", "demo")
     else:
-        # Not decoupled: one answer a chunk; a decoupled one costs twice as much.
-        head = _head(model, 256) + _tensors("input", ENGINE_OUTPUTS, ragged=True) + _tensors("output", OUTPUTS)
-        head += "dynamic_batching { max_queue_delay_microseconds: 0 preserve_ordering: true }\n"
-        default = "# One instance, never more: a second one would reorder streams.\n".join(("", _CPU))
+        head = _head(model, 1) + _tensors("input", ENGINE_OUTPUTS) + _tensors("output", OUTPUTS)
+        default = _DETOKENIZER_NOTE + _CPU
         return _WRITTEN + ".\n" + head + default
     return _EDITED + head + (default if tail is None else tail)
 
@@ -231,8 +235,8 @@ def _head(model: str, max_batch_size: int) -> str:
     return f'name: "{model}"\nbackend: "python"\nmax_batch_size: {max_batch_size}\n'
 
 
-def _tensors(kind: str, tensors: Sequence[Tensor], optional: bool = False, ragged: bool = False) -> str:
-    extra = (" optional: true" if optional else "") + (" allow_ragged_batch: true" if ragged else "")
+def _tensors(kind: str, tensors: Sequence[Tensor], optional: bool = False) -> str:
+    extra = " optional: true" if optional else ""
     lines = [
         f'  {{ name: "{tensor.name}" data_type: TYPE_{tensor.dtype} '
         f"dims: [ {', '.join(map(str, tensor.dims))} ]{extra} }}"
