@@ -2,8 +2,8 @@
 
 Knows nothing of the serving engine: it writes a plain Hugging Face folder and grades it with its own decoder.
 
-One GPU, under ten minutes:  python scripts/train_demo_model.py --out model_repository/engine/demo_model
-Go on from a checkpoint:     python scripts/train_demo_model.py --resume FILE --minutes 30 --device cpu --rows 2
+One GPU, under ten minutes:  python scripts/train_demo_model.py --checkpoint checkpoint.pt
+Go on, here on a CPU:        python scripts/train_demo_model.py --resume checkpoint.pt --device cpu --rows 1
 Grade a finished folder:     python scripts/train_demo_model.py --eval-only --questions 500
 """
 
@@ -67,8 +67,11 @@ def main() -> None:
     options = parse_options()
     options.out.mkdir(parents=True, exist_ok=True)
     tokenizer_path = options.out / "tokenizer.json"
+    if options.resume and options.resume.suffix != ".safetensors":
+        tokenizer_path.write_text(torch.load(options.resume, map_location="cpu")["tokenizer"], encoding="utf-8")
     if not tokenizer_path.exists():
         write_tokenizer(options.out, Shape.vocab_size)
+    write_tokenizer_config(options.out)
     tokenizer = Tokenizer.from_file(str(tokenizer_path))
     if options.eval_only:
         model = load_folder(options.out)
@@ -99,7 +102,7 @@ def parse_options() -> argparse.Namespace:
     add("--decay-from", type=float, default=0.4, help="share of the run after which the learning rate falls")
     add("--checkpoint", type=Path, help="file for the model with its optimizer's state, written as it trains")
     add("--save-every", type=float, default=60.0, help="seconds between checkpoints")
-    add("--resume", type=Path, help="checkpoint to go on from")
+    add("--resume", type=Path, help="checkpoint, or a model.safetensors, to go on from")
     add("--seed", type=int, default=0)
     add("--eval-only", action="store_true", help="grade the folder --out; train nothing")
     add("--questions", type=int, default=500, help="held-out questions per kind in the grading; 0 for none")
@@ -114,7 +117,7 @@ def parse_options() -> argparse.Namespace:
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
-    """Learn a byte-level BPE tokenizer from generated conversations and write its two files."""
+    """Learn a byte-level BPE tokenizer from generated conversations and write tokenizer.json."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -140,6 +143,9 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     if tokenizer.get_vocab_size() != vocab_size:
         raise ValueError(f"the tokenizer has {tokenizer.get_vocab_size()} tokens; {vocab_size} were wanted")
     tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def write_tokenizer_config(folder: Path) -> None:
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "add_bos_token": False,
@@ -456,60 +462,94 @@ def orthogonal(matrices: Tensor) -> Tensor:
     return x.mT if tall else x
 
 
+class Trainer:
+    """A model with its two optimizers: Muon for the matrices, Adam for embeddings and norms."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        torch.manual_seed(options.seed)
+        torch.set_float32_matmul_precision("high")
+        self._options = options
+        self.device = torch.device(options.device)
+        self.model = DemoModel(Shape()).to(self.device)
+        named = list(self.model.named_parameters())
+        self._others = [p for name, p in named if p.ndim != 2 or "embed" in name]
+        self._muon = Muon([p for name, p in named if p.ndim == 2 and "embed" not in name])
+        self._adam = torch.optim.AdamW(self._others, lr=options.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
+        on_gpu = self.device.type == "cuda"
+        self._loss = torch.compile(self.model.loss, dynamic=False) if on_gpu else self.model.loss
+
+    def gradients(self, rows: Tensor) -> Tensor:
+        """Add the gradients of a batch of the data stream; returns its loss."""
+        batch = prepare(rows, self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss = self._loss(*batch)
+        loss.backward()
+        return loss.detach()
+
+    def step(self, scale: float) -> None:
+        """One step of both optimizers, at the share `scale` of their peak learning rates."""
+        torch.nn.utils.clip_grad_norm_(self._others, 1.0)
+        self._muon.step(self._options.muon_lr * scale)
+        for group in self._adam.param_groups:
+            group["lr"] = self._options.adam_lr * scale
+        self._adam.step()
+        self.model.zero_grad(set_to_none=True)
+
+    def restore(self, path: Path) -> None:
+        """Take up a checkpoint, or the weights alone of a model.safetensors."""
+        if path.suffix == ".safetensors":
+            self.model.load_state_dict(load_folder(path.parent).state_dict())
+            return
+        state = torch.load(path, map_location=self.device)
+        self.model.load_state_dict(state["model"])
+        self._adam.load_state_dict(state["adam"])
+        for buffer, saved in zip(self._muon.buffers, state["muon"], strict=True):
+            buffer.copy_(saved)
+
+    def save(self, path: Path, tokenizer_path: Path) -> None:
+        """Write model, optimizers and tokenizer. Muon's momentum is kept in 16 bits, to stay under 32 MB."""
+        state = {
+            "model": self.model.state_dict(),
+            "muon": [buffer.bfloat16() for buffer in self._muon.buffers],
+            "adam": self._adam.state_dict(),
+            "tokenizer": tokenizer_path.read_text(encoding="utf-8"),
+        }
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = path.with_suffix(".partial")
+        torch.save(state, partial)
+        partial.replace(path)
+
+
 def train(options: argparse.Namespace, tokenizer_path: Path) -> DemoModel:
     """Train until the time (or the steps) are over; returns the model in float32."""
     stream = DataStream(tokenizer_path, options)  # first: the workers must not inherit a CUDA context
-    torch.manual_seed(options.seed)
-    torch.set_float32_matmul_precision("high")
-    device = torch.device(options.device)
-    model = DemoModel(Shape()).to(device)
-    matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "embed" not in name]
-    others = [p for name, p in model.named_parameters() if p.ndim != 2 or "embed" in name]
-    muon = Muon(matrices)
-    adam = torch.optim.AdamW(others, lr=options.adam_lr, betas=(0.9, 0.98), weight_decay=0.0)
+    trainer = Trainer(options)
     if options.resume:
-        state = torch.load(options.resume, map_location=device)
-        model.load_state_dict(state["model"])
-        adam.load_state_dict(state["adam"])
-        for buffer, saved in zip(muon.buffers, state["muon"], strict=True):
-            buffer.copy_(saved)
-    print(f"{sum(p.numel() for p in model.parameters()) / 1e6:.2f} million parameters on {device}", flush=True)
-    loss_of = torch.compile(model.loss, dynamic=False) if device.type == "cuda" else model.loss
-    begin = saved_at = shown_at = None
-    step = 0
+        trainer.restore(options.resume)
+    size = sum(parameter.numel() for parameter in trainer.model.parameters())
+    print(f"{size / 1e6:.2f} million parameters on {trainer.device}", flush=True)
     losses: list[Tensor] = []
+    step, done = 0, 0.0
     try:
-        while True:
-            batch = prepare(stream.next(), device)
-            with torch.autocast(device.type, torch.bfloat16):
-                loss = loss_of(*batch)
-            loss.backward()
+        while done < 1:
+            losses.append(trainer.gradients(stream.next()))
             now = time.monotonic()
-            if begin is None:  # the clock runs from the first step on, compilation aside
-                begin = saved_at = shown_at = now
+            if step == 0:  # the clock runs from the first gradients on, most of the compilation aside
+                begin = shown_at = saved_at = now
             done = step / options.steps if options.steps else (now - begin) / (60 * options.minutes)
-            scale = schedule(done, step, options)
-            torch.nn.utils.clip_grad_norm_(others, 1.0)
-            muon.step(options.muon_lr * scale)
-            for group in adam.param_groups:
-                group["lr"] = options.adam_lr * scale
-            adam.step()
-            model.zero_grad(set_to_none=True)
-            losses.append(loss.detach())
+            trainer.step(schedule(done, step, options))
             step += 1
             if now - shown_at > 10 or done >= 1:
-                tokens = step * options.rows * options.row_tokens
                 mean = torch.stack(losses).mean().item()  # waits for the device: the clock stays honest
-                speed = tokens / max(time.monotonic() - begin, 1e-9) / 1e3
+                speed = step * options.rows * options.row_tokens / (time.monotonic() - begin) / 1e3
                 print(f"step {step:6d}  {done:5.1%}  loss {mean:.4f}  {speed:.0f}k tokens/s", flush=True)
                 losses, shown_at = [], now
             if options.checkpoint and (done >= 1 or now - saved_at > options.save_every):
-                save_checkpoint(options.checkpoint, model, muon, adam)
+                trainer.save(options.checkpoint, tokenizer_path)
                 saved_at = now
-            if done >= 1:
-                return model
     finally:
         stream.close()
+    return trainer.model
 
 
 def schedule(done: float, step: int, options: argparse.Namespace) -> float:
@@ -543,19 +583,6 @@ def conversation_mask(number: Tensor) -> Any:
         return (query >= key) & (number[row, query] == number[row, key])
 
     return create_block_mask(allowed, rows, None, tokens, tokens, device=number.device, _compile=True)
-
-
-def save_checkpoint(path: Path, model: DemoModel, muon: Muon, adam: torch.optim.Optimizer) -> None:
-    """Write model and optimizer. Matrices' momentum is kept in 16 bits, to stay under 32 MB."""
-    state = {
-        "model": model.state_dict(),
-        "muon": [buffer.bfloat16() for buffer in muon.buffers],
-        "adam": adam.state_dict(),
-    }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    torch.save(state, partial)
-    partial.replace(path)
 
 
 # --- the folder -----------------------------------------------------------------------------------------------
