@@ -13,7 +13,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK=1
 say() { printf '\033[1m[setup]\033[0m %s\n' "$*" >&2; }
 die() { say "error: $*"; exit 1; }
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
-triton_on_path() { PATH=${PATH//$venv\/bin:/} command -v tritonserver; }
+# The launcher that this script writes into a .venv, this one or another checkout's, is no server of its own.
+triton_on_path() {
+  local found
+  while IFS= read -r found; do
+    if ! head -c 2000 "$found" | grep -qa minisgl_backend; then echo "$found"; return; fi
+  done < <(type -ap tritonserver)
+}
 
 # apt PACKAGE...: install as root, else print the command. Fails if the packages are not there afterwards.
 apt() {
@@ -53,7 +59,7 @@ if [[ -z $python ]]; then
 fi
 python=$(own_path "$python")
 gpu=no; if has_gpu; then gpu=yes; fi
-container=$(triton_on_path || true)
+container=$(triton_on_path)
 fingerprint=$({ cat pyproject.toml scripts/setup.sh; "$python" -VV; echo "$python $PWD $gpu $container"; } | sha256sum | cut -d' ' -f1)
 if [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$fingerprint" ]]; then exit 0; fi
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')

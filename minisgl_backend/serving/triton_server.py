@@ -64,7 +64,7 @@ def find_triton_server(
     is no server, or if the wheel has no stub for this Python.
     """
     python_directory = Path(sys.executable).parent
-    on_path = _find_on_path(os.environ.get("PATH", "") if search_path is None else search_path, python_directory)
+    on_path = _find_on_path(os.environ.get("PATH", "") if search_path is None else search_path)
     if on_path is not None:
         # A container's own Python backend finds libpython by itself; only the Python to run is ours.
         return TritonInstall(on_path, None, (), python_directory)
@@ -125,13 +125,13 @@ def _die_with_parent() -> None:
         raise OSError("prctl(PR_SET_PDEATHSIG) failed")
 
 
-def _find_on_path(search_path: str, python_directory: Path) -> Path | None:
-    # scripts/setup.sh puts a launcher of the same name beside this Python: taking it would start a circle.
-    others = [part for part in search_path.split(os.pathsep) if part and Path(part) != python_directory]
-    found = shutil.which("tritonserver", path=os.pathsep.join(others)) if others else None
-    if found is None or _is_launcher(Path(found)):
-        return None
-    return Path(found)
+def _find_on_path(search_path: str) -> Path | None:
+    for directory in filter(None, search_path.split(os.pathsep)):
+        found = shutil.which("tritonserver", path=directory)
+        # scripts/setup.sh puts a launcher of the same name into .venv: taking it would start a circle.
+        if found is not None and not _is_launcher(Path(found)):
+            return Path(found)
+    return None
 
 
 def _is_launcher(path: Path) -> bool:

@@ -55,6 +55,11 @@ def test_the_launcher_is_not_taken_for_a_server(tmp_path: Path) -> None:
     install_launcher(tmp_path / "tritonserver")
     with pytest.raises(ConfigError, match=r"scripts/setup\.sh"):
         find_triton_server(str(tmp_path), site_packages=tmp_path)
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "tritonserver").write_bytes(b"\x7fELF")
+    (real / "tritonserver").chmod(0o755)
+    assert find_triton_server(f"{tmp_path}{os.pathsep}{real}").binary == real / "tritonserver"
 
 
 def test_the_wheel_gets_a_backend_directory(tmp_path: Path) -> None:
