@@ -6,7 +6,7 @@ Knows nothing of Triton: it returns arrays by name.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,8 +25,12 @@ Arrays = dict[str, "npt.NDArray[Any]"]
 CHECK_EVERY_S = 0.04
 
 
-class LostStreamError(MinisglError):
-    """A chunk belongs to a stream whose beginning this process has not seen."""
+class StreamError(MinisglError):
+    """The stream ends with this error. `status` is the name of a Triton error code."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 @dataclass
@@ -60,8 +64,11 @@ class AnswerEncoder:
         return due
 
     def encode(self, chunk: Chunk) -> Arrays:
-        """Arrays with a leading batch dimension of 1, by output name. Raises LostStreamError."""
-        self._forget(chunk.forget)
+        """Arrays with a leading batch dimension of 1, by output name. Raises StreamError where there are none."""
+        for uid in chunk.forget:
+            self._streams.pop(uid, None)
+        if chunk.failure is not None:
+            raise StreamError(*chunk.failure)
         if not chunk.parts:  # a probe: nobody reads the answer
             return {"text_output": _texts([""])}
         if chunk.options is not None and len(chunk.parts) == 1:
@@ -84,10 +91,6 @@ class AnswerEncoder:
             del self._streams[chunk.uid]
         return arrays
 
-    def _forget(self, uids: Iterable[int]) -> None:
-        for uid in uids:
-            self._streams.pop(uid, None)
-
     def _new(self, options: OutputOptions) -> _StreamText:
         return _StreamText(options, new_detokenizer(self._vocabulary, options.skip_special_tokens))
 
@@ -96,10 +99,8 @@ class AnswerEncoder:
         if stream is None or chunk.number != stream.last_number + 1:
             expected = 1 if stream is None else stream.last_number + 1
             self._streams.pop(chunk.uid, None)
-            raise LostStreamError(
-                f"chunk {chunk.number} of stream {chunk.uid} came where chunk {expected} was due: the detokenizer was "
-                "restarted, or runs in more than one instance"
-            )
+            message = f"chunk {chunk.number} came where chunk {expected} was due (stream {chunk.uid}): the detokenizer"
+            raise StreamError("INTERNAL", f"{message} was restarted, or runs in more than one instance")
         stream.last_number = chunk.number
         return stream
 

@@ -15,7 +15,7 @@ import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.engine.channel import HandledSender, socket_directory
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.answers import AnswerEncoder, LostStreamError
+from minisgl_backend.serving.answers import AnswerEncoder, StreamError
 from minisgl_backend.serving.engine_settings import read_engine_config
 from minisgl_backend.serving.wire import Codec
 from minisgl_backend.text.vocabulary import load_vocabulary
@@ -63,8 +63,12 @@ class TritonPythonModel:
                 self._uids.append(chunk.uid)
                 self._numbers.append(CANCELLED)
             arrays = self._answers.encode(chunk)
-        except (msgspec.MsgspecError, LostStreamError) as error:
-            return pb_utils.InferenceResponse(
-                error=pb_utils.TritonError(f"detokenizer: {error}", pb_utils.TritonError.INTERNAL)
-            )
+        except StreamError as error:
+            return _error(error.status, str(error))
+        except msgspec.MsgspecError as error:
+            return _error("INVALID_ARG", f"chunk is not valid: {error}")
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
+
+
+def _error(status: str, message: str) -> Any:
+    return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, getattr(pb_utils.TritonError, status)))

@@ -196,10 +196,8 @@ class EngineFront:
             return
         self._probe_number += 1
         probed = [uid for worker, uid in enumerate(self._probe_uids) if self._number_probe(worker, uid)]
-        forget = self.responder.take_forgotten()
         for uid in probed:
-            self._probe(Chunk(uid=uid, number=self._probe_number, forget=forget))
-            forget = ()
+            self._probe(Chunk(uid=uid, number=self._probe_number))
 
     def _number_probe(self, worker: int, uid: int) -> bool:
         """Takes the probe's place in the order of what the worker sends; False while the worker is sending."""
@@ -218,9 +216,6 @@ class EngineFront:
 
     def _poll_senders(self) -> None:
         for stream in streams_of(self._sequences):
-            if stream.failed_at:  # it waits for confirmations that may never come
-                self.responder.wake(stream.sequences[0])
-                continue
             polled = not (stream.confirmed and stream.spec.options.stream)
             if polled and not stream.closed and stream.sender.is_cancelled():
                 self.client.abort(stream.uids, FinishReason.CANCELLED)

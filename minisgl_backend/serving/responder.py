@@ -14,7 +14,6 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 
 from minisgl_backend.request import FinishReason
@@ -23,8 +22,6 @@ from minisgl_backend.serving.stream import SequenceStream, Stream, join_parts
 from minisgl_backend.serving.wire import Chunk
 
 MAX_UNCONFIRMED = 128  # responses between front and detokenizer, over all streams; each may have one
-
-MAX_FAILURE_DELAY_S = 0.5
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -54,7 +51,6 @@ class Responder:
         self.page_size = 1  # for perf metrics; known once the engine is up
         self._num_streams = 0
         self._count_lock = threading.Lock()
-        self._forget: deque[int] = deque()
         self._queues: list[queue.SimpleQueue[SequenceStream | None]] = [queue.SimpleQueue() for _ in range(num_workers)]
         self._threads = [
             threading.Thread(target=self._run, args=(worker,), name=f"responder-{worker}", daemon=True)
@@ -97,10 +93,6 @@ class Responder:
                 sequence.blocked = False
                 self.wake(sequence)
 
-    def take_forgotten(self) -> tuple[int, ...]:
-        """Uids whose state the detokenizer may drop: their streams ended without a last chunk."""
-        return tuple(self._forget.popleft() for _ in range(len(self._forget)))
-
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads; what is queued before is still sent."""
         for waiting in self._queues:
@@ -124,28 +116,14 @@ class Responder:
         if stream.closed:
             return
         reason = sequence.reason
-        if stream.failure is None and reason == FinishReason.CANCELLED:
-            stream.failure = ("CANCELLED", sequence.error or "the request was cancelled")
-        elif stream.failure is None and reason == FinishReason.ERROR:
-            stream.failure = ("INTERNAL", sequence.error or "the engine failed to compute the answer")
         if stream.failure is not None:
-            self._fail_in_order(stream)
+            self._end_with_error(stream, *stream.failure)
+        elif reason == FinishReason.CANCELLED:
+            self._end_with_error(stream, "CANCELLED", sequence.error or "the request was cancelled")
+        elif reason == FinishReason.ERROR:
+            self._end_with_error(stream, "INTERNAL", sequence.error or "the engine failed to compute the answer")
         elif not sequence.finished and (reason or sequence.eager) and not self._must_wait(sequence, reason):
             self._advance(sequence)
-
-    def _fail_in_order(self, stream: Stream) -> None:
-        """Sends the error once the chunks before it are through."""
-        # Triton 2.51 never finishes an ensemble request whose engine fails while a chunk is in the detokenizer, and
-        # drops that chunk. The wait has an end: the detokenizer itself may be what failed.
-        now = time.monotonic()
-        stream.failed_at = stream.failed_at or now
-        if now - stream.failed_at < MAX_FAILURE_DELAY_S:
-            for sequence in stream.sequences:
-                sequence.blocked = True
-            if stream.num_unconfirmed:
-                return
-        assert stream.failure is not None, "only failed streams come here"
-        self._end_with_error(stream, *stream.failure)
 
     def _must_wait(self, sequence: SequenceStream, reason: int) -> bool:
         stream = sequence.stream
@@ -195,7 +173,6 @@ class Responder:
             num_sequences=len(stream.sequences),
             prompt_logprobs=stream.prompt_logprobs if first and stream.spec.options.prompt_logprobs else (),
             metrics=stream.metrics(self.page_size) if final else None,
-            forget=self.take_forgotten() if self._forget else (),
         )
         self._send(stream, chunk, final)
 
@@ -210,7 +187,6 @@ class Responder:
             num_sequences=len(stream.sequences),
             prompt_logprobs=stream.prompt_logprobs if options.prompt_logprobs else (),
             metrics=stream.metrics(self.page_size),
-            forget=self.take_forgotten() if self._forget else (),
         )
         self._send(stream, chunk, True)
 
@@ -231,12 +207,19 @@ class Responder:
         if stream.closed:
             return
         self._close(stream)
-        self._forget.extend(sequence.uid for sequence in stream.sequences if sequence.number)
         unfinished = [sequence.uid for sequence in stream.sequences if not sequence.reason]
         if unfinished:
             self._abort(unfinished, FinishReason.CANCELLED)
+        started = tuple(sequence.uid for sequence in stream.sequences if sequence.number)
         try:
-            stream.sender.fail(status, message)
+            if stream.confirmed and started:
+                # In the queue of its chunks, so that none of them is overtaken: an ensemble drops what comes after an
+                # error, and Triton 2.51 then never finishes the request.
+                number = stream.sequences[0].number + 1
+                chunk = Chunk(uid=stream.uids[0], number=number, failure=(status, message), forget=started)
+                stream.sender.send(chunk, True)
+            else:
+                stream.sender.fail(status, message)
         finally:
             self._on_closed(stream)
 

@@ -36,7 +36,6 @@ class Stream:
         "arrival_ns",
         "closed",
         "confirmed",
-        "failed_at",
         "failure",
         "first_token_ns",
         "num_input_tokens",
@@ -64,20 +63,12 @@ class Stream:
         self.arrival_ns = time.time_ns()
         self.first_token_ns = 0
         self.failure: tuple[str, str] | None = None  # status and message
-        self.failed_at = 0.0  # time.monotonic() when the failure was first seen
         self.closed = False
         self.worker = 0  # the responder thread that owns the sender
 
     @property
     def uids(self) -> tuple[int, ...]:
         return tuple(sequence.uid for sequence in self.sequences)
-
-    @property
-    def num_unconfirmed(self) -> int:
-        """Responses that lie between this process and the detokenizer."""
-        if not self.confirmed:
-            return 0
-        return sum(max(0, sequence.number - sequence.confirmed_number) for sequence in self.sequences)
 
     def metrics(self, page_size: int) -> PerfMetrics | None:
         """Figures for the last chunk, where the client asked for them."""

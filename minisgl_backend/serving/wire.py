@@ -73,7 +73,8 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     num_sequences: int = 1
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     metrics: PerfMetrics | None = None
-    forget: tuple[int, ...] = ()  # uids of streams that ended without a last chunk
+    failure: tuple[str, str] | None = None  # status and message: the request ends with this error
+    forget: tuple[int, ...] = ()  # uids that end here without a last part
 
 
 class Codec:
