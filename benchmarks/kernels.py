@@ -117,7 +117,7 @@ def bench_attention(results: dict[str, dict], tune: bool, timer: Timer) -> None:
         num_bytes = sum(lengths) * kv_heads * head_dim * 4
         shapes = {"chosen": decode_shape(batch, kv_heads)}
         if tune and page_size == 64 and heads == 16:
-            choices = (8, 16, 32) if batch <= 8 else (1, 2, 4, 8)
+            choices = (2, 4, 8, 16, 32) if batch <= 8 else (1, 2, 4, 8)
             for splits, tile, warps, stages in itertools.product(choices, (64, 128), (2, 4), (2, 3, 4)):
                 part = 64 if batch <= 8 else 256
                 shapes[f"s{splits} p{part} t{tile} w{warps} st{stages}"] = DecodeShape(
@@ -157,20 +157,20 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
             weight_rows = size_out * (2 if gated else 1)
             copies = 1 if timer.compiles_only else max(3, min(28, int(1.5e9 / (weight_rows * size_in * 2))))
             weights = [torch.randn(weight_rows, size_in, device="cuda").bfloat16() * 0.02 for _ in range(copies)]
-            for rows in (1, 2, 8, 16, 64):
-                if model == "14B" and rows in (2, 8):
+            for rows in (1, 2, 4, 8, 16):
+                if model == "14B" and rows in (2, 4):
                     continue
                 x = torch.randn(rows, size_in, device="cuda").bfloat16()
                 norm_weight = torch.randn(size_in, device="cuda").bfloat16() if norm else None
                 extra = torch.randn(rows, size_out, device="cuda").bfloat16() if residual else None
                 cublas = timer([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])
-                shapes = {"chosen": linear_shape(rows, size_out, size_in)}
-                if tune and rows <= 2:
+                shapes = {"chosen": linear_shape(rows, size_out, size_in, gated)}
+                if tune and rows <= 8:
                     for tile_out, tile_in, warps in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (2, 4, 8)):
                         if not 1024 <= tile_out * tile_in <= 16384 or tile_in > size_in:
                             continue
                         shapes[f"v o{tile_out} i{tile_in} w{warps}"] = LinearShape(tile_out, tile_in, 1, warps, 1, True)
-                if tune and rows > 2:
+                if tune and rows > 8:
                     for tile_out, tile_in, split, warps, stages in itertools.product(
                         (16, 32, 64), (128, 256), (1, 2, 4), (4,), (3, 5)
                     ):
@@ -202,6 +202,26 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
                 print(f"{key}: cublas {cublas:.1f} chosen {timed['chosen']} top {good} ({tbs:.2f} TB/s)", flush=True)
             del weights
             torch.cuda.empty_cache()
+
+
+def bench_sampling(results: dict[str, dict], timer: Timer) -> None:
+    """One-pass sampling at vocabulary 151,936, greedy and by temperature, by how the vocabulary is cut."""
+    device, vocab = torch.device("cuda"), 151936
+    for batch, temperature in itertools.product((1, 64, 256), (0.0, 0.6)):
+        logits = [torch.randn(batch, vocab, device=device).bfloat16() for _ in range(4)]
+        params = torch.zeros(batch, 9, dtype=torch.int32, device=device)
+        params[:, 0] = torch.tensor(temperature).view(torch.int32)
+        rows = torch.arange(batch, dtype=torch.int32, device=device)
+        timed = {}
+        for cut, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8)):
+            workspace = SamplingWorkspace(batch, vocab, device, cut)
+            timed[f"{cut} w{warps}"] = timer([
+                lambda x=x, ws=workspace, w=warps: sample_plain(x, rows, rows, params, (0, 1, 2), ws, num_warps=w)
+                for x in logits
+            ])  # fmt: skip
+        best = sorted((round(us, 1), cut) for cut, us in timed.items())
+        results[f"sampling {batch} t{temperature}"] = {"best": best[0]}
+        print(f"sampling batch {batch} temperature {temperature}: {best}", flush=True)
 
 
 class PolicyOps(TritonOps):
@@ -261,12 +281,14 @@ def bench_chain(results: dict[str, dict], profile: bool) -> None:
                         qkv, head_norm, head_norm, cos_sin, positions, slots, k_cache, v_cache, heads, 1e-6
                     )
                     shape = decode_shape(batch, kv_heads)
-                    a = decode_attention(q, k_cache, v_cache, rows, lengths, table, attention, shape, 0.088, None, pdl)
+                    a = decode_attention(
+                        q, k_cache, v_cache, rows, lengths, table, attention, shape, 0.088, None, pdl and batch <= 64
+                    )
                     x = ops.linear(a.flatten(1), o_w, residual=x)
                     gated = ops.linear(x, gate_up_w, norm_weight=norm, eps=1e-6, gated=True)
                     x = ops.linear(gated, down_w, residual=x)
                 logits = ops.linear(ops.rms_norm(x, norm, 1e-6), lm_head)
-                return sample_plain(logits, rows, positions, params, (0, 1, 2), sampling, pdl)
+                return sample_plain(logits, rows, positions, params, (0, 1, 2), sampling, pdl and batch <= 64)
 
             us = time_graph([step])
             key = f"chain 0.6B batch {batch} {policy} pdl {int(pdl)}"
@@ -311,6 +333,8 @@ def main() -> None:
         bench_attention(results, options.tune, timer)
     if "linear" in parts:
         bench_linear(results, options.tune, timer)
+    if "sampling" in parts:
+        bench_sampling(results, timer)
     if "chain" in parts:
         bench_chain(results, options.profile)
     if options.json:

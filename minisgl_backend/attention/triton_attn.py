@@ -65,7 +65,7 @@ class TritonBackend(AttentionBackend):
         i = plan.inputs
         return decode_attention(
             q, k_cache, v_cache, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape,
-            self.spec.softmax_scale, pdl=self._pdl,
+            self.spec.softmax_scale, pdl=self._pdl and i.batch_size <= 64,
         )  # fmt: skip
 
     def allocate_graph(self, max_batch_size: int) -> None:

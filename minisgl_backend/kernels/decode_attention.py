@@ -57,8 +57,9 @@ def decode_shape(batch: int, num_kv_heads: int, num_sms: int = 132) -> DecodeSha
         return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=3)
     if programs >= 3 * num_sms:
         return DecodeShape(num_splits=4, min_part=512, tile=64, num_warps=4, num_stages=3)
-    splits = 8
-    while splits < 32 and programs * splits < 2 * num_sms:
+    # Two programs fit a multiprocessor: no more of them than run at once.
+    splits = 4
+    while splits < 32 and programs * splits * 2 <= 2 * num_sms:
         splits *= 2
     return DecodeShape(num_splits=splits, min_part=64, tile=64, num_warps=4, num_stages=3)
 

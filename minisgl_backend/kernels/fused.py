@@ -97,12 +97,15 @@ def rope_store(
     _, num_kv_heads, page_size, head_dim = k_cache.shape
     half = head_dim // 2
     if num_tokens > 0:
-        _rope_store_kernel[(num_tokens, num_q_heads + 2 * num_kv_heads)](
+        # Few tokens: one head a program, for parallelism. Many: several, since a head alone is too little work.
+        tile = 1 if num_tokens <= 32 else 8
+        _rope_store_kernel[(num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, tile))](
             qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv,
             cos_sin, positions, slots, k_cache, v_cache,
             qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps,
             NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PADDED=triton.next_power_of_2(half),
-            PAGE_SIZE=page_size, NORM=q_norm is not None, PDL=pdl, num_warps=1, **_launch(pdl),
+            HEADS=tile, PAGE_SIZE=page_size, NORM=q_norm is not None, PDL=pdl,
+            num_warps=1 if tile == 1 else 4, **_launch(pdl),
         )  # fmt: skip
     return qkv[:, : num_q_heads * head_dim].view(num_tokens, num_q_heads, head_dim)
 
@@ -112,46 +115,49 @@ def _rope_store_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, k_ptr, v_ptr,
     qkv_stride, kv_stride_page, kv_stride_head, kv_stride_token, eps,
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    PAGE_SIZE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF_PADDED)
-    ok = i < HALF
-    source = qkv_ptr + token * qkv_stride + head * (2 * HALF)
-    first_raw = tl.load(source + i, mask=ok, other=0.0)
-    second_raw = tl.load(source + HALF + i, mask=ok, other=0.0)
-    slot = tl.load(slots_ptr + token).to(tl.int64)
-    cache_offset = (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_token
-    if head >= NUM_Q_HEADS + NUM_KV_HEADS:
-        target = v_ptr + cache_offset + (head - NUM_Q_HEADS - NUM_KV_HEADS) * kv_stride_head
-        tl.store(target + i, first_raw, mask=ok & (slot >= 0))
-        tl.store(target + HALF + i, second_raw, mask=ok & (slot >= 0))
-        return
+    i_ok = i[None, :] < HALF
+    ok = (head[:, None] < NUM_Q_HEADS + 2 * NUM_KV_HEADS) & i_ok
+    is_q = head[:, None] < NUM_Q_HEADS
+    is_k = (head[:, None] >= NUM_Q_HEADS) & (head[:, None] < NUM_Q_HEADS + NUM_KV_HEADS)
+    is_v = head[:, None] >= NUM_Q_HEADS + NUM_KV_HEADS
+    source = qkv_ptr + token * qkv_stride + head[:, None] * (2 * HALF) + i[None, :]
+    first_raw = tl.load(source, mask=ok, other=0.0)
+    second_raw = tl.load(source + HALF, mask=ok, other=0.0)
     first = first_raw.to(tl.float32)
     second = second_raw.to(tl.float32)
     if NORM:
-        scale = 1.0 / tl.sqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
-        norm_ptr = q_norm_ptr
-        if head >= NUM_Q_HEADS:
-            norm_ptr = k_norm_ptr
-        first = first * scale * tl.load(norm_ptr + i, mask=ok, other=0.0).to(tl.float32)
-        second = second * scale * tl.load(norm_ptr + HALF + i, mask=ok, other=0.0).to(tl.float32)
+        mean = (tl.sum(first * first, 1) + tl.sum(second * second, 1)) / (2 * HALF)
+        scale = 1.0 / tl.sqrt(mean + eps)[:, None]
+        weight = tl.load(q_norm_ptr + i[None, :], mask=is_q & i_ok, other=0.0).to(tl.float32)
+        weight += tl.load(k_norm_ptr + i[None, :], mask=is_k & i_ok, other=0.0).to(tl.float32)
+        first = first * scale * weight
+        weight = tl.load(q_norm_ptr + HALF + i[None, :], mask=is_q & i_ok, other=0.0).to(tl.float32)
+        weight += tl.load(k_norm_ptr + HALF + i[None, :], mask=is_k & i_ok, other=0.0).to(tl.float32)
+        second = second * scale * weight
     position = tl.load(positions_ptr + token).to(tl.int64)
-    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + i, mask=ok, other=0.0)
-    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + i, mask=ok, other=0.0)
+    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + i, mask=i < HALF, other=0.0)[None, :]
+    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + i, mask=i < HALF, other=0.0)[None, :]
     rotated_first = (first * cos - second * sin).to(qkv_ptr.dtype.element_ty)
     rotated_second = (second * cos + first * sin).to(qkv_ptr.dtype.element_ty)
-    if head < NUM_Q_HEADS:
-        tl.store(source + i, rotated_first, mask=ok)
-        tl.store(source + HALF + i, rotated_second, mask=ok)
-    else:
-        target = k_ptr + cache_offset + (head - NUM_Q_HEADS) * kv_stride_head
-        tl.store(target + i, rotated_first, mask=ok & (slot >= 0))
-        tl.store(target + HALF + i, rotated_second, mask=ok & (slot >= 0))
+    tl.store(source, rotated_first, mask=ok & is_q)
+    tl.store(source + HALF, rotated_second, mask=ok & is_q)
+    slot = tl.load(slots_ptr + token).to(tl.int64)
+    stored = ok & (slot >= 0)
+    cache = (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_token + i[None, :]
+    k_target = k_ptr + cache + (head[:, None] - NUM_Q_HEADS) * kv_stride_head
+    tl.store(k_target, rotated_first, mask=stored & is_k)
+    tl.store(k_target + HALF, rotated_second, mask=stored & is_k)
+    v_target = v_ptr + cache + (head[:, None] - NUM_Q_HEADS - NUM_KV_HEADS) * kv_stride_head
+    tl.store(v_target, first_raw, mask=stored & is_v)
+    tl.store(v_target + HALF, second_raw, mask=stored & is_v)
 
 
 def _launch(pdl: bool) -> dict[str, bool]:

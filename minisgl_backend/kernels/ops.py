@@ -34,7 +34,7 @@ class Ops(ABC):
         """epilogue(norm(x) @ weight.T): x [num_tokens, size_in], weight [size_out, size_in] -> [num_tokens, size_out].
 
         norm_weight [size_in]: RMSNorm of x with `eps` first. bias [size_out]. residual [num_tokens, size_out] is
-        added to the result and stays as it is. gated: weight holds gate rows, then as many up rows; the result is
+        added to the result and may be overwritten. gated: weight holds gate rows, then as many up rows; the result is
         silu(gate) * up, [num_tokens, size_out / 2]; not together with bias or residual.
         """
 

@@ -26,7 +26,7 @@ def lookup(
     return out[0], out[1]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _lookup_kernel(
     rows_ptr, positions_ptr, tokens_ptr, table_ptr, out_ptr, n, tokens_stride, table_stride,
     PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -49,7 +49,7 @@ def write_tokens(tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tens
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _write_kernel(tokens_ptr, rows_ptr, positions_ptr, ids_ptr, n, tokens_stride, TILE: tl.constexpr):
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ok = i < n

@@ -12,14 +12,15 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-_SLICE = 4096
+_SLICE = 2048
 
 
 class SamplingWorkspace:
     """Best value and token of each slice, and arrival counters, which return to zero after every launch."""
 
-    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        slices = triton.cdiv(vocab_size, _SLICE)
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device, slice: int = _SLICE) -> None:
+        self.slice = slice  # tokens of one program
+        slices = triton.cdiv(vocab_size, slice)
         self.values = torch.empty(max_rows, slices, dtype=torch.float32, device=device)
         self.tokens = torch.empty(max_rows, slices, dtype=torch.int32, device=device)
         self.counters = torch.zeros(max_rows, dtype=torch.int32, device=device)
@@ -33,6 +34,7 @@ def sample_plain(
     columns: tuple[int, int, int],
     workspace: SamplingWorkspace,
     pdl: bool = False,
+    num_warps: int = 4,
 ) -> torch.Tensor:
     """argmax(logits / temperature + noise), or argmax(logits) where the temperature is 0.
 
@@ -42,13 +44,13 @@ def sample_plain(
     """
     n, vocab_size = logits.shape
     out = torch.empty((2, n), dtype=torch.int32, device=logits.device)
-    slices = triton.cdiv(vocab_size, _SLICE)
+    slices = triton.cdiv(vocab_size, workspace.slice)
     extra = {"launch_pdl": True} if pdl else {}
     _sample_kernel[(slices, n)](
         logits, rows, positions, params, workspace.values, workspace.tokens, workspace.counters, out,
         logits.stride(0), params.stride(0), n,
-        VOCAB=vocab_size, SLICES=slices, SLICES_PADDED=triton.next_power_of_2(slices), SLICE=_SLICE,
-        TEMPERATURE=columns[0], SEED_LOW=columns[1], SEED_HIGH=columns[2], PDL=pdl, num_warps=8, **extra,
+        VOCAB=vocab_size, SLICES=slices, SLICES_PADDED=triton.next_power_of_2(slices), SLICE=workspace.slice,
+        TEMPERATURE=columns[0], SEED_LOW=columns[1], SEED_HIGH=columns[2], PDL=pdl, num_warps=num_warps, **extra,
     )  # fmt: skip
     return out
 
@@ -64,6 +66,11 @@ def _mix(x):
 
 
 @triton.jit
+def _log2(x):
+    return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
+
+
+@triton.jit(do_not_specialize=["n"])
 def _sample_kernel(
     logits_ptr, rows_ptr, positions_ptr, params_ptr, values_ptr, tokens_ptr, counters_ptr, out_ptr,
     logits_stride, params_stride, n,
@@ -99,10 +106,11 @@ def _sample_kernel(
         uniform = ((h & 0x7FFFFFFF).to(tl.int32).to(tl.float32) + 0.5) * 4.656612873077393e-10
         uniform = tl.minimum(uniform, 0.99999994)
         # log1p(-v) loses all digits near v = 0 when written as log(1 - v); the series does not.
-        exact = -tl.log(1.0 - uniform)
+        # log2 is one instruction; its error near 1 is what the series below is for.
+        exact = _log2(1.0 - uniform) * -0.6931471805599453
         series = uniform * (1.0 + uniform * (0.5 + uniform * (0.33333334 + uniform * 0.25)))
         exponential = tl.where(uniform < 0.01, series, exact)
-        score = score / temperature - tl.log(exponential)
+        score = score * (1.0 / temperature) - _log2(exponential) * 0.6931471805599453
     score = tl.where(ok, score, -float("inf"))
     unsound = tl.sum((score != score).to(tl.int32), 0) > 0
     best = tl.max(score, 0)

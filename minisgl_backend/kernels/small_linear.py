@@ -28,7 +28,7 @@ MAX_VECTOR_ROWS = 2
 
 @dataclass(frozen=True)
 class LinearShape:
-    """How one product is cut into programs. `vector` chooses the kernel without tensor cores (at most 2 rows)."""
+    """How one product is cut into programs. `vector` chooses the kernel without tensor cores."""
 
     tile_out: int
     tile_in: int
@@ -47,18 +47,27 @@ class LinearWorkspace:
         self.max_split = max_split
 
 
-def linear_shape(rows: int, size_out: int, size_in: int, num_sms: int = 132) -> LinearShape:
+def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, num_sms: int = 132) -> LinearShape:
     """The cut that was measured best on an H200; see benchmarks/kernels.py."""
     if rows <= MAX_VECTOR_ROWS:
-        tile_in = 1024 if size_in >= 1024 else max(128, triton.next_power_of_2(size_in))
-        tile_out = 8 if size_out >= 8 * 2 * num_sms else 4
-        return LinearShape(tile_out, tile_in, 1, 4, 1, vector=True)
-    tile_out = 64 if size_out * 2 > 64 * num_sms else 32
-    tile_in = 256 if rows <= 16 else 128
+        return _vector_shape(rows, size_out, size_in, gated)
+    if size_out >= 4096:
+        return LinearShape(64, 256 if rows <= 16 else 128, 1, 4, 3 if size_in <= 1024 else 5)
+    tile_out, tile_in = 32, 128
     split, programs = 1, triton.cdiv(size_out, tile_out)
     while programs * split < num_sms and split < 8 and size_in // (split * 2) >= tile_in:
         split *= 2
-    return LinearShape(tile_out, tile_in, split, 4, 3)
+    return LinearShape(tile_out, tile_in, split, 4, 5)
+
+
+def _vector_shape(rows: int, size_out: int, size_in: int, gated: bool) -> LinearShape:
+    tile_in = min(2048, triton.next_power_of_2(size_in))
+    if tile_in < 2048:
+        if rows == 1 and not gated:
+            return LinearShape(4, tile_in, 1, 8, 1, vector=True)
+        return LinearShape(2 if gated and rows == 2 else 4, tile_in, 1, 2, 1, vector=True)
+    small = size_out * size_in < 8 << 20
+    return LinearShape(2, tile_in, 1, 8 if rows == 1 and small else 4, 1, vector=True)
 
 
 def linear(
@@ -82,7 +91,7 @@ def linear(
     """
     rows, size_in = x.shape
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]
-    shape = shape or linear_shape(rows, size_out, size_in)
+    shape = shape or linear_shape(rows, size_out, size_in, gated)
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device) if out is None else out
     arguments = (
         x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
@@ -102,7 +111,7 @@ def linear(
     if shape.vector:
         _vector_kernel[(triton.cdiv(size_out, shape.tile_out),)](
             *arguments, eps, x.stride(0), SIZE_OUT=size_out, SIZE_IN=size_in, ROWS=rows,
-            TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
+            ROWS_PADDED=triton.next_power_of_2(rows), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
         )  # fmt: skip
         return out
     split = 1 if gated else shape.split
@@ -119,65 +128,57 @@ def linear(
 @triton.jit
 def _vector_kernel(
     x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, eps, x_stride,
-    SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, ROWS: tl.constexpr,
+    SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, ROWS: tl.constexpr, ROWS_PADDED: tl.constexpr,
     TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     o = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     o_ok = o < SIZE_OUT
     k = tl.arange(0, TILE_IN)
+    r = tl.arange(0, ROWS_PADDED)
     weight_rows = weight_ptr + o.to(tl.int64)[:, None] * SIZE_IN
-    acc0 = tl.zeros([TILE_OUT], tl.float32)
-    acc1 = tl.zeros([TILE_OUT], tl.float32)
-    up0 = tl.zeros([TILE_OUT], tl.float32)
-    up1 = tl.zeros([TILE_OUT], tl.float32)
-    squares0 = 0.0
-    squares1 = 0.0
+    acc = tl.zeros([TILE_OUT, ROWS_PADDED], tl.float32)
+    acc_up = tl.zeros([TILE_OUT, ROWS_PADDED], tl.float32)
+    squares = tl.zeros([ROWS_PADDED], tl.float32)
     for step in tl.static_range(0, (SIZE_IN + TILE_IN - 1) // TILE_IN):
         i = step * TILE_IN + k
         i_ok = i < SIZE_IN
         w_ok = o_ok[:, None] & i_ok[None, :]
-        w = tl.load(weight_rows + i[None, :], mask=w_ok, other=0.0).to(tl.float32)
+        w = tl.load(weight_rows + i[None, :], mask=w_ok, other=0.0)
         if GATED:
-            w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=w_ok, other=0.0).to(tl.float32)
+            w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=w_ok, other=0.0)
+        if NORM:
+            norm = tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
         if PDL and step == 0:
             # Weights never change, so their first tile is on its way before the previous kernel has finished.
             tl_cuda.gdc_wait()
             tl_cuda.gdc_launch_dependents()
-        x0 = tl.load(x_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
-        if ROWS > 1:
-            x1 = tl.load(x_ptr + x_stride + i, mask=i_ok, other=0.0).to(tl.float32)
-        if NORM:
-            norm = tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
-            squares0 += tl.sum(x0 * x0, 0)
-            x0 = x0 * norm
-            if ROWS > 1:
-                squares1 += tl.sum(x1 * x1, 0)
-                x1 = x1 * norm
-        acc0 += tl.sum(w * x0[None, :], 1)
-        if GATED:
-            up0 += tl.sum(w_up * x0[None, :], 1)
-        if ROWS > 1:
-            acc1 += tl.sum(w * x1[None, :], 1)
+        for row in tl.static_range(0, ROWS):
+            x = tl.load(x_ptr + row * x_stride + i, mask=i_ok, other=0.0).to(tl.float32)
+            if NORM:
+                squares = tl.where(r == row, squares + tl.sum(x * x, 0), squares)
+                x = x * norm
+            product = tl.sum(w.to(tl.float32) * x[None, :], 1)
+            acc = tl.where(r[None, :] == row, acc + product[:, None], acc)
             if GATED:
-                up1 += tl.sum(w_up * x1[None, :], 1)
-    for row in tl.static_range(0, ROWS):
-        acc = acc0 if row == 0 else acc1
-        up = up0 if row == 0 else up1
-        if NORM:
-            scale = 1.0 / tl.sqrt((squares0 if row == 0 else squares1) / SIZE_IN + eps)
-            acc = acc * scale
-            up = up * scale
-        if BIAS:
-            acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)
-        if GATED:
-            acc = acc / (1.0 + tl.exp(-acc)) * up
-        if RESIDUAL:
-            acc += tl.load(residual_ptr + row * SIZE_OUT + o, mask=o_ok, other=0.0).to(tl.float32)
-        tl.store(out_ptr + row * SIZE_OUT + o, acc.to(out_ptr.dtype.element_ty), mask=o_ok)
+                product_up = tl.sum(w_up.to(tl.float32) * x[None, :], 1)
+                acc_up = tl.where(r[None, :] == row, acc_up + product_up[:, None], acc_up)
+    if NORM:
+        scale = 1.0 / tl.sqrt(squares / SIZE_IN + eps)
+        acc = acc * scale[None, :]
+        acc_up = acc_up * scale[None, :]
+    if BIAS:
+        acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+    address = r[None, :] * SIZE_OUT + o[:, None]
+    ok = (r[None, :] < ROWS) & o_ok[:, None]
+    if RESIDUAL:
+        acc += tl.load(residual_ptr + address, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
     rows, eps, x_stride,

@@ -106,7 +106,7 @@ def test_small_linear(rows, size_out, size_in):
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize(("size_out", "size_in"), [(4096, 1024), (1024, 3072), (1000, 520)])
 def test_small_linear_vector(rows, size_out, size_in, pdl):
-    from minisgl_backend.kernels.small_linear import LinearWorkspace, linear
+    from minisgl_backend.kernels.small_linear import LinearWorkspace, linear, linear_shape
 
     torch.manual_seed(rows)
     workspace = LinearWorkspace(torch.device("cuda"))
@@ -117,13 +117,14 @@ def test_small_linear_vector(rows, size_out, size_in, pdl):
     normed = F.rms_norm(x.double(), (size_in,), norm.double(), 1e-6) @ weight.double().T
     gate, up = normed.chunk(2, 1)
     out = linear(x, weight, workspace, residual=residual, pdl=pdl)
+    assert linear_shape(rows, size_out, size_in).vector
     assert relative(out, x.double() @ weight.double().T + residual.double()) < 5e-3
     assert relative(linear(x, weight, workspace, norm_weight=norm, eps=1e-6, pdl=pdl), normed) < 6e-3
     gated = linear(x, weight, workspace, norm_weight=norm, eps=1e-6, gated=True, pdl=pdl)
     assert relative(gated, F.silu(gate) * up) < 8e-3
 
 
-@pytest.mark.parametrize("rows", [1, 5, 200])
+@pytest.mark.parametrize("rows", [1, 5, 40, 200])
 def test_fused_chains_match_torch(rows):
     from minisgl_backend.kernels.torch_ops import TorchOps
     from minisgl_backend.kernels.triton_ops import TritonOps
@@ -178,3 +179,19 @@ def test_sampling_matches_torch(dtype):
         got = scores.gather(1, out[0].long().unsqueeze(1)).squeeze(1)
         assert (scores.amax(1) - got).max() < 1e-3
         assert out[1].all()
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
+def test_moe_matches_torch(tokens):
+    from minisgl_backend.kernels.moe import moe
+    from minisgl_backend.kernels.torch_ops import TorchOps
+
+    torch.manual_seed(tokens)
+    experts, k, hidden, size = 32, 4, 512, 192
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    ids = torch.stack([torch.randperm(experts, device="cuda")[:k] for _ in range(tokens)])
+    weights = torch.rand(tokens, k, device="cuda")
+    gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.05
+    down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05
+    ref = TorchOps().moe(*(t.double() for t in (x,)), ids, weights.double(), gate_up.double(), down.double())
+    assert relative(moe(x, ids, weights, gate_up, down), ref) < 1e-2
