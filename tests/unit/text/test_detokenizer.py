@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -51,7 +53,7 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 def stream(words: Vocabulary, ids: list[int], cuts: list[int], skip: bool = True) -> str:
     detokenizer = new_detokenizer(words, skip)
     borders = [0, *sorted(min(cut, len(ids)) for cut in cuts), len(ids)]
-    pieces = [detokenizer.feed(ids[start:end]) for start, end in zip(borders, borders[1:], strict=False)]
+    pieces = [detokenizer.feed(ids[start:end]) for start, end in itertools.pairwise(borders)]
     return "".join(pieces) + detokenizer.finish()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -24,7 +26,7 @@ def run(stops: list[str], pieces: list[str], *, include: bool = False) -> tuple[
 
 def cut(text: str, cuts: list[int]) -> list[str]:
     borders = [0, *sorted(min(c, len(text)) for c in cuts), len(text)]
-    return [text[start:end] for start, end in zip(borders, borders[1:], strict=False)]
+    return [text[start:end] for start, end in itertools.pairwise(borders)]
 
 
 @given(STOPS, LETTERS, st.lists(st.integers(0, 30)))

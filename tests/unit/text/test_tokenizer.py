@@ -33,7 +33,7 @@ def make_folder(path: Path, template: str | None = TEMPLATE) -> Path:
     return path
 
 
-@pytest.fixture()
+@pytest.fixture
 def tokenizer(tmp_path: Path) -> PromptTokenizer:
     return PromptTokenizer(make_folder(tmp_path))
 
