@@ -229,6 +229,7 @@ class LLM:
                     ended = self._take(core.take_outputs(), open_streams)
                     if ended:
                         bar.update(task, advance=ended)
+            self._drain()
         except BaseException:
             self._abandon(open_streams)
             raise
