@@ -29,6 +29,30 @@ class _Pages:
     last_page_len: torch.Tensor  # int32 [num_seqs], host
 
 
+class _Planner:
+    """A wrapper and two pinned buffers for its plans, used in turn.
+
+    FlashInfer fills one pinned buffer of its own and copies it asynchronously. The step before may still be running
+    when the next one is planned, its copy not yet done: filling the same buffer again would change that step's plan.
+    The buffer of two plans ago is free once its copy's event has passed, which it has long since.
+    """
+
+    def __init__(self, wrapper: Any) -> None:
+        self.wrapper = wrapper
+        # The name is private to FlashInfer; its public reset would allocate pinned memory anew for every step.
+        first = wrapper._pin_memory_int_workspace_buffer
+        self._buffers = (first, torch.empty_like(first, pin_memory=True))
+        self._copied = (torch.cuda.Event(), torch.cuda.Event())
+        self._turn = 0
+
+    def plan(self, *arguments: Any, **options: Any) -> None:
+        self._turn ^= 1
+        self._copied[self._turn].synchronize()
+        self.wrapper._pin_memory_int_workspace_buffer = self._buffers[self._turn]
+        self.wrapper.plan(*arguments, **options)
+        self._copied[self._turn].record()
+
+
 class FlashInferBackend(AttentionBackend):
     """Decode runs on tensor cores unless FLASHINFER_USE_TENSOR_CORES=0: on an H200 they are faster from 2 query
     heads a KV head on, not only from 4 as FlashInfer's own rule has it."""
@@ -47,12 +71,12 @@ class FlashInferBackend(AttentionBackend):
         wanted = Environment.read(os.environ).flashinfer_tensor_cores
         self._tensor_cores = True if wanted is None else wanted
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
-        self._prefill = flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND")
-        self._decode = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
-            self._workspace, "HND", use_tensor_cores=self._tensor_cores
+        self._prefill = _Planner(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND"))
+        self._decode = _Planner(
+            flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "HND", use_tensor_cores=self._tensor_cores)
         )
         self._window_left = -1 if spec.sliding_window is None else spec.sliding_window - 1
-        self._graph_wrappers: dict[int, Any] = {}
+        self._graph_planners: dict[int, _Planner] = {}
         self._graph_indices: torch.Tensor | None = None
 
     def plan_prefill(self, inputs: PrefillInputs) -> Any:
@@ -63,7 +87,7 @@ class FlashInferBackend(AttentionBackend):
             spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.page_size, causal=True,
             sm_scale=spec.softmax_scale, window_left=self._window_left, q_data_type=spec.dtype,
         )  # fmt: skip
-        return self._prefill
+        return self._prefill.wrapper
 
     def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Any) -> torch.Tensor:
         out: torch.Tensor = plan.run(q.contiguous(), (k_cache, v_cache))
@@ -71,7 +95,7 @@ class FlashInferBackend(AttentionBackend):
 
     def plan_decode(self, inputs: DecodeInputs) -> Any:
         self._plan_decode(self._decode, inputs)
-        return self._decode
+        return self._decode.wrapper
 
     def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Any) -> torch.Tensor:
         return self.prefill(q, k_cache, v_cache, plan)
@@ -88,17 +112,17 @@ class FlashInferBackend(AttentionBackend):
             paged_kv_indices_buffer=self._graph_indices,
             paged_kv_last_page_len_buffer=torch.ones(batch, dtype=torch.int32, device=device),
         )  # fmt: skip
-        self._graph_wrappers[batch] = wrapper
-        self._plan_decode(wrapper, inputs)
+        self._graph_planners[batch] = _Planner(wrapper)
+        self._plan_decode(self._graph_planners[batch], inputs)
         return wrapper
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
-        self._plan_decode(self._graph_wrappers[inputs.batch_size], inputs)
+        self._plan_decode(self._graph_planners[inputs.batch_size], inputs)
 
-    def _plan_decode(self, wrapper: Any, inputs: DecodeInputs) -> None:
+    def _plan_decode(self, planner: _Planner, inputs: DecodeInputs) -> None:
         pages = self._pages(inputs.kv_lens_host, inputs.rows, inputs.page_table)
         spec = self.spec
-        wrapper.plan(
+        planner.plan(
             pages.indptr, pages.indices, pages.last_page_len, spec.num_q_heads, spec.num_kv_heads, spec.head_dim,
             spec.page_size, window_left=self._window_left, q_data_type=spec.dtype, kv_data_type=spec.dtype,
             sm_scale=spec.softmax_scale,

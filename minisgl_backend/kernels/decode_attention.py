@@ -57,6 +57,8 @@ def decode_shape(batch: int, num_kv_heads: int, num_sms: int = 132) -> DecodeSha
         return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=3)
     if programs >= 3 * num_sms:
         return DecodeShape(num_splits=4, min_part=512, tile=64, num_warps=4, num_stages=3)
+    if programs >= 2 * num_sms - num_sms // 8:
+        return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=3)
     # Two programs fit a multiprocessor: no more of them than run at once.
     splits = 4
     while splits < 32 and programs * splits * 2 <= 2 * num_sms:
