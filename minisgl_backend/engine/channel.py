@@ -29,7 +29,7 @@ from minisgl_backend.engine.messages import Command, Event, Handled, Hello, Outp
 from minisgl_backend.errors import ConfigError, EngineDeadError
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
-CORE_SOCKET = "core"  # there while a core is ready, and after it was killed
+CORE_SOCKET = "core"
 EVENT_QUEUE = 64  # records that may wait in one front's socket before they merge in the core
 COMMAND_QUEUE = 16384
 HANDLED_QUEUE = 1024
@@ -67,6 +67,17 @@ def make_private(directory: Path) -> None:
             f"{directory} must be a directory that only the user {getpass.getuser()} may enter; "
             "remove it and start again"
         )
+
+
+def up_mark(socket_dir: Path, front: int) -> Path:
+    """A file that exists while the front is attached to a core."""
+    return socket_dir / f"front-{front}.up"
+
+
+def fronts_without_core(socket_dir: Path) -> int:
+    """How many fronts of the directory wait for a core; 0 where there is no front at all."""
+    fronts = [path.name for path in socket_dir.glob("front-*") if path.suffix != ".up"]
+    return sum(not (socket_dir / f"{name}.up").exists() for name in fronts)
 
 
 def _remove_stale(base: Path, prefix: str) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import zmq
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.channel import FrontChannel, HandledReceiver, make_private
+from minisgl_backend.engine.channel import FrontChannel, HandledReceiver, make_private, up_mark
 from minisgl_backend.engine.confirmations import Confirmations
 from minisgl_backend.engine.messages import (
     Abort,
@@ -235,6 +235,7 @@ class EngineClient:
         with self._changed:
             self._welcome = welcome
             self._changed.notify_all()
+        up_mark(self._socket_dir, self._front).touch(0o600)
 
     def _go_down(self) -> None:
         with self._changed:
@@ -242,6 +243,7 @@ class EngineClient:
             self._channel = None
             self._welcome = None
             self._changed.notify_all()
+        up_mark(self._socket_dir, self._front).unlink(missing_ok=True)
         self.confirmations.clear()
         if was_up and not self._closing:
             self._call(self._on_down, "the engine died while it computed this answer; it starts again by itself")

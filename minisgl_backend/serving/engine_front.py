@@ -154,7 +154,7 @@ class EngineFront:
 
     def _on_down(self, reason: str) -> None:
         for stream in streams_of(self._sequences):
-            self.responder.fail(stream, "UNAVAILABLE", f"the engine died while it computed the answer: {reason}")
+            self.responder.fail(stream, "UNAVAILABLE", reason)
 
     def _on_up(self, welcome: Welcome) -> None:
         self.responder.page_size = welcome.page_size

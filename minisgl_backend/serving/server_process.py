@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minisgl_backend.engine.channel import CORE_SOCKET, socket_directory
+from minisgl_backend.engine.channel import fronts_without_core, socket_directory
 from minisgl_backend.serving.processes import ServerProcesses
 from minisgl_backend.serving.server_log import LogFilter
 from minisgl_backend.serving.triton_server import DIE_WITH_PARENT
@@ -79,6 +79,11 @@ class ServerProcess:
         self._pump.start()
 
     @property
+    def pid(self) -> int:
+        """Of the server itself."""
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs; negative: ended by that signal."""
         return self._process.poll()
@@ -93,17 +98,7 @@ class ServerProcess:
 
     def engine_down(self) -> bool:
         """True while the engine core is dead or not yet back. False as well for a repository without an engine."""
-        path = self._socket_directory() / CORE_SOCKET
-        if not path.exists():
-            return False
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(1.0)
-            try:
-                # The core listens once it is ready; the file of a dead one stays and refuses.
-                probe.connect(str(path))
-            except OSError:
-                return True
-        return False
+        return fronts_without_core(self._socket_directory()) > 0
 
     def has_model(self, model: str) -> bool:
         """True if the server has loaded this model."""
