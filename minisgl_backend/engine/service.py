@@ -156,6 +156,7 @@ def to_message(outputs: SequenceOutputs, entries: Entries = ALL) -> Outputs:
 def _detail(detail: SchedulerDetail, token_id: int) -> SequenceDetail:
     return SequenceDetail(
         cached_tokens=detail.cached_tokens,
+        first_token_ns=0 if detail.cached_tokens is None else time.time_ns(),
         logprobs=None if detail.logprobs is None else _logprobs(token_id, detail.logprobs),
         prompt_logprobs=tuple(_logprobs(token, logprobs) for token, logprobs in detail.prompt_logprobs),
         error=detail.error,

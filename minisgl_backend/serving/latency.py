@@ -42,9 +42,9 @@ class LatencyRecorder:
         sequence.last_sent = now
         stream = sequence.stream
         with self._lock:
-            if stream.first_token_ns == 0:
-                stream.first_token_ns = time.time_ns()
-                self.first_token.observe((stream.first_token_ns - stream.arrival_ns) / 1e9)
+            if not stream.started:
+                stream.started = True
+                self.first_token.observe((time.time_ns() - stream.arrival_ns) / 1e9)
                 num_tokens -= 1
             if last and num_tokens > 0:
                 self.inter_token.observe((now - last) / num_tokens, num_tokens)

@@ -45,6 +45,7 @@ class Stream:
         "sender",
         "sequences",
         "spec",
+        "started",
         "worker",
     )
 
@@ -61,7 +62,8 @@ class Stream:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.reused_tokens = 0
         self.arrival_ns = time.time_ns()
-        self.first_token_ns = 0
+        self.first_token_ns = 0  # when the core had it
+        self.started = False  # the first token was taken over by a responder thread
         self.failure: tuple[str, str] | None = None  # status and message
         self.closed = False
         self.worker = 0  # the responder thread that owns the sender
@@ -149,6 +151,8 @@ class SequenceStream:
             self.stream.prompt_logprobs += detail.prompt_logprobs
         if detail.cached_tokens is not None:
             self.stream.reused_tokens = detail.cached_tokens
+        if detail.first_token_ns and not self.stream.first_token_ns:
+            self.stream.first_token_ns = detail.first_token_ns
         if detail.error:
             self.error = detail.error
 

@@ -1,0 +1,249 @@
+"""The path of tokens from the engine core to clients: the real server, the null runner behind it, every text checked.
+
+Knows nothing of models' speed: it answers "what does the serving path carry, and how late", and needs no GPU.
+
+    python -m benchmarks.path [--json] [--streams 256] [--rate 400] [--seconds 8] [--fronts N] [-o OPTION=VALUE ...]
+
+docs/path.md explains the figures. With --json the last line is one JSON object. The exit code is 1 where a stream was
+wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import numpy as np
+from tritonclient.grpc import service_pb2
+
+from benchmarks.path_answers import Answer, NullAnswers, Question
+from benchmarks.path_client import run_exchanges
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.serving.engine_settings import read_engine_config
+from minisgl_backend.serving.processes import descendants, process_table
+from minisgl_backend.serving.repository import parse_options, render_repository
+from minisgl_backend.serving.server_process import ServerProcess, ServerSettings
+
+ROOT = Path(__file__).resolve().parents[1]
+HOST = "127.0.0.1"
+START_SECONDS = 120.0
+GIVE_UP_SECONDS = 20.0  # without a byte from the server
+USAGE_EVERY = 8  # every so many streams asks for usage counts and a finish reason with each response
+LONGEST_ANSWER = 2000  # tokens of one request; a stream that lasts longer asks again
+WARM_UP_SECONDS = 1.0
+SHOWN_FAULTS = 5
+
+
+@dataclass(frozen=True)
+class Load:
+    """What the clients ask for."""
+
+    streams: int
+    rate: float  # tokens a second of each stream
+    seconds: float
+
+    def questions(self, answers: NullAnswers, name: str) -> list[list[Question]]:
+        """For each stream its requests, which follow each other."""
+        total = max(1, round(self.rate * self.seconds))
+        count = -(-total // LONGEST_ANSWER)
+        return [
+            [
+                Question(answers, f"{name} {stream} {number}", total // count, usage=stream % USAGE_EVERY == 0)
+                for number in range(count)
+            ]
+            for stream in range(self.streams)
+        ]
+
+
+def main() -> int:
+    options = _parse_arguments()
+    load = Load(options.streams, options.rate, options.seconds)
+    given = dict(text.split("=", 1) for text in options.option)
+    given |= {"runner": "null", "null_runner_rate": str(load.rate)}
+    given.setdefault("max_running_requests", str(max(256, load.streams)))
+    try:
+        parameters = parse_options(given)
+        with tempfile.TemporaryDirectory(prefix="minisgl-path-") as folder:
+            repository = Path(folder)
+            render_repository(ROOT / "model_repository", repository, parameters)
+            if options.fronts:
+                _set_fronts(repository / "engine" / "config.pbtxt", options.fronts)
+            config = read_engine_config(repository)
+            answers = NullAnswers(config.model)
+            with _running_server(repository, options.verbose) as (pid, port):
+                _run(Load(load.streams, load.rate, WARM_UP_SECONDS), answers, pid, port, options.connections)
+                report = _run(load, answers, pid, port, options.connections)
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    _show(report, options.json)
+    return 1 if report["wrong_streams"] else 0
+
+
+def _parse_arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--streams", type=int, default=256)
+    parser.add_argument("--rate", type=float, default=400.0, help="tokens a second of each stream [%(default)s]")
+    parser.add_argument("--seconds", type=float, default=8.0, help="how long a stream lasts [%(default)s]")
+    parser.add_argument("--connections", type=int, default=4, help="TCP connections of the client [%(default)s]")
+    parser.add_argument("--fronts", type=int, default=0, help="engine front instances [as the repository says]")
+    parser.add_argument("-o", "--option", action="append", default=[], metavar="OPTION=VALUE", help="of the engine")
+    parser.add_argument("--json", action="store_true", help="the report as one JSON object on the last line")
+    parser.add_argument("--verbose", action="store_true", help="tritonserver's whole log")
+    options = parser.parse_args()
+    if options.streams < 1 or options.rate <= 0 or options.seconds <= 0 or options.connections < 1:
+        parser.error("--streams, --rate, --seconds and --connections: allowed: above 0")
+    return options
+
+
+def _run(load: Load, answers: NullAnswers, server: int, port: int, connections: int) -> dict[str, Any]:
+    questions = load.questions(answers, "Stream")
+    requests = [[_request(question) for question in stream] for stream in questions]
+    before = _cpu_seconds(server)
+    exchanges = run_exchanges(
+        HOST, port, requests, connections=min(connections, load.streams), give_up_s=GIVE_UP_SECONDS
+    )
+    after = _cpu_seconds(server)
+    flat = [question for stream in questions for question in stream]
+    asked = list(zip(flat, exchanges, strict=True))
+    checked = [question.check(exchange, load.rate) for question, exchange in asked]
+    wrong = {exchange.slot for (_, exchange), answer in zip(asked, checked, strict=True) if answer.faults}
+    for fault in [fault for answer in checked for fault in answer.faults][:SHOWN_FAULTS]:
+        print(f"wrong: {fault}", file=sys.stderr)
+    started = min(exchange.sent for exchange in exchanges)
+    ended = max(exchange.done for exchange in exchanges)
+    tokens = sum(answer.num_tokens for answer in checked)
+    cpu = {name: after[name] - before.get(name, 0.0) for name in after}
+    return {**_figures(checked, ended - started), "wrong_streams": len(wrong), **_costs(cpu, tokens, checked)}
+
+
+def _figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
+    tokens = sum(answer.num_tokens for answer in answers)
+    responses = sum(answer.num_responses for answer in answers)
+    delays = np.concatenate([answer.delays for answer in answers]) * 1e3
+    return {
+        "tokens_per_s": round(tokens / seconds, 1),
+        "responses_per_s": round(responses / seconds, 1),
+        "tokens_per_response": round(tokens / max(1, responses), 3),
+        "added_latency_ms": {
+            f"p{percent}": round(float(np.percentile(delays, percent)), 2) if len(delays) else None
+            for percent in (50, 99)
+        },
+        "first_token_ms": {
+            f"p{percent}": round(float(np.percentile([a.first_token_s * 1e3 for a in answers], percent)), 2)
+            for percent in (50, 99)
+        },
+        "seconds": round(seconds, 2),
+        "tokens": tokens,
+    }
+
+
+def _costs(cpu: Mapping[str, float], tokens: int, answers: Sequence[Answer]) -> dict[str, Any]:
+    responses = sum(answer.num_responses for answer in answers)
+    return {
+        "cpu_us_per_token": round(sum(cpu.values()) / max(1, tokens) * 1e6, 2),
+        "cpu_us_per_response": {name: round(value / max(1, responses) * 1e6, 1) for name, value in cpu.items()},
+        "load_average": round(os.getloadavg()[0], 2),
+    }
+
+
+def _request(question: Question) -> bytes:
+    message = service_pb2.ModelInferRequest(model_name="ensemble", id=question.name)
+    message.parameters["triton_enable_empty_final_response"].bool_param = True
+    text = message.inputs.add(name="text_input", datatype="BYTES", shape=[1, 1])
+    text.contents.bytes_contents.append(question.prompt.encode())
+    limit = message.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1])
+    limit.contents.int_contents.append(question.max_tokens)
+    flags = {"stream": True, "apply_chat_template": False, "return_perf_metrics": True}
+    if question.usage:
+        flags |= dict.fromkeys(("return_num_input_tokens", "return_num_output_tokens", "return_finish_reason"), True)
+    for name, value in flags.items():
+        message.inputs.add(name=name, datatype="BOOL", shape=[1, 1]).contents.bool_contents.append(value)
+    return bytes(message.SerializeToString())
+
+
+def _set_fronts(config: Path, count: int) -> None:
+    text = config.read_text(encoding="utf-8")
+    config.write_text(re.sub(r"(instance_group \[ \{ count: )\d+", rf"\g<1>{count}", text), encoding="utf-8")
+
+
+@contextmanager
+def _running_server(repository: Path, verbose: bool) -> Iterator[tuple[int, int]]:
+    """(process id, gRPC port) of a server that is ready."""
+    http, grpc, metrics = _free_ports(3)
+    settings = ServerSettings(
+        repository=repository,
+        host=HOST,
+        http_port=http,
+        grpc_port=grpc,
+        metrics_port=metrics,
+        exit_timeout=5,
+        verbose=verbose,
+    )
+    server = ServerProcess(settings)
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while not server.ready():
+            if server.exit_code is not None or time.monotonic() > deadline:
+                raise ConfigError("the server did not become ready; what it said is above")
+            time.sleep(0.1)
+        yield server.pid, grpc
+    finally:
+        server.stop(Event())
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind((HOST, 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()
+
+
+def _cpu_seconds(server: int) -> dict[str, float]:
+    """User and system time so far, by part of the path."""
+    ticks: dict[str, int] = {}
+    table = process_table()
+    for pid in (os.getpid(), server, *(process.pid for process in descendants(server, table))):
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue  # ended between the two
+        name = _part_of(pid, server, command)
+        ticks[name] = ticks.get(name, 0) + int(fields[11]) + int(fields[12])
+    return {name: count / os.sysconf("SC_CLK_TCK") for name, count in ticks.items()}
+
+
+def _part_of(pid: int, server: int, command: str) -> str:
+    if pid == os.getpid():
+        return "client"
+    if pid == server:
+        return "tritonserver"
+    found = re.search(r"/(tokenizer|engine|detokenizer)/\d+/model\.py", command)
+    return {"engine": "front"}.get(found[1], found[1]) if found else "core"
+
+
+def _show(report: Mapping[str, Any], as_json: bool) -> None:
+    for name, value in report.items():
+        print(f"{name:>22}  {value}")
+    if as_json:
+        print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

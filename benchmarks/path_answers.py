@@ -1,0 +1,160 @@
+"""What the null runner must answer, and whether it did: order, completeness, counts, and how late each token was.
+
+Knows nothing of servers or sockets: it reads messages that came.
+"""
+
+from __future__ import annotations
+
+import struct
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from tritonclient.grpc import service_pb2
+
+from benchmarks.path_client import Exchange
+from minisgl_backend.engine.build import NULL_ANSWER
+from minisgl_backend.text.tokenizer import Tokenizer
+from minisgl_backend.text.vocabulary import load_vocabulary
+
+
+@dataclass
+class Answer:
+    """What one exchange brought, compared with what it had to be."""
+
+    faults: list[str] = field(default_factory=list)
+    num_tokens: int = 0
+    num_responses: int = 0
+    first_token_s: float = 0.0  # from the sending of the request
+    delays: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # [num_tokens] seconds
+
+
+class NullAnswers:
+    """The null runner's text goes round for ever; a prompt of n tokens enters it at place n."""
+
+    def __init__(self, model_dir: str) -> None:
+        self._tokenizer = Tokenizer(model_dir)
+        vocabulary = load_vocabulary(model_dir)
+        ids = self._tokenizer.encode(NULL_ANSWER, add_special_tokens=False)
+        self._pieces = [vocabulary.token_text(token).encode() for token in ids]
+        if b"".join(self._pieces) != NULL_ANSWER.encode():
+            raise ValueError(f"the tokenizer of {model_dir} does not split the null runner's text into plain pieces")
+
+    def num_prompt_tokens(self, prompt: str) -> int:
+        return len(self._tokenizer.encode(prompt))
+
+    @cache  # noqa: B019  one object for the whole run
+    def expected(self, place: int, num_tokens: int) -> tuple[bytes, npt.NDArray[np.int64]]:
+        """The text of `num_tokens` tokens from `place` on, and where each of them ends; int64 [num_tokens]."""
+        rounds = self._pieces * (2 + num_tokens // len(self._pieces))
+        pieces = rounds[place : place + num_tokens]
+        return b"".join(pieces), np.cumsum([len(piece) for piece in pieces])
+
+    def answer(self, num_prompt_tokens: int, num_tokens: int) -> tuple[bytes, npt.NDArray[np.int64]]:
+        return self.expected(num_prompt_tokens % len(self._pieces), num_tokens)
+
+
+class Question:
+    """One request, and what must come back."""
+
+    def __init__(self, answers: NullAnswers, prompt: str, max_tokens: int, *, usage: bool) -> None:
+        """`usage`: it asks for usage counts and a finish reason with each response."""
+        self.prompt = prompt
+        self.name = prompt.lower().replace(" ", "-")
+        self.max_tokens = max_tokens
+        self.usage = usage
+        self._answers = answers
+
+    def check(self, exchange: Exchange, rate: float) -> Answer:
+        """Compares; `rate` is in tokens a second."""
+        responses = [
+            (moment, service_pb2.ModelStreamInferResponse.FromString(raw)) for moment, raw in exchange.messages()
+        ]
+        answer = Answer()
+        errors = [response.error_message for _, response in responses if response.error_message]
+        answer.faults += [f"{self.name}: error {message!r}" for message in errors]
+        if not exchange.done:
+            answer.faults.append(f"{self.name}: never ended")
+        data = [(moment, response.infer_response) for moment, response in responses if not response.error_message]
+        outputs = [_outputs(response) for _, response in data]
+        if not data:
+            answer.faults.append(f"{self.name}: no response")
+            return answer
+        answer.num_responses = len(data)
+        self._check_ids(data, answer)
+        ends = self._check_text([bytes(found["text_output"]) for found in outputs], answer)
+        if self.usage:
+            self._check_usage(outputs, ends, answer)
+        answer.first_token_s = data[0][0] - exchange.sent
+        if "first_token_time_ns" in outputs[-1]:
+            answer.delays = _delays([moment for moment, _ in data], ends, outputs[-1]["first_token_time_ns"], rate)
+        else:
+            answer.faults.append(f"{self.name}: the last response has no perf metrics")
+        return answer
+
+    def _check_ids(self, data: Sequence[tuple[float, Any]], answer: Answer) -> None:
+        if any(response.id != self.name for _, response in data):
+            answer.faults.append(f"{self.name}: a response has another request's id")
+        finals = [response.parameters["triton_final_response"].bool_param for _, response in data]
+        if finals != [False] * (len(data) - 1) + [True]:
+            answer.faults.append(f"{self.name}: not the last data response alone is final")
+
+    def _check_text(self, pieces: Sequence[bytes], answer: Answer) -> npt.NDArray[np.int64]:
+        """The number of tokens that had come with each response; int64 [num_responses]."""
+        text, ends = self._answers.answer(self._answers.num_prompt_tokens(self.prompt), self.max_tokens)
+        found = b"".join(pieces)
+        if found != text:
+            place = next(
+                (i for i, (a, b) in enumerate(zip(found, text, strict=False)) if a != b), min(len(found), len(text))
+            )
+            answer.faults.append(
+                f"{self.name}: text of {len(found)} bytes, expected {len(text)}; from {place} on "
+                f"{found[place : place + 20]!r}, expected {text[place : place + 20]!r}"
+            )
+        if any(not piece for piece in pieces):
+            answer.faults.append(f"{self.name}: a response without text")
+        counts = np.searchsorted(ends, np.cumsum([len(piece) for piece in pieces]), side="right")
+        answer.num_tokens = int(counts[-1])
+        return counts
+
+    def _check_usage(self, outputs: Sequence[dict[str, Any]], ends: npt.NDArray[np.int64], answer: Answer) -> None:
+        counts = [found.get("num_output_tokens") for found in outputs]
+        if counts != np.diff(ends, prepend=0).tolist():
+            answer.faults.append(f"{self.name}: num_output_tokens does not fit the texts")
+        prompt = self._answers.num_prompt_tokens(self.prompt)
+        if any(found.get("num_input_tokens") != prompt for found in outputs):
+            answer.faults.append(f"{self.name}: num_input_tokens is not {prompt}")
+        reasons = [found.get("finish_reason") for found in outputs]
+        if reasons != [b"None"] * (len(outputs) - 1) + [b"length"]:
+            answer.faults.append(f"{self.name}: finish_reason is not length with the last response alone")
+
+
+def _delays(
+    moments: Sequence[float], ends: npt.NDArray[np.int64], first_token_ns: int, rate: float
+) -> npt.NDArray[np.float64]:
+    """Seconds from when each token was due at the core to its arrival; float64 [num_tokens].
+
+    The first token is due when the core says that it had it, the following ones in steps of the rate: a core that is
+    held up counts as late, too.
+    """
+    num_tokens = int(ends[-1])
+    arrivals = np.repeat(np.asarray(moments), np.diff(ends, prepend=0))
+    first = first_token_ns / 1e9 - (time.time() - time.monotonic())
+    return arrivals - (first + np.arange(num_tokens) / rate)
+
+
+_FORMATS = {"INT32": "<i", "INT64": "<q", "FP32": "<f"}
+
+
+def _outputs(response: Any) -> dict[str, Any]:
+    """The first value of each output: bytes or a number."""
+    values: dict[str, Any] = {}
+    for output, raw in zip(response.outputs, response.raw_output_contents, strict=True):
+        values[output.name] = (
+            raw[4:] if output.datatype == "BYTES" else struct.unpack(_FORMATS[output.datatype], raw)[0]
+        )
+    return values
