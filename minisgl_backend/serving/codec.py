@@ -22,7 +22,7 @@ from minisgl_backend.errors import (
     RequestCancelled,
 )
 from minisgl_backend.request import Grammar, SamplingParams
-from minisgl_backend.serving.fields import collect_fields, json_object, json_value, shown
+from minisgl_backend.serving.fields import Fields, collect_fields, json_object, json_value, shown
 from minisgl_backend.serving.schema import TENSORS
 from minisgl_backend.serving.wire import OutputOptions, Spec
 from minisgl_backend.text.tokenizer import Tokenizer
@@ -116,13 +116,13 @@ class RequestCodec:
             raise InvalidRequestError("text_input and messages are both missing; allowed: exactly one of them")
         if text and messages:
             raise InvalidRequestError("text_input and messages are both given; allowed: exactly one of them")
-        given, name = (messages, "messages") if messages else (text or "", "text_input")
+        given, name = (messages, "messages") if messages or text is None else (text, "text_input")
         limit = max(MAX_PROMPT_BYTES, 64 * self._settings.max_seq_len)
         if len(given) > limit or len(given.encode()) > limit:
             raise InvalidRequestError(f"{name} is longer than {limit} bytes; this model cannot take so long a prompt")
         template = json_object("chat_template_kwargs", fields.get("chat_template_kwargs", ""))
-        if messages:
-            echo = rendered = self._tokenizer.render(_messages(messages), **template)
+        if name == "messages":
+            echo = rendered = self._tokenizer.render(_messages(given), **template)
             special = fields.get("add_special_tokens", False)
         elif fields.get("apply_chat_template", self._settings.apply_chat_template):
             echo, special = given, fields.get("add_special_tokens", False)
@@ -138,7 +138,7 @@ class RequestCodec:
             )
         return echo, ids
 
-    def _params(self, fields: Mapping[str, Any]) -> SamplingParams:
+    def _params(self, fields: Fields) -> SamplingParams:
         values: dict[str, Any] = dict(self._settings.defaults.values)
         for name in _PLAIN_FIELDS:
             if name in fields:
@@ -160,7 +160,12 @@ class RequestCodec:
         if any(fields.get(name) for name in ("return_cumulative_logprob", "return_log_probs")):
             values.setdefault("logprobs", 0)
         params = SamplingParams(**values)
-        params.validate(self._settings.vocab_size)
+        try:
+            params.validate(self._settings.vocab_size)
+        except InvalidRequestError as error:
+            name, _, rest = str(error).partition(" ")
+            canonical = {"n": "num_return_sequences", "stop": "stop_words"}.get(name, name)
+            raise InvalidRequestError(f"{fields.spelling.get(canonical, name)} {rest}") from None
         return params
 
     def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:

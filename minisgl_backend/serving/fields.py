@@ -53,6 +53,14 @@ _FOREIGN_PARAMETERS = frozenset(
 _KINDS = {"STRING": "str", "BOOL": "bool", "INT32": "int", "UINT64": "int", "FP32": "float"}
 
 
+class Fields(dict[str, Any]):
+    """Typed values by canonical name; `spelling` has the name that the client used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.spelling: dict[str, str] = {}
+
+
 def _kind(name: str) -> str | None:
     if name in _JSON_FIELDS:
         return _JSON_FIELDS[name]
@@ -65,9 +73,7 @@ def _kind(name: str) -> str | None:
     return kind + "s" if tensor.dims == (-1,) else kind
 
 
-def collect_fields(
-    tensors: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any] | None = None
-) -> dict[str, Any]:
+def collect_fields(tensors: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any] | None = None) -> Fields:
     """Typed values of all fields that the request names, by canonical name.
 
     A tensor wins over a request parameter, that over a key of `sampling_parameters`. Raises InvalidRequestError.
@@ -76,7 +82,7 @@ def collect_fields(
     packed = tensors.get("sampling_parameters", parameters.pop("sampling_parameters", None))
     if isinstance(packed, np.ndarray):
         packed = _tensor_value("sampling_parameters", "str", packed)
-    fields: dict[str, Any] = {}
+    fields = Fields()
     for where, values in (
         ("sampling_parameters", json_object("sampling_parameters", packed or "")),
         ("request parameter", parameters),
@@ -94,6 +100,7 @@ def collect_fields(
                 value = coerce(name, kind, value)
             if value is not None:
                 fields[canonical] = value
+                fields.spelling[canonical] = name
     return fields
 
 

@@ -45,6 +45,7 @@ class LatencyRecorder:
             if not stream.started:
                 stream.started = True
                 self.first_token.observe((time.time_ns() - stream.arrival_ns) / 1e9)
-                num_tokens -= 1
-            if last and num_tokens > 0:
+            if last:
                 self.inter_token.observe((now - last) / num_tokens, num_tokens)
+            else:
+                self.inter_token.observe(0.0, num_tokens - 1)

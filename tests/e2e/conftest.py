@@ -1,0 +1,111 @@
+"""The real tritonserver over this project's model repository, started once for all end-to-end tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.serving.repository import render_repository
+from minisgl_backend.serving.triton_server import find_triton_server
+from tests.e2e.wire import Server
+
+ROOT = Path(__file__).resolve().parents[2]
+START_SECONDS = 240.0  # a busy machine; an idle one needs ten
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The demo model behind HTTP, gRPC and metrics on free ports."""
+    with RunningServer(tmp_path_factory.mktemp("demo"), {}) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """The same without a model: 200 tokens a second for each stream, however many there are."""
+    with RunningServer(tmp_path_factory.mktemp("null"), {"runner": "null", "null_runner_rate": "200"}) as found:
+        yield found
+
+
+class RunningServer:
+    """A server for the length of a `with` block; its log is shown where it does not start or leaves work behind."""
+
+    def __init__(self, folder: Path, parameters: dict[str, str]) -> None:
+        self._folder = folder
+        self._parameters = parameters
+
+    def __enter__(self) -> Server:
+        try:
+            install = find_triton_server()
+        except ConfigError as error:
+            pytest.skip(f"no tritonserver: {error}")
+        repository = self._folder / "repository"
+        repository.mkdir()
+        render_repository(ROOT / "model_repository", repository, self._parameters)
+        self._log = self._folder / "log"
+        http, grpc, metrics = free_ports(3)
+        arguments = ["--model-repository", str(repository), "--exit-timeout-secs", "10"]
+        for kind, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
+            arguments += [f"--{kind}-port", str(port)]
+        arguments += ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1"]
+        with self._log.open("wb") as log:
+            self._process = subprocess.Popen(
+                install.command(arguments),
+                env=install.environment(os.environ),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        server = Server(http=http, grpc=grpc, metrics_port=metrics, process_id=self._process.pid)
+        self._wait_ready(server)
+        return server
+
+    def __exit__(self, *_: object) -> None:
+        self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            pytest.fail(f"tritonserver did not end: {self._tail()}")
+        # A request that Triton never finished keeps it from ending in time.
+        left = [line for line in self._log.read_text(errors="replace").splitlines() if "in-flight inferences" in line]
+        assert not any("(version" in line for line in left), left[-3:]
+
+    def _wait_ready(self, server: Server) -> None:
+        deadline = time.monotonic() + START_SECONDS
+        while time.monotonic() < deadline:
+            if self._process.poll() is not None:
+                pytest.fail(f"tritonserver ended while it started: {self._tail()}")
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{server.http}/v2/health/ready", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.2)
+        self._process.kill()
+        pytest.fail(f"tritonserver was not ready after {START_SECONDS:g} s: {self._tail()}")
+
+    def _tail(self) -> str:
+        return self._log.read_text(errors="replace")[-4000:]
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now."""
+    sockets = [socket.socket() for _ in range(count)]
+    try:
+        for one in sockets:
+            one.bind(("127.0.0.1", 0))
+        return [one.getsockname()[1] for one in sockets]
+    finally:
+        for one in sockets:
+            one.close()

@@ -1,0 +1,179 @@
+"""Plain HTTP and gRPC towards a running server: what any client would send, without the project's own client."""
+
+from __future__ import annotations
+
+import json
+import queue
+import socket
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import tritonclient.grpc as grpcclient
+
+PATIENCE_SECONDS = 120.0  # far above what is ever needed: the machine may be busy
+
+_NUMPY = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_, "UINT32": np.uint32}
+
+
+@dataclass
+class Chunk:
+    """One response of a gRPC stream."""
+
+    outputs: dict[str, Any]  # lists, without the batch dimension
+    final: bool
+    error: str = ""
+
+    @property
+    def text(self) -> str:
+        return "".join(self.outputs.get("text_output", []))
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server's ports."""
+
+    http: int
+    grpc: int
+    metrics_port: int
+    process_id: int
+
+    def generate(self, model: str = "ensemble", **body: Any) -> tuple[int, dict[str, Any]]:
+        """(HTTP status, JSON body) of one `generate`."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.http}/v2/models/{model}/generate", json.dumps(body).encode()
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)
+
+    def text(self, model: str = "ensemble", **body: Any) -> str:
+        status, answer = self.generate(model, **body)
+        assert status == 200, answer
+        assert "text_output" in answer, answer
+        return str(answer["text_output"])
+
+    def events(self, model: str = "ensemble", **body: Any) -> list[dict[str, Any]]:
+        """All events of one `generate_stream`."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.http}/v2/models/{model}/generate_stream",
+            json.dumps({"stream": True, **body}).encode(),
+        )
+        with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as response:
+            lines = response.read().decode().splitlines()
+        return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
+
+    def open_stream(self, **body: Any) -> socket.socket:
+        """A `generate_stream` whose first events have arrived; close the socket to disconnect."""
+        connection = socket.create_connection(("127.0.0.1", self.http), timeout=PATIENCE_SECONDS)
+        payload = json.dumps({"stream": True, **body}).encode()
+        head = f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+        connection.sendall(head.encode() + payload)
+        received = b""
+        while received.count(b"data: ") < 3:
+            received += connection.recv(65536)
+        return connection
+
+    def stream(self, tensors: Sequence[Tensor], **options: Any) -> Iterator[Chunk]:
+        """All responses of one gRPC stream."""
+        with GrpcStream(self) as stream:
+            stream.send(tensors, **options)
+            yield from stream.answers()
+
+    def metrics(self) -> dict[str, float]:
+        """This project's metrics: `name` or `name{labels}` -> value."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.metrics_port}/metrics", timeout=30) as response:
+            lines = response.read().decode().splitlines()
+        samples = (line.rsplit(" ", 1) for line in lines if line.startswith("minisgl_"))
+        return {name: float(value) for name, value in samples}
+
+    def wait_for(self, condition: Callable[[dict[str, float]], bool], seconds: float = PATIENCE_SECONDS) -> float:
+        """Seconds until the metrics fulfil the condition."""
+        start = time.monotonic()
+        while not condition(found := self.metrics()):
+            assert time.monotonic() - start < seconds, found
+            time.sleep(0.02)
+        return time.monotonic() - start
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input as a client sends it; the value is nested lists of the full shape."""
+
+    name: str
+    dtype: str
+    value: Any
+
+    def infer_input(self) -> grpcclient.InferInput:
+        if self.dtype == "BYTES":
+            array = np.array(self.value, dtype=object)
+        else:
+            array = np.array(self.value, dtype=_NUMPY[self.dtype])
+        tensor = grpcclient.InferInput(self.name, list(array.shape), self.dtype)
+        tensor.set_data_from_numpy(array)
+        return tensor
+
+
+class GrpcStream:
+    """One gRPC connection with one stream of requests."""
+
+    def __init__(self, server: Server) -> None:
+        self._client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc}")
+        self._queue: queue.Queue[tuple[Any, Any]] = queue.Queue()
+
+    def __enter__(self) -> GrpcStream:
+        self._client.start_stream(lambda result, error: self._queue.put((result, error)))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._client.stop_stream(cancel_requests=True)
+        self._client.close()
+
+    def send(self, tensors: Sequence[Tensor], *, model: str = "ensemble", **options: Any) -> None:
+        self._client.async_stream_infer(model, [tensor.infer_input() for tensor in tensors], **options)
+
+    def receive(self) -> Chunk:
+        result, error = self._queue.get(timeout=PATIENCE_SECONDS)
+        if error is not None:
+            return Chunk({}, True, str(error))
+        response = result.get_response()
+        final = response.parameters["triton_final_response"].bool_param
+        outputs = {}
+        for output in response.outputs:
+            values = result.as_numpy(output.name).reshape(-1).tolist()
+            outputs[output.name] = [v.decode() if isinstance(v, bytes) else v for v in values]
+        return Chunk(outputs, final)
+
+    def answers(self) -> Iterator[Chunk]:
+        """Until the final response, which is included."""
+        final = False
+        while not final:
+            chunk = self.receive()
+            final = chunk.final
+            yield chunk
+
+
+def batched(**values: Any) -> list[Tensor]:
+    """Inputs of shape [1, n], as for a model with a batch dimension; types from the values."""
+    return [
+        Tensor(name, _dtype(value), [value if isinstance(value, list) else [value]]) for name, value in values.items()
+    ]
+
+
+def plain(**values: Any) -> list[Tensor]:
+    """Inputs of shape [n], as for a model without a batch dimension."""
+    return [
+        Tensor(name, _dtype(value), value if isinstance(value, list) else [value]) for name, value in values.items()
+    ]
+
+
+def _dtype(value: Any) -> str:
+    one = value[0] if isinstance(value, list) else value
+    kinds: Mapping[type, str] = {str: "BYTES", bool: "BOOL", int: "INT32", float: "FP32"}
+    return kinds[type(one)]
