@@ -3,12 +3,14 @@
 Knows nothing of fronts beyond its parent, which it does not outlive.
 
 The parent passes the options as JSON and one end of a pipe; the process says on it when it is ready, or why it
-cannot start, and the parent sees the process end when the pipe closes. Logs and progress go to stderr.
+cannot start, and then a dot every second; the parent sees the process end when the pipe closes. Logs and progress go
+to stderr.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import logging
 import os
@@ -47,7 +49,8 @@ def main(arguments: list[str] | None = None) -> int:
         log_to_stderr("engine", environment.log_level)
         config = EngineConfig(**msgspec.json.decode(options.config))
         engine = build_engine(config, environment, on_follower_death=_end_at_once)
-        service = CoreService(engine.core, channel := CoreChannel(options.socket_dir), engine.welcome)
+        channel = CoreChannel(options.socket_dir)
+        service = CoreService(engine.core, channel, engine.welcome, on_alive=lambda: _show_life(options.status_fd))
     except ConfigError as error:
         _report(options.status_fd, StartReport(kind="ConfigError", message=str(error)))
         return EXIT_CONFIG
@@ -80,6 +83,11 @@ def _end_at_once(reason: str) -> None:
 def _report(status_fd: int, report: StartReport) -> None:
     """The pipe stays open: its end tells the parent that this process has ended."""
     os.write(status_fd, msgspec.json.encode(report) + b"\n")
+
+
+def _show_life(status_fd: int) -> None:
+    with contextlib.suppress(OSError):  # the parent has gone: that ends this process in another way
+        os.write(status_fd, b".")
 
 
 if __name__ == "__main__":

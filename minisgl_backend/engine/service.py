@@ -37,19 +37,29 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_MS = 500  # how long an idle core sleeps without a command
 STALLED_WAIT_MS = 2  # the same while something waits for what no command will bring
 COLLECT_EVERY_S = 60.0
+ALIVE_EVERY_S = 0.9
 
 
 class CoreService:
     """Runs an EngineCore for its fronts until `stop`, or until the core gives up."""
 
     def __init__(
-        self, core: EngineCore, channel: CoreChannel, welcome: Welcome, *, clock: Callable[[], float] = time.monotonic
+        self,
+        core: EngineCore,
+        channel: CoreChannel,
+        welcome: Welcome,
+        *,
+        on_alive: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        """`on_alive` is called about once a second, idle or busy, as long as steps come to an end."""
         self._core = core
         self._channel = channel
         self._welcome = welcome
+        self._on_alive = on_alive
         self._clock = clock
         self._started = clock()
+        self._last_alive = self._started
         self._live: dict[int, set[int]] = {}  # uids that each front waits for
         self._status = StatusLine(self._started)
         self._collected = self._started
@@ -120,6 +130,9 @@ class CoreService:
 
     def _housekeep(self, busy: bool) -> None:
         now = self._clock()
+        if now - self._last_alive >= ALIVE_EVERY_S:
+            self._last_alive = now
+            self._on_alive()
         if self._status.is_due(now):
             self._status.update(self._core.stats(), now)
         if now - self._collected >= (COLLECT_EVERY_S if busy else 1.0):

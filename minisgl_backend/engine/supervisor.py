@@ -21,6 +21,7 @@ import msgspec
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.child import start_child
+from minisgl_backend.engine.liveness import POLL_S, Liveness
 from minisgl_backend.engine.messages import StartReport
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 
@@ -161,9 +162,16 @@ class CoreProcess:
             raise EngineDeadError(f"the engine core cannot start: {report.message}")
 
     def wait_dead(self, stop_fd: int) -> None:
-        """Returns when the process has ended, or `stop_fd` becomes readable."""
-        while stop_fd not in (readable := select.select([self._status_read, stop_fd], [], [])[0]):
-            if self._status_read in readable and not os.read(self._status_read, 65536):
+        """Returns when the process has ended, or `stop_fd` becomes readable; ends a process that hangs."""
+        liveness = Liveness(self.pid)
+        while stop_fd not in (readable := select.select([self._status_read, stop_fd], [], [], POLL_S)[0]):
+            if self._status_read in readable:
+                if not os.read(self._status_read, 65536):
+                    return
+                liveness.heard()
+            elif liveness.hangs(time.monotonic()):
+                log.error("the engine core hangs; it is killed")
+                self._popen.kill()  # it would not obey SIGTERM
                 return
 
     def stop(self) -> str:
