@@ -1,0 +1,179 @@
+"""Requests to engine requests: defaults, aliases, every refusal by name."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_backend.errors import CapacityError, InvalidRequestError
+from minisgl_backend.request import Grammar
+from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits, status_of
+from minisgl_backend.serving.schema import INPUTS, TENSORS
+from minisgl_backend.serving.wire import Codec, Spec
+from minisgl_backend.text.tokenizer import Tokenizer
+
+DEMO = Path(__file__).resolve().parents[3] / "model_repository" / "engine" / "demo_model"
+NUMPY = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_, "FP16": np.float16}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer(DEMO)
+
+
+@pytest.fixture(scope="module")
+def codec(tokenizer: Tokenizer) -> RequestCodec:
+    vocab_size, max_seq_len = read_limits(DEMO, len(tokenizer), None)
+    return RequestCodec(tokenizer, CodecSettings(GenerationDefaults.read(DEMO), vocab_size, max_seq_len))
+
+
+def tensors(**values: Any) -> dict[str, np.ndarray[Any, Any]]:
+    arrays = {}
+    for name, value in values.items():
+        items = value if isinstance(value, list) else [value]
+        if TENSORS[name].dtype == "STRING":
+            items = [item.encode() if isinstance(item, str) else item for item in items]
+            arrays[name] = np.array([items], dtype=object)
+        else:
+            arrays[name] = np.array([items], dtype=NUMPY[TENSORS[name].dtype])
+    return arrays
+
+
+def decode(codec: RequestCodec, parameters: dict[str, Any] | None = None, **values: Any) -> Spec:
+    return codec.decode(tensors(**{"text_input": "hello", **values}), parameters)[1]
+
+
+def test_defaults_are_the_models(codec: RequestCodec) -> None:
+    spec = decode(codec)
+    assert spec.params.greedy
+    assert spec.params.max_tokens is None
+    assert spec.params.n == 1
+    assert not spec.options.stream
+    assert spec.options.prompt is None
+    assert Codec().spec(Codec().pack(spec)) == spec
+
+
+def test_generation_config(tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(
+        json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]})
+    )
+    found = GenerationDefaults.read(tmp_path)
+    assert found.values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    assert found.eos_token_ids == (1, 2)
+    assert GenerationDefaults.read(tmp_path / "none").values == {}
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "expected"),
+    [
+        ({"random_seed": 7}, "seed", 7),
+        ({"random_seed": 7, "seed": 8}, "seed", 8),
+        ({"min_length": 3}, "min_tokens", 3),
+        ({"top_p": 0.0}, "top_p", 1.0),
+        ({"top_p": -1.0}, "top_p", 1.0),
+        ({"temperature": 0.5}, "temperature", 0.5),
+        ({"stop_words": ["", "a", ""]}, "stop", ("a",)),
+        ({"bad_words": [""]}, "bad_words_token_ids", ()),
+        ({"num_return_sequences": 3}, "n", 3),
+        ({"num_logprobs": 2}, "logprobs", 2),
+        ({"return_cumulative_logprob": True}, "logprobs", 0),
+        ({"logit_bias": '{"5": -3, "6": 1.5}'}, "logit_bias", {5: -3.0, 6: 1.5}),
+        ({"end_id": 2}, "ignore_eos", False),
+        ({"end_id": 5}, "stop_token_ids", (5,)),
+        ({"end_id": -1}, "ignore_eos", True),
+        ({"sampling_parameters": '{"max_tokens": "7", "temperature": "0.25"}'}, "max_tokens", 7),
+        ({"sampling_parameters": '{"top_k": -1}'}, "top_k", 0),
+        ({"sampling_parameters": '{"stop": "x"}'}, "stop", ("x",)),
+        ({"sampling_parameters": '{"stop": ["x", "y"], "seed": null}'}, "stop", ("x", "y")),
+        ({"sampling_parameters": '{"max_tokens": 7}', "max_tokens": 9}, "max_tokens", 9),
+        ({"sampling_parameters": '{"guided_decoding": {"json": {"type": "object"}}}'}, "grammar",
+         Grammar(kind="json_schema", text='{"type": "object"}')),
+        ({"guided_decoding_guide_type": "json"}, "grammar", Grammar(kind="json")),
+        ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a+"}, "grammar",
+         Grammar(kind="regex", text="a+")),
+    ],
+)  # fmt: skip
+def test_fields(codec: RequestCodec, values: dict[str, Any], field: str, expected: Any) -> None:
+    assert getattr(decode(codec, **values).params, field) == expected
+
+
+def test_request_parameters_are_fields_too(codec: RequestCodec) -> None:
+    spec = decode(codec, {"max_tokens": "12", "temperature": "0.5", "ignore_eos": "true", "triton_x": 1, "model": "m"})
+    assert (spec.params.max_tokens, spec.params.temperature, spec.params.ignore_eos) == (12, 0.5, True)
+    with pytest.raises(InvalidRequestError, match="'tempersture' is unknown"):
+        decode(codec, {"tempersture": 1})
+
+
+def test_bad_words_with_and_without_a_space(codec: RequestCodec, tokenizer: Tokenizer) -> None:
+    words = decode(codec, bad_words=["blue"]).params.bad_words_token_ids
+    expected = {tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("blue", " blue")}
+    assert set(words) == expected
+
+
+def test_the_prompt_is_repeated_only_when_asked_and_not_streamed(codec: RequestCodec) -> None:
+    assert decode(codec, exclude_input_in_output=False).options.prompt == "hello"
+    assert decode(codec, exclude_input_in_output=False, stream=True).options.prompt is None
+    assert decode(codec, exclude_input_in_output=True).options.prompt is None
+
+
+def test_messages_go_through_the_template(codec: RequestCodec, tokenizer: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    ids, _ = codec.decode(tensors(messages=json.dumps(messages)))
+    assert ids.tolist() == tokenizer.encode(tokenizer.render(messages), add_special_tokens=False)
+    templated, _ = codec.decode(tensors(text_input="hi", apply_chat_template=True))
+    assert templated.tolist() == ids.tolist()
+    raw, _ = codec.decode(tensors(text_input="hi"))
+    assert len(raw) < len(ids)
+
+
+@pytest.mark.parametrize("name", [tensor.name for tensor in INPUTS if tensor.refused and tensor.dtype not in ("BOOL",)])
+def test_what_is_not_served_is_refused_by_name(codec: RequestCodec, name: str) -> None:
+    value = ["x"] if TENSORS[name].dtype == "STRING" else [1]
+    with pytest.raises(InvalidRequestError, match=name):
+        decode(codec, **{name: value})
+
+
+def test_flags_that_ask_for_nothing_are_fine(codec: RequestCodec) -> None:
+    decode(codec, return_context_logits=False, return_generation_logits=False, use_draft_logits=False, beam_width=1)
+
+
+_JUNK = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers(), max_size=3),
+    st.dictionaries(st.text(max_size=3), st.integers(), max_size=2),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(TENSORS)), _JUNK)
+def test_any_parameter_is_served_or_refused_by_name(codec: RequestCodec, name: str, value: Any) -> None:
+    parameters = {name: value} if name in ("text_input", "messages") else {"text_input": "x", name: value}
+    try:
+        ids, spec = codec.decode({}, parameters)
+    except InvalidRequestError:
+        return
+    assert len(ids)
+    assert Codec().spec(Codec().pack(spec)) == spec
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.binary(max_size=40))
+def test_any_bytes_as_a_text(codec: RequestCodec, data: bytes) -> None:
+    for name in ("text_input", "messages", "sampling_parameters", "logit_bias", "chat_template_kwargs"):
+        values = {"text_input": b"x", name: data}
+        if name == "messages":
+            del values["text_input"]
+        with contextlib.suppress(InvalidRequestError):
+            codec.decode({key: np.array([[value]], dtype=object) for key, value in values.items()})
+
+
+def test_statuses() -> None:
+    assert status_of(InvalidRequestError("")) == "INVALID_ARG"
+    assert status_of(CapacityError("")) == "UNAVAILABLE"
+    assert status_of(KeyError("")) == "INTERNAL"

@@ -1,0 +1,230 @@
+"""The front between engine and senders: order, coalescing, credits, stop strings, one end for every request."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.messages import Rejected, SequenceDetail, TokenLogprobs
+from minisgl_backend.request import FinishReason, SamplingParams
+from minisgl_backend.serving.engine_front import EngineFront
+from minisgl_backend.serving.wire import OutputOptions, Spec
+from minisgl_backend.text.vocabulary import Vocabulary
+from tests.unit.serving.fake_engine import FakeEngine, Recorder, anything
+
+STOP, LENGTH = int(FinishReason.STOP), int(FinishReason.LENGTH)
+
+
+def letters() -> Vocabulary:
+    """Token id n stands for the byte n."""
+    table = [bytes([i]) for i in range(256)]
+    return Vocabulary(lambda ids, skip: bytes(ids).decode("utf-8", "replace"), table, frozenset(), byte_exact=True)
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Iterator[EngineFront]:
+    found = EngineFront(EngineConfig(), letters(), front=0, socket_dir=tmp_path, probe=anything, make_client=FakeEngine)
+    found.start()
+    yield found
+    found.close()
+
+
+def ask(front: EngineFront, *, confirmed: bool = True, stream: bool = True, **params: Any) -> tuple[Recorder, int]:
+    sender = Recorder()
+    options = OutputOptions(stream=stream, include_stop_string=params.pop("include", False))
+    spec = Spec(params=SamplingParams(**params), options=options)
+    front.submit(sender, np.array([1, 2, 3], dtype=np.int32), spec, confirmed=confirmed)
+    return sender, front.client.requests[-1].uid if front.client.requests else 0
+
+
+def test_each_token_is_a_response_while_the_stream_keeps_up(front: EngineFront) -> None:
+    sender, uid = ask(front)
+    for number, token in enumerate(range(10, 20), start=1):
+        front.client.give((uid, token, LENGTH if token == 19 else 0))
+        sender.wait_chunks(number)
+        front.client.confirm(uid, number)
+    sender.wait_end()
+    assert sender.tokens() == list(range(10, 20))
+    assert [chunk.number for chunk in sender.chunks] == list(range(1, 11))
+    assert [chunk.options is not None for chunk in sender.chunks] == [True] + [False] * 9
+    assert [chunk.parts[0].reason for chunk in sender.chunks] == [0] * 9 + [LENGTH]
+    assert len(sender.threads) == 1
+
+
+def test_a_stream_that_is_behind_gets_larger_chunks_and_loses_nothing(front: EngineFront) -> None:
+    sender, uid = ask(front)
+    others = [ask(front)[0] for _ in range(200)]  # little is left of the credits for each
+    front.client.give((uid, 0, 0))
+    sender.wait_chunks(1)
+    for token in range(1, 100):
+        front.client.give((uid, token, 0))
+    time.sleep(0.1)
+    assert len(sender.chunks) == 1
+    front.client.confirm(uid, 1)
+    sender.wait_chunks(2)
+    assert sender.tokens() == list(range(100))
+    front.client.give((uid, 100, STOP))  # the last one waits for no credit
+    sender.wait_end()
+    assert sender.tokens() == list(range(101))
+    assert sender.chunks[-1].parts[0].ends_with_stop_token
+    assert not any(other.ended for other in others)
+
+
+def test_a_whole_answer_is_one_response(front: EngineFront) -> None:
+    sender, uid = ask(front, stream=False)
+    for token in range(5):
+        front.client.give((uid, token, 0))
+    front.client.give((uid, 5, LENGTH))
+    sender.wait_end()
+    assert len(sender.chunks) == 1
+    assert sender.tokens() == list(range(6))
+
+
+def test_several_sequences_end_with_one_final_response(front: EngineFront) -> None:
+    sender, uid = ask(front, n=3)
+    front.client.give((uid + 2, ord("c"), LENGTH), (uid, ord("a"), LENGTH))
+    sender.wait_chunks(2)
+    assert not sender.ended
+    front.client.give((uid + 1, ord("b"), LENGTH))
+    sender.wait_end()
+    assert sorted(chunk.parts[0].index for chunk in sender.chunks) == [0, 1, 2]
+    whole, uid = ask(front, n=3, stream=False)
+    front.client.give((uid, 1, LENGTH), (uid + 1, 2, LENGTH), (uid + 2, 3, LENGTH))
+    whole.wait_end()
+    assert [part.index for part in whole.chunks[0].parts] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+def test_stop_strings(front: EngineFront, stream: bool, include: bool) -> None:
+    sender, uid = ask(front, stop=("END",), stream=stream, include=include)
+    for byte in b"one E two ENDED":
+        front.client.give((uid, byte, 0))
+    sender.wait_end()
+    assert sender.text() == ("one E two END" if include else "one E two ")
+    assert len(sender.tokens()) == len("one E two END")
+    assert sender.chunks[-1].parts[-1].reason == STOP
+    assert front.client.aborted == [(uid, FinishReason.STOP)]
+
+
+def test_text_held_for_a_stop_string_comes_at_the_end(front: EngineFront) -> None:
+    sender, uid = ask(front, stop=("END",))
+    for byte in b"xEN":
+        front.client.give((uid, byte, 0))
+    front.client.give((uid, ord("!"), LENGTH))
+    sender.wait_end()
+    assert sender.text() == "xEN!"
+    sender, uid = ask(front, stop=("END",))
+    front.client.give((uid, ord("E"), 0))
+    front.client.give((uid, 2, STOP))
+    sender.wait_end()
+    assert sender.text() == "E"
+
+
+def test_stop_strings_wait_for_min_tokens(front: EngineFront) -> None:
+    sender, uid = ask(front, stop=("a",), min_tokens=3)
+    for byte in b"aabba":
+        front.client.give((uid, byte, 0))
+    sender.wait_end()
+    assert sender.text() == "aabb"
+
+
+def test_failures_end_a_request_once(front: EngineFront) -> None:
+    refused, uid = ask(front)
+    front.client.on_rejected(Rejected(uid=uid, kind="CapacityError", message="queue is full"))
+    refused.wait_end()
+    assert refused.error == ("UNAVAILABLE", "queue is full")
+    failed, uid = ask(front)
+    front.client.give((uid, 5, 0))
+    failed.wait_chunks(1)
+    front.client.give((uid, -1, int(FinishReason.ERROR)), details={0: SequenceDetail(error="out of memory")})
+    failed.wait_end()
+    assert failed.error == ("INTERNAL", "out of memory")
+    assert failed.chunks[-1].forget == (uid,)
+    cancelled, uid = ask(front)
+    front.client.give((uid, -1, int(FinishReason.CANCELLED)))
+    cancelled.wait_end()
+    assert cancelled.error is not None
+    assert cancelled.error[0] == "CANCELLED"
+    assert front.num_streams == 0
+
+
+def test_one_failed_sequence_ends_its_siblings(front: EngineFront) -> None:
+    sender, uid = ask(front, n=2)
+    front.client.give((uid, -1, int(FinishReason.CANCELLED)))
+    sender.wait_end()
+    assert (uid + 1, FinishReason.CANCELLED) in front.client.aborted
+
+
+def test_a_dead_engine_fails_all_and_takes_none(front: EngineFront) -> None:
+    streams = [ask(front)[0] for _ in range(5)]
+    front.client.on_down("killed")
+    for sender in streams:
+        sender.wait_end()
+        assert sender.error is not None
+        assert sender.error[0] == "UNAVAILABLE"
+    front.client.dead = True
+    late, _ = ask(front)
+    late.wait_end()
+    assert late.error == ("UNAVAILABLE", "the engine is not running")
+
+
+def test_a_client_that_left_an_unstreamed_request(front: EngineFront) -> None:
+    sender, uid = ask(front, stream=False)
+    sender.cancelled = True
+    deadline = time.monotonic() + 30
+    while not front.client.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert front.client.aborted[0] == (uid, FinishReason.CANCELLED)
+
+
+def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
+    probes: list[int] = []
+    front = EngineFront(
+        EngineConfig(),
+        letters(),
+        front=0,
+        socket_dir=tmp_path,
+        probe=lambda chunk: probes.append(chunk.uid),
+        make_client=FakeEngine,
+    )
+    front.start()
+    sender, uid = ask(front)
+    front.client.give((uid, 65, 0))
+    sender.wait_chunks(1)
+    deadline = time.monotonic() + 30
+    while not probes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    front.client.confirmations.on_handled(probes, [1] * len(probes), time.monotonic())
+    gone: list[int] = []
+    while not gone and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gone = front.client.confirmations.expire(time.monotonic())
+    assert gone == [uid]
+    front.close()
+
+
+def test_logprobs_stay_with_their_tokens(front: EngineFront) -> None:
+    sender, uid = ask(front, logprobs=0)
+    for token in range(4):
+        entry = TokenLogprobs(token_id=token, logprob=-0.5, rank=1, top_ids=(), top=())
+        front.client.give((uid, token, LENGTH if token == 3 else 0), details={0: SequenceDetail(logprobs=entry)})
+    sender.wait_end()
+    parts = [part for chunk in sender.chunks for part in chunk.parts]
+    assert [entry.token_id for part in parts for entry in part.logprobs] == sender.tokens()
+    assert parts[-1].cumulative_logprob == pytest.approx(-2.0)
+
+
+def test_closing_ends_what_is_left(tmp_path: Path) -> None:
+    front = EngineFront(EngineConfig(), letters(), front=0, socket_dir=tmp_path, probe=anything, make_client=FakeEngine)
+    front.start()
+    sender, _ = ask(front)
+    front.close()
+    assert sender.error is not None
+    assert sender.error[0] == "UNAVAILABLE"
