@@ -5,6 +5,7 @@ Knows nothing of texts or servers.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import build_engine
@@ -75,4 +77,10 @@ class Driver:
         self.timelines.clear()
 
     def close(self) -> None:
+        """Ends the engine and gives its device memory back, so that another one can follow in this process."""
         self.engine.close()
+        del self.engine, self.core
+        gc.unfreeze()
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
