@@ -21,7 +21,7 @@ from minisgl_backend.engine.confirmations import Confirmations
 from minisgl_backend.engine.messages import Outputs, Rejected, Welcome
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Request
-from minisgl_backend.serving.codec import status_of
+from minisgl_backend.serving.codec import MAX_PRIORITY, status_of
 from minisgl_backend.serving.latency import LatencyRecorder
 from minisgl_backend.serving.responder import Responder, streams_of
 from minisgl_backend.serving.stream import Sender, SequenceStream, Stream
@@ -57,6 +57,7 @@ class EngineFront:
         make_client: Callable[..., Any] = EngineClient,
     ) -> None:
         self._vocabulary = vocabulary
+        self._vocab_size = 0  # known once the engine is up, as nothing is submitted before
         self._probe = probe
         self._sequences: dict[int, SequenceStream] = {}  # by uid, those still wanted from the engine
         self.latency = LatencyRecorder()
@@ -94,6 +95,11 @@ class EngineFront:
 
     def submit(self, sender: Sender, token_ids: npt.NDArray[np.int32], spec: Spec, *, confirmed: bool) -> None:
         """Hands a request to the core; all that follows, errors included, goes to `sender`."""
+        try:
+            self._check(token_ids, spec)
+        except InvalidRequestError as error:
+            sender.fail(status_of(error), str(error))
+            return
         uid = self.client.new_uid(spec.params.n)
         stream = Stream(sender, spec, uid, len(token_ids), self._vocabulary, confirmed=confirmed)
         self.responder.adopt(stream)
@@ -110,6 +116,18 @@ class EngineFront:
             self.client.submit(request)
         except (EngineDeadError, CapacityError, InvalidRequestError) as error:
             self.responder.fail(stream, status_of(error), str(error))
+
+    def _check(self, token_ids: npt.NDArray[np.int32], spec: Spec) -> None:
+        """What the tokenizer guarantees and a client of the bare engine may not: it could end the core."""
+        spec.params.validate(self._vocab_size)
+        if not len(token_ids):
+            raise InvalidRequestError("input_ids is empty; allowed: at least one token id")
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequestError(f"input_ids holds {wrong}; allowed: token ids 0 to {self._vocab_size - 1}")
+        if not 0 <= spec.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(f"spec.priority is {spec.priority}; allowed: 0 to {MAX_PRIORITY}")
 
     @property
     def num_streams(self) -> int:
@@ -158,6 +176,7 @@ class EngineFront:
 
     def _on_up(self, welcome: Welcome) -> None:
         self.responder.page_size = welcome.page_size
+        self._vocab_size = welcome.vocab_size
 
     def _on_confirmed(self, uids: npt.NDArray[np.int64], numbers: npt.NDArray[np.int32]) -> None:
         self._last_confirmed = time.monotonic()
