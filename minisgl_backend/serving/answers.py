@@ -82,7 +82,7 @@ class AnswerEncoder:
         options = streams[0].options
         if options.prompt is not None:
             texts = [options.prompt + text for text in texts]
-        arrays = {"text_output": _texts(texts)}
+        arrays: Arrays = {"text_output": _texts(texts)}
         if options != _PLAIN_STREAM and options != _PLAIN_WHOLE:
             self._add_what_was_asked(arrays, chunk, options, streams)
         if chunk.num_sequences > 1 and len(chunk.parts) == 1:

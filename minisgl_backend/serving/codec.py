@@ -116,7 +116,8 @@ class RequestCodec:
             raise InvalidRequestError("text_input and messages are both missing; allowed: exactly one of them")
         if text and messages:
             raise InvalidRequestError("text_input and messages are both given; allowed: exactly one of them")
-        given, name = (messages, "messages") if messages or text is None else (text, "text_input")
+        name = "messages" if messages or text is None else "text_input"
+        given: str = fields[name]
         limit = max(MAX_PROMPT_BYTES, 64 * self._settings.max_seq_len)
         if len(given) > limit or len(given.encode()) > limit:
             raise InvalidRequestError(f"{name} is longer than {limit} bytes; this model cannot take so long a prompt")

@@ -99,12 +99,16 @@ def _from_transformers(model_dir: str | Path, trust_remote_code: bool) -> Vocabu
     if backend is not None:
         return vocabulary_of(backend, special_ids)
     tokens = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    return Vocabulary(
-        lambda ids, skip: tokenizer.decode(list(ids), skip_special_tokens=skip, clean_up_tokenization_spaces=False),
-        [(token or "").replace("▁", " ").encode() for token in tokens],
-        special_ids,
-        byte_exact=False,
-    )
+
+    def decode(token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        return str(
+            tokenizer.decode(
+                list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+            )
+        )
+
+    table = [(token or "").replace("▁", " ").encode() for token in tokens]
+    return Vocabulary(decode, table, special_ids, byte_exact=False)
 
 
 def _special_ids(backend: tokenizers.Tokenizer, folder: Path) -> frozenset[int]:
