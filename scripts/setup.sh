@@ -100,7 +100,7 @@ if ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1; then
 fi
 
 # --- the package and its extras
-extras=client,openai,dev
+extras=client,grammar,openai,dev
 if [[ -z $container ]]; then
   if [[ $(uname -s) != Linux || $(uname -m) != x86_64 ]] || ! serving "$venv/bin/python"; then
     say "no tritonserver for this machine: its wheel is for Linux x86-64 and Python 3.10 to 3.12; use NVIDIA's container to serve"

@@ -50,7 +50,8 @@ def sample_plain(
         logits, rows, positions, params, workspace.values, workspace.tokens, workspace.counters, out,
         logits.stride(0), params.stride(0), n,
         VOCAB=vocab_size, SLICES=slices, SLICES_PADDED=triton.next_power_of_2(slices), SLICE=workspace.slice,
-        TEMPERATURE=columns[0], SEED_LOW=columns[1], SEED_HIGH=columns[2], PDL=pdl, num_warps=num_warps, **extra,
+        TEMPERATURE=columns[0], SEED_LOW=columns[1], SEED_HIGH=columns[2], PDL=pdl,
+        COMPILED=logits.is_cuda, num_warps=num_warps, **extra,
     )  # fmt: skip
     return out
 
@@ -66,7 +67,9 @@ def _mix(x):
 
 
 @triton.jit
-def _log2(x):
+def _log2(x, COMPILED: tl.constexpr):
+    if not COMPILED:  # the interpreter knows no assembly
+        return tl.log2(x)
     return tl.inline_asm_elementwise("lg2.approx.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
 
 
@@ -76,6 +79,7 @@ def _sample_kernel(
     logits_stride, params_stride, n,
     VOCAB: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr, SLICE: tl.constexpr,
     TEMPERATURE: tl.constexpr, SEED_LOW: tl.constexpr, SEED_HIGH: tl.constexpr, PDL: tl.constexpr,
+    COMPILED: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_wait()
@@ -107,10 +111,10 @@ def _sample_kernel(
         uniform = tl.minimum(uniform, 0.99999994)
         # log1p(-v) loses all digits near v = 0 when written as log(1 - v); the series does not.
         # log2 is one instruction; its error near 1 is what the series below is for.
-        exact = _log2(1.0 - uniform) * -0.6931471805599453
+        exact = _log2(1.0 - uniform, COMPILED) * -0.6931471805599453
         series = uniform * (1.0 + uniform * (0.5 + uniform * (0.33333334 + uniform * 0.25)))
         exponential = tl.where(uniform < 0.01, series, exact)
-        score = score * (1.0 / temperature) - _log2(exponential) * 0.6931471805599453
+        score = score * (1.0 / temperature) - _log2(exponential, COMPILED) * 0.6931471805599453
     score = tl.where(ok, score, -float("inf"))
     unsound = tl.sum((score != score).to(tl.int32), 0) > 0
     best = tl.max(score, 0)

@@ -1,0 +1,176 @@
+"""The Triton-language kernels against their torch references, in Triton's interpreter: no GPU needed.
+
+tests/gpu runs them compiled. In small shapes here, since the interpreter executes one program after the other.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.attention.reference import TorchBackend
+from minisgl_backend.kernels.torch_ops import TorchOps
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
+os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
+pytest.importorskip("triton", reason="pip install triton runs the kernels in its interpreter")
+
+from minisgl_backend.kernels import fused, rows, sampling, small_linear
+from minisgl_backend.kernels.decode_attention import DecodeShape, DecodeWorkspace, decode_attention
+from minisgl_backend.kernels.moe import moe
+from minisgl_backend.kernels.prefill_attention import prefill_attention
+from minisgl_backend.runner.noise import gumbel, row_keys
+
+CPU = torch.device("cpu")
+
+
+class PagedCase:
+    """A random pool, shuffled pages and rows, and the same attention by the torch backend."""
+
+    def __init__(self, kv_lens: list[int], page_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+        torch.manual_seed(page_size)
+        most = -(-max(kv_lens) // page_size)
+        count = len(kv_lens)
+        pool = (1 + count * most, kv_heads, page_size, head_dim)
+        self.k, self.v = torch.randn(pool), torch.randn(pool)
+        self.table = (torch.randperm(count * most) + 1).int().reshape(count, most)
+        self.rows = torch.randperm(count).int()
+        self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32)
+        self.spec = AttentionSpec(
+            num_layers=1, num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
+            max_seq_len=most * page_size, max_rows=count, dtype=torch.float32, device=CPU,
+        )  # fmt: skip
+        self.reference = TorchBackend(self.spec)
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3)])
+def test_decode_attention(page_size, shape):
+    case = PagedCase([1, 63, 65, 300], page_size, heads=4, kv_heads=2, head_dim=64)
+    q = torch.randn(4, 4, 64)
+    workspace = DecodeWorkspace(4, 4, 2, 64, CPU)
+    inputs = DecodeInputs(
+        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
+        rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    expected = case.reference.decode(q, case.k, case.v, case.reference.plan_decode(inputs))
+    for _ in range(2):  # the counters are back at zero after each launch
+        out = decode_attention(q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, 0.125)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_prefill_attention(page_size):
+    q_lens, kv_lens = [5, 40, 1], [5, 70, 33]
+    case = PagedCase(kv_lens, page_size, heads=2, kv_heads=1, head_dim=64)
+    starts = torch.tensor([0, 5, 45, 46], dtype=torch.int32)
+    q = torch.randn(sum(q_lens), 2, 64)
+    inputs = PrefillInputs(
+        cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
+        cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    expected = case.reference.prefill(q, case.k, case.v, case.reference.plan_prefill(inputs))
+    out = prefill_attention(q, case.k, case.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), 0.125)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 5, 17])
+@pytest.mark.parametrize("split", [1, 3])
+def test_small_linear(num_rows, split):
+    torch.manual_seed(num_rows)
+    x, weight = torch.randn(num_rows, 160), torch.randn(60, 160) / math.sqrt(160)
+    norm, bias, residual = torch.randn(160), torch.randn(60), torch.randn(num_rows, 60)
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
+    shapes = [small_linear.LinearShape(16, 32, split, 4, 2)]
+    if num_rows <= small_linear.MAX_VECTOR_ROWS:
+        shapes.append(small_linear.LinearShape(8, 64, 1, 4, 1, vector=True))
+    reference = TorchOps()
+    for shape in shapes:
+        for wish in ({}, {"bias": bias, "residual": residual}, {"norm_weight": norm, "eps": 1e-6}):
+            expected = reference.linear(x, weight, **{k: v.clone() if k == "residual" else v for k, v in wish.items()})
+            out = small_linear.linear(x, weight, workspace, shape=shape, **wish)
+            torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+        gated = small_linear.linear(x, weight, workspace, shape=shape, norm_weight=norm, eps=1e-6, gated=True)
+        expected = reference.linear(x, weight, norm_weight=norm, eps=1e-6, gated=True)
+        torch.testing.assert_close(gated, expected, atol=1e-4, rtol=1e-4)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize("normed", [True, False])
+def test_rope_store(num_tokens, normed):
+    torch.manual_seed(num_tokens)
+    heads, kv_heads, dim, page_size = 4, 2, 32, 16
+    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim)
+    norms = [torch.randn(dim), torch.randn(dim)] if normed else [None, None]
+    angles = torch.randn(50, dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = torch.randint(0, 50, (num_tokens,), dtype=torch.int32)
+    slots = torch.randperm(4 * page_size)[:num_tokens].int()
+    results = []
+    for rope_store in (fused.rope_store, TorchOps().rope_store):
+        pool = torch.zeros(2, 4, kv_heads, page_size, dim)
+        q = rope_store(qkv.clone(), *norms, cos_sin, positions, slots, pool[0], pool[1], heads, 1e-6)
+        results.append((q.clone(), pool))
+    for out, expected in zip(*results, strict=True):
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_norm_and_activation():
+    x, weight = torch.randn(5, 96), torch.randn(96)
+    torch.testing.assert_close(fused.rms_norm(x, weight, 1e-6), TorchOps().rms_norm(x, weight, 1e-6))
+    gate_up = torch.randn(5, 3000)
+    expected = F.silu(gate_up[:, :1500]) * gate_up[:, 1500:]
+    torch.testing.assert_close(fused.silu_mul(gate_up), expected)
+
+
+def test_sampling_is_that_of_the_sampler():
+    torch.manual_seed(0)
+    n, vocab = 6, 5003
+    logits = torch.randn(n, vocab) * 3
+    params = torch.randint(-(2**31), 2**31 - 1, (12, 9), dtype=torch.int64).int()
+    temperature = torch.tensor([0.0, 0.5, 1.0] * 4)
+    params[:, 0] = temperature.view(torch.int32)
+    lines = torch.randperm(12)[:n].int()
+    positions = torch.randint(0, 5000, (n,)).int()
+    workspace = sampling.SamplingWorkspace(n, vocab, CPU)
+    keys = row_keys(params[lines, 7], params[lines, 8], positions)
+    t = temperature[lines].unsqueeze(1)
+    noise = gumbel(*keys, torch.arange(vocab, dtype=torch.int32))
+    scores = torch.where(t == 0, logits, logits / torch.where(t == 0, 1.0, t) + noise)
+    for broken in (False, True):
+        if broken:
+            logits[3, 7] = float("nan")
+        token_ids, sound = sampling.sample_plain(logits, lines, positions, params, (0, 7, 8), workspace)
+        right = [i for i in range(n) if not (broken and i == 3)]
+        assert token_ids[right].tolist() == scores.argmax(1)[right].tolist()
+        assert sound.tolist() == [0 if broken and i == 3 else 1 for i in range(n)]
+
+
+def test_row_tables():
+    tokens = torch.randint(0, 99, (5, 40)).int()
+    table = torch.randint(1, 30, (5, 10)).int()
+    lines, positions = torch.tensor([4, 0, 2]).int(), torch.tensor([39, 0, 17]).int()
+    ids, slots = rows.lookup(lines, positions, tokens, table, 4)
+    assert ids.tolist() == tokens[lines, positions].tolist()
+    assert slots.tolist() == (table[lines, positions // 4] * 4 + positions % 4).tolist()
+    rows.write_tokens(tokens, lines, positions, torch.tensor([7, 8, 9]).int())
+    assert tokens[lines, positions].tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize(("num_tokens", "experts"), [(3, 8), (40, 2)])
+def test_moe(num_tokens, experts):
+    torch.manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 64)
+    ids = torch.stack([torch.randperm(experts)[:2] for _ in range(num_tokens)])
+    weights = torch.rand(num_tokens, 2)
+    gate_up, down = torch.randn(experts, 96, 64) * 0.1, torch.randn(experts, 64, 48) * 0.1
+    expected = TorchOps().moe(x, ids, weights, gate_up, down)
+    torch.testing.assert_close(moe(x, ids, weights, gate_up, down), expected, atol=1e-5, rtol=1e-4)
