@@ -38,5 +38,5 @@ def full_matrix(request: pytest.FixtureRequest) -> bool:
 def gauge(request: pytest.FixtureRequest, full_matrix: bool) -> Gauge:
     if full_matrix:
         asked = full_questions(request.config.getoption("--questions"))
-        return Gauge(asked, asked[:STARVED_REQUESTS])
+        return Gauge(asked, asked[:STARVED_REQUESTS], tokens=None)
     return Gauge(short_questions(SHORT_PER_KIND), quick_questions())

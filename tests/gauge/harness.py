@@ -23,6 +23,7 @@ from tests.gauge.cells import BASELINE, STARVED_REQUESTS, STARVED_SEQUENCES, Cel
 
 SHORT_ANSWER, SHORT_HISTORY = 80, 600  # characters; for the short run
 QUICK_KINDS = ("arithmetic", "repeat")
+POOL_TOKENS = 16384  # small pools make quick starts
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS)
 
@@ -52,10 +53,16 @@ def _is_short(question: Question, longest: int) -> bool:
 
 
 @contextmanager
-def engine(*, overlap: bool = True, **options: Any) -> Iterator[LLM]:
-    """An engine on the demo model, float32, with `options` on top of the baseline's."""
+def engine(*, overlap: bool = True, tokens: int | None = POOL_TOKENS, **options: Any) -> Iterator[LLM]:
+    """An engine on the demo model, float32, with `options` on top of the baseline's.
+
+    `tokens`: what the KV pool holds where num_pages is not given; None: as many as the engine chooses.
+    """
     environment = Environment(overlap=overlap, log_level="WARNING", flashinfer_tensor_cores=None)
-    with LLM("demo", environment=environment, **{**BASELINE, **options}) as llm:
+    options = {**BASELINE, **options}
+    if tokens is not None:
+        options.setdefault("num_pages", tokens // options["page_size"])
+    with LLM("demo", environment=environment, **options) as llm:
         yield llm
 
 
@@ -87,8 +94,9 @@ class Answers:
 class Gauge:
     """The questions of this run and the baseline's answers to them."""
 
-    def __init__(self, asked: list[Question], starved: list[Question]) -> None:
-        """`asked` is for most cells, `starved` for those with few pages."""
+    def __init__(self, asked: list[Question], starved: list[Question], tokens: int | None = POOL_TOKENS) -> None:
+        """`asked` is for most cells, `starved` for those with few pages; `tokens` as for `engine`."""
+        self._tokens = tokens
         self.questions = asked
         self.starved_questions = starved
         everything = list({id(question): question for question in (*asked, *starved)}.values())
@@ -110,7 +118,7 @@ class Gauge:
         return self._ask(asked, overlap=cell.overlap, **options)
 
     def _ask(self, asked: Sequence[Question], **options: Any) -> Answers:
-        with engine(**options) as llm:
+        with engine(tokens=self._tokens, **options) as llm:
             if "num_pages" in options:
                 expect_short_answers(llm)
             outputs = llm.chat([question.messages for question in asked], GREEDY)

@@ -8,7 +8,7 @@ import pytest
 from minisgl_backend import SamplingParams
 from tests.gauge.harness import engine, expect_short_answers
 
-NUM_PROMPTS = 10
+NUM_PROMPTS = 7
 MAX_TOKENS = 24
 WARM = SamplingParams(temperature=1.3, max_tokens=MAX_TOKENS)
 STYLES = (
