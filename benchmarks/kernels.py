@@ -9,11 +9,13 @@ weights or caches, so that the L2 cache does not flatter it. TB/s counts bytes t
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import random
 import statistics
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 
@@ -240,63 +242,93 @@ class PolicyOps(TritonOps):
         return super()._is_small(x, weight, residual, gated)
 
 
+@dataclass(frozen=True)
+class ChainShape:
+    """One decoder, Qwen3-0.6B unless told otherwise."""
+
+    hidden: int = 1024
+    heads: int = 16
+    kv_heads: int = 8
+    dim: int = 128
+    size: int = 3072
+    layers: int = 28
+    vocab: int = 151936
+    page: int = 64
+    context: int = 1024
+
+
+class Chain:
+    """All tensors of a decode step at one batch size."""
+
+    def __init__(self, shape: ChainShape, batch: int) -> None:
+        self.shape, self.batch, device = shape, batch, torch.device("cuda")
+        pages_each = shape.context // shape.page + 1
+        qkv, attended = (shape.heads + 2 * shape.kv_heads) * shape.dim, shape.heads * shape.dim
+        self.stack = [
+            (
+                _weights(qkv, shape.hidden),
+                _weights(shape.hidden, attended),
+                _weights(2 * shape.size, shape.hidden),
+                _weights(shape.hidden, shape.size),
+            )
+            for _ in range(shape.layers)
+        ]
+        self.norm, self.head_norm = _weights(shape.hidden), _weights(shape.dim)
+        self.lm_head = _weights(shape.vocab, shape.hidden)
+        self.cos_sin = torch.randn(4 * shape.context, shape.dim, device=device)
+        pool = (shape.layers, 2, batch * pages_each + 1, shape.kv_heads, shape.page, shape.dim)
+        self.pool = torch.randn(pool, device=device, dtype=torch.bfloat16)
+        self.table = (torch.randperm(batch * pages_each, device=device) + 1).int().reshape(batch, pages_each)
+        self.rows = torch.arange(batch, dtype=torch.int32, device=device)
+        self.lengths = torch.full((batch,), shape.context, dtype=torch.int32, device=device)
+        self.positions = self.lengths - 1
+        last = shape.context - 1
+        self.slots = self.table[:, last // shape.page] * shape.page + last % shape.page
+        self.x = torch.randn(batch, shape.hidden, device=device).bfloat16()
+        self.attention = DecodeWorkspace(max(batch, 64), shape.heads, shape.kv_heads, shape.dim, device)
+        self.sampling = SamplingWorkspace(batch, shape.vocab, device)
+        self.params = torch.zeros(batch, 9, dtype=torch.int32, device=device)
+        self.params[:, 0] = torch.tensor(0.6).view(torch.int32)
+
+    def step(self, ops: TritonOps) -> torch.Tensor:
+        """The sampled tokens."""
+        heads, pdl = self.shape.heads, ops.pdl and self.batch <= 64
+        cut = decode_shape(self.batch, self.shape.kv_heads)
+        x = self.x.clone()  # products add to the residual in place
+        for layer, (qkv_weight, o_weight, gate_up_weight, down_weight) in enumerate(self.stack):
+            k, v = self.pool[layer]
+            qkv = ops.linear(x, qkv_weight, norm_weight=self.norm, eps=1e-6)
+            norms = (self.head_norm, self.head_norm)
+            q = ops.rope_store(qkv, *norms, self.cos_sin, self.positions, self.slots, k, v, heads, 1e-6)
+            attended = decode_attention(
+                q, k, v, self.rows, self.lengths, self.table, self.attention, cut, self.shape.dim**-0.5, None, pdl
+            )
+            x = ops.linear(attended.flatten(1), o_weight, residual=x)
+            gated = ops.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, gated=True)
+            x = ops.linear(gated, down_weight, residual=x)
+        logits = ops.linear(ops.rms_norm(x, self.norm, 1e-6), self.lm_head)
+        return sample_plain(logits, self.rows, self.positions, self.params, (0, 1, 2), self.sampling, pdl)
+
+
+def _weights(*shape: int) -> torch.Tensor:
+    return (torch.randn(*shape, device="cuda") * 0.02).bfloat16()
+
+
 def bench_chain(results: dict[str, dict], profile: bool) -> None:
     """A whole decode step of Qwen3-0.6B shapes, attention and sampling included, as one graph; no engine around it."""
-    hidden, heads, kv_heads, dim, size, layers, vocab, page = 1024, 16, 8, 128, 3072, 28, 151936, 64
-    device = torch.device("cuda")
-
-    def weights(*shape: int) -> torch.Tensor:
-        return (torch.randn(*shape, device=device) * 0.02).bfloat16()
-
-    stack = [
-        (weights((heads + 2 * kv_heads) * dim, hidden), weights(hidden, heads * dim), weights(2 * size, hidden), weights(hidden, size))
-        for _ in range(layers)
-    ]  # fmt: skip
-    norm, head_norm, lm_head = weights(hidden), weights(dim), weights(vocab, hidden)
-    cos_sin = torch.randn(4096, dim, device=device)
     for batch in (1, 2, 8, 64, 256):
-        pages = batch * 17
-        pool = torch.randn(layers, 2, pages + 1, kv_heads, page, dim, device=device, dtype=torch.bfloat16)
-        table = (torch.randperm(pages, device=device) + 1).int().reshape(batch, 17)
-        rows = torch.arange(batch, dtype=torch.int32, device=device)
-        lengths = torch.full((batch,), 1024, dtype=torch.int32, device=device)
-        positions = lengths - 1
-        slots = table[:, 1023 // page] * page + 1023 % page
-        x0 = torch.randn(batch, hidden, device=device).bfloat16()
-        attention = DecodeWorkspace(257, heads, kv_heads, dim, device)
-        sampling = SamplingWorkspace(257, vocab, device)
-        params = torch.zeros(batch, 9, dtype=torch.int32, device=device)
-        params[:, 0] = torch.tensor(0.6).view(torch.int32)
-        for policy, pdl in (("cublas", False), ("cublas", True), ("rule", False), ("rule", True), ("all", True)):
+        chain = Chain(ChainShape(), batch)
+        for policy, pdl in (("cublas", False), ("rule", False), ("rule", True), ("all", True)):
             if policy == "all" and batch > 64:
                 continue
-            ops = PolicyOps(policy, pdl)
-
-            def step(ops=ops, batch=batch, pool=pool, pdl=pdl, table=table, rows=rows, lengths=lengths, positions=positions, slots=slots, x0=x0, attention=attention, params=params, sampling=sampling) -> torch.Tensor:  # fmt: skip
-                x = x0
-                for layer, (qkv_w, o_w, gate_up_w, down_w) in enumerate(stack):
-                    qkv = ops.linear(x, qkv_w, norm_weight=norm, eps=1e-6)
-                    k_cache, v_cache = pool[layer, 0], pool[layer, 1]
-                    q = ops.rope_store(
-                        qkv, head_norm, head_norm, cos_sin, positions, slots, k_cache, v_cache, heads, 1e-6
-                    )
-                    shape = decode_shape(batch, kv_heads)
-                    a = decode_attention(
-                        q, k_cache, v_cache, rows, lengths, table, attention, shape, 0.088, None, pdl and batch <= 64
-                    )
-                    x = ops.linear(a.flatten(1), o_w, residual=x)
-                    gated = ops.linear(x, gate_up_w, norm_weight=norm, eps=1e-6, gated=True)
-                    x = ops.linear(gated, down_w, residual=x)
-                logits = ops.linear(ops.rms_norm(x, norm, 1e-6), lm_head)
-                return sample_plain(logits, rows, positions, params, (0, 1, 2), sampling, pdl and batch <= 64)
-
+            step = functools.partial(chain.step, PolicyOps(policy, pdl))
             us = time_graph([step])
             key = f"chain 0.6B batch {batch} {policy} pdl {int(pdl)}"
             results[key] = {"ms": round(us / 1000, 3)}
             print(f"{key}: {us / 1000:.3f} ms", flush=True)
             if profile and policy == "rule" and pdl:
                 profile_step(step)
-        del pool
+        del chain, step
         torch.cuda.empty_cache()
 
 

@@ -90,8 +90,7 @@ def rope_store(
 
     qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] is overwritten in its q part, a view of which is
     returned as [num_tokens, num_q_heads, head_dim]. cos_sin float32 [max_position, head_dim]: cosines of the
-    head_dim / 2 angles, then sines. positions and slots int [num_tokens]; caches as in attention.base. A token
-    whose slot is negative is not stored.
+    head_dim / 2 angles, then sines. positions and slots int [num_tokens]; caches as in attention.base.
     """
     num_tokens = qkv.shape[0]
     _, num_kv_heads, page_size, head_dim = k_cache.shape
@@ -150,14 +149,13 @@ def _rope_store_kernel(
     tl.store(source, rotated_first, mask=ok & is_q)
     tl.store(source + HALF, rotated_second, mask=ok & is_q)
     slot = tl.load(slots_ptr + token).to(tl.int64)
-    stored = ok & (slot >= 0)
     cache = (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_token + i[None, :]
     k_target = k_ptr + cache + (head[:, None] - NUM_Q_HEADS) * kv_stride_head
-    tl.store(k_target, rotated_first, mask=stored & is_k)
-    tl.store(k_target + HALF, rotated_second, mask=stored & is_k)
+    tl.store(k_target, rotated_first, mask=ok & is_k)
+    tl.store(k_target + HALF, rotated_second, mask=ok & is_k)
     v_target = v_ptr + cache + (head[:, None] - NUM_Q_HEADS - NUM_KV_HEADS) * kv_stride_head
-    tl.store(v_target, first_raw, mask=stored & is_v)
-    tl.store(v_target + HALF, second_raw, mask=stored & is_v)
+    tl.store(v_target, first_raw, mask=ok & is_v)
+    tl.store(v_target + HALF, second_raw, mask=ok & is_v)
 
 
 def _launch(pdl: bool) -> dict[str, bool]:
