@@ -345,9 +345,8 @@ def profile_step(step: Callable[[], object]) -> None:
         torch.cuda.synchronize()
     for event in sorted(profiler.key_averages(), key=lambda e: -e.self_device_time_total)[:12]:
         per_call = event.self_device_time_total / event.count
-        print(
-            f"    {event.self_device_time_total / 3:9.1f} us a step, {event.count // 3:4d} x {per_call:7.2f}  {event.key[:80]}"
-        )
+        total, count = event.self_device_time_total / 3, event.count // 3
+        print(f"    {total:9.1f} us a step, {count:4d} x {per_call:7.2f}  {event.key[:80]}")
 
 
 def main() -> None:
