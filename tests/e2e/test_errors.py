@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.wire import Server, Tensor, batched
+from tests.e2e.wire import GrpcStream, Server, Tensor, batched
 
 pytestmark = pytest.mark.e2e
 
@@ -108,6 +108,12 @@ def test_a_prompt_that_leaves_little_room_is_served(server: Server) -> None:
 def test_numbers_that_are_none(server: Server, value: float) -> None:
     chunks = list(server.stream(batched(text_input="x", temperature=value)))
     assert "temperature" in chunks[-1].error
+
+
+def test_a_grpc_error_has_its_code(server: Server) -> None:
+    with GrpcStream(server, with_codes=True) as stream:
+        stream.send(batched(text_input="x", top_p=7.0))
+        assert "INVALID_ARGUMENT" in stream.receive().error
 
 
 def test_a_batch_of_two_is_refused(server: Server) -> None:

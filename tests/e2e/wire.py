@@ -123,12 +123,14 @@ class Tensor:
 class GrpcStream:
     """One gRPC connection with one stream of requests."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, *, with_codes: bool = False) -> None:
+        """`with_codes`: an error has a gRPC status and ends the stream; otherwise it is a message in the stream."""
+        self._headers = {"triton_grpc_error": "true"} if with_codes else None
         self._client = grpcclient.InferenceServerClient(f"127.0.0.1:{server.grpc}")
         self._queue: queue.Queue[tuple[Any, Any]] = queue.Queue()
 
     def __enter__(self) -> GrpcStream:
-        self._client.start_stream(lambda result, error: self._queue.put((result, error)))
+        self._client.start_stream(lambda result, error: self._queue.put((result, error)), headers=self._headers)
         return self
 
     def __exit__(self, *_: object) -> None:
