@@ -67,6 +67,16 @@ class Load:
         ]
 
 
+@dataclass(frozen=True)
+class Target:
+    """The server under load."""
+
+    pid: int
+    port: int
+    step_log: Path  # of the null runner
+    connections: int
+
+
 def main() -> int:
     options = _parse_arguments()
     load = Load(options.streams, options.rate, options.seconds)
@@ -82,9 +92,12 @@ def main() -> int:
                 _set_fronts(repository / "engine" / "config.pbtxt", options.fronts)
             config = read_engine_config(repository)
             answers = NullAnswers(config.model)
+            step_log = repository / "steps"
+            os.environ["MINISGL_NULL_RUNNER_LOG"] = str(step_log)
             with _running_server(repository, options.verbose) as (pid, port):
-                _run(Load(load.streams, load.rate, WARM_UP_SECONDS), answers, pid, port, options.connections)
-                report = _run(load, answers, pid, port, options.connections)
+                target = Target(pid, port, step_log, options.connections)
+                _run(Load(load.streams, load.rate, WARM_UP_SECONDS), answers, target)
+                report = _run(load, answers, target)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     _show(report, options.json)
@@ -107,17 +120,18 @@ def _parse_arguments() -> argparse.Namespace:
     return options
 
 
-def _run(load: Load, answers: NullAnswers, server: int, port: int, connections: int) -> dict[str, Any]:
+def _run(load: Load, answers: NullAnswers, target: Target) -> dict[str, Any]:
     questions = load.questions(answers, "Stream")
     requests = [[_request(question) for question in stream] for stream in questions]
-    before = _cpu_seconds(server)
+    before = _cpu_seconds(target.pid)
     exchanges = run_exchanges(
-        HOST, port, requests, connections=min(connections, load.streams), give_up_s=GIVE_UP_SECONDS
+        HOST, target.port, requests, connections=min(target.connections, load.streams), give_up_s=GIVE_UP_SECONDS
     )
-    after = _cpu_seconds(server)
+    after = _cpu_seconds(target.pid)
     flat = [question for stream in questions for question in stream]
     asked = list(zip(flat, exchanges, strict=True))
-    checked = [question.check(exchange, load.rate) for question, exchange in asked]
+    emissions = np.fromfile(target.step_log, dtype="<f8")
+    checked = [question.check(exchange, emissions) for question, exchange in asked]
     wrong = {exchange.slot for (_, exchange), answer in zip(asked, checked, strict=True) if answer.faults}
     for fault in [fault for answer in checked for fault in answer.faults][:SHOWN_FAULTS]:
         print(f"wrong: {fault}", file=sys.stderr)

@@ -69,8 +69,8 @@ class Question:
         self.usage = usage
         self._answers = answers
 
-    def check(self, exchange: Exchange, rate: float) -> Answer:
-        """Compares; `rate` is in tokens a second."""
+    def check(self, exchange: Exchange, emissions: npt.NDArray[np.float64]) -> Answer:
+        """Compares; `emissions` are the times of the core's steps, time.monotonic() seconds; float64 [num_steps]."""
         responses = [
             (moment, service_pb2.ModelStreamInferResponse.FromString(raw)) for moment, raw in exchange.messages()
         ]
@@ -91,7 +91,7 @@ class Question:
             self._check_usage(outputs, ends, answer)
         answer.first_token_s = data[0][0] - exchange.sent
         if "first_token_time_ns" in outputs[-1]:
-            answer.delays = _delays([moment for moment, _ in data], ends, outputs[-1]["first_token_time_ns"], rate)
+            answer.delays = _delays([moment for moment, _ in data], ends, outputs[-1]["first_token_time_ns"], emissions)
         else:
             answer.faults.append(f"{self.name}: the last response has no perf metrics")
         return answer
@@ -134,17 +134,18 @@ class Question:
 
 
 def _delays(
-    moments: Sequence[float], ends: npt.NDArray[np.int64], first_token_ns: int, rate: float
+    moments: Sequence[float], ends: npt.NDArray[np.int64], first_token_ns: int, emissions: npt.NDArray[np.float64]
 ) -> npt.NDArray[np.float64]:
-    """Seconds from when each token was due at the core to its arrival; float64 [num_tokens].
+    """Seconds from when the core had each token to its arrival; float64 [num_tokens], fewer where emissions lack.
 
-    The first token is due when the core says that it had it, the following ones in steps of the rate: a core that is
-    held up counts as late, too.
+    The core says when it had the first token, which is after the step that made it and before the next one. From there
+    on every step makes one.
     """
-    num_tokens = int(ends[-1])
     arrivals = np.repeat(np.asarray(moments), np.diff(ends, prepend=0))
     first = first_token_ns / 1e9 - (time.time() - time.monotonic())
-    return arrivals - (first + np.arange(num_tokens) / rate)
+    step = int(np.searchsorted(emissions, first, side="right")) - 1
+    emitted = emissions[step : step + len(arrivals)]
+    return arrivals[: len(emitted)] - emitted
 
 
 _FORMATS = {"INT32": "<i", "INT64": "<q", "FP32": "<f"}

@@ -236,6 +236,7 @@ class Environment:
     overlap: bool  # MINISGL_DISABLE_OVERLAP_SCHEDULING=1 switches it off
     log_level: str  # LOG_LEVEL
     flashinfer_tensor_cores: bool | None  # FLASHINFER_USE_TENSOR_CORES=0/1; None: the measured default
+    null_runner_log: str = ""  # MINISGL_NULL_RUNNER_LOG: a file that gets the times of the null runner's steps
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
@@ -247,6 +248,7 @@ class Environment:
             overlap=not _environment_flag(environ, "MINISGL_DISABLE_OVERLAP_SCHEDULING"),
             log_level=level,
             flashinfer_tensor_cores=_environment_flag(environ, "FLASHINFER_USE_TENSOR_CORES"),
+            null_runner_log=environ.get("MINISGL_NULL_RUNNER_LOG", ""),
         )
 
 

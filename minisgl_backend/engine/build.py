@@ -58,7 +58,7 @@ def build_engine(
     model_dir = find_model_dir(config.model)
     model = ModelConfig.load(model_dir)
     if config.runner == "null":
-        runner, limits, description, close = _null_runner(config, model_dir, model)
+        runner, limits, description, close = _null_runner(config, environment, model_dir, model)
     else:
         runner, limits, description, close = _model_runner(config, environment, model_dir, model, on_follower_death)
     overlap = environment.overlap
@@ -158,14 +158,15 @@ def _scheduler_limits(
 
 
 def _null_runner(
-    config: EngineConfig, model_dir: Path, model: ModelConfig
+    config: EngineConfig, environment: Environment, model_dir: Path, model: ModelConfig
 ) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
     tokenizer = _load_tokenizer(config, model_dir)
     answer = tokenizer(NULL_ANSWER, add_special_tokens=False)["input_ids"]
     page_size = config.page_size or NULL_PAGE_SIZE
     max_seq_len = min(config.max_seq_len_override or model.max_position, model.max_position)
     pages = config.num_pages or min(config.max_running_requests * -(-max_seq_len // page_size), NULL_MAX_PAGES)
-    runner = NullRunner(np.array(answer, dtype=np.int32), config.null_runner_rate)
+    log_file = Path(environment.null_runner_log) if environment.null_runner_log else None
+    runner = NullRunner(np.array(answer, dtype=np.int32), config.null_runner_rate, log_file)
     limits = _scheduler_limits(config, model, page_size, pages, max_seq_len)
     return runner, limits, f"null runner with the tokenizer of {config.model}", lambda: None
 

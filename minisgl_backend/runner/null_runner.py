@@ -5,8 +5,11 @@ Knows nothing of models or devices; imports NumPy only.
 
 from __future__ import annotations
 
+import struct
 import time
 from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -23,11 +26,14 @@ class NullStep:
     step: int
     token_ids: Int32Array  # [num_sampled]
     due: float  # time.monotonic() seconds
+    log: BinaryIO | None = None
 
     def result(self) -> StepResult:
         delay = self.due - time.monotonic()
         if delay > 0:
             time.sleep(delay)
+        if self.log is not None:
+            self.log.write(struct.pack("<d", time.monotonic()))
         return StepResult(self.step, self.token_ids)
 
 
@@ -38,12 +44,14 @@ class NullRunner:
         token_ids: the answer of every sequence: position p gets token_ids[p % len(token_ids)]. Leave end-of-sequence
             tokens out.
         rate: tokens a second of each stream; 0: as fast as steps go.
+        log_file: gets the time of each step's end, a little-endian float64 of time.monotonic() seconds.
     """
 
-    def __init__(self, token_ids: Int32Array, rate: float = 0.0) -> None:
+    def __init__(self, token_ids: Int32Array, rate: float = 0.0, log_file: Path | None = None) -> None:
         self._token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         self._interval = 1.0 / rate if rate > 0 else 0.0
         self._due = 0.0  # when the last step is through
+        self._log: BinaryIO | None = None if log_file is None else log_file.open("wb", buffering=0)
 
     def prepare(self, plan: StepPlan, masks: object = None) -> StepPlan:
         return plan
@@ -56,4 +64,4 @@ class NullRunner:
         tokens = self._token_ids.take(ends, mode="wrap")
         if self._interval:
             self._due = max(self._due, time.monotonic()) + self._interval
-        return NullStep(batch.step, tokens, self._due)
+        return NullStep(batch.step, tokens, self._due, self._log)

@@ -160,9 +160,13 @@ class EngineFront:
             sequence = sequences.get(uid)
             if sequence is None:
                 continue
-            sequence.append(token, reason)
-            if reason or sequence.eager:
+            if reason:
+                sequence.append(token, reason)
                 wake(sequence)
+            else:  # nearly every token comes this way
+                sequence.pending.append(token)
+                if not sequence.queued and sequence.eager:
+                    wake(sequence)
 
     def _on_rejected(self, rejected: Rejected) -> None:
         sequence = self._sequences.get(rejected.uid)

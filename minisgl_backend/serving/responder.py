@@ -11,7 +11,6 @@ Knows nothing of Triton (senders are given) or of the engine's sockets.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterable, Mapping
 from minisgl_backend.request import FinishReason
 from minisgl_backend.serving.latency import LatencyRecorder
 from minisgl_backend.serving.stream import SequenceStream, Stream, join_parts
+from minisgl_backend.serving.turns import Turns
 from minisgl_backend.serving.wire import Chunk
 
 MAX_UNCONFIRMED = 128  # responses between front and detokenizer, over all streams; each may have one
@@ -51,7 +51,7 @@ class Responder:
         self.page_size = 1  # for perf metrics; known once the engine is up
         self._num_streams = 0
         self._count_lock = threading.Lock()
-        self._queues: list[queue.SimpleQueue[SequenceStream | None]] = [queue.SimpleQueue() for _ in range(num_workers)]
+        self._turns = [Turns() for _ in range(num_workers)]
         self._threads = [
             threading.Thread(target=self._run, args=(worker,), name=f"responder-{worker}", daemon=True)
             for worker in range(num_workers)
@@ -73,36 +73,37 @@ class Responder:
             self._num_streams += 1
 
     def wake(self, sequence: SequenceStream) -> None:
-        """The sequence has something new. Cheap; called for every record."""
-        if not sequence.queued:
+        """The sequence has something new."""
+        if not sequence.queued or sequence.reason:  # an end does not wait for the turn that was taken for its tokens
             sequence.queued = True
-            self._queues[sequence.stream.worker].put(sequence)
+            self._turns[sequence.stream.worker].put(sequence)
 
     def fail(self, stream: Stream, status: str, message: str) -> None:
         """Ends the stream with an error."""
         stream.failure = (status, message)
         sequence = stream.sequences[0]
         sequence.queued = True
-        self._queues[stream.worker].put(sequence)
+        self._turns[stream.worker].put(sequence)
 
     def confirm(self, sequence: SequenceStream, number: int) -> None:
         """The detokenizer has handled the sequence's chunks up to `number`."""
         if number > sequence.confirmed_number:
             sequence.confirmed_number = number
+            self._turns[sequence.stream.worker].note_confirmed()
             if sequence.blocked:
                 sequence.blocked = False
                 self.wake(sequence)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads; what is queued before is still sent."""
-        for waiting in self._queues:
-            waiting.put(None)
+        for turns in self._turns:
+            turns.close()
         for thread in self._threads:
             thread.join(timeout_s)
 
     def _run(self, worker: int) -> None:
-        waiting = self._queues[worker]
-        while (sequence := waiting.get()) is not None:
+        turns = self._turns[worker]
+        while (sequence := turns.next()) is not None:
             # Before the tokens are taken: whoever appends after this wakes the thread again.
             sequence.queued = False
             try:
@@ -174,6 +175,8 @@ class Responder:
             prompt_logprobs=stream.prompt_logprobs if first and stream.spec.options.prompt_logprobs else (),
             metrics=stream.metrics(self.page_size) if final else None,
         )
+        if stream.confirmed and not final:
+            self._turns[stream.worker].note_sent(sequence, chunk.number, time.monotonic())
         self._send(stream, chunk, final)
 
     def _send_whole(self, stream: Stream) -> None:

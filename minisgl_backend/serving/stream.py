@@ -135,6 +135,14 @@ class SequenceStream:
         self.parts: list[Part] = []  # taken, not sent
         self.last_sent = 0.0
 
+    @property
+    def is_urgent(self) -> bool:
+        """What it has to send waits for nothing."""
+        stream = self.stream
+        if self.reason or not self.number or stream.failure is not None:
+            return True
+        return not (stream.confirmed and stream.spec.options.stream)
+
     def append(self, token_id: int, reason: int) -> None:
         """One record of the engine; token -1 says that there is none."""
         if token_id >= 0:

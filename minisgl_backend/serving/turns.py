@@ -1,0 +1,102 @@
+"""Whose turn it is: the order in which one sender thread serves its streams, and when it waits.
+
+Knows nothing of chunks, senders or Triton.
+
+What is urgent (first tokens, ends, errors, answers that are no stream) goes at once. All else takes turns, first come
+first served, and only while few responses lie between this thread and the detokenizer: what lies there only waits, in a
+response that was made too early. Tokens that come meanwhile go out with their stream's next turn.
+"""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+
+from minisgl_backend.serving.stream import SequenceStream
+
+WINDOW = 4  # responses on their way; more do not make the path faster
+SLOT_S = 0.025  # a response that is this old holds nobody up: the server drops those of cancelled requests unseen
+
+
+class Turns:
+    """Of one sender thread, which alone calls `next` and `note_sent`; the rest may be called from any thread."""
+
+    def __init__(self, window: int = WINDOW) -> None:
+        self._window = window
+        self._arrivals: queue.SimpleQueue[SequenceStream | None] = queue.SimpleQueue()
+        self._ready: deque[SequenceStream] = deque()
+        self._sent: deque[tuple[SequenceStream, int, float]] = deque()  # those on their way: number, time
+        self._waiting = False
+        self._closing = False
+
+    def put(self, sequence: SequenceStream) -> None:
+        """It has something to send."""
+        self._arrivals.put(sequence)
+
+    def note_confirmed(self) -> None:
+        """A response of this thread has arrived at the detokenizer."""
+        if self._waiting:
+            self._waiting = False
+            self._arrivals.put(None)
+
+    def close(self) -> None:
+        """`next` returns None once everything that was put before is served."""
+        self._closing = True
+        self._arrivals.put(None)
+
+    def note_sent(self, sequence: SequenceStream, number: int, now: float) -> None:
+        """Its response `number` is on its way; time.monotonic() seconds."""
+        self._sent.append((sequence, number, now))
+
+    def next(self) -> SequenceStream | None:
+        """The sequence to serve now; blocks until there is one. None: closed."""
+        wait_s: float | None = None
+        while True:
+            urgent = self._take_arrivals(wait_s)
+            if urgent is not None:
+                return urgent
+            if not self._ready:
+                if self._closing:
+                    return None
+                wait_s = None
+                continue
+            wait_s = self._time_to_turn()
+            if wait_s <= 0 or self._closing:
+                return self._ready.popleft()
+
+    def _take_arrivals(self, wait_s: float | None) -> SequenceStream | None:
+        """Lines up what has come; the first urgent one is returned instead. Waits `wait_s` for the first arrival."""
+        arrivals, ready = self._arrivals, self._ready
+        try:
+            # Without a time the wait costs least: it is the usual one.
+            arrived = arrivals.get() if wait_s is None and not ready else arrivals.get(timeout=max(wait_s or 0.0, 0.0))
+            while True:
+                if arrived is not None:
+                    if arrived.is_urgent:
+                        return arrived
+                    ready.append(arrived)
+                arrived = arrivals.get_nowait()
+        except queue.Empty:
+            return None
+
+    def _time_to_turn(self) -> float:
+        """Seconds until the first in line may go if nothing is confirmed meanwhile; 0: now."""
+        if not self._is_full():
+            return 0.0
+        self._waiting = True
+        # A confirmation may have come between the two lines above.
+        if not self._is_full():
+            self._waiting = False
+            return 0.0
+        return max(0.0, self._sent[0][2] + SLOT_S - time.monotonic())
+
+    def _is_full(self) -> bool:
+        sent = self._sent
+        too_old = time.monotonic() - SLOT_S
+        while sent:
+            sequence, number, moment = sent[0]
+            if sequence.confirmed_number < number and not sequence.stream.closed and moment > too_old:
+                break
+            sent.popleft()
+        return len(sent) >= self._window
