@@ -8,13 +8,17 @@ from __future__ import annotations
 import re
 
 _ENSEMBLE_PREFIX = re.compile(r"^(?:in ensemble '[^']*', )+")
-_UNAVAILABLE_WORDS = r"""unavailable|unhealthy|not\ ready|no\ available\ versions|queue\ (?:is\ )?full|try\ again
-    |engine\ (?:died|is\ not\ running)"""
+_UNAVAILABLE_WORDS = r"""unavailable|unhealthy|not\ healthy|not\ ready|no\ available\ versions|queue\ (?:is\ )?full
+    |try\ again|engine\ (?:died|is\ not\ running)|shutting\ down|was\ restarted|at\ the\ moment"""
+# What this project's servers say of a wrong request.
+_INVALID_WORDS = r"""allowed:|is\ not\ served|is\ not\ valid|is\ longer\ than|takes\ prompts\ of\ at\ most
+    |chat\ template|guided_decoding_guide|lone\ surrogate|could\ not\ be\ read|send\ requests\ to"""
 # Wording of an error without a status -> the status it most likely had. The first match counts.
 _WORDINGS = (
     (re.compile(r"\bcancell?ed\b", re.IGNORECASE), "CANCELLED"),
     (re.compile(rf"\b(?:{_UNAVAILABLE_WORDS})\b", re.IGNORECASE | re.VERBOSE), "UNAVAILABLE"),
     (re.compile(r"\bunknown model\b", re.IGNORECASE), "NOT_FOUND"),
+    (re.compile(rf"(?:{_INVALID_WORDS})", re.VERBOSE), "INVALID_ARGUMENT"),
     # Triton's own checks of a request, made before any model sees it.
     (re.compile(r"\bunexpected (?:inference input|shape|datatype)\b|\bexpected \d+ inputs\b"), "INVALID_ARGUMENT"),
 )

@@ -160,7 +160,7 @@ def test_an_error_after_some_text(client: Client) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "error"),
-    [("invalid", ServerError), ("busy", Unavailable), ("cancelled", Cancelled), ("break", ServerError)],
+    [("invalid", InvalidRequest), ("busy", Unavailable), ("cancelled", Cancelled), ("break", ServerError)],
 )
 def test_errors_inside_the_stream(errors_in_band: Any, prompt: str, error: type[ClientError]) -> None:
     with Client(errors_in_band.url) as client, pytest.raises(error) as caught:
