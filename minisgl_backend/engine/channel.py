@@ -9,6 +9,7 @@ Knows nothing of what the messages mean, beyond how step records merge.
 
 from __future__ import annotations
 
+import array
 import contextlib
 import getpass
 import hashlib
@@ -25,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from minisgl_backend.engine.messages import Command, Event, Handled, Hello, Outputs
+from minisgl_backend.engine.messages import Command, Event, Handled, Hello, Outputs, front_of
 from minisgl_backend.errors import ConfigError, EngineDeadError
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
@@ -343,15 +344,19 @@ class HandledSender:
         self._encoder = msgspec.msgpack.Encoder()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
 
-    def send(self, uids: npt.NDArray[np.int64], sequence_numbers: npt.NDArray[np.int32]) -> None:
+    def send(self, uids: Sequence[int], sequence_numbers: Sequence[int]) -> None:
         """Splits the pairs by front (the upper bits of the uid) and sends one Handled to each front.
 
         What a front does not take is dropped: its later confirmations say the same and more.
         """
-        for front, indices in split_by_front(uids):
+        by_front: dict[int, tuple[list[int], list[int]]] = {}
+        for uid, number in zip(uids, sequence_numbers, strict=True):
+            to_front = by_front.setdefault(front_of(uid), ([], []))
+            to_front[0].append(uid)
+            to_front[1].append(number)
+        for front, (front_uids, numbers) in by_front.items():
             handled = Handled(
-                uids=uids[indices].tobytes(),
-                sequence_numbers=sequence_numbers[indices].astype(np.int32, copy=False).tobytes(),
+                uids=array.array("q", front_uids).tobytes(), sequence_numbers=array.array("i", numbers).tobytes()
             )
             with contextlib.suppress(zmq.Again):
                 self._socket(front).send(self._encoder.encode(handled), zmq.DONTWAIT)

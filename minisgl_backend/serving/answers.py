@@ -22,7 +22,9 @@ from minisgl_backend.text.vocabulary import Vocabulary
 
 Arrays = dict[str, "npt.NDArray[Any]"]
 
-CHECK_EVERY_S = 0.04
+CHECK_EVERY_S = 0.04  # how often each stream is asked whether its client is still there
+CHECK_LATEST_S = 0.2  # the same where asking that often would take more than CHECK_SHARE of the time
+CHECK_SHARE = 0.25
 
 
 class StreamError(MinisglError):
@@ -48,6 +50,7 @@ class AnswerEncoder:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._streams: dict[int, _StreamText] = {}
+        self._no_check_before = 0.0  # time.monotonic() seconds
 
     def __len__(self) -> int:
         """Streams with state."""
@@ -58,10 +61,15 @@ class AnswerEncoder:
         stream = self._streams.get(uid)
         if stream is None:  # its first chunk
             return False
-        due = now >= stream.next_check
+        overdue = now - stream.next_check
+        due = overdue >= (0.0 if now >= self._no_check_before else CHECK_LATEST_S - CHECK_EVERY_S)
         if due:
             stream.next_check = now + CHECK_EVERY_S
         return due
+
+    def note_check(self, started: float, ended: float) -> None:
+        """How long it took to ask; time.monotonic() seconds."""
+        self._no_check_before = ended + (ended - started) * (1 / CHECK_SHARE - 1)
 
     def encode(self, chunk: Chunk) -> Arrays:
         """Arrays with a leading batch dimension of 1, by output name. Raises StreamError where there are none."""

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.engine.channel import HandledSender, socket_directory
@@ -46,7 +45,7 @@ class TritonPythonModel:
         self._uids.clear()
         self._numbers.clear()
         responses = [self._answer(request) for request in requests]
-        self._handled.send(np.asarray(self._uids, dtype=np.int64), np.asarray(self._numbers, dtype=np.int32))
+        self._handled.send(self._uids, self._numbers)
         return responses
 
     def finalize(self) -> None:
@@ -58,10 +57,13 @@ class TritonPythonModel:
             chunk = self._codec.chunk(tensor.as_numpy())
             self._uids.append(chunk.uid)
             self._numbers.append(chunk.number)
-            if self._answers.take_check(chunk.uid, time.monotonic()) and request.is_cancelled():
+            now = time.monotonic()
+            if self._answers.take_check(chunk.uid, now):
                 # An ensemble tells only its new steps of a cancellation, never the engine's running one.
-                self._uids.append(chunk.uid)
-                self._numbers.append(CANCELLED)
+                if request.is_cancelled():
+                    self._uids.append(chunk.uid)
+                    self._numbers.append(CANCELLED)
+                self._answers.note_check(now, time.monotonic())
             arrays = self._answers.encode(chunk)
         except StreamError as error:
             return _error(error.status, str(error))

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from minisgl_backend.config import EngineConfig
@@ -113,7 +112,7 @@ def test_streams_that_the_detokenizer_does_not_confirm_are_cancelled(make_front:
                 front.client.confirmations.on_sent(uid, sent[uid], time.monotonic())
                 sent[uid] += 1
                 if uid == read or sent[uid] <= 5:  # the client of `left` goes after five responses
-                    sender.send(np.array([uid], dtype=np.int64), np.array([sent[uid] - 1], dtype=np.int32))
+                    sender.send([uid], [sent[uid] - 1])
         time.sleep(0.001)
     assert front.reasons == {left: FinishReason.CANCELLED}
     front.client.confirmations.clear()

@@ -185,11 +185,11 @@ def test_malformed_commands_are_counted_and_skipped(core: CoreChannel, context: 
 def test_confirmations_reach_their_fronts(context: zmq.Context, tmp_path: Path) -> None:
     receivers = [HandledReceiver(context, tmp_path, front) for front in (0, 3)]
     sender = HandledSender(tmp_path)
-    uids = np.array([uid_of(3, 1), uid_of(0, 2), uid_of(3, 4)], dtype=np.int64)
+    uids = [uid_of(3, 1), uid_of(0, 2), uid_of(3, 4)]
     got: list[list[tuple[int, int]]] = [[], []]
 
     def arrived() -> bool:
-        sender.send(uids, np.array([10, 20, 30], dtype=np.int32))
+        sender.send(uids, [10, 20, 30])
         for index, receiver in enumerate(receivers):
             handled, numbers = receiver.receive()
             got[index].extend(zip(handled.tolist(), numbers.tolist(), strict=True))
@@ -206,7 +206,7 @@ def test_confirmations_reach_their_fronts(context: zmq.Context, tmp_path: Path) 
 def test_confirmations_to_nobody_do_not_block(tmp_path: Path) -> None:
     sender = HandledSender(tmp_path)
     for _ in range(5000):
-        sender.send(np.array([uid_of(9, 1)], dtype=np.int64), np.array([1], dtype=np.int32))
+        sender.send([uid_of(9, 1)], [1])
     sender.close()
 
 
