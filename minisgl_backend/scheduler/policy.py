@@ -69,7 +69,7 @@ class FirstComeFirstServed(WaitingQueue):
         pass
 
     def head(self) -> Sequence | None:
-        while self._heap and self._heap[0][-1].uid not in self._members:
+        while self._heap and self._members.get(self._heap[0][-1].uid) is not self._heap[0][-1]:
             heapq.heappop(self._heap)
         return self._heap[0][-1] if self._heap else None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gauge.cells import CELLS, STARVED_REQUESTS
-from tests.gauge.harness import Gauge, full_questions, quick_questions, short_questions
+from tests.gauge.cells import CELLS
+from tests.gauge.harness import Gauge, full_questions, quick_questions, short_questions, starved_questions
 
 SHORT_PER_KIND = 2
 
@@ -38,5 +38,5 @@ def full_matrix(request: pytest.FixtureRequest) -> bool:
 def gauge(request: pytest.FixtureRequest, full_matrix: bool) -> Gauge:
     if full_matrix:
         asked = full_questions(request.config.getoption("--questions"))
-        return Gauge(asked, asked[:STARVED_REQUESTS], tokens=None)
+        return Gauge(asked, starved_questions(), tokens=None)
     return Gauge(short_questions(SHORT_PER_KIND), quick_questions())

@@ -19,6 +19,7 @@ from minisgl_backend.config import Environment
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.llm import RequestOutput
 from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.scheduler.admission import HISTORY
 from tests.gauge.cells import BASELINE, STARVED_REQUESTS, STARVED_SEQUENCES, Cell
 
 SHORT_ANSWER, SHORT_HISTORY = 80, 600  # characters; for the short run
@@ -47,9 +48,18 @@ def full_questions(per_kind: int) -> list[Question]:
     return ask(per_kind)
 
 
+def starved_questions() -> list[Question]:
+    """Answers of every length to short histories: one long prompt would fill the pool and run alone."""
+    return [question for question in ask(50) if _history(question) <= SHORT_HISTORY][:STARVED_REQUESTS]
+
+
 def _is_short(question: Question, longest: int) -> bool:
-    history = sum(len(message["content"]) for message in question.messages)
-    return len(question.answer) <= longest and history <= SHORT_HISTORY
+    return len(question.answer) <= longest and _history(question) <= SHORT_HISTORY
+
+
+def _history(question: Question) -> int:
+    """Characters of a question's messages."""
+    return sum(len(message["content"]) for message in question.messages)
 
 
 @contextmanager
@@ -75,7 +85,7 @@ def pages_for_three(answers: Sequence[RequestOutput], page_size: int) -> int:
 
 def expect_short_answers(llm: LLM) -> None:
     """Teaches the engine that answers are short, so that it admits too many and must preempt some."""
-    llm.generate([[5]] * 100, temperature=0.0, max_tokens=1)
+    llm.generate([[5]] * HISTORY, temperature=0.0, max_tokens=1)
 
 
 @dataclass(frozen=True)
