@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +25,9 @@ from minisgl_backend.request import Grammar, SamplingParams
 from minisgl_backend.serving.fields import Fields, collect_fields, json_object, json_value, shown
 from minisgl_backend.serving.schema import TENSORS
 from minisgl_backend.serving.wire import OutputOptions, Spec
-from minisgl_backend.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:  # the engine front needs this module, but not the libraries behind the tokenizer
+    from minisgl_backend.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 10_000
 MAX_PRIORITY = 1000

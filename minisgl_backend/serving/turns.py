@@ -9,7 +9,9 @@ response that was made too early. Tokens that come meanwhile go out with their s
 
 from __future__ import annotations
 
+import math
 import queue
+import threading
 import time
 from collections import deque
 
@@ -51,26 +53,22 @@ class Turns:
 
     def next(self) -> SequenceStream | None:
         """The sequence to serve now; blocks until there is one. None: closed."""
-        wait_s: float | None = None
+        wait_s = 0.0
         while True:
             urgent = self._take_arrivals(wait_s)
             if urgent is not None:
                 return urgent
-            if not self._ready:
-                if self._closing:
-                    return None
-                wait_s = None
-                continue
-            wait_s = self._time_to_turn()
-            if wait_s <= 0 or self._closing:
+            wait_s = self._time_to_turn() if self._ready else math.inf
+            if wait_s <= 0:
                 return self._ready.popleft()
+            if self._closing:  # once more, for what was put just before
+                return self._take_arrivals(0.0) or (self._ready.popleft() if self._ready else None)
 
-    def _take_arrivals(self, wait_s: float | None) -> SequenceStream | None:
+    def _take_arrivals(self, wait_s: float) -> SequenceStream | None:
         """Lines up what has come; the first urgent one is returned instead. Waits `wait_s` for the first arrival."""
         arrivals, ready = self._arrivals, self._ready
         try:
-            # Without a time the wait costs least: it is the usual one.
-            arrived = arrivals.get() if wait_s is None and not ready else arrivals.get(timeout=max(wait_s or 0.0, 0.0))
+            arrived = arrivals.get_nowait() if wait_s <= 0 else arrivals.get(timeout=min(wait_s, threading.TIMEOUT_MAX))
             while True:
                 if arrived is not None:
                     if arrived.is_urgent:

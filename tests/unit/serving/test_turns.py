@@ -1,0 +1,164 @@
+"""The order in which a sender thread serves its streams: what is urgent at once, the rest in turn and few at a time."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from minisgl_backend.request import FinishReason, SamplingParams
+from minisgl_backend.serving import turns as turns_module
+from minisgl_backend.serving.stream import SequenceStream, Stream
+from minisgl_backend.serving.turns import Turns
+from minisgl_backend.serving.wire import OutputOptions, Spec
+from minisgl_backend.text.vocabulary import Vocabulary
+from tests.unit.serving.fake_engine import Recorder
+
+PATIENCE_S = 20.0
+
+
+@pytest.fixture(autouse=True)
+def long_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only the test about old responses waits for them to become old."""
+    monkeypatch.setattr(turns_module, "SLOT_S", 1e6)
+
+
+def sequence(uid: int, *, number: int = 1, stream: bool = True, confirmed: bool = True) -> SequenceStream:
+    """One that has sent `number` responses."""
+    vocabulary = Vocabulary(lambda ids, skip: "", [b""], frozenset(), byte_exact=True)
+    spec = Spec(params=SamplingParams(), options=OutputOptions(stream=stream))
+    made = Stream(Recorder(), spec, uid, 1, vocabulary, confirmed=confirmed).sequences[0]
+    made.number = number
+    return made
+
+
+def filled(turns: Turns, count: int) -> list[SequenceStream]:
+    """Sequences whose first response is on its way."""
+    found = [sequence(uid) for uid in range(1000, 1000 + count)]
+    for one in found:
+        turns.note_sent(one, 1, time.monotonic())
+    return found
+
+
+class Waiter:
+    """A thread that asks for the next sequence."""
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self.found: list[SequenceStream | None] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        self.found.append(self._turns.next())
+
+    def waits(self) -> bool:
+        time.sleep(0.05)
+        return self._thread.is_alive()
+
+    def result(self) -> SequenceStream | None:
+        self._thread.join(PATIENCE_S)
+        return self.found[0]
+
+
+def test_first_come_first_served() -> None:
+    turns = Turns()
+    sequences = [sequence(uid) for uid in range(10)]
+    for one in sequences:
+        turns.put(one)
+    assert [turns.next() for _ in sequences] == sequences
+
+
+@pytest.mark.parametrize("kind", ["first token", "end", "error", "whole answer", "not confirmed"])
+def test_what_is_urgent_goes_at_once(kind: str) -> None:
+    turns = Turns(window=1)
+    filled(turns, 1)
+    urgent = sequence(7, number=int(kind != "first token"), stream=kind != "whole answer", confirmed=kind[0] != "n")
+    if kind == "end":
+        urgent.reason = FinishReason.LENGTH
+    if kind == "error":
+        urgent.stream.failure = ("INTERNAL", "broken")
+    turns.put(sequence(1))
+    turns.put(urgent)
+    assert turns.next() is urgent
+    assert Waiter(turns).waits()
+
+
+def test_a_confirmation_gives_the_turn() -> None:
+    turns = Turns(window=2)
+    sent = filled(turns, 2)
+    ready = sequence(1)
+    turns.put(ready)
+    waiter = Waiter(turns)
+    assert waiter.waits()
+    sent[0].confirmed_number = 1
+    turns.note_confirmed()
+    assert waiter.result() is ready
+
+
+def test_a_stream_that_ended_holds_nobody_up() -> None:
+    turns = Turns(window=1)
+    filled(turns, 1)[0].stream.closed = True
+    ready = sequence(1)
+    turns.put(ready)
+    assert turns.next() is ready
+
+
+def test_a_response_that_is_never_confirmed_holds_nobody_up_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "SLOT_S", 0.05)
+    turns = Turns(window=1)
+    filled(turns, 1)
+    ready = sequence(1)
+    turns.put(ready)
+    assert Waiter(turns).result() is ready
+
+
+def test_closing_serves_what_was_put_before() -> None:
+    turns = Turns(window=1)
+    filled(turns, 1)
+    ready = [sequence(1), sequence(2)]
+    for one in ready:
+        turns.put(one)
+    turns.close()
+    assert [turns.next() for _ in range(3)] == [*ready, None]
+    waiter = Waiter(other := Turns())
+    other.close()
+    assert waiter.result() is None
+
+
+def test_every_put_is_served_once_under_races() -> None:
+    turns = Turns(window=2)
+    counts = np.zeros(50, dtype=int)
+    sequences = [sequence(uid) for uid in range(50)]
+    served: list[SequenceStream] = []
+
+    def serve() -> None:
+        while (one := turns.next()) is not None:
+            counts[one.uid] += 1
+            one.number += 1
+            turns.note_sent(one, one.number, time.monotonic())
+            served.append(one)
+
+    def confirm() -> None:
+        done = 0
+        while done < 50 * 40:
+            while done < len(served):
+                served[done].confirmed_number += 1
+                done += 1
+                turns.note_confirmed()
+            time.sleep(0)
+
+    for one in sequences:
+        one.number = one.confirmed_number = 1
+    threads = [threading.Thread(target=target, daemon=True) for target in (serve, confirm)]
+    for thread in threads:
+        thread.start()
+    for _ in range(40):
+        for one in sequences:
+            turns.put(one)
+    threads[1].join(PATIENCE_S)
+    turns.close()
+    threads[0].join(PATIENCE_S)
+    assert counts.tolist() == [40] * 50
