@@ -70,17 +70,6 @@ def make_private(directory: Path) -> None:
         )
 
 
-def up_mark(socket_dir: Path, front: int) -> Path:
-    """A file that exists while the front is attached to a core."""
-    return socket_dir / f"front-{front}.up"
-
-
-def fronts_without_core(socket_dir: Path) -> int:
-    """How many fronts of the directory wait for a core; 0 where there is no front at all."""
-    fronts = [path.name for path in socket_dir.glob("front-*") if path.suffix != ".up"]
-    return sum(not (socket_dir / f"{name}.up").exists() for name in fronts)
-
-
 def _remove_stale(base: Path, prefix: str) -> None:
     for directory in base.glob(f"{prefix}*-*"):
         pid = directory.name[len(prefix) :].split("-")[0]

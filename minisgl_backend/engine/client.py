@@ -16,8 +16,9 @@ import numpy.typing as npt
 import zmq
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.channel import FrontChannel, HandledReceiver, make_private, up_mark
+from minisgl_backend.engine.channel import FrontChannel, HandledReceiver, make_private
 from minisgl_backend.engine.confirmations import Confirmations
+from minisgl_backend.engine.marks import up_mark
 from minisgl_backend.engine.messages import (
     Abort,
     Command,

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.client import EngineClient
 from minisgl_backend.engine.confirmations import Confirmations
+from minisgl_backend.engine.marks import drain_deadline, drained_mark
 from minisgl_backend.engine.messages import Outputs, Rejected, Welcome
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Request
@@ -32,6 +33,7 @@ PROBE_AFTER_S = 0.03  # of silence while something is unconfirmed
 CHECK_EVERY_S = 0.015
 SILENCE_S = 30.0  # the detokenizer itself is stuck or dead
 POLL_EVERY_S = 0.1  # senders that can say themselves that their client left
+SHUTTING_DOWN = "the server is shutting down"
 
 _LOGGER = logging.getLogger(__name__)
 _REJECTIONS = {kind.__name__: kind for kind in (InvalidRequestError, CapacityError)}
@@ -59,6 +61,8 @@ class EngineFront:
         self._vocabulary = vocabulary
         self._vocab_size = 0  # known once the engine is up, as nothing is submitted before
         self._probe = probe
+        self._drained = drained_mark(socket_dir, front)
+        self._draining = False  # new requests are refused
         self._sequences: dict[int, SequenceStream] = {}  # by uid, those still wanted from the engine
         self.latency = LatencyRecorder()
         self.client = make_client(
@@ -97,7 +101,7 @@ class EngineFront:
         """Hands a request to the core; all that follows, errors included, goes to `sender`."""
         try:
             self._check(token_ids, spec)
-        except InvalidRequestError as error:
+        except (InvalidRequestError, CapacityError) as error:
             sender.fail(status_of(error), str(error))
             return
         uid = self.client.new_uid(spec.params.n)
@@ -119,6 +123,8 @@ class EngineFront:
 
     def _check(self, token_ids: npt.NDArray[np.int32], spec: Spec) -> None:
         """What the tokenizer guarantees and a client of the bare engine may not: it could end the core."""
+        if self._draining:
+            raise CapacityError(SHUTTING_DOWN)
         spec.params.validate(self._vocab_size)
         if not len(token_ids):
             raise InvalidRequestError("input_ids is empty; allowed: at least one token id")
@@ -140,7 +146,7 @@ class EngineFront:
             time.sleep(0.02)
         self._stopping.set()
         for stream in streams_of(self._sequences):
-            self.responder.fail(stream, "UNAVAILABLE", "the server is shutting down")
+            self.responder.fail(stream, "UNAVAILABLE", SHUTTING_DOWN)
         self.responder.close()
         if self._watcher.is_alive():
             self._watcher.join(2.0)
@@ -210,6 +216,7 @@ class EngineFront:
                 if now >= next_poll:
                     next_poll = now + POLL_EVERY_S
                     self._poll_senders()
+                    self._drain(now)
             except Exception:  # the watcher must live: without it cancelled requests run to their end
                 _LOGGER.exception("the watcher of cancelled requests failed; it goes on")
 
@@ -233,6 +240,18 @@ class EngineFront:
         finally:
             lock.release()
         return True
+
+    def _drain(self, now: float) -> None:
+        """Where the server is to end: tritonserver itself would let no chunk through once it has begun to stop."""
+        deadline = drain_deadline(self._drained.parent)
+        if deadline is None:
+            return
+        self._draining = True
+        if now >= deadline:
+            for stream in streams_of(self._sequences):
+                self.responder.fail(stream, "UNAVAILABLE", SHUTTING_DOWN)
+        if not self._sequences:
+            self._drained.touch(0o600)
 
     def _any_unconfirmed(self) -> bool:
         return any(sequence.number > sequence.confirmed_number for sequence in list(self._sequences.values()))

@@ -26,12 +26,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from minisgl_backend.engine.channel import fronts_without_core, socket_directory
+from minisgl_backend.engine.channel import socket_directory
+from minisgl_backend.engine.marks import ask_to_drain, fronts_not_drained, fronts_without_core
 from minisgl_backend.serving.processes import ServerProcesses
 from minisgl_backend.serving.server_log import LogFilter
 from minisgl_backend.serving.triton_server import DIE_WITH_PARENT
 
 _CONTROL_HEADER = "minisgl-control"
+_LAST_CHUNK_SECONDS = 0.5  # from the engine's last chunk through the detokenizer to the client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,12 +128,23 @@ class ServerProcess:
         """Refuse new requests, finish those in flight within the exit timeout, end everything. `abandon`: at once."""
         deadline = time.monotonic() + self._settings.exit_timeout + 5
         self._processes.scan()
+        self._drain(abandon)
         self._signal(signal.SIGTERM)
         while self.exit_code is None and time.monotonic() < deadline and not abandon.wait(0.1):
             live = self._log.live_models
             if self._unloadable_models and live is not None and live <= self._unloadable_models:
                 break
         self.clean_up()
+
+    def _drain(self, abandon: threading.Event) -> None:
+        """Until the engine's fronts have nothing to do: streams stand still once an ensemble's server gets SIGTERM."""
+        directory, start = self._socket_directory(), time.monotonic()
+        given = 0.8 * self._settings.exit_timeout
+        ask_to_drain(directory, start + given)
+        while self.exit_code is None and fronts_not_drained(directory) and not abandon.wait(0.05):
+            if self._processes.dead_now() or time.monotonic() > start + given + _LAST_CHUNK_SECONDS:
+                return
+        abandon.wait(_LAST_CHUNK_SECONDS)
 
     def clean_up(self) -> None:
         """End what is left of the server and all that it started, and remove their shared memory."""

@@ -1,0 +1,52 @@
+"""Files in the socket directory by which fronts and the server's supervisor tell each other how they are.
+
+Knows nothing of sockets or processes.
+
+    front-<i>           the front's own socket: there is such a front
+    front-<i>.up        it is attached to a core
+    drain               all fronts: refuse new requests, and end what still runs at the time that the file holds
+    front-<i>.drained   it was asked to drain, and nothing runs any more
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def up_mark(socket_dir: Path, front: int) -> Path:
+    """A file that exists while the front is attached to a core."""
+    return socket_dir / f"front-{front}.up"
+
+
+def fronts_without_core(socket_dir: Path) -> int:
+    """How many fronts of the directory wait for a core; 0 where there is no front at all."""
+    return sum(not front.with_suffix(".up").exists() for front in _front_sockets(socket_dir))
+
+
+def ask_to_drain(socket_dir: Path, deadline: float) -> None:
+    """Tells every front to refuse new requests, and to end what still runs at `deadline` (time.monotonic())."""
+    temporary = socket_dir / "drain.tmp"
+    temporary.write_text(repr(deadline), encoding="ascii")
+    temporary.rename(socket_dir / "drain")
+
+
+def drain_deadline(socket_dir: Path) -> float | None:
+    """What `ask_to_drain` said; None where nobody asked."""
+    try:
+        return float((socket_dir / "drain").read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return None
+
+
+def drained_mark(socket_dir: Path, front: int) -> Path:
+    """A file that a front makes when it was asked to drain and nothing runs any more."""
+    return socket_dir / f"front-{front}.drained"
+
+
+def fronts_not_drained(socket_dir: Path) -> int:
+    """How many fronts of the directory have still something to do."""
+    return sum(not front.with_suffix(".drained").exists() for front in _front_sockets(socket_dir))
+
+
+def _front_sockets(socket_dir: Path) -> list[Path]:
+    return [path for path in socket_dir.glob("front-*") if not path.suffix]
