@@ -109,7 +109,7 @@ class Responder:
             try:
                 self._serve(sequence)
             except Exception as error:  # one stream's failure must not end the others'
-                _LOGGER.exception("stream %d failed", sequence.uid)
+                _LOGGER.exception("request %r (stream %d) failed", sequence.stream.spec.request_id, sequence.uid)
                 self._end_with_error(sequence.stream, "INTERNAL", f"the answer could not be sent: {error}")
 
     def _serve(self, sequence: SequenceStream) -> None:

@@ -1,0 +1,95 @@
+"""Before the server stops: fronts refuse new requests, finish what runs, and end the rest in time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.marks import ask_to_drain, fronts_not_drained, fronts_without_core, up_mark
+from minisgl_backend.request import FinishReason, SamplingParams
+from minisgl_backend.serving.engine_front import EngineFront
+from minisgl_backend.serving.wire import OutputOptions, Spec
+from minisgl_backend.text.vocabulary import Vocabulary
+from tests.unit.serving.fake_engine import FakeEngine, Recorder, anything
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Iterator[EngineFront]:
+    table = [bytes([i]) for i in range(256)]
+    letters = Vocabulary(lambda ids, skip: bytes(ids).decode("utf-8", "replace"), table, frozenset(), byte_exact=True)
+    (tmp_path / "front-0").touch()  # stands for its socket
+    found = EngineFront(EngineConfig(), letters, front=0, socket_dir=tmp_path, probe=anything, make_client=FakeEngine)
+    found.start()
+    yield found
+    found.close()
+
+
+def ask(front: EngineFront, ids: tuple[int, ...] = (1, 2), **params: object) -> Recorder:
+    sender = Recorder()
+    spec = Spec(params=SamplingParams(**params), options=OutputOptions())  # type: ignore[arg-type]
+    front.submit(sender, np.array(ids, dtype=np.int32), spec, confirmed=False)
+    return sender
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.01)
+
+
+def refused(front: EngineFront) -> bool:
+    sender = ask(front)
+    return sender.ended and sender.error == ("UNAVAILABLE", "the server is shutting down")
+
+
+def test_what_runs_is_finished_and_nothing_new_begins(front: EngineFront, tmp_path: Path) -> None:
+    running = ask(front)
+    uid = front.client.requests[0].uid
+    ask_to_drain(tmp_path, time.monotonic() + 600)
+    wait_for(lambda: refused(front))
+    for request in front.client.requests[1:]:  # those that came before the front had heard of it
+        front.client.give((request.uid, 65, int(FinishReason.LENGTH)))
+    assert fronts_not_drained(tmp_path) == 1
+    front.client.give((uid, 65, int(FinishReason.LENGTH)))
+    running.wait_end()
+    assert running.error is None
+    wait_for(lambda: fronts_not_drained(tmp_path) == 0)
+
+
+def test_what_does_not_end_in_time_is_ended(front: EngineFront, tmp_path: Path) -> None:
+    running = ask(front)
+    ask_to_drain(tmp_path, time.monotonic())
+    running.wait_end()
+    assert running.error == ("UNAVAILABLE", "the server is shutting down")
+    wait_for(lambda: fronts_not_drained(tmp_path) == 0)
+
+
+def test_fronts_that_wait_for_a_core_are_counted(tmp_path: Path) -> None:
+    assert fronts_without_core(tmp_path) == 0, "no engine, nothing to wait for"
+    for number in range(2):
+        (tmp_path / f"front-{number}").touch()
+    up_mark(tmp_path, 1).touch()
+    assert fronts_without_core(tmp_path) == 1
+
+
+@pytest.mark.parametrize(("ids", "params", "named"), [
+    ((), {}, "input_ids"),
+    ((1, 300), {}, "input_ids"),
+    ((-1,), {}, "input_ids"),
+    ((1,), {"n": 10**9}, "n is"),
+    ((1,), {"stop_token_ids": (300,)}, "stop_token_ids"),
+])  # fmt: skip
+def test_a_request_that_would_harm_the_core_never_reaches_it(
+    front: EngineFront, ids: tuple[int, ...], params: dict[str, object], named: str
+) -> None:
+    sender = ask(front, ids, **params)
+    assert sender.error is not None
+    assert sender.error[0] == "INVALID_ARG"
+    assert named in sender.error[1]
+    assert front.client.requests == []
