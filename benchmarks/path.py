@@ -94,7 +94,7 @@ def main() -> int:
             answers = NullAnswers(config.model)
             step_log = repository / "steps"
             os.environ["MINISGL_NULL_RUNNER_LOG"] = str(step_log)
-            with _running_server(repository, options.verbose) as (pid, port):
+            with _running_server(repository, options.server_argument, options.verbose) as (pid, port):
                 target = Target(pid, port, step_log, options.connections)
                 _run(Load(load.streams, load.rate, WARM_UP_SECONDS), answers, target)
                 report = _run(load, answers, target)
@@ -112,6 +112,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--connections", type=int, default=4, help="TCP connections of the client [%(default)s]")
     parser.add_argument("--fronts", type=int, default=0, help="engine front instances [as the repository says]")
     parser.add_argument("-o", "--option", action="append", default=[], metavar="OPTION=VALUE", help="of the engine")
+    parser.add_argument(
+        "--server-argument", action="append", default=[], help="one of tritonserver's own: --NAME=VALUE"
+    )
     parser.add_argument("--json", action="store_true", help="the report as one JSON object on the last line")
     parser.add_argument("--verbose", action="store_true", help="tritonserver's whole log")
     options = parser.parse_args()
@@ -193,7 +196,7 @@ def _set_fronts(config: Path, count: int) -> None:
 
 
 @contextmanager
-def _running_server(repository: Path, verbose: bool) -> Iterator[tuple[int, int]]:
+def _running_server(repository: Path, arguments: Sequence[str], verbose: bool) -> Iterator[tuple[int, int]]:
     """(process id, gRPC port) of a server that is ready."""
     http, grpc, metrics = _free_ports(3)
     settings = ServerSettings(
@@ -204,6 +207,7 @@ def _running_server(repository: Path, verbose: bool) -> Iterator[tuple[int, int]
         metrics_port=metrics,
         exit_timeout=5,
         verbose=verbose,
+        arguments=tuple(arguments),
     )
     server = ServerProcess(settings)
     try:
