@@ -86,7 +86,8 @@ def from_status(status: str, message: str, request_id: str = "") -> ClientError:
 def from_http(code: int, message: str, request_id: str = "") -> ClientError:
     """The error for an HTTP status code of 400 or above."""
     status = _STATUS_BY_HTTP.get(code, "INVALID_ARGUMENT" if code < 500 else "INTERNAL")
-    if code == 400:  # Triton says 400 whatever the status of a model's response was; the wording tells more
+    # Triton says 400 whatever the status of a model's response was, and 404 of a model that is being reloaded.
+    if code in (400, 404):
         status = _guess_status(message) or status
     return from_status(status, message, request_id)
 
