@@ -109,6 +109,7 @@ def test_a_bare_final_flag_is_no_chunk() -> None:
         (400, "in ensemble 'ensemble', request was cancelled", errors.Cancelled),
         (400, "the engine is not running at the moment; try again in a few seconds", errors.Unavailable),
         (404, "unknown model", errors.InvalidRequest),
+        (404, "Request for unknown model: 'ensemble' has no available versions", errors.Unavailable),
         (418, "teapot", errors.InvalidRequest),
         (500, "oops", errors.ServerError),
         (501, "decoupled", errors.ServerError),
