@@ -26,7 +26,7 @@ def engine_pids(server: Server) -> list[int]:
 
 def test_a_killed_engine_fails_its_streams_and_starts_again(null_server: Server) -> None:
     restarts = null_server.metrics()["minisgl_engine_restarts_total"]
-    streams = [GrpcStream(null_server, with_codes=True) for _ in range(3)]
+    streams = [GrpcStream(null_server) for _ in range(3)]
     for stream in streams:
         stream.__enter__()
         stream.send(batched(text_input="Tell me", max_tokens=4000, stream=True, ignore_eos=True))
@@ -37,8 +37,8 @@ def test_a_killed_engine_fails_its_streams_and_starts_again(null_server: Server)
         os.kill(pid, signal.SIGKILL)
     for stream in streams:
         last = list(stream.answers())[-1]
-        assert "engine" in last.error
-        assert "UNAVAILABLE" in last.error
+        # Without its status, UNAVAILABLE: triton_grpc_error beside other streams can end tritonserver 2.51.
+        assert "the engine died" in last.error
         stream.__exit__()
     deadline = time.monotonic() + PATIENCE_SECONDS
     status, answer = null_server.generate(text_input="again", max_tokens=4)
