@@ -69,8 +69,7 @@ class Responder:
     def adopt(self, stream: Stream) -> None:
         """Takes over a new stream. Called before its request reaches the engine."""
         stream.worker = stream.sequences[0].uid % len(self._threads)
-        with self._count_lock:
-            self._num_streams += 1
+        self._count(1)
 
     def wake(self, sequence: SequenceStream) -> None:
         """The sequence has something new."""
@@ -228,8 +227,13 @@ class Responder:
 
     def _close(self, stream: Stream) -> None:
         stream.closed = True
+        self._count(-1)
+
+    def _count(self, change: int) -> None:
         with self._count_lock:
-            self._num_streams -= 1
+            self._num_streams += change
+            for turns in self._turns:
+                turns.fit(self._num_streams)
 
 
 def streams_of(sequences: Mapping[int, SequenceStream]) -> list[Stream]:

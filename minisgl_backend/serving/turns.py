@@ -17,7 +17,9 @@ from collections import deque
 
 from minisgl_backend.serving.stream import SequenceStream
 
-WINDOW = 4  # responses on their way; more do not make the path faster
+WINDOW = 4  # responses on their way; more do not make the path faster, but
+WINDOW_OF_FEW = 32  # few streams cannot queue for long: theirs need not gather while the machine is busy elsewhere
+FEW = 256  # window times streams, between the two
 SLOT_S = 0.025  # a response that is this old holds nobody up: the server drops those of cancelled requests unseen
 
 
@@ -31,6 +33,10 @@ class Turns:
         self._sent: deque[tuple[SequenceStream, int, float]] = deque()  # those on their way: number, time
         self._waiting = False
         self._closing = False
+
+    def fit(self, num_streams: int) -> None:
+        """Chooses the window for this many streams."""
+        self._window = min(WINDOW_OF_FEW, max(WINDOW, FEW // max(1, num_streams)))
 
     def put(self, sequence: SequenceStream) -> None:
         """It has something to send."""

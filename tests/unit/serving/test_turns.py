@@ -98,6 +98,20 @@ def test_a_confirmation_gives_the_turn() -> None:
     assert waiter.result() is ready
 
 
+def test_the_fewer_streams_the_more_responses_on_their_way() -> None:
+    for num_streams, expected in ((1, 32), (8, 32), (32, 8), (64, 4), (1000, 4)):
+        turns = Turns()
+        turns.fit(num_streams)
+        turns.put(sequence(1))
+        filled(turns, expected)
+        assert Waiter(turns).waits()
+        other = Turns()
+        other.fit(num_streams)
+        other.put(sequence(1))
+        filled(other, expected - 1)
+        assert Waiter(other).result() is not None
+
+
 def test_a_stream_that_ended_holds_nobody_up() -> None:
     turns = Turns(window=1)
     filled(turns, 1)[0].stream.closed = True
