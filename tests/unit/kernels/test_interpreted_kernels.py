@@ -6,7 +6,6 @@ tests/gpu runs them compiled. In small shapes here, since the interpreter execut
 from __future__ import annotations
 
 import math
-import os
 
 import pytest
 import torch
@@ -18,8 +17,7 @@ from minisgl_backend.kernels.torch_ops import TorchOps
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"  # read when the kernels are defined
-pytest.importorskip("triton", reason="pip install triton runs the kernels in its interpreter")
+pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels import fused, rows, sampling, small_linear
 from minisgl_backend.kernels.decode_attention import DecodeShape, DecodeWorkspace, decode_attention
