@@ -26,6 +26,8 @@ _NOISE = (
     "Unable to allocate pinned system memory",
     "unable to create stream",
 )
+# What a model says when it cannot load, once in each message that passes it on, with the line that raised it.
+_REFUSAL = re.compile(r"TritonModelException: (?P<message>.+?)(?=\n\s*\nAt:\n|;?\Z)", re.DOTALL)
 _PROGRESS = ("loading: ", "successfully loaded ", "Waiting for in-flight requests")
 
 
@@ -35,6 +37,7 @@ class LogFilter:
 
     verbose: bool = False
     live_models: int | None = None  # models not yet unloaded, once no request is in flight
+    refusal: str | None = None  # why a model could not be loaded, in its own words
     _rest: bytes = b""
     _inside: bool = False  # a line of which the first part has been shown
 
@@ -61,8 +64,13 @@ class LogFilter:
         text = line.decode("utf-8", errors="replace").rstrip("\r")
         if live := _LIVE_MODELS.search(text):
             self.live_models = int(live[1])
+        match = _LINE.match(text)
+        refusal = _REFUSAL.search(_unquote(match["message"])) if match and match["level"] == "E" else None
+        known, self.refusal = self.refusal, refusal["message"] if refusal else self.refusal
         if self.verbose:
             return line + b"\n"
+        if refusal:
+            return b"" if self.refusal == known else f"error: {self.refusal}\n".encode()
         readable = readable_line(text)
         return b"" if readable is None else readable.encode() + b"\n"
 

@@ -90,6 +90,11 @@ class ServerProcess:
         """None while it runs; negative: ended by that signal."""
         return self._process.poll()
 
+    @property
+    def refusal(self) -> str | None:
+        """Why a model could not be loaded, in its own words; None if none said so."""
+        return self._log.refusal
+
     def ready(self) -> bool:
         """True if the server says that all its models are."""
         return self._request("v2/health/ready", timeout=1.0) is not None

@@ -93,14 +93,14 @@ class Supervisor:
                 ready_since = self._wait_until_ready(server)
                 if ready_since is not None:
                     self._watch(server)
-                elif not self._announced and not self._stop.is_set():
-                    say("error: the server ended before it was ready; what it said is above")
-                    return 1
             finally:
                 self._busy = "stopping" if self._stop.is_set() else "restarting"
                 self._end(server)
             if self._stop.is_set():
                 return 0
+            if not self._announced:
+                say(f"error: the server could not start: {server.refusal or 'what it said is above'}")
+                return 1
             stable = ready_since is not None and time.monotonic() - ready_since > _STABLE_SECONDS
             failures = 0 if stable else failures
             delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
