@@ -17,6 +17,7 @@ import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.config import Environment
 from minisgl_backend.engine.channel import socket_directory
+from minisgl_backend.engine.child import log_to_stderr
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.serving.engine_front import EngineFront
 from minisgl_backend.serving.engine_settings import read_engine_config
@@ -39,7 +40,7 @@ class TritonPythonModel:
         instance = args["model_instance_name"].rsplit("_", 1)[-1]
         front = int(instance) if instance.isdigit() else 0
         try:
-            logging.basicConfig(level=Environment.read().log_level)
+            log_to_stderr("front", Environment.read().log_level)
             config = read_engine_config(repository)
             vocabulary = load_vocabulary(config.model, trust_remote_code=config.trust_remote_code)
             self._codec = Codec()
@@ -49,7 +50,7 @@ class TritonPythonModel:
             welcome = self._front.start()
         except MinisglError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        _LOGGER.info("front %d: engine %d is ready: %s", front, welcome.pid, welcome.description)
+        _LOGGER.debug("front %d is attached to engine %d: %s", front, welcome.pid, welcome.description)
         self._metrics = MetricsReporter(self._front, is_leader=front == 0)
         self._metrics.start()
 

@@ -15,6 +15,7 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.config import Environment
+from minisgl_backend.engine.child import log_to_stderr
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError
 from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits, status_of
 from minisgl_backend.serving.engine_settings import is_demo, read_engine_config
@@ -35,7 +36,7 @@ class TritonPythonModel:
             key: value["string_value"] for key, value in json.loads(args["model_config"])["parameters"].items()
         }
         try:
-            logging.basicConfig(level=Environment.read().log_level)
+            log_to_stderr("tokenizer", Environment.read().log_level)
             config = read_engine_config(repository)
             tokenizer = Tokenizer(config.model, trust_remote_code=config.trust_remote_code)
             vocab_size, max_seq_len = read_limits(Path(config.model), len(tokenizer), config.max_seq_len_override)

@@ -44,7 +44,8 @@ class Tokenizer:
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids; with `add_special_tokens`, BOS comes first exactly once, even where the text begins with it."""
-        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens)["input_ids"]
+        # verbose would warn of every prompt that is too long, which is the caller's to refuse.
+        ids: list[int] = self._tokenizer(text, add_special_tokens=add_special_tokens, verbose=False)["input_ids"]
         if add_special_tokens and self._bos is not None and ids[:2] == [self._bos, self._bos]:
             return ids[1:]
         return ids
