@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
@@ -24,7 +25,7 @@ from client.bench import Measurement, Prompts, Workload, fit_prompts, measure
 from client.chat import Chat
 from client.client import Client
 from client.connection import Protocol, parse_url
-from client.errors import ClientError
+from client.errors import ClientError, Unavailable
 from client.perf_analyzer import PerfAnalyzerError, find_perf_analyzer
 from client.request import SamplingOptions
 from client.results import Result
@@ -142,19 +143,21 @@ def bench(
     """Measure throughput and latency with NVIDIA's perf_analyzer, and print a table."""
     levels = _parse_levels(concurrency)
     workload = Workload(prompt_tokens, max_tokens, stream)
-    console = Console()
     rows: list[Measurement] = []
     with _errors_in_one_line(), Client(url, "grpc", model, timeout=timeout) as client:
-        with Console(stderr=True).status("perf_analyzer ..."):
+        with _progress("looking for perf_analyzer, which is fetched once"):
             analyzer = find_perf_analyzer()
-        with Console(stderr=True).status("finding the prompts' length ..."):
+        with _progress("finding the prompts' length"):
             prompts = fit_prompts(client, workload)
         address = parse_url(url, "grpc").authority
-        for level in levels:
-            count = requests or max(32, 8 * level)
-            with Console(stderr=True).status(f"{count} requests, {level} at once ..."):
-                rows.append(measure(analyzer, address, model, prompts, workload, level, max(count, level), timeout))
-    console.print(_bench_table(rows, prompts))
+        try:
+            for level in levels:
+                count = max(requests or max(32, 8 * level), level)
+                with _progress(f"{count} requests, {level} at once"):
+                    rows.append(measure(analyzer, address, model, prompts, workload, level, count, timeout))
+        finally:
+            if rows:  # also those before an error or Ctrl-C
+                _print_table(_bench_table(rows, prompts))
     if output is not None:
         figures = {"prompt_tokens": prompts.num_input_tokens, "output_tokens": prompts.num_output_tokens}
         output.write_text(json.dumps({**figures, "rows": [dataclasses.asdict(row) for row in rows]}, indent=2) + "\n")
@@ -172,7 +175,7 @@ def status(
         live, ready = client.is_live(), client.is_ready()
         typer.echo(f"server: {'live' if live else 'does not answer'}; {model}: {'ready' if ready else 'not ready'}")
         if live:
-            Console().print(_metrics_table(client, model))
+            _print_table(_metrics_table(client, model))
         if not ready:
             raise typer.Exit(1)
 
@@ -200,7 +203,10 @@ def _errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (ClientError, PerfAnalyzerError) as error:
-        _fail(f"{type(error).__name__}: {error}" if isinstance(error, ClientError) else str(error), 1)
+        hint = ""
+        if isinstance(error, Unavailable) and "connect" in str(error):
+            hint = "; is the server running (bash scripts/serve.sh), and is --url its address?"
+        _fail(f"{type(error).__name__}: {error}{hint}" if isinstance(error, ClientError) else str(error), 1)
     except ImportError as error:
         _fail(f"{error}; pip install 'minisgl-backend[client]'", 1)
     except ValueError as error:
@@ -245,6 +251,20 @@ def _status(text: str) -> None:
     """A remark beside the answer; only people see it, pipes do not."""
     if sys.stderr.isatty():
         Console(stderr=True).print(f"[dim]{escape(text)}[/dim]", highlight=False)
+
+
+def _progress(text: str) -> contextlib.AbstractContextManager[object]:
+    """Says what is being waited for: on a terminal while it lasts, else as a line on stderr."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        return console.status(f"{text} ...")
+    typer.echo(f"{text} ...", err=True)
+    return contextlib.nullcontext()
+
+
+def _print_table(table: Table) -> None:
+    """On a terminal as wide as that is; in a pipe nothing is folded."""
+    Console(width=None if sys.stdout.isatty() else 200).print(table)
 
 
 def _print_result(result: Result, as_json: bool) -> None:
@@ -326,6 +346,8 @@ def _parse_levels(text: str) -> list[int]:
 def _bench_table(rows: list[Measurement], prompts: Prompts) -> Table:
     table = Table(
         title=f"prompts of about {prompts.num_input_tokens} tokens, answers of {prompts.num_output_tokens}",
+        box=box.SIMPLE,
+        padding=0,
         caption="Times: p50 / p99 in ms. req/s and latency are perf_analyzer's figures, the rest is from its export.",
     )
     for heading in ("concurrency", "requests", "req/s", "tokens/s", "latency", "first token", "per token"):
@@ -344,11 +366,17 @@ def _bench_table(rows: list[Measurement], prompts: Prompts) -> Table:
 
 
 def _pair(p50: float | None, p99: float | None) -> str:
-    return "-" if p50 is None or p99 is None else f"{p50:,.1f} / {p99:,.1f}"
+    return "-" if p50 is None or p99 is None else f"{_three_digits(p50)} / {_three_digits(p99)}"
+
+
+def _three_digits(milliseconds: float) -> str:
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
 
 def _metrics_table(client: Client, model: str) -> Table:
-    table = Table("metric", "labels")
+    table = Table(box=box.SIMPLE)
+    table.add_column("metric", overflow="fold")
+    table.add_column("labels", overflow="fold")
     table.add_column("value", justify="right")
     for sample in client.metrics().samples:
         of_model = sample.name.startswith("nv_inference_request_") and sample.labels.get("model") == model
