@@ -10,7 +10,9 @@ tested_torch=2.13.0                               # what a CPU machine gets, whe
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
-say() { printf '\033[1m[setup]\033[0m %s\n' "$*" >&2; }
+bold='' plain=''
+if [[ -t 2 ]]; then bold=$'\033[1m' plain=$'\033[0m'; else export PIP_PROGRESS_BAR=off; fi
+say() { echo "$bold[setup]$plain $*" >&2; }
 die() { say "error: $*"; exit 1; }
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
 # The launcher that this script writes into a .venv, this one or another checkout's, is no server of its own.
