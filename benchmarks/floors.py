@@ -1,0 +1,136 @@
+"""The least time that memory bandwidth and matrix units allow: decode steps, prompts, whole workloads, by arithmetic.
+
+    python -m benchmarks.floors [--model qwen3-30b-a3b] [--json]
+
+Counts what must be read (bf16 weights once a step, the keys and values of the context) and the products that must be
+computed; activations, launches and sampling are free. Knows nothing of engines, and needs no GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.gpu import offline_load
+from benchmarks.model_shapes import SHAPES
+from minisgl_backend.models.config import ModelConfig
+
+BYTES_PER_VALUE = 2  # bfloat16
+DECODE_CONTEXT = 1024  # tokens, the middle of what benchmarks.gpu averages over
+BATCHES = (1, 8, 64, 256)
+PROMPTS = (1000, 4000, 8000, 32000)
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one H200 does at best."""
+
+    bytes_per_s: float = 4.58e12  # measured with a kernel that only reads
+    flop_per_s: float = 790e12  # assumed for large bf16 products; the data sheet's peak is 989e12
+
+
+class Floors:
+    """The floors of one model on one device."""
+
+    def __init__(self, config: ModelConfig, limits: Limits) -> None:
+        self._config = config
+        self._limits = limits
+        heads = 2 * config.num_q_heads + 2 * config.num_kv_heads  # q and o, k and v
+        self._parameters = config.num_layers * heads * config.head_dim * config.hidden_size
+        self._expert_parameters = 0  # of one expert, all layers together
+        dense_layers = config.num_layers
+        if config.moe is not None:
+            dense_layers = len(config.moe.dense_layers)
+            sparse_layers = config.num_layers - dense_layers
+            self._parameters += sparse_layers * config.moe.num_experts * config.hidden_size  # the routers
+            self._expert_parameters = sparse_layers * 3 * config.hidden_size * config.moe.intermediate_size
+        self._parameters += dense_layers * 3 * config.hidden_size * config.intermediate_size
+        self._head_parameters = config.vocab_size * config.hidden_size
+        self._kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * BYTES_PER_VALUE
+
+    def distinct_experts(self, tokens: int) -> float:
+        """How many experts of a layer `tokens` tokens reach together, if each picks its own uniformly; 0: no MoE."""
+        moe = self._config.moe
+        if moe is None:
+            return 0.0
+        return float(moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens))
+
+    def decode_bytes(self, batch: int, context: float) -> float:
+        """What one step of `batch` sequences reads; `context`: tokens of all of them together."""
+        return self._weight_bytes(batch) + context * self._kv_bytes
+
+    def decode_s(self, batch: int, context: float) -> float:
+        """Seconds of one step: weights read or multiplied, whichever is longer, then the cache."""
+        weights = self._weight_bytes(batch) / self._limits.bytes_per_s
+        products = batch * self._flop_per_token(head=True) / self._limits.flop_per_s
+        return max(weights, products) + context * self._kv_bytes / self._limits.bytes_per_s
+
+    def prefill_s(self, prompts: Sequence[int]) -> float:
+        """Seconds for prompts of these lengths, products and causal attention alone; one row of logits each."""
+        flop = 0.0
+        for length in prompts:
+            flop += length * self._flop_per_token(head=False) + 2 * self._head_parameters
+            # Scores and their product with the values, 2 * head_dim each, over half of length x length.
+            flop += 4 * self._config.num_layers * self._config.num_q_heads * self._config.head_dim * length**2 / 2
+        return flop / self._limits.flop_per_s
+
+    def offline_tok_s(self, load: Sequence[tuple[list[int], int]]) -> float:
+        """Tokens a second for (prompt, answer length) pairs that all start at once and fit the cache."""
+        seconds = self.prefill_s([len(prompt) for prompt, _ in load])
+        for step in range(1, max(length for _, length in load)):
+            contexts = [len(prompt) + step for prompt, length in load if length > step]
+            seconds += self.decode_s(len(contexts), sum(contexts))
+        return sum(length for _, length in load) / seconds
+
+    def figures(self, prefix: str) -> dict[str, float]:
+        """All of them, under the names that benchmarks.gpu gives to what it measures."""
+        single = self.prefill_s([128]) + sum(self.decode_s(1, 128 + step) for step in range(1, 512))
+        results = {"offline_tok_s": _digits(self.offline_tok_s(offline_load())), "single_tok_s": _digits(512 / single)}
+        for batch in BATCHES:
+            results[f"bs{batch}_ms"] = _digits(1000 * self.decode_s(batch, batch * DECODE_CONTEXT))
+        for length in PROMPTS:
+            name = "prefill_tok_s" if length == 4000 else f"prefill_{length}_tok_s"
+            results[name] = _digits(length / self.prefill_s([length]))
+        return {f"{prefix}_{name}": value for name, value in results.items()}
+
+    def _weight_bytes(self, tokens: int) -> float:
+        experts = self.distinct_experts(tokens) * self._expert_parameters
+        return (self._parameters + experts + self._head_parameters) * BYTES_PER_VALUE
+
+    def _flop_per_token(self, head: bool) -> float:
+        experts = self._config.moe.experts_per_token if self._config.moe is not None else 0
+        parameters = self._parameters + experts * self._expert_parameters
+        return 2.0 * (parameters + (self._head_parameters if head else 0))
+
+
+def _digits(value: float) -> float:
+    """Three digits that count: the limits are not known better."""
+    return float(f"{value:.3g}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="qwen3-30b-a3b")
+    parser.add_argument("--prefix", default="floor", help="of the names, as in benchmarks.gpu: q06, q14, q30")
+    parser.add_argument("--bandwidth", type=float, default=Limits.bytes_per_s / 1e12, help="TB/s")
+    parser.add_argument("--matrix", type=float, default=Limits.flop_per_s / 1e12, help="TFLOP/s")
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    limits = Limits(arguments.bandwidth * 1e12, arguments.matrix * 1e12)
+    floors = Floors(ModelConfig.from_dicts(SHAPES[arguments.model], {}), limits)
+    figures = floors.figures(arguments.prefix)
+    if arguments.json:
+        print(json.dumps(figures))
+        return
+    for batch in BATCHES:
+        gigabytes = floors.decode_bytes(batch, batch * DECODE_CONTEXT) / 1e9
+        experts = floors.distinct_experts(batch)
+        print(f"a step at batch {batch:3} reads {gigabytes:6.2f} GB" + (f", {experts:5.1f} experts" if experts else ""))
+    for name, value in figures.items():
+        print(f"{name:28} {value:g}")
+
+
+if __name__ == "__main__":
+    main()

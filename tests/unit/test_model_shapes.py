@@ -1,0 +1,37 @@
+"""The shapes that benchmarks make up are served, scaled down, on the CPU."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.driver import Driver
+from benchmarks.model_shapes import SHAPES, make_folder
+from minisgl_backend.models.config import ModelConfig
+
+SMALL = {"num_hidden_layers": 2, "vocab_size": 1024, "hidden_size": 256}
+
+
+def test_the_moe_shape_is_read_as_its_authors_mean_it() -> None:
+    config = ModelConfig.from_dicts(SHAPES["qwen3-30b-a3b"], {})
+    assert config.moe is not None
+    assert (config.moe.num_experts, config.moe.experts_per_token, config.moe.intermediate_size) == (128, 8, 768)
+    assert config.moe.norm_topk_prob
+    assert not config.moe.dense_layers
+    assert (config.num_layers, config.num_q_heads, config.num_kv_heads, config.head_dim) == (48, 32, 4, 128)
+
+
+@pytest.mark.parametrize("weights", [False, True], ids=["dummy weights", "saved weights"])
+def test_the_moe_shape_answers(weights: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {**SHAPES["qwen3-30b-a3b"], **SMALL, "num_experts": 16}
+    monkeypatch.setitem(SHAPES, "small", small)
+    folder = make_folder("small", tmp_path, weights=weights)
+    driver = Driver(folder, num_pages=64, max_running_requests=4, dummy_weights=not weights)
+    try:
+        for index in range(3):
+            driver.submit([index] * (20 + index), 5, 0.6 if index else 0.0)
+        driver.run()
+        assert [(len(line.tokens), line.done) for line in driver.timelines.values()] == [(5, True)] * 3
+    finally:
+        driver.close()
