@@ -1,0 +1,239 @@
+"""A model runner that is fed known tokens and gives the logits of every position: what parity is measured on.
+
+Knows nothing of transformers. The runner, its operations, its attention and its captured graphs are the engine's own;
+only the step plans are made here, and what the sampler chose is overwritten by the known tokens after every step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from benchmarks.parity_reference import Sequences
+from minisgl_backend.attention.base import AttentionBackend, DecodeInputs
+from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.attention.kv_pool import KVPool
+from minisgl_backend.attention.registry import create_attention
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.models.build import attention_spec
+from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.runner.batch import BatchBuilder
+from minisgl_backend.runner.cuda_graph import CudaGraphRunner, DecodeOutputs, DecodeStep, GraphRunner, graph_sizes
+from minisgl_backend.runner.model_runner import Batch, ModelRunner
+from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.sampler import Sampler, fused_sampler
+from minisgl_backend.runner.sampling_rows import SamplingRows
+from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+
+_SLAB = 256  # positions whose logits the runner would compute at once
+_GREEDY = SamplingParams(temperature=0.0, seed=0)
+
+
+@dataclass(frozen=True)
+class Step:
+    """Chunks of prompts, (row, start, end), and rows that take one token."""
+
+    chunks: tuple[tuple[int, int, int], ...]
+    decode: tuple[int, ...]
+
+
+def schedule(sequences: Sequences, chunk: int) -> Iterator[Step]:
+    """All kinds of step that the engine knows.
+
+    The first prompt alone (few rows, if it is short); the others together, cut after `chunk` tokens; the rest of the
+    long ones, now behind a cached prefix, beside the first tokens of those that are done; then one token for each
+    sequence in turn, in batches of all, half, three and one.
+    """
+    lengths = sequences.prompt_lengths
+    rows = range(len(lengths))
+    yield Step(((0, 0, lengths[0]),), ())
+    if len(lengths) > 1:
+        yield Step(tuple((row, 0, min(chunk, lengths[row])) for row in rows[1:]), ())
+    left = [len(tokens) - length for tokens, length in zip(sequences.tokens, lengths, strict=True)]
+    for start in range(chunk, max(lengths[1:], default=0), chunk):
+        chunks = tuple((row, start, min(start + chunk, lengths[row])) for row in rows[1:] if lengths[row] > start)
+        done = tuple(row for row in rows if (row == 0 or lengths[row] <= start) and left[row])
+        yield Step(chunks, done)
+        for row in done:
+            left[row] -= 1
+    sizes = (len(lengths), max(1, len(lengths) // 2), 3, 1)
+    turn = 0
+    while any(left):
+        active = [row for row in rows if left[row]]
+        size = sizes[turn % len(sizes)]
+        for begin in range(0, len(active), size):
+            yield Step((), tuple(active[begin : begin + size]))
+        left = [max(0, count - 1) for count in left]
+        turn += 1
+
+
+class LogitsRunner:
+    """One runner for one backend and page size. `run` may be called once: rows are never given back."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        backend: str,
+        sequences: Sequences,
+        *,
+        page_size: int,
+        max_seq_len: int,
+        graphs: GraphRunner | None = None,
+    ) -> None:
+        """`backend`: a name or `PREFILL,DECODE`. `graphs`: None for the engine's choice.
+
+        Raises ConfigError where the backend cannot serve this model on this machine.
+        """
+        self._model, self._sequences, self.page_size = model, sequences, page_size
+        weight = next(model.parameters())
+        self.device = weight.device
+        max_running = len(sequences.tokens)
+        spec = attention_spec(
+            model.config,
+            tp_size=1,
+            page_size=page_size,
+            max_seq_len=max_seq_len,
+            max_rows=max_running + 1,
+            dtype=weight.dtype,
+            device=self.device,
+        )
+        names = backend.split(",")
+        attention = create_attention(names[0], names[-1], spec)
+        self._table = RowTable(
+            max_running=max_running, max_seq_len=max_seq_len, page_size=page_size, device=self.device
+        )
+        sampling = SamplingRows(self._table.max_rows, model.config.vocab_size, model.config.eos_token_ids, self.device)
+        self._counts = [-(-len(tokens) // page_size) for tokens in sequences.tokens]
+        self._tap = _TappedModel(model)
+        self._runner = ModelRunner(
+            model=self._tap,
+            attention=attention,
+            pool=KVPool(spec, sum(self._counts)),
+            table=self._table,
+            sampling=sampling,
+            sampler=Sampler(self._table, sampling.penalties, fused_sampler(self._table, model.config.vocab_size)),
+        )
+        graphs = graphs or _graphs(attention, self.device, max_running)
+        self._graphs = _TappedGraphs(graphs) if graphs is not None else None
+        if self._graphs is not None:
+            self._runner.use_graphs(self._graphs)
+
+    @torch.inference_mode()
+    def run(self, chunk: int) -> torch.Tensor:
+        """The logits of every position, [num_tokens, vocab_size] on the device in the model's number format.
+
+        Sequences lie end to end. Raises RuntimeError for logits that are not finite.
+        """
+        offsets, vocab_size = self._sequences.offsets, self._model.config.vocab_size
+        weight = next(self._model.parameters())
+        logits = torch.empty(offsets[-1], vocab_size, dtype=weight.dtype, device=self.device)
+        lengths = np.zeros(len(self._sequences.tokens), dtype=np.int32)
+        for number, step in enumerate(schedule(self._sequences, chunk)):
+            for row, _, end in step.chunks:
+                lengths[row] = end
+            lengths[list(step.decode)] += 1
+            plan = self._plan(number, step, lengths)
+            batch = self._runner.prepare(plan)
+            result = self._runner.execute(batch).result()
+            if result.failed_rows:
+                raise RuntimeError(f"logits of rows {sorted(result.failed_rows)} are not finite in step {number}")
+            spans = [range(offsets[row] + start, offsets[row] + end) for row, start, end in step.chunks]
+            lines = [line for span in spans for line in span]
+            lines += [offsets[row] + int(lengths[row]) - 1 for row in step.decode]
+            logits[torch.tensor(lines, device=self.device)] = self._step_logits(batch)
+            self._force(plan.sampled_rows.tolist(), lengths)
+        return logits
+
+    def _plan(self, number: int, step: Step, lengths: np.ndarray) -> StepPlan:
+        tokens, prompts = self._sequences.tokens, self._sequences.prompt_lengths
+        chunks = tuple(
+            PrefillChunk(row, start, np.array(tokens[row][start:end], dtype=np.int32), end == prompts[row])
+            for row, start, end in step.chunks
+        )
+        rows = np.array(step.decode, dtype=np.int32)
+        pages = self._all_pages() if number == 0 else np.zeros((3, 0), dtype=np.int32)
+        return StepPlan(
+            step=number,
+            admitted=self._all_rows() if number == 0 else (),
+            page_rows=pages[0],
+            page_columns=pages[1],
+            page_ids=pages[2],
+            prefill=chunks,
+            decode_rows=rows,
+            decode_lengths=lengths[rows].astype(np.int32),
+            decode_uids=rows.astype(np.int64),
+        )
+
+    def _all_rows(self) -> tuple[AdmittedRow, ...]:
+        return tuple(
+            AdmittedRow(row, row, _GREEDY, length, np.array(tokens[:length], dtype=np.int32), 0)
+            for row, (tokens, length) in enumerate(
+                zip(self._sequences.tokens, self._sequences.prompt_lengths, strict=True)
+            )
+        )
+
+    def _all_pages(self) -> np.ndarray:
+        """Row, column and id of every page, int32 [3, num_pages]: scattered, so that a wrong page table shows."""
+        rows = np.repeat(np.arange(len(self._counts)), self._counts)
+        columns = np.concatenate([np.arange(count) for count in self._counts])
+        ids = np.random.default_rng(7).permutation(len(rows)) + 1
+        return np.stack([rows, columns, ids]).astype(np.int32)
+
+    def _step_logits(self, batch: Batch) -> torch.Tensor:
+        """One line for each token of the step, prefill first."""
+        if batch.step.graph_size and self._graphs is not None and self._graphs.outputs is not None:
+            return self._graphs.outputs.logits[: batch.step.num_sampled]
+        if self._tap.hidden is None:
+            raise RuntimeError("the step computed no hidden states")
+        return torch.cat([self._model.logits(slab) for slab in self._tap.hidden.split(_SLAB)])
+
+    def _force(self, rows: list[int], lengths: np.ndarray) -> None:
+        """Writes the known tokens over those that were sampled; behind a sequence's end anything will do."""
+        known = [(*self._sequences.tokens[row], 0)[lengths[row]] for row in rows]
+        columns = [rows, [int(lengths[row]) for row in rows], known]
+        self._table.write_tokens(*torch.tensor(columns, dtype=torch.int32, device=self.device))
+
+
+class _TappedModel:
+    """The model, remembering the hidden states of the last step that ran without a graph."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+        self.hidden: torch.Tensor | None = None  # [num_tokens, hidden_size]
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        self.hidden = self._model(input_ids, positions, ctx)
+        return self.hidden
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.logits(hidden)
+
+
+class _TappedGraphs(GraphRunner):
+    """Another graph runner, remembering what its last replay left behind."""
+
+    def __init__(self, inner: GraphRunner) -> None:
+        super().__init__(inner.sizes)
+        self._inner = inner
+        self.outputs: DecodeOutputs | None = None
+
+    def capture(self, decode_step: DecodeStep, builder: BatchBuilder, attention: HybridAttention) -> None:
+        self._inner.capture(decode_step, builder, attention)
+
+    def plan_replay(self, decode: DecodeInputs) -> None:
+        self._inner.plan_replay(decode)
+
+    def replay(self, size: int) -> DecodeOutputs:
+        self.outputs = self._inner.replay(size)
+        return self.outputs
+
+
+def _graphs(attention: HybridAttention, device: torch.device, max_running: int) -> GraphRunner | None:
+    """As `runner.build` decides: on a GPU, for every backend that runs under graphs."""
+    if device.type != "cuda" or type(attention.decode_backend).allocate_graph is AttentionBackend.allocate_graph:
+        return None
+    return CudaGraphRunner(graph_sizes(max_running))
