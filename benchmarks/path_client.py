@@ -22,6 +22,7 @@ PATH = "/inference.GRPCInferenceService/ModelStreamInfer"
 _PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
 _END_STREAM, _ACK, _END_HEADERS, _PADDED = 0x1, 0x1, 0x4, 0x8
+_CANCEL = 8  # an error code
 _INITIAL_WINDOW_SIZE = 4  # a setting
 _LARGEST_WINDOW = (1 << 31) - 1
 _DEFAULT_WINDOW = 65535
@@ -59,7 +60,7 @@ class Exchange:
         return found
 
 
-class _Connection:
+class Connection:
     """One TCP connection. Used by one thread."""
 
     def __init__(self, host: str, port: int) -> None:
@@ -80,6 +81,12 @@ class _Connection:
     def start(self, exchange: Exchange) -> None:
         self._unsent.append(exchange)
         self._send()
+
+    def cancel(self, exchange: Exchange) -> None:
+        """Ends a call that has been sent, as gRPC clients do; what is on its way is not noted any more."""
+        stream = next(number for number, one in self._open.items() if one is exchange)
+        del self._open[stream]
+        self.socket.sendall(_frame(_RESET, 0, stream, struct.pack(">I", _CANCEL)))
 
     def _send(self) -> None:
         while self._unsent and len(self._unsent[0].request) + 5 <= self._send_window:
@@ -109,12 +116,14 @@ class _Connection:
             after = position + 9 + (high << 16) + low
             if after > end:
                 break
-            if kind == _DATA:
-                self._open[stream].received.append((now, data[position + 9 : after]))
-            else:
+            exchange = self._open.get(stream)
+            if kind != _DATA:
                 self._control(kind, flags, stream, data[position + 9 : after])
-            if (flags & _END_STREAM and kind in (_DATA, _HEADERS)) or kind == _RESET:
-                exchange = self._open.pop(stream)
+            elif exchange is not None:
+                exchange.received.append((now, data[position + 9 : after]))
+            is_last = (flags & _END_STREAM and kind in (_DATA, _HEADERS)) or kind == _RESET
+            if is_last and exchange is not None:
+                del self._open[stream]
                 exchange.done = now
                 ended.append(exchange)
             position = after
@@ -143,7 +152,7 @@ def run_exchanges(
     waiting = [deque(Exchange(slot, request) for request in requests) for slot, requests in enumerate(slots)]
     exchanges = [exchange for queue in waiting for exchange in queue]
     selector = selectors.DefaultSelector()
-    opened = [_Connection(host, port) for _ in range(connections)]
+    opened = [Connection(host, port) for _ in range(connections)]
     for connection in opened:
         selector.register(connection.socket, selectors.EVENT_READ, connection)
     gc.collect()

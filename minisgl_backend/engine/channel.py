@@ -34,6 +34,7 @@ CORE_SOCKET = "core"
 EVENT_QUEUE = 64  # records that may wait in one front's socket before they merge in the core
 COMMAND_QUEUE = 16384
 HANDLED_QUEUE = 1024
+CANCELLED = -1  # in place of the number of a chunk: the stream's client has left
 
 Entries = slice | npt.NDArray[np.intp]  # places in parallel arrays; a slice stands for all
 ALL = slice(None)
@@ -309,16 +310,17 @@ class HandledReceiver:
         self.socket.bind(f"ipc://{path}")
         self._decoder = msgspec.msgpack.Decoder(Handled)
 
-    def receive(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-        """(uids int64 [n], sequence numbers int32 [n]) of all messages that are here, in order."""
-        uids, numbers = bytearray(), bytearray()
+    def receive(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], float]:
+        """(uids int64 [n], sequence numbers int32 [n], the first `found_at` or 0) of all that is here, in order."""
+        uids, numbers, found_at = bytearray(), bytearray(), 0.0
         while (frames := _receive(self.socket)) is not None:
             with contextlib.suppress(msgspec.MsgspecError):
                 handled = self._decoder.decode(frames[-1])
                 if len(handled.uids) == 2 * len(handled.sequence_numbers):
                     uids += handled.uids
                     numbers += handled.sequence_numbers
-        return np.frombuffer(uids, dtype=np.int64), np.frombuffer(numbers, dtype=np.int32)
+                    found_at = found_at or handled.found_at
+        return np.frombuffer(uids, dtype=np.int64), np.frombuffer(numbers, dtype=np.int32), found_at
 
     def close(self) -> None:
         self.socket.close()
@@ -333,8 +335,10 @@ class HandledSender:
         self._encoder = msgspec.msgpack.Encoder()
         self._sockets: dict[int, zmq.Socket[bytes]] = {}
 
-    def send(self, uids: Sequence[int], sequence_numbers: Sequence[int]) -> None:
+    def send(self, uids: Sequence[int], sequence_numbers: Sequence[int], found_at: float = 0.0) -> None:
         """Splits the pairs by front (the upper bits of the uid) and sends one Handled to each front.
+
+        `found_at`: when those of number -1 were seen cancelled, time.monotonic() seconds.
 
         What a front does not take is dropped: its later confirmations say the same and more.
         """
@@ -345,7 +349,9 @@ class HandledSender:
             to_front[1].append(number)
         for front, (front_uids, numbers) in by_front.items():
             handled = Handled(
-                uids=array.array("q", front_uids).tobytes(), sequence_numbers=array.array("i", numbers).tobytes()
+                uids=array.array("q", front_uids).tobytes(),
+                sequence_numbers=array.array("i", numbers).tobytes(),
+                found_at=found_at if CANCELLED in numbers else 0.0,
             )
             with contextlib.suppress(zmq.Again):
                 self._socket(front).send(self._encoder.encode(handled), zmq.DONTWAIT)

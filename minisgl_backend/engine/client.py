@@ -141,10 +141,13 @@ class EngineClient:
         """Sends the request to the core; thread-safe. Raises EngineDeadError while there is no core."""
         self._send(Submit(request=request))
 
-    def abort(self, uids: Iterable[int], reason: FinishReason) -> None:
-        """Ends sequences; unknown uids and a dead core are no error; thread-safe."""
+    def abort(self, uids: Iterable[int], reason: FinishReason, found_at: float = 0.0) -> None:
+        """Ends sequences; unknown uids and a dead core are no error; thread-safe.
+
+        `found_at`: when their client was found gone, time.monotonic() seconds; 0 where it was not.
+        """
         try:
-            self._send(Abort(uids=tuple(uids), reason=int(reason)))
+            self._send(Abort(uids=tuple(uids), reason=int(reason), found_at=found_at))
         except EngineDeadError:
             log.debug("nothing to abort: there is no engine core")
 
@@ -156,7 +159,8 @@ class EngineClient:
             self._changed.wait_for(lambda: self._stats is not None or self._channel is None, timeout_s)
             if self._stats is None:
                 raise EngineDeadError(f"the engine core did not answer within {timeout_s:g} s")
-            return Stats(values={**self._stats.values, "restarts": float(max(self._num_ups - 1, 0))})
+            values = {**self._stats.values, "restarts": float(max(self._num_ups - 1, 0))}
+            return Stats(values=values, histograms=self._stats.histograms)
 
     def close(self) -> None:
         """Ends the threads, and the core where this client started it. Safe to call twice."""
@@ -249,10 +253,12 @@ class EngineClient:
         if was_up and not self._closing:
             self._call(self._on_down, "the engine died while it computed this answer; it starts again by itself")
 
-    def _confirm(self, uids: npt.NDArray[np.int64], sequence_numbers: npt.NDArray[np.int32]) -> None:
+    def _confirm(self, uids: npt.NDArray[np.int64], sequence_numbers: npt.NDArray[np.int32], found_at: float) -> None:
         if not len(uids):
             return
-        self.confirmations.on_handled(uids.tolist(), sequence_numbers.tolist(), time.monotonic())
+        gone = self.confirmations.on_handled(uids.tolist(), sequence_numbers.tolist(), time.monotonic())
+        if gone:
+            self.abort(gone, FinishReason.CANCELLED, found_at)
         if self._on_confirmed is not None:
             self._call(self._on_confirmed, uids, sequence_numbers)
 
@@ -264,7 +270,7 @@ class EngineClient:
         gone = self.confirmations.expire(now)
         if gone:
             log.debug("%d streams have no reader any more", len(gone))
-            self.abort(gone, FinishReason.CANCELLED)
+            self.abort(gone, FinishReason.CANCELLED, now)
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         try:

@@ -26,14 +26,13 @@ class _Sender:
 
 
 class _Stream:
-    __slots__ = ("cancelled", "gap_position", "gap_since", "sender", "waiting")
+    __slots__ = ("gap_position", "gap_since", "sender", "waiting")
 
     def __init__(self, sender: _Sender) -> None:
         self.sender = sender
         self.waiting: deque[tuple[int, int, float]] = deque()  # sequence number, position, time; unconfirmed ones
         self.gap_position = -1
         self.gap_since = 0.0
-        self.cancelled = False  # the detokenizer saw it itself
 
 
 class Confirmations:
@@ -66,8 +65,12 @@ class Confirmations:
             stream.sender.sent += 1
             self._num_waiting += 1
 
-    def on_handled(self, uids: Sequence[int], sequence_numbers: Sequence[int], now: float) -> None:
-        """Counts one message of the detokenizer. Number -1 says that it saw the stream cancelled."""
+    def on_handled(self, uids: Sequence[int], sequence_numbers: Sequence[int], now: float) -> list[int]:
+        """Counts one message of the detokenizer. Number -1 says that it saw the stream cancelled.
+
+        Returns the streams that it saw cancelled; they are forgotten.
+        """
+        gone = []
         with self._lock:
             for uid, number in zip(uids, sequence_numbers, strict=True):
                 stream = self._streams.get(uid)
@@ -76,11 +79,14 @@ class Confirmations:
                 sender = stream.sender
                 sender.heard = now
                 if number < 0:
-                    stream.cancelled = True
+                    gone.append(uid)
+                    self._forget(uid)
+                    continue
                 waiting = stream.waiting
                 while waiting and waiting[0][0] <= number:
                     sender.confirmed = max(sender.confirmed, waiting.popleft()[1])
                     self._num_waiting -= 1
+        return gone
 
     def expire(self, now: float) -> list[int]:
         """The streams that are gone by now, each reported once and then forgotten; call every 10 to 50 ms."""
@@ -96,8 +102,6 @@ class Confirmations:
             return gone
 
     def _is_gone(self, stream: _Stream, now: float) -> bool:
-        if stream.cancelled:
-            return True
         if not stream.waiting:
             return False
         _, position, sent_at = stream.waiting[0]

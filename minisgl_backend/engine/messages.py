@@ -38,6 +38,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
     uids: tuple[int, ...]
     reason: int
+    found_at: float = 0.0  # when their client was found gone, time.monotonic() seconds; 0: it is still there
 
 
 class GetStats(msgspec.Struct, frozen=True, tag=True):
@@ -103,10 +104,18 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
     count: int = 1
 
 
+class HistogramCounts(msgspec.Struct, frozen=True):
+    """Observations since the start."""
+
+    counts: tuple[int, ...]  # by upper bound; the last one is above all bounds
+    sum: float
+
+
 class Stats(msgspec.Struct, frozen=True, tag=True):
-    """Counters and gauges by name (the fields of step.StepStats, plus histograms kept by the core)."""
+    """Counters and gauges by name (the fields of step.StepStats and those of the core), and the core's histograms."""
 
     values: dict[str, float]
+    histograms: dict[str, HistogramCounts] = {}
 
 
 class Handled(msgspec.Struct, frozen=True, tag=True):
@@ -117,6 +126,7 @@ class Handled(msgspec.Struct, frozen=True, tag=True):
 
     uids: bytes  # int64 [n]
     sequence_numbers: bytes  # int32 [n]
+    found_at: float = 0.0  # when it saw that, time.monotonic() seconds
 
 
 class StartReport(msgspec.Struct, frozen=True):

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable
 
+from minisgl_backend.engine.cancellations import Cancellations
 from minisgl_backend.engine.channel import ALL, CoreChannel, Entries, split_by_front
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.messages import (
@@ -18,6 +19,7 @@ from minisgl_backend.engine.messages import (
     Command,
     GetStats,
     Hello,
+    HistogramCounts,
     Outputs,
     SequenceDetail,
     Stats,
@@ -61,6 +63,7 @@ class CoreService:
         self._started = clock()
         self._last_alive = self._started
         self._live: dict[int, set[int]] = {}  # uids that each front waits for
+        self._cancellations = Cancellations()
         self._status = StatusLine(self._started)
         self._collected = self._started
         self._stopped = False
@@ -81,7 +84,8 @@ class CoreService:
             for front in self._channel.take_lost():
                 self._forget_front(front)
             busy = self._core.step()
-            self._send_events()
+            ended = self._send_events()
+            self._cancellations.end_turn(ended, self._clock(), stepped=busy)
             self._housekeep(busy)
 
     def _idle_wait_ms(self) -> int:
@@ -99,9 +103,11 @@ class CoreService:
             )
             self._core.submit(request)
         elif isinstance(command, Abort):
+            if command.found_at:
+                self._cancellations.begin(command.uids, command.found_at)
             self._core.abort(command.uids, FinishReason(command.reason))
         elif isinstance(command, GetStats):
-            self._channel.send(command.front, Stats(values=self._values()))
+            self._channel.send(command.front, self._stats())
         elif isinstance(command, Hello):
             self._forget_front(command.front)
             log.info("front %d attached (process %d)", command.front, command.pid)
@@ -113,7 +119,8 @@ class CoreService:
             log.warning("front %d is gone; its %d sequences are cancelled", front, len(abandoned))
             self._core.abort(abandoned, FinishReason.CANCELLED)
 
-    def _send_events(self) -> None:
+    def _send_events(self) -> list[int]:
+        """Returns the uids of the sequences that have ended."""
         if self._channel.has_backlog:
             self._channel.flush()
         for rejected in self._core.take_rejected():
@@ -122,11 +129,13 @@ class CoreService:
             self._channel.send(front_of(rejected.uid), rejected)
         outputs = self._core.take_outputs()
         if outputs is None:
-            return
-        for uid in outputs.uids[outputs.reasons != 0].tolist():
+            return []
+        ended: list[int] = outputs.uids[outputs.reasons != 0].tolist()
+        for uid in ended:
             self._live.get(front_of(uid), set()).discard(uid)
         for front, entries in split_by_front(outputs.uids):
             self._channel.send(front, to_message(outputs, entries))
+        return ended
 
     def _housekeep(self, busy: bool) -> None:
         now = self._clock()
@@ -139,10 +148,13 @@ class CoreService:
             gc.collect(1)
             self._collected = self._clock()
 
-    def _values(self) -> dict[str, float]:
+    def _stats(self) -> Stats:
         values = {name: float(value) for name, value in dataclasses.asdict(self._core.stats()).items()}
         values["uptime_s"] = self._clock() - self._started
-        return values
+        values["total_cancelled_late"] = float(self._cancellations.num_late)
+        seconds = self._cancellations.seconds
+        counts = HistogramCounts(counts=tuple(seconds.counts), sum=seconds.sum)
+        return Stats(values=values, histograms={"cancellation_seconds": counts})
 
 
 def to_message(outputs: SequenceOutputs, entries: Entries = ALL) -> Outputs:

@@ -22,10 +22,6 @@ from minisgl_backend.text.vocabulary import Vocabulary
 
 Arrays = dict[str, "npt.NDArray[Any]"]
 
-CHECK_EVERY_S = 0.04  # how often each stream is asked whether its client is still there
-CHECK_LATEST_S = 0.2  # the same where asking that often would take more than CHECK_SHARE of the time
-CHECK_SHARE = 0.25
-
 
 class StreamError(MinisglError):
     """The stream ends with this error. `status` is the name of a Triton error code."""
@@ -40,7 +36,6 @@ class _StreamText:
     options: OutputOptions
     detokenizer: Detokenizer
     last_number: int = 0
-    next_check: float = 0.0  # time.monotonic() seconds
     log_probs: list[float] = field(default_factory=list)
 
 
@@ -50,26 +45,10 @@ class AnswerEncoder:
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
         self._streams: dict[int, _StreamText] = {}
-        self._no_check_before = 0.0  # time.monotonic() seconds
 
     def __len__(self) -> int:
         """Streams with state."""
         return len(self._streams)
-
-    def take_check(self, uid: int, now: float) -> bool:
-        """Whether it is time to ask if the stream's client is still there (asking costs as much as a chunk)."""
-        stream = self._streams.get(uid)
-        if stream is None:  # its first chunk
-            return False
-        overdue = now - stream.next_check
-        due = overdue >= (0.0 if now >= self._no_check_before else CHECK_LATEST_S - CHECK_EVERY_S)
-        if due:
-            stream.next_check = now + CHECK_EVERY_S
-        return due
-
-    def note_check(self, started: float, ended: float) -> None:
-        """How long it took to ask; time.monotonic() seconds."""
-        self._no_check_before = ended + (ended - started) * (1 / CHECK_SHARE - 1)
 
     def encode(self, chunk: Chunk) -> Arrays:
         """Arrays with a leading batch dimension of 1, by output name. Raises StreamError where there are none."""

@@ -12,14 +12,13 @@ from typing import Any
 import msgspec
 import triton_python_backend_utils as pb_utils
 
-from minisgl_backend.engine.channel import HandledSender, socket_directory
+from minisgl_backend.engine.channel import CANCELLED, HandledSender, socket_directory
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.serving.answers import AnswerEncoder, StreamError
+from minisgl_backend.serving.client_checks import ClientChecks
 from minisgl_backend.serving.engine_settings import read_engine_config
-from minisgl_backend.serving.wire import Codec
+from minisgl_backend.serving.wire import Chunk, Codec
 from minisgl_backend.text.vocabulary import load_vocabulary
-
-CANCELLED = -1  # in place of a chunk number: the stream's client has left
 
 
 class TritonPythonModel:
@@ -35,17 +34,19 @@ class TritonPythonModel:
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._answers = AnswerEncoder(vocabulary)
+        self._checks = ClientChecks()
         self._codec = Codec()
         # Of one execute call: stream and chunk number of what was handled, or CANCELLED.
         self._uids: list[int] = []
         self._numbers: list[int] = []
+        self._found_at = 0.0  # when the last client was found gone, time.monotonic() seconds
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """One response a request; then tells the engine fronts what was handled and which clients have left."""
         self._uids.clear()
         self._numbers.clear()
         responses = [self._answer(request) for request in requests]
-        self._handled.send(self._uids, self._numbers)
+        self._handled.send(self._uids, self._numbers, self._found_at)
         return responses
 
     def finalize(self) -> None:
@@ -57,19 +58,28 @@ class TritonPythonModel:
             chunk = self._codec.chunk(tensor.as_numpy())
             self._uids.append(chunk.uid)
             self._numbers.append(chunk.number)
-            now = time.monotonic()
-            if self._answers.take_check(chunk.uid, now):
-                # An ensemble tells only its new steps of a cancellation, never the engine's running one.
-                if request.is_cancelled():
-                    self._uids.append(chunk.uid)
-                    self._numbers.append(CANCELLED)
-                self._answers.note_check(now, time.monotonic())
+            self._look_for_client(request, chunk)
             arrays = self._answers.encode(chunk)
         except StreamError as error:
             return _error(error.status, str(error))
         except msgspec.MsgspecError as error:
             return _error("INVALID_ARG", f"chunk is not valid: {error}")
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
+
+    def _look_for_client(self, request: Any, chunk: Chunk) -> None:
+        """An ensemble tells only its new steps of a cancellation, never the engine's running one."""
+        now = time.monotonic()
+        # A stream that begins is asked with its next chunk, and one that ends need not be asked.
+        goes_on = chunk.number > 1 and chunk.parts and not chunk.parts[-1].reason
+        if not goes_on or not self._checks.is_due(chunk.uid, now):
+            return
+        gone = request.is_cancelled()
+        ended = time.monotonic()
+        self._checks.note(chunk.uid, now, ended, gone=gone)
+        if gone:
+            self._found_at = ended
+            self._uids.append(chunk.uid)
+            self._numbers.append(CANCELLED)
 
 
 def _error(status: str, message: str) -> Any:

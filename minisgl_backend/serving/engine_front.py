@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.channel import CANCELLED
 from minisgl_backend.engine.client import EngineClient
 from minisgl_backend.engine.confirmations import Confirmations
 from minisgl_backend.engine.marks import drain_deadline, drained_mark
@@ -192,8 +193,18 @@ class EngineFront:
         self._last_confirmed = time.monotonic()
         sequences = self._sequences
         for uid, number in zip(uids.tolist(), numbers.tolist(), strict=True):
-            if (sequence := sequences.get(uid)) is not None:
+            if (sequence := sequences.get(uid)) is None:
+                continue
+            if number == CANCELLED:
+                self._abandon(sequence.stream)
+            else:
                 self.responder.confirm(sequence, number)
+
+    def _abandon(self, stream: Stream) -> None:
+        """The client has aborted the sequence whose chunk told of it; its siblings are left."""
+        stream.abandoned = True
+        if len(stream.sequences) > 1:
+            self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())
 
     # Callbacks of the responder's threads.
 
@@ -260,4 +271,4 @@ class EngineFront:
         for stream in streams_of(self._sequences):
             polled = not (stream.confirmed and stream.spec.options.stream)
             if polled and not stream.closed and stream.sender.is_cancelled():
-                self.client.abort(stream.uids, FinishReason.CANCELLED)
+                self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())

@@ -5,27 +5,14 @@ Knows nothing of metrics endpoints: `serving.metrics` reads the counts.
 
 from __future__ import annotations
 
-import bisect
 import threading
 import time
 
+from minisgl_backend.engine.histogram import Histogram
 from minisgl_backend.serving.stream import SequenceStream
 
 FIRST_TOKEN_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 INTER_TOKEN_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
-
-
-class Histogram:
-    """Counts by upper bound, with a sum; not thread-safe."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self.bounds = bounds
-        self.counts = [0] * (len(bounds) + 1)  # the last one is above all bounds
-        self.sum = 0.0
-
-    def observe(self, value: float, count: int = 1) -> None:
-        self.counts[bisect.bisect_left(self.bounds, value)] += count
-        self.sum += value * count
 
 
 class LatencyRecorder:

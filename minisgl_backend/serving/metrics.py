@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
+from minisgl_backend.engine.cancellations import BOUNDS_S as CANCELLATION_BOUNDS_S
+from minisgl_backend.engine.messages import Stats
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.serving.engine_front import EngineFront
-from minisgl_backend.serving.latency import Histogram
 
 REPORT_EVERY_S = 0.25
 
@@ -50,6 +52,11 @@ _COUNTERS = (
     _Series("minisgl_generated_tokens_total", "Tokens sampled", "total_generated_tokens"),
     _Series("minisgl_requests_finished_total", "Sequences that ended by stop or length", "total_finished"),
     _Series("minisgl_requests_cancelled_total", "Sequences that ended by cancellation", "total_cancelled"),
+    _Series(
+        "minisgl_requests_cancelled_late_total",
+        "Sequences that stayed longer than 2 steps and 50 ms after their client was found gone",
+        "total_cancelled_late",
+    ),
     _Series("minisgl_requests_failed_total", "Sequences that ended by an error", "total_failed"),
     _Series("minisgl_preemptions_total", "Sequences put back into the queue", "total_preempted"),
     _Series("minisgl_engine_restarts_total", "Restarts of the engine core", "restarts"),
@@ -63,9 +70,13 @@ class MetricsReporter:
         self._front = front
         self._families: dict[str, Any] = {}
         self._engine = _EngineMetrics(self._families) if is_leader else None
+        latency = front.latency
         self._latency = [
-            _HistogramMetric("minisgl_time_to_first_token_seconds", "From submission", front.latency.first_token),
-            _HistogramMetric("minisgl_inter_token_seconds", "Between tokens", front.latency.inter_token),
+            (_HistogramMetric(name, help, histogram.bounds), histogram)
+            for name, help, histogram in (
+                ("minisgl_time_to_first_token_seconds", "From submission", latency.first_token),
+                ("minisgl_inter_token_seconds", "Between tokens", latency.inter_token),
+            )
         ]
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
@@ -85,11 +96,11 @@ class MetricsReporter:
                 _LOGGER.exception("metrics could not be reported; the next attempt follows")
 
     def _report(self) -> None:
-        for histogram in self._latency:
-            histogram.report()
+        for metric, histogram in self._latency:
+            metric.report(list(histogram.counts), histogram.sum)
         if self._engine is not None:
             try:
-                self._engine.report(self._front.client.stats().values)
+                self._engine.report(self._front.client.stats())
             except EngineDeadError:
                 self._engine.report_dead()
 
@@ -103,8 +114,11 @@ class _EngineMetrics:
         up = _Series("minisgl_engine_up", "1 while the engine core answers, else 0", "")
         self._up = _metric(families, up, pb_utils.MetricFamily.GAUGE)
         self._shown: dict[_Series, float] = {}
+        help = "From the finding that a client has left to the return of its sequence's pages"
+        self._cancellation = _HistogramMetric("minisgl_cancellation_seconds", help, CANCELLATION_BOUNDS_S)
 
-    def report(self, values: dict[str, float]) -> None:
+    def report(self, stats: Stats) -> None:
+        values = stats.values
         self._up.set(1)
         for series, gauge in self._gauges.items():
             value = values.get(series.value)
@@ -113,6 +127,8 @@ class _EngineMetrics:
                 self._shown[series] = value
         for series, counter in self._counters.items():
             counter.follow(values.get(series.value, 0.0))
+        if (seconds := stats.histograms.get("cancellation_seconds")) is not None:
+            self._cancellation.report(seconds.counts, seconds.sum)
 
     def report_dead(self) -> None:
         self._up.set(0)
@@ -133,26 +149,25 @@ class _Counter:
 
 
 class _HistogramMetric:
-    def __init__(self, name: str, help: str, histogram: Histogram) -> None:
-        self._histogram = histogram
+    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
         families: dict[str, Any] = {}
         counter = pb_utils.MetricFamily.COUNTER
-        bounds = [*(f"{bound:g}" for bound in histogram.bounds), "+Inf"]
         self._buckets = [
             _Counter(_metric(families, _Series(f"{name}_bucket", help, "", (("le", bound),)), counter))
-            for bound in bounds
+            for bound in (*(f"{bound:g}" for bound in bounds), "+Inf")
         ]
         self._count = _Counter(_metric(families, _Series(f"{name}_count", help, ""), counter))
         self._sum = _Counter(_metric(families, _Series(f"{name}_sum", help, ""), counter))
         self._families = families  # a family must outlive its metrics
 
-    def report(self) -> None:
+    def report(self, counts: Sequence[int], sum: float) -> None:
+        """`counts` by upper bound, the last one above all of them."""
         total = 0
-        for bucket, count in zip(self._buckets, list(self._histogram.counts), strict=True):
+        for bucket, count in zip(self._buckets, counts, strict=True):
             total += count
             bucket.follow(float(total))
         self._count.follow(float(total))
-        self._sum.follow(self._histogram.sum)
+        self._sum.follow(sum)
 
 
 def _metric(families: dict[str, Any], series: _Series, kind: Any) -> Any:

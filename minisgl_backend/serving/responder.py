@@ -122,6 +122,8 @@ class Responder:
             self._end_with_error(stream, "CANCELLED", sequence.error or "the request was cancelled")
         elif reason == FinishReason.ERROR:
             self._end_with_error(stream, "INTERNAL", sequence.error or "the engine failed to compute the answer")
+        elif stream.abandoned and not reason:
+            return  # its end is on its way
         elif not sequence.finished and (reason or sequence.eager) and not self._must_wait(sequence, reason):
             self._advance(sequence)
 

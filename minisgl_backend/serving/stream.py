@@ -33,6 +33,7 @@ class Stream:
     """One request: its sender and its sequences."""
 
     __slots__ = (
+        "abandoned",
         "arrival_ns",
         "closed",
         "confirmed",
@@ -65,6 +66,7 @@ class Stream:
         self.first_token_ns = 0  # when the core had it
         self.started = False  # the first token was taken over by a responder thread
         self.failure: tuple[str, str] | None = None  # status and message
+        self.abandoned = False  # its client has left: nobody waits for what it still has to send
         self.closed = False
         self.worker = 0  # the responder thread that owns the sender
 
@@ -139,6 +141,8 @@ class SequenceStream:
     def is_urgent(self) -> bool:
         """What it has to send waits for nothing."""
         stream = self.stream
+        if stream.abandoned:
+            return False
         if self.reason or not self.number or stream.failure is not None:
             return True
         return not (stream.confirmed and stream.spec.options.stream)

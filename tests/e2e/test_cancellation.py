@@ -38,7 +38,7 @@ def test_a_closed_http_connection(null_server: Server) -> None:
 
 
 def test_half_of_many_streams(null_server: Server) -> None:
-    cancelled = null_server.metrics()["minisgl_requests_cancelled_total"]
+    before = null_server.metrics()
     stays = [GrpcStream(null_server) for _ in range(4)]
     leaves = [GrpcStream(null_server) for _ in range(4)]
     for stream in (*stays, *leaves):
@@ -56,7 +56,9 @@ def test_half_of_many_streams(null_server: Server) -> None:
         assert not any(chunk.error for chunk in chunks)
         stream.__exit__()
     null_server.wait_for(pages_are_free)
-    assert null_server.metrics()["minisgl_requests_cancelled_total"] - cancelled == 8
+    after = null_server.metrics()
+    for name in ("minisgl_requests_cancelled_total", "minisgl_cancellation_seconds_count"):
+        assert after[name] - before[name] == 8
 
 
 def test_every_page_is_accounted_for(null_server: Server) -> None:

@@ -1,15 +1,21 @@
 """64 streams, half of them cancelled in each way a client has: each is gone, with its pages, within the bound.
 
-The bound is two steps and 50 ms from the server's noticing. What is seen here ends with the page /metrics, which is up
-to 0.25 s old: 0.13 to 0.28 s on two cores. The other half must bring its whole text.
+The bound is two steps and 50 ms from the moment at which the server finds that the client has left. The engine counts
+who stays longer (`minisgl_requests_cancelled_late_total`), in steps as long as they were. What is seen from outside
+ends with the page /metrics, which is up to 0.25 s old. The other half must bring its whole text.
+
+A machine that is busy elsewhere, or stops a process for 50 ms, only ever adds to these times. So the best of some
+attempts counts, and where the machine was late for the test's own thread in each of them, nothing can be said.
 """
 
 from __future__ import annotations
 
 import contextlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import pytest
 
@@ -19,10 +25,49 @@ from tests.e2e.wire import Server
 pytestmark = pytest.mark.e2e
 
 STREAMS = 64
-BOUND_SECONDS = 1.0
-LOADED_SECONDS = 15.0  # beside other tests on two cores nothing can be said of milliseconds
+SEEN_SECONDS = 0.6  # from leaving to the page: 0.1 s, the page's age of 0.25 s, and the time to ask for it
+HOPELESS_SECONDS = 60.0  # the streams would run for 20 s
+ATTEMPTS = 5
+STALL_SECONDS = 0.02  # a machine on which a thread is called this late does not keep 50 ms either
 LONG, SHORT = 4000, 300
 PROMPT = "Tell me a long story."
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """What half of the streams' leaving looked like."""
+
+    late: float  # sequences that stayed too long after they were found
+    seconds: float  # until the page showed all of them gone
+    stall: float  # seconds that the machine was late for this process
+
+    @property
+    def good(self) -> bool:
+        return not self.late and self.seconds < SEEN_SECONDS
+
+
+class Yardstick:
+    """Measures how late the machine calls a thread that sleeps. Use it as a context."""
+
+    def __init__(self) -> None:
+        self.stall = 0.0
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Yardstick:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopping.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        due = time.monotonic()
+        while not self._stopping.is_set():
+            due = max(due + 0.005, time.monotonic())
+            time.sleep(max(0.0, due - time.monotonic()))
+            self.stall = max(self.stall, time.monotonic() - due)
 
 
 @pytest.fixture
@@ -83,21 +128,43 @@ def test_half_of_64_streams_leave(
     beside: int,
 ) -> None:
     expected = client.generate(PROMPT, max_tokens=SHORT, ignore_eos=True).text
-    null_server.wait_for(lambda found: found["minisgl_requests_running"] == 0)
-    before = null_server.metrics()["minisgl_requests_cancelled_total"]
+    attempts: list[Attempt] = []
+    while len(attempts) < ATTEMPTS and not any(attempt.good for attempt in attempts):
+        attempts.append(half_leave(null_server, client, way, beside, expected))
+        print(f"{way.__name__}, {beside} beside: {attempts[-1]}")
+    if not any(attempt.good for attempt in attempts) and all(attempt.stall > STALL_SECONDS for attempt in attempts):
+        pytest.skip(f"the machine was too busy to tell: {attempts}")
+    assert any(attempt.good for attempt in attempts), attempts
+
+
+def half_leave(
+    server: Server,
+    client: Client,
+    way: Callable[[Server, contextlib.ExitStack], Callable[[], None]],
+    beside: int,
+    expected: str,
+) -> Attempt:
+    """Checks texts, counts and pages whatever the machine does; what depends on its speed is returned."""
+    server.wait_for(lambda found: found["minisgl_requests_running"] == 0)
+    before = server.metrics()
+
+    def change(found: dict[str, float], name: str) -> float:
+        return found[name] - before.get(name, 0.0)
+
     with contextlib.ExitStack() as stack:
-        leave = way(null_server, stack)
+        leave = way(server, stack)
         others = started(client, beside, SHORT)
-        leave()
-        start = time.monotonic()
-        null_server.wait_for(
-            lambda found: found["minisgl_requests_cancelled_total"] == before + STREAMS // 2, LOADED_SECONDS
-        )
-        seconds = time.monotonic() - start
-        print(f"{way.__name__}, {beside} beside: {seconds:.2f} s until /metrics showed all of them gone")
+        with Yardstick() as yardstick:
+            leave()
+            seconds = server.wait_for(
+                lambda found: change(found, "minisgl_cancellation_seconds_count") == STREAMS // 2, HOPELESS_SECONDS
+            )
         for stream in others:
             assert stream.result().text == expected
-    null_server.wait_for(lambda found: found['minisgl_kv_pages{state="leased"}'] == 0)
-    found = null_server.metrics()
+    server.wait_for(lambda found: found['minisgl_kv_pages{state="leased"}'] == 0)
+    found = server.metrics()
+    assert change(found, "minisgl_requests_cancelled_total") == STREAMS // 2
+    assert change(found, "minisgl_cancellation_seconds_count") == STREAMS // 2
     pages = {state: found[f'minisgl_kv_pages{{state="{state}"}}'] for state in ("free", "cached", "total")}
     assert pages["free"] + pages["cached"] == pages["total"]
+    return Attempt(change(found, "minisgl_requests_cancelled_late_total"), seconds, yardstick.stall)

@@ -51,6 +51,28 @@ def test_an_abort_ends_sequences_and_returns_their_pages(make_front: MakeFront) 
     assert stats["pages_leased"] == 0
 
 
+@pytest.mark.parametrize("sequential", ["0", "1"])
+def test_the_core_says_how_long_sequences_stay_after_their_client(
+    make_front: MakeFront, monkeypatch: pytest.MonkeyPatch, sequential: str
+) -> None:
+    monkeypatch.setenv("MINISGL_DISABLE_OVERLAP_SCHEDULING", sequential)
+    front = make_front(PACED)
+    uids = [front.submit([5, 6], max_tokens=4000) for _ in range(4)]
+    wait_for(lambda: len(front.tokens) == 4)
+    pages = front.client.stats(timeout_s=10).values["pages_leased"]
+    found_at = time.monotonic()
+    front.client.abort([uids[0], 12345], FinishReason.CANCELLED, found_at - 30.0)  # found, and forgotten, long ago
+    front.client.abort([uids[1]], FinishReason.CANCELLED, found_at)
+    front.client.abort([uids[2]], FinishReason.CANCELLED)  # for another reason
+    wait_for(lambda: len(front.reasons) == 3)
+    stats = front.client.stats(timeout_s=10)
+    seconds = stats.histograms["cancellation_seconds"]
+    assert sum(seconds.counts) == 2
+    assert 30.0 <= seconds.sum < 30.0 + 2 * (time.monotonic() - found_at)
+    assert stats.values["total_cancelled"] == 3
+    assert 0 < stats.values["pages_leased"] < pages
+
+
 def test_kill_in_mid_stream_is_told_within_two_seconds_and_the_next_core_serves(make_front: MakeFront) -> None:
     fronts = [make_front(PACED, index) for index in range(2)]
     uids = [front.submit([5, 6], max_tokens=4000) for front in fronts for _ in range(8)]

@@ -14,6 +14,7 @@ import pytest
 import zmq
 
 from minisgl_backend.engine.channel import (
+    CANCELLED,
     CoreChannel,
     FrontChannel,
     HandledReceiver,
@@ -191,7 +192,7 @@ def test_confirmations_reach_their_fronts(context: zmq.Context, tmp_path: Path) 
     def arrived() -> bool:
         sender.send(uids, [10, 20, 30])
         for index, receiver in enumerate(receivers):
-            handled, numbers = receiver.receive()
+            handled, numbers, _ = receiver.receive()
             got[index].extend(zip(handled.tolist(), numbers.tolist(), strict=True))
         return all(got)
 
@@ -201,6 +202,25 @@ def test_confirmations_reach_their_fronts(context: zmq.Context, tmp_path: Path) 
     sender.close()
     for receiver in receivers:
         receiver.close()
+
+
+def test_the_moment_of_a_finding_comes_with_it(context: zmq.Context, tmp_path: Path) -> None:
+    receiver = HandledReceiver(context, tmp_path, 0)
+    sender = HandledSender(tmp_path)
+    found: list[float] = []
+
+    def arrived() -> bool:
+        sender.send([1], [10], 5.0)  # nobody has left
+        sender.send([1, 1], [11, CANCELLED], 6.0)
+        _, numbers, found_at = receiver.receive()
+        found.append(found_at)
+        return CANCELLED in numbers
+
+    wait_for(arrived)
+    assert found[-1] == 6.0
+    assert set(found) <= {0.0, 6.0}
+    sender.close()
+    receiver.close()
 
 
 def test_confirmations_to_nobody_do_not_block(tmp_path: Path) -> None:

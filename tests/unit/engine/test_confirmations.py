@@ -98,8 +98,9 @@ def test_a_stopped_front_blames_nobody() -> None:
 def test_the_detokenizer_may_say_it_itself() -> None:
     confirmations = make()
     confirmations.on_sent(1, 0, 0.0)
-    confirmations.on_handled([1], [-1], 0.01)
-    assert confirmations.expire(0.01) == [1]
+    assert confirmations.on_handled([1, 1, 77], [0, -1, -1], 0.01) == [1]
+    assert confirmations.total_unconfirmed() == 0
+    assert tick(confirmations, 0.01, 3.0) == []
 
 
 def test_forgotten_and_unknown_streams_mean_nothing() -> None:

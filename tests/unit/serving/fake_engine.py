@@ -57,7 +57,7 @@ class FakeEngine:
             raise EngineDeadError("the engine is not running")
         self.requests.append(request)
 
-    def abort(self, uids: Iterable[int], reason: FinishReason) -> None:
+    def abort(self, uids: Iterable[int], reason: FinishReason, found_at: float = 0.0) -> None:
         self.aborted += [(uid, reason) for uid in uids]
 
     def close(self) -> None:

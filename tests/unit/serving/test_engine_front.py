@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.channel import CANCELLED
 from minisgl_backend.engine.messages import Rejected, SequenceDetail, TokenLogprobs
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.serving.engine_front import EngineFront
@@ -182,6 +183,25 @@ def test_a_client_that_left_an_unstreamed_request(front: EngineFront) -> None:
     while not front.client.aborted and time.monotonic() < deadline:
         time.sleep(0.01)
     assert front.client.aborted[0] == (uid, FinishReason.CANCELLED)
+
+
+def test_nothing_more_is_sent_to_a_client_that_left_but_the_end(front: EngineFront) -> None:
+    sender, uid = ask(front, n=2)
+    front.client.give((uid, 65, 0), (uid + 1, 66, 0))
+    sender.wait_chunks(2)
+    front.client.confirm(uid, CANCELLED)
+    assert front.client.aborted == [(uid, FinishReason.CANCELLED), (uid + 1, FinishReason.CANCELLED)]
+    front.client.give((uid, 67, 0), (uid + 1, 68, 0))
+    other, other_uid = ask(front)
+    front.client.give((other_uid, 69, 0))
+    other.wait_chunks(1)
+    assert len(sender.chunks) == 2
+    cancelled = int(FinishReason.CANCELLED)
+    front.client.give((uid, -1, cancelled), (uid + 1, -1, cancelled))
+    sender.wait_end()
+    assert sender.error is not None
+    assert sender.error[0] == "CANCELLED"
+    assert front.num_streams == 1
 
 
 def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
