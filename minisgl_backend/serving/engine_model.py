@@ -93,22 +93,37 @@ def _end_with(server: int) -> None:
 
 
 class _TritonSender:
-    """The responses of one request, from one thread."""
+    """The responses of one request, from one thread; any thread may ask `is_cancelled`.
 
-    __slots__ = ("_codec", "_sender")
+    tritonserver 2.51 dies (SIGSEGV in TRITONBACKEND_ResponseFactoryIsCancelled) when it is asked about a request whose
+    last response it has got: the last response and the question never meet.
+    """
+
+    __slots__ = ("_codec", "_ended", "_lock", "_sender")
 
     def __init__(self, response_sender: Any, codec: Codec) -> None:
         self._sender = response_sender
         self._codec = codec
+        self._lock = threading.Lock()
+        self._ended = False
 
     def send(self, chunk: Chunk, final: bool) -> None:
         tensor = pb_utils.Tensor("chunk", self._codec.pack(chunk).reshape(1, -1))
-        flags = pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL if final else 0
-        self._sender.send(pb_utils.InferenceResponse([tensor]), flags=flags)
+        response = pb_utils.InferenceResponse([tensor])
+        if final:
+            self._end(response)
+        else:
+            self._sender.send(response)
 
     def fail(self, status: str, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, status))
-        self._sender.send(pb_utils.InferenceResponse(error=error), flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
+        self._end(pb_utils.InferenceResponse(error=error))
 
     def is_cancelled(self) -> bool:
-        return bool(self._sender.is_cancelled())
+        with self._lock:
+            return not self._ended and bool(self._sender.is_cancelled())
+
+    def _end(self, response: Any) -> None:
+        with self._lock:
+            self._ended = True
+            self._sender.send(response, flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
