@@ -135,6 +135,12 @@ class Served:
             raise EngineDeadError("no engine core is running")
         return found[0]
 
+    def ranks(self) -> list[int]:
+        """The processes of the engine's tensor-parallel ranks, in order; the first one is the core."""
+        words = {pid: command_line(pid).split() for pid in self.pids("minisgl_backend.engine.follower")}
+        followers = {int(line[line.index("--rank") + 1]): pid for pid, line in words.items() if "--rank" in line}
+        return [self.core(), *(pid for _, pid in sorted(followers.items()))]
+
     def stubs(self, model: str) -> list[int]:
         """The processes of a model's instances."""
         return self.pids("triton_python_backend_stub", f"/{model}/1/model.py")

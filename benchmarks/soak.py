@@ -1,38 +1,42 @@
 """Hours of trouble in minutes: clients of the real server that leave or lie, while its processes are killed.
 
-Knows nothing of models: the null runner answers, so that every text can be checked.
+The demo model answers from two tensor-parallel ranks on CPU cores, and any of them is killed at any time. Every answer
+is compared with what the same server said to the same request before the trouble began.
 
     python -m benchmarks.soak --requests 20000 --cancels 0.2 --bad 0.1 --kills 20
-    python -m benchmarks.soak --quick            three minutes at most
+    python -m benchmarks.soak --quick            about three minutes, run by .ci/run
     python -m benchmarks.soak --minutes 5        as many requests as fit
+    python -m benchmarks.soak --runner null      no model: the server's front door at its fastest; one rank
 
-The last line is one JSON object; the exit code is 1 if a stream was wrong, hung, or something was left behind.
+The last line is one JSON object. The exit code is 1 if an answer was wrong, a request hung, the server did not come
+back or something was left behind; times are only reported, since they are the machine's as much as the server's.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
 import random
-import signal
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from benchmarks.served import Served, Traces
-from client import Client, ClientError, InvalidRequest, Unavailable
-from minisgl_backend.errors import EngineDeadError
+from benchmarks.soak_kills import Killer, figures
+from client import Client, ClientError, InvalidRequest, Result, Unavailable
+from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.serving.triton_server import find_triton_server
 
-TIMEOUT_SECONDS = 60.0  # of a request; one that reaches it hung
-PROMPTS = ("Hello", "Tell me a story", "Count to ten, please", "x")
-LONGEST = 120  # tokens
+TIMEOUT_SECONDS = 120.0  # of a request; one that reaches it hung
+PROMPTS = ("What is 17 + 25?", "Count from 1 to 40.", "Count from 7 to 60.", "Repeat: 猫 🐱 déjà vu")
+COUNTS = (1, 4, 16, 60, 120)  # max_tokens
+PAGES = 256  # fewer than 32 of the longest answers need, so that some are preempted
 BAD_OPTIONS: tuple[dict[str, object], ...] = (
     {"temperature": -1.0},
     {"top_p": 7.0},
@@ -42,6 +46,8 @@ BAD_OPTIONS: tuple[dict[str, object], ...] = (
     {"sampling_parameters": {"no_such_field": 1}},
     {"n": 1000},
 )
+# What a request may say that was inside a tokenizer process when that was killed.
+STUB_WORDS = ("not healthy", "ended before", "connection", "Connection", "closed", "reset")
 
 
 @dataclass(frozen=True)
@@ -51,10 +57,21 @@ class Plan:
     requests: int
     cancels: float  # share of requests that leave in the middle
     bad: float  # share of wrong requests
-    kills: int
+    kills: int  # of engine ranks
+    stub_kills: int  # of tokenizer processes
     minutes: float
     clients: int
     seed: int
+    tp: int
+    runner: str
+    log: Path | None
+
+    def server_options(self) -> list[str]:
+        """For scripts/serve.sh."""
+        options = ["--exit-timeout", "10", "--num-pages", str(PAGES)]
+        if self.runner == "null":
+            return ["--exit-timeout", "10", "--runner", "null", "--null-runner-rate", "200"]
+        return [*options, "--tp", str(self.tp)]
 
 
 @dataclass
@@ -63,7 +80,6 @@ class Outcome:
 
     counts: Counter[str] = field(default_factory=Counter)
     faults: list[str] = field(default_factory=list)
-    recoveries: list[float] = field(default_factory=list)  # seconds from a kill to ready
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, kind: str, fault: str = "") -> None:
@@ -79,12 +95,13 @@ class Soak:
     def __init__(self, plan: Plan, served: Served) -> None:
         self._plan = plan
         self._served = served
-        self._draw = random.Random(plan.seed)
         self._open = plan.requests
-        self._started = time.monotonic()
         self.outcome = Outcome()
-        with Client(served.grpc, timeout=TIMEOUT_SECONDS) as client:
-            self._answers = {p: client.generate(p, max_tokens=LONGEST, ignore_eos=True).text for p in PROMPTS}
+        self._answers = self._right_answers()
+        ranks = 1 if plan.runner == "null" else plan.tp
+        draw = random.Random(plan.seed)
+        self.killer = Killer(served, ranks=ranks, kills=plan.kills, stub_kills=plan.stub_kills, draw=draw)
+        self._started = time.monotonic()
 
     def run(self) -> None:
         """Until all requests are answered or the time is over."""
@@ -100,16 +117,27 @@ class Soak:
     def seconds(self) -> float:
         return time.monotonic() - self._started
 
+    def _right_answers(self) -> dict[tuple[str, int], Result]:
+        """By prompt and max_tokens."""
+        cases = [(prompt, count) for prompt in PROMPTS for count in COUNTS]
+        with Client(self._served.grpc, timeout=TIMEOUT_SECONDS) as client, ThreadPoolExecutor(4) as pool:
+            results = pool.map(lambda case: client.generate(case[0], max_tokens=case[1], temperature=0), cases)
+            return dict(zip(cases, results, strict=True))
+
+    def _is_over(self) -> bool:
+        return self._open <= 0 or self.seconds() > 60 * self._plan.minutes
+
     def _take(self) -> bool:
         with self.outcome.lock:
+            if self._is_over():
+                return False
             self._open -= 1
-            return self._open >= 0 and self.seconds() < 60 * self._plan.minutes
+            return True
 
     def _ask(self, number: int) -> None:
         draw = random.Random(f"{self._plan.seed}/{number}")
         actions = {"whole": self._whole, "left": self._leaves, "bad": self._bad}
-        http = number % 4 == 3
-        address = f"http://{self._served.http}" if http else self._served.grpc
+        address = f"http://{self._served.http}" if number % 4 == 3 else self._served.grpc
         with Client(address, timeout=TIMEOUT_SECONDS) as client:
             while self._take():
                 lot = draw.random()
@@ -119,39 +147,42 @@ class Soak:
                 try:
                     actions[kind](client, draw)
                 except Unavailable:
+                    self.killer.note_told(start)
                     self.outcome.note(f"{kind}: unavailable")
                     with self.outcome.lock:
                         self._open += 1  # asked again
                     time.sleep(0.5)
                 except ClientError as error:
                     self._judge(kind, error)
+                except Exception as error:  # of the client itself; the other clients go on
+                    self.outcome.note("failed", f"{kind}: {error!r}")
                 if time.monotonic() - start > TIMEOUT_SECONDS:
                     self.outcome.note("hang", f"a request took {time.monotonic() - start:.0f} s")
 
     def _judge(self, kind: str, error: ClientError) -> None:
-        """Errors that a kill explains are right; a timeout or a refusal of a right request is not."""
-        explained = self._plan.kills and any(
-            word in str(error)
-            for word in ("not healthy", "ended before", "connection", "Connection", "closed", "reset")
+        """A killed rank explains UNAVAILABLE and nothing else; a killed tokenizer process a few more errors."""
+        explained = any(kill.victim == "tokenizer" for kill in self.killer.kills) and any(
+            word in str(error) for word in STUB_WORDS
         )
         self.outcome.note(f"{kind}: {type(error).__name__}", "" if explained else f"{kind}: {error!r}")
 
     def _whole(self, client: Client, draw: random.Random) -> None:
-        prompt, count = draw.choice(PROMPTS), draw.randint(1, LONGEST)
+        prompt, count = draw.choice(PROMPTS), draw.choice(COUNTS)
         if draw.random() < 0.5:
-            result = client.generate(prompt, max_tokens=count, ignore_eos=True)
+            result = client.generate(prompt, max_tokens=count, temperature=0)
         else:
-            result = client.stream(prompt, max_tokens=count, ignore_eos=True).result()
-        whole = self._answers[prompt]
-        right = whole.startswith(result.text) and (count < LONGEST or result.text == whole) and result.text
-        self.outcome.note("whole", "" if right else f"{prompt!r}, {count} tokens: {result.text!r}")
+            result = client.stream(prompt, max_tokens=count, temperature=0).result()
+        right = self._answers[prompt, count].choices
+        fault = "" if result.choices == right else f"{prompt!r}, {count} tokens: {result.choices}, not {right}"
+        self.outcome.note("whole", fault)
 
     def _leaves(self, client: Client, draw: random.Random) -> None:
         prompt, text = draw.choice(PROMPTS), ""
-        with client.stream(prompt, max_tokens=LONGEST, ignore_eos=True) as stream:
+        with client.stream(prompt, max_tokens=COUNTS[-1], temperature=0) as stream:
             for _ in range(draw.randint(0, 10)):
-                text += next(stream).text
-        right = self._answers[prompt].startswith(text)
+                chunk = next(stream, None)
+                text += chunk.text if chunk is not None else ""
+        right = self._answers[prompt, COUNTS[-1]].choices[0].text.startswith(text)
         self.outcome.note("left", "" if right else f"{prompt!r}, left: {text!r}")
 
     def _bad(self, client: Client, draw: random.Random) -> None:
@@ -163,86 +194,96 @@ class Soak:
             self.outcome.note("bad")
 
     def _kill(self) -> None:
-        """Engine cores, evenly over the run; now and then a stub."""
-        for number in range(self._plan.kills):
-            while self._open > 0 and self._progress() < (number + 0.5) / self._plan.kills:
-                time.sleep(0.1)
-            if self._open <= 0 or self.seconds() > 60 * self._plan.minutes:
-                return
-            victim = "tokenizer" if number % 5 == 3 else "core"
-            start = time.monotonic()
-            with contextlib.suppress(EngineDeadError, IndexError, ProcessLookupError):
-                os.kill(self._served.core() if victim == "core" else self._served.stubs(victim)[0], signal.SIGKILL)
-                self.outcome.note(f"killed {victim}")
-            self._served.wait(lambda: not self._served.ready(), 10.0)
-            self._served.wait(self._served.ready)
-            self.outcome.recoveries.append(time.monotonic() - start)
+        try:
+            self.killer.run(self._progress, self._is_over)
+        except Exception as error:
+            self.outcome.note("failed", f"after a kill: {error!r}")
 
     def _progress(self) -> float:
         done = 1 - self._open / self._plan.requests
         return max(done, self.seconds() / (60 * self._plan.minutes))
 
 
-def report(soak: Soak, left: Sequence[str], log: str) -> dict[str, object]:
+def unexplained_deaths(plan: Plan, log: str) -> int:
+    """How often tritonserver itself died; 2.51 sometimes does while a model with a killed process is reloaded."""
+    return 0 if plan.stub_kills else log.count("the server died")
+
+
+def report(soak: Soak, seconds: float, left: Sequence[str], log: str) -> dict[str, object]:
     """The last line."""
-    outcome, seconds = soak.outcome, soak.seconds()
+    outcome, kills = soak.outcome, soak.killer.kills
     total = sum(outcome.counts[kind] for kind in ("whole", "left", "bad"))
     return {
         "requests": total,
         "seconds": round(seconds, 1),
         "requests_per_s": round(total / seconds, 1),
         "counts": dict(sorted(outcome.counts.items())),
+        "killed": dict(sorted(Counter(kill.victim for kill in kills).items())),
+        "ranks": figures([kill for kill in kills if kill.victim != "tokenizer"]),
+        "tokenizer": figures([kill for kill in kills if kill.victim == "tokenizer"]),
         "wrong": len(outcome.faults),
         "hangs": outcome.counts["hang"],
         "left_behind": list(left),
+        "server_deaths": log.count("the server died"),
         "tracebacks": log.count("Traceback"),
-        "recovery_s": {
-            "median": round(sorted(outcome.recoveries)[len(outcome.recoveries) // 2], 1),
-            "longest": round(max(outcome.recoveries), 1),
-        }
-        if outcome.recoveries
-        else None,
     }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     plan = parse(arguments)
+    try:
+        find_triton_server()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as folder:
-        log = Path(folder) / "log"
-        options = ("--runner", "null", "--null-runner-rate", "200", "--exit-timeout", "10")
-        with Served(*options, log=log) as served:
+        log = plan.log or Path(folder) / "log"
+        with Served(*plan.server_options(), log=log) as served:
             soak = Soak(plan, served)
             soak.run()
-            try:
-                served.wait(served.ready)
-                served.wait(lambda: served.value("minisgl_kv_pages", state="leased") == 0, 30.0)
-                pages = []
-            except EngineDeadError as error:
-                pages = [f"pages or readiness: {error}"]
+            seconds = soak.seconds()
+            left = unfinished(served)
             traces = Traces(served)
             stopped = served.stop()
-        found = report(soak, [*pages, *traces.left()], log.read_text(errors="replace"))
+        text = log.read_text(errors="replace")
+        found, deaths = report(soak, seconds, [*left, *traces.left()], text), unexplained_deaths(plan, text)
         found["shutdown_s"] = round(stopped, 1)
     for fault in soak.outcome.faults[:20]:
         print("wrong:", fault, file=sys.stderr)
     print(json.dumps(found))
-    return 1 if found["wrong"] or found["hangs"] or found["left_behind"] else 0
+    return 1 if found["wrong"] or found["hangs"] or found["left_behind"] or deaths else 0
+
+
+def unfinished(served: Served) -> list[str]:
+    """What the server still does although nobody asks for anything."""
+    try:
+        served.wait(served.ready)
+        served.wait(lambda: served.value("minisgl_kv_pages", state="total") > 0)
+        served.wait(lambda: served.value("minisgl_kv_pages", state="leased") == 0)
+    except EngineDeadError as error:
+        return [f"pages or readiness: {error}"]
+    return []
 
 
 def parse(arguments: Sequence[str] | None) -> Plan:
     """The command line as a plan."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=20_000)
-    parser.add_argument("--cancels", type=float, default=0.2)
-    parser.add_argument("--bad", type=float, default=0.1)
-    parser.add_argument("--kills", type=int, default=20)
+    parser.add_argument("--cancels", type=float, default=0.2, help="share of requests that leave [%(default)s]")
+    parser.add_argument("--bad", type=float, default=0.1, help="share of wrong requests [%(default)s]")
+    parser.add_argument("--kills", type=int, default=20, help="of engine ranks [%(default)s]")
+    parser.add_argument("--stub-kills", type=int, default=0, help="of tokenizer processes, too [%(default)s]")
     parser.add_argument("--minutes", type=float, default=60.0, help="at most [%(default)s]")
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--quick", action="store_true", help="a run for every change: at most 3 minutes, 4 kills")
+    parser.add_argument("--tp", type=int, default=2, help="ranks of the engine [%(default)s]")
+    parser.add_argument("--runner", choices=("model", "null"), default="model", help="null: no model [%(default)s]")
+    parser.add_argument("--log", type=Path, help="where to keep what the server says")
+    parser.add_argument("--quick", action="store_true", help="about 3 minutes, 16 clients, 4 kills")
     given = vars(parser.parse_args(arguments))
     if given.pop("quick"):
-        given |= {"minutes": min(given["minutes"], 2.5), "kills": min(given["kills"], 4)}
+        given |= {"minutes": min(given["minutes"], 2.6), "kills": min(given["kills"], 4)}
+        given |= {"clients": min(given["clients"], 16)}
     return Plan(**given)
 
 
