@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Iterable
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -87,10 +87,13 @@ class EngineCore:
         self._failed_steps = 0  # in a row
         self._last_error = ""
         self._rejected: list[Rejected] = []
+        self._names: dict[int, str] = {}  # by uid of every sequence that has not ended: its request, for the log
         self._early_aborts: list[tuple[int, FinishReason]] = []  # of sequences that the scheduler never saw
 
     def submit(self, request: Request) -> None:
         """Queues the request; one that cannot be taken comes back from `take_rejected`."""
+        name = request.request_id or f"uid {request.uid}"
+        self._names.update(dict.fromkeys(range(request.uid, request.uid + request.params.n), name))
         try:
             if request.params.grammar is None:
                 self._scheduler.add(request)
@@ -177,6 +180,8 @@ class EngineCore:
                 self._reject(compiled.request, error)
 
     def _reject(self, request: Request, error: MinisglError) -> None:
+        for uid in range(request.uid, request.uid + request.params.n):
+            self._names.pop(uid, None)
         self._rejected.append(
             Rejected(uid=request.uid, kind=type(error).__name__, message=str(error), count=request.params.n)
         )
@@ -187,11 +192,18 @@ class EngineCore:
                 self._grammars.drop(uid)
 
     def _note_ended(self, outputs: SequenceOutputs, ended: list[int]) -> None:
-        self._drop_grammars(outputs.uids[ended].tolist())
-        for index in ended:
-            if outputs.reasons[index] == FinishReason.ERROR and self._last_error:
-                detail = outputs.details.get(index, SequenceDetail())
-                outputs.details[index] = dataclasses.replace(detail, error=self._last_error)
+        uids = outputs.uids[ended].tolist()
+        self._drop_grammars(uids)
+        failed = []
+        for index, uid in zip(ended, uids, strict=True):
+            name = self._names.pop(uid, f"uid {uid}")
+            if outputs.reasons[index] == FinishReason.ERROR:
+                failed.append(name)
+                if self._last_error:
+                    detail = outputs.details.get(index, SequenceDetail())
+                    outputs.details[index] = dataclasses.replace(detail, error=self._last_error)
+        if failed:
+            log.error("ended with an error: %s", _request_list(failed))
 
     def _launch(self, plan: StepPlan) -> _Launched:
         masks = self._grammars.masks(plan) if self._grammars is not None else None
@@ -238,9 +250,19 @@ class EngineCore:
             exc_info=error,
         )
         if isinstance(error, EngineDeadError) or any(text in str(error) for text in FATAL_DEVICE_ERRORS):
-            raise EngineDeadError(f"the device failed: {error}") from error
+            self._give_up(f"the device failed: {error}", error)
         if self._failed_steps >= MAX_FAILED_STEPS:
-            raise EngineDeadError(f"{self._failed_steps} steps in a row failed; the last error: {error}") from error
+            self._give_up(f"{self._failed_steps} steps in a row failed; the last error: {error}", error)
+
+    def _give_up(self, reason: str, cause: Exception) -> NoReturn:
+        log.error("lost with the engine: %s", _request_list(self._names.values()))
+        raise EngineDeadError(reason) from cause
+
+
+def _request_list(names: Iterable[str]) -> str:
+    """Request ids, each once, in order: «2 requests: 'a', 'b'»."""
+    unique = [repr(name) for name in dict.fromkeys(names)]
+    return f"{len(unique)} request{'' if len(unique) == 1 else 's'}: {', '.join(unique)}"
 
 
 def _rows_of(plan: StepPlan) -> frozenset[int]:

@@ -182,7 +182,14 @@ class EngineFront:
             self.responder.fail(sequence.stream, status_of(error), rejected.message)
 
     def _on_down(self, reason: str) -> None:
-        for stream in streams_of(self._sequences):
+        self._fail_all(reason)
+
+    def _fail_all(self, reason: str) -> None:
+        streams = streams_of(self._sequences)
+        if streams:
+            names = ", ".join(repr(stream.spec.request_id or f"uid {stream.uids[0]}") for stream in streams)
+            _LOGGER.error("%s; requests told so (%d): %s", reason, len(streams), names)
+        for stream in streams:
             self.responder.fail(stream, "UNAVAILABLE", reason)
 
     def _on_up(self, welcome: Welcome) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from minisgl_backend.config import SchedulerLimits
@@ -155,3 +156,30 @@ def test_the_engine_gives_up_at_once_when_the_device_is_lost(harness: Harness) -
     harness.core.submit(make_request(0, [5, 6], max_tokens=5))
     with pytest.raises(EngineDeadError, match="device failed"):
         harness.core.step()
+
+
+def test_the_log_names_the_requests_that_a_step_failed(harness: Harness, caplog: pytest.LogCaptureFixture) -> None:
+    harness.core.submit(msgspec.structs.replace(make_request(0, [5, 6, 7], max_tokens=30), request_id="runs on"))
+    for _ in range(4):
+        harness.core.step()
+    harness.runner.fails_execute = lambda plan: any(len(chunk.token_ids) > 8 for chunk in plan.prefill)
+    broken = make_request(1, range(5, 17), max_tokens=5)
+    harness.core.submit(msgspec.structs.replace(broken, request_id="breaks\nthe step"))
+    harness.run()
+    (line,) = [record.message for record in caplog.records if "ended with an error" in record.message]
+    assert line == "ended with an error: 1 request: 'breaks\\nthe step'"
+
+
+def test_the_log_names_the_requests_that_are_lost_with_the_engine(
+    harness: Harness, caplog: pytest.LogCaptureFixture
+) -> None:
+    harness.runner.error = RuntimeError("CUDA error: out of memory, and nothing works any more")
+    harness.core.submit(msgspec.structs.replace(make_request(0, [5, 6], max_tokens=1), request_id="done before"))
+    harness.run()
+    harness.runner.fails_execute = lambda plan: True
+    harness.core.submit(msgspec.structs.replace(make_request(1, [5, 6], max_tokens=5), request_id="abc"))
+    harness.core.submit(make_request(2, [5, 6], max_tokens=5))
+    harness.core.submit(make_request(3, [], max_tokens=5))
+    with pytest.raises(EngineDeadError):
+        harness.core.step()
+    assert "lost with the engine: 2 requests: 'abc', 'uid 2'" in [record.message for record in caplog.records]
