@@ -1,6 +1,6 @@
 """Every figure of docs/performance.md that one GPU gives, by one command.
 
-    python -m benchmarks.gpu [--only q06,q14,start,online,gauge] [--out FILE] [--json]
+    python -m benchmarks.gpu [--only q06,q14,q30,start,online,parity,gauge] [--out FILE] [--json]
 
 Each part runs in a process of its own and lands in FILE when it is done; parts that FILE already holds are skipped,
 so an interrupted run goes on where it stopped (delete FILE for a fresh one). The workloads are those of
@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks.model_shapes import make_folder
 
-PARTS = ("q06", "q14", "start", "online", "gauge")
+PARTS = ("q06", "q14", "q30", "start", "online", "parity", "gauge")
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
 GAUGE_PROCESSES = 8
 ENGINE_OPTIONS: dict[str, Any] = {"max_running_requests": 256, "max_prefill_length": 16384, "mixed_prefill_length": 0}
@@ -62,6 +62,25 @@ def part_q14() -> dict[str, float]:
         results[f"q14_bs{batch}_ms"] = _decode_ms(driver, batch)
     driver.close()
     return results
+
+
+def part_q30() -> dict[str, float]:
+    """Qwen3-30B-A3B (128 experts, 8 a token): offline, single stream, decode by batch size, prefill."""
+    driver = _driver("qwen3-30b-a3b")
+    results = {f"q30_{name}": value for name, value in _throughput(driver).items()}
+    results["q30_prefill_tok_s"] = _prefill(driver, 4000, 16)
+    for batch in (1, 8, 64, 256):
+        results[f"q30_bs{batch}_ms"] = _decode_ms(driver, batch)
+    driver.close()
+    return results
+
+
+def part_parity() -> dict[str, float | None]:
+    """Logits against transformers, same weights, in real shapes: see benchmarks/parity.py."""
+    from benchmarks.parity import BACKENDS, run_parity
+    from benchmarks.parity import MODELS as PARITY_MODELS
+
+    return run_parity(PARITY_MODELS, BACKENDS, MODELS)
 
 
 def part_start() -> dict[str, float]:
@@ -272,7 +291,7 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.part:
-        run: Callable[[], dict[str, float]] = globals()[f"part_{arguments.part}"]
+        run: Callable[[], dict[str, Any]] = globals()[f"part_{arguments.part}"]
         print(json.dumps(run()))
         return
     if shutil.which("nvidia-smi") is None:

@@ -19,7 +19,14 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.kernels.decode_attention import DecodeShape, DecodeWorkspace, decode_attention, decode_shape
+from minisgl_backend.kernels.decode_attention import (
+    DecodeShape,
+    DecodeWorkspace,
+    decode_attention,
+    decode_shape,
+    rotating_decode_attention,
+    rotation_pays,
+)
 from minisgl_backend.kernels.sampling import SamplingWorkspace, sample_plain
 from minisgl_backend.kernels.small_linear import LinearShape, LinearWorkspace, linear, linear_shape
 from minisgl_backend.kernels.triton_ops import TritonOps
@@ -292,17 +299,21 @@ class Chain:
 
     def step(self, ops: TritonOps) -> torch.Tensor:
         """The sampled tokens."""
-        heads, pdl = self.shape.heads, ops.pdl and self.batch <= 64
+        pdl = ops.pdl and self.batch <= 64
         cut = decode_shape(self.batch, self.shape.kv_heads)
         x = self.x.clone()  # products add to the residual in place
         for layer, (qkv_weight, o_weight, gate_up_weight, down_weight) in enumerate(self.stack):
             k, v = self.pool[layer]
             qkv = ops.linear(x, qkv_weight, norm_weight=self.norm, eps=1e-6)
-            norms = (self.head_norm, self.head_norm)
-            q = ops.rope_store(qkv, *norms, self.cos_sin, self.positions, self.slots, k, v, heads, 1e-6)
-            attended = decode_attention(
-                q, k, v, self.rows, self.lengths, self.table, self.attention, cut, self.shape.dim**-0.5, None, pdl
-            )
+            norms, scale = (self.head_norm, self.head_norm), self.shape.dim**-0.5
+            where = (k, v, self.rows, self.lengths, self.table, self.attention, cut, scale)
+            if rotation_pays(self.batch, self.shape.kv_heads):
+                attended = rotating_decode_attention(qkv, *norms, self.cos_sin, *where, 1e-6, pdl)
+            else:
+                q = ops.rope_store(
+                    qkv, *norms, self.cos_sin, self.positions, self.slots, k, v, self.shape.heads, 1e-6
+                )  # fmt: skip
+                attended = decode_attention(q, *where, None, pdl)
             x = ops.linear(attended.flatten(1), o_weight, residual=x)
             gated = ops.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, gated=True)
             x = ops.linear(gated, down_weight, residual=x)

@@ -87,6 +87,16 @@ class DecodeInputs:
         return len(self.kv_lens_host)
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadRotation:
+    """What turns projected queries and keys into those of attention: a norm of each head, then the rotary embedding."""
+
+    q_norm: torch.Tensor | None  # [head_dim]; None: no norm
+    k_norm: torch.Tensor | None
+    cos_sin: torch.Tensor  # float32 [max_position, head_dim]: cosines of the head_dim / 2 angles, then sines
+    eps: float  # of the norms
+
+
 class AttentionBackend(ABC):
     """Kernels for one spec. The constructor raises ConfigError for what it cannot serve: at start, never later."""
 
@@ -108,6 +118,20 @@ class AttentionBackend(ABC):
     @abstractmethod
     def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> torch.Tensor:
         """q [batch, num_q_heads, head_dim] -> attention output of the same shape. Never plans, never syncs."""
+
+    def rotates(self, plan: Plan) -> bool:
+        """Whether decode_rotating serves this decode plan, and is worth it."""
+        return False
+
+    def decode_rotating(
+        self, qkv: torch.Tensor, rotation: HeadRotation, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan
+    ) -> torch.Tensor:
+        """`Ops.rope_store` and `decode` at once, for backends that have a kernel for both.
+
+        qkv [batch, (num_q_heads + 2 * num_kv_heads) * head_dim] -> [batch, num_q_heads, head_dim]; each token's keys
+        and values are stored where the page table has the last of its sequence's kv_lens tokens.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not rotate")
 
     def allocate_graph(self, max_batch_size: int) -> None:
         """Allocates, once, every buffer that captured graphs will read."""

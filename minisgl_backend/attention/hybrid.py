@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend, DecodeInputs, Plan, PrefillInputs
+from minisgl_backend.attention.base import AttentionBackend, DecodeInputs, HeadRotation, Plan, PrefillInputs
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,16 @@ class HybridAttention:
         prefilled = self.prefill_backend.prefill(q_prefill, k_cache, v_cache, plan.prefill)
         decoded = self.decode_backend.decode(q_decode, k_cache, v_cache, plan.decode)
         return torch.cat([prefilled, decoded])
+
+    def rotates(self, plan: HybridPlan) -> bool:
+        """Whether `attend_rotating` serves this step: decode alone, on a backend that has a kernel for it."""
+        return plan.prefill is None and self.decode_backend.rotates(plan.decode)
+
+    def attend_rotating(
+        self, qkv: torch.Tensor, rotation: HeadRotation, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: HybridPlan
+    ) -> torch.Tensor:
+        """See AttentionBackend.decode_rotating; only where `rotates` says so."""
+        return self.decode_backend.decode_rotating(qkv, rotation, k_cache, v_cache, plan.decode)
 
     def allocate_graph(self, max_batch_size: int) -> None:
         """See AttentionBackend: only decode runs under graphs."""

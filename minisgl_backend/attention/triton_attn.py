@@ -11,9 +11,16 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, HeadRotation, PrefillInputs
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.decode_attention import DecodeShape, DecodeWorkspace, decode_attention, decode_shape
+from minisgl_backend.kernels.decode_attention import (
+    DecodeShape,
+    DecodeWorkspace,
+    decode_attention,
+    decode_shape,
+    rotating_decode_attention,
+    rotation_pays,
+)
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 
 
@@ -65,8 +72,24 @@ class TritonBackend(AttentionBackend):
         i = plan.inputs
         return decode_attention(
             q, k_cache, v_cache, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape,
-            self.spec.softmax_scale, pdl=self._pdl and i.batch_size <= 64,
+            self.spec.softmax_scale, pdl=self._overlaps(plan),
         )  # fmt: skip
+
+    def rotates(self, plan: _DecodePlan) -> bool:
+        return rotation_pays(plan.inputs.batch_size, self.spec.num_kv_heads, self._num_sms)
+
+    def decode_rotating(
+        self, qkv: torch.Tensor, rotation: HeadRotation, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _DecodePlan
+    ) -> torch.Tensor:
+        i = plan.inputs
+        return rotating_decode_attention(
+            qkv, rotation.q_norm, rotation.k_norm, rotation.cos_sin, k_cache, v_cache, i.rows, i.kv_lens, i.page_table,
+            self._workspace, plan.shape, self.spec.softmax_scale, rotation.eps, pdl=self._overlaps(plan),
+        )  # fmt: skip
+
+    def _overlaps(self, plan: _DecodePlan) -> bool:
+        """At large batch a kernel that starts early takes room from the one that still runs."""
+        return self._pdl and plan.inputs.batch_size <= 64
 
     def allocate_graph(self, max_batch_size: int) -> None:
         """The workspace of the constructor serves every batch size."""

@@ -6,6 +6,10 @@ Flash decoding (Dao et al., 2023): a sequence's cache is cut into at most `num_s
 own program for all query heads of one KV head; the program that finishes a sequence last merges the partial
 results, so that no second kernel is needed. The parts adapt to each sequence's length, hence one captured graph
 serves every length and long sequences do not keep one multiprocessor busy alone.
+
+`rotating_decode_attention` starts from the projected qkv rows: head norms, the rotary embedding and the store of the
+new token's keys and values happen in the same kernel. The new token then never comes back from the cache, so all that
+is read there was written in earlier steps, and reading can begin before the product of this layer has ended.
 """
 
 from __future__ import annotations
@@ -27,6 +31,7 @@ class DecodeShape:
     tile: int  # tokens a loop step
     num_warps: int
     num_stages: int
+    early: bool = False  # rotating kernel: read the first tile before waiting for the kernel before this one
 
 
 class DecodeWorkspace:
@@ -55,15 +60,24 @@ def decode_shape(batch: int, num_kv_heads: int, num_sms: int = 132) -> DecodeSha
     programs = batch * num_kv_heads
     if programs >= 8 * num_sms:
         return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=3)
-    if programs >= 3 * num_sms:
-        return DecodeShape(num_splits=4, min_part=512, tile=64, num_warps=4, num_stages=3)
     if programs >= 2 * num_sms - num_sms // 8:
-        return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=3)
+        return DecodeShape(num_splits=4, min_part=512, tile=64, num_warps=4, num_stages=3)
     # Two programs fit a multiprocessor: no more of them than run at once.
     splits = 4
     while splits < 32 and programs * splits * 2 <= 2 * num_sms:
         splits *= 2
-    return DecodeShape(num_splits=splits, min_part=64, tile=64, num_warps=4, num_stages=3)
+    # A first tile in registers costs room on the multiprocessor: it pays where all programs run at once anyway.
+    early = programs * splits <= 2 * num_sms
+    warps = 8 if batch == 1 else 4  # alone, a sequence leaves most multiprocessors one program or none
+    return DecodeShape(num_splits=splits, min_part=64, tile=64, num_warps=warps, num_stages=3, early=early)
+
+
+def rotation_pays(batch: int, num_kv_heads: int, num_sms: int = 132) -> bool:
+    """Whether rotating_decode_attention beats a kernel for the rotation and decode_attention, measured on an H200.
+
+    With many programs the registers that the rotation needs cost more than the launch that it saves.
+    """
+    return batch * num_kv_heads < 3 * num_sms
 
 
 def decode_attention(
@@ -85,41 +99,139 @@ def decode_attention(
     rows and kv_lens int32 [batch], page_table int32 [max_rows, max_pages]. Returns [batch, num_q_heads, head_dim].
     pdl: start while the kernel before this one drains (programmatic dependent launch, Hopper and later).
     """
-    batch, num_q_heads, head_dim = q.shape
-    _, num_kv_heads, page_size, _ = k_cache.shape
-    group = num_q_heads // num_kv_heads
-    out = torch.empty((batch, num_q_heads, head_dim), dtype=q.dtype, device=q.device) if out is None else out
-    splits = max(1, min(shape.num_splits, workspace.parts // batch))
-    extra = {"launch_pdl": True} if pdl else {}
-    _decode_kernel[(num_kv_heads, batch, splits)](
-        q, k_cache, v_cache, out, rows, kv_lens, page_table,
-        workspace.partial, workspace.lse, workspace.counters,
-        scale * 1.4426950408889634,
-        q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
-        NUM_SPLITS=splits, MIN_PART=shape.min_part, TILE=shape.tile, PAGE_SIZE=page_size,
-        GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
-        NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        HEAD_PADDED=triton.next_power_of_2(head_dim),
-        SPLITS_PADDED=triton.next_power_of_2(splits),
-        PDL=pdl, num_warps=shape.num_warps, num_stages=shape.num_stages, **extra,
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
+    _launch(q, q, q, q, out, k_cache, v_cache, rows, kv_lens, page_table, workspace, shape, scale, 0.0, pdl)
+    return out
+
+
+def rotating_decode_attention(
+    qkv: torch.Tensor,
+    q_norm: torch.Tensor | None,
+    k_norm: torch.Tensor | None,
+    cos_sin: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    workspace: DecodeWorkspace,
+    shape: DecodeShape,
+    scale: float,
+    eps: float,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`Ops.rope_store` and decode_attention in one kernel.
+
+    qkv [batch, (num_q_heads + 2 * num_kv_heads) * head_dim] is only read; the token of each sequence is the last of
+    its kv_lens, and its keys and values go to the slot that page_table names. q_norm and k_norm [head_dim] or None,
+    cos_sin float32 [max_position, head_dim]; the rest as in decode_attention. Returns [batch, num_q_heads, head_dim].
+    """
+    head_dim, num_kv_heads = k_cache.shape[3], k_cache.shape[1]
+    num_q_heads = qkv.shape[1] // head_dim - 2 * num_kv_heads
+    out = torch.empty((qkv.shape[0], num_q_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
+    _launch(
+        qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, cos_sin, out, k_cache,
+        v_cache, rows, kv_lens, page_table, workspace, shape, scale, eps, pdl, rotate=True, norm=q_norm is not None,
     )  # fmt: skip
     return out
 
 
+def _launch(
+    q: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    cos_sin: torch.Tensor,
+    out: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    rows: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    workspace: DecodeWorkspace,
+    shape: DecodeShape,
+    scale: float,
+    eps: float,
+    pdl: bool,
+    rotate: bool = False,
+    norm: bool = False,
+) -> None:
+    batch, num_q_heads, head_dim = out.shape
+    _, num_kv_heads, page_size, _ = k_cache.shape
+    group = num_q_heads // num_kv_heads
+    splits = max(1, min(shape.num_splits, workspace.parts // batch))
+    head_padded, merged_heads = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
+    extra = {"launch_pdl": True} if pdl else {}
+    _decode_kernel[(num_kv_heads, batch, splits)](
+        q, q_norm, k_norm, cos_sin, k_cache, v_cache, out, rows, kv_lens, page_table,
+        workspace.partial, workspace.lse, workspace.counters,
+        scale * 1.4426950408889634, eps,
+        q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
+        NUM_SPLITS=splits, MIN_PART=shape.min_part, TILE=shape.tile, PAGE_SIZE=page_size,
+        GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
+        NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
+        HEAD_PADDED=head_padded, MERGED_HEADS=merged_heads,
+        MERGED_PARTS=max(1, min(8, triton.next_power_of_2(splits), 8192 // (merged_heads * head_padded))),
+        ROTATE=rotate, NORM=norm, EARLY=shape.early, PDL=pdl,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, **extra,
+    )  # fmt: skip
+
+
+@triton.jit
+def _rotated(row_ptr, norm_ptr, table_ptr, d, ok, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """The head at row_ptr (a pointer, or pointers [heads, 1]) after its norm and the rotation by the table's line."""
+    half: tl.constexpr = HEAD_DIM // 2
+    partner = tl.where(d < half, d + half, d - half)
+    x = tl.load(row_ptr + d, mask=ok, other=0.0).to(tl.float32)
+    y = tl.load(row_ptr + partner, mask=ok, other=0.0).to(tl.float32)
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM + eps)
+        x = x * scale * tl.load(norm_ptr + d, mask=ok, other=0.0).to(tl.float32)
+        y = y * scale * tl.load(norm_ptr + partner, mask=ok, other=0.0).to(tl.float32)
+    angle = tl.where(d < half, d, d - half)
+    cos = tl.load(table_ptr + angle, mask=ok, other=0.0)
+    sin = tl.load(table_ptr + half + angle, mask=ok, other=0.0)
+    return x * cos + tl.where(d < half, -y, y) * sin
+
+
+@triton.jit
+def _tile_offsets(table, start, n, last, kv_stride_page, kv_stride_token, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr):
+    """Where the tokens start + n are in the cache, int64 [TILE]; beyond `last`, those of `last`."""
+    if PAGE_SIZE % TILE == 0:
+        page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+        return page * kv_stride_page + (start % PAGE_SIZE + n) * kv_stride_token
+    position = tl.minimum(start + n, last)
+    pages = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+    return pages * kv_stride_page + (position % PAGE_SIZE) * kv_stride_token
+
+
+@triton.jit
+def _attend_tile(q, k, v, n_ok, m, total, acc, scale_log2):
+    """One step of the online softmax over a tile of keys and values."""
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+    scores = tl.where(n_ok[None, :], scores, -float("inf"))
+    m_new = tl.maximum(m, tl.max(scores, 1))
+    p = tl.exp2(scores - m_new[:, None])
+    correction = tl.exp2(m - m_new)
+    total = total * correction + tl.sum(p, 1)
+    acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
+    return m_new, total, acc
+
+
 @triton.jit
 def _decode_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
+    q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
     partial_ptr, lse_ptr, counters_ptr,
-    scale_log2,
-    q_stride_b, q_stride_h, kv_stride_page, kv_stride_head, kv_stride_token, table_stride,
+    scale_log2, eps,
+    q_stride, kv_stride_page, kv_stride_head, kv_stride_token, table_stride,
     NUM_SPLITS: tl.constexpr, MIN_PART: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
-    PDL: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, MERGED_HEADS: tl.constexpr, MERGED_PARTS: tl.constexpr,
+    ROTATE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        if not ROTATE:
+            tl_cuda.gdc_wait()
     kv_head = tl.program_id(0)
     b = tl.program_id(1)
     split = tl.program_id(2)
@@ -138,34 +250,57 @@ def _decode_kernel(
     d_ok = d < HEAD_DIM
     q_ok = (g[:, None] < GROUP) & d_ok[None, :]
     q_head = kv_head * GROUP + g
-    q = tl.load(q_ptr + b * q_stride_b + q_head[:, None] * q_stride_h + d[None, :], mask=q_ok, other=0.0)
     row = tl.load(rows_ptr + b).to(tl.int64)
     table = table_ptr + row * table_stride
-    head_offset = kv_head * kv_stride_head
+    k_head = k_ptr + kv_head * kv_stride_head
+    v_head = v_ptr + kv_head * kv_stride_head
 
     m = tl.full([GROUP_PADDED], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
     acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
-    for start in tl.range(begin, end, TILE):
-        if PAGE_SIZE % TILE == 0:
-            page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
-            token_offset = page * kv_stride_page + (start % PAGE_SIZE + n) * kv_stride_token
-        else:
-            position = tl.minimum(start + n, kv_len - 1)
+    q_row = q_ptr + b * q_stride
+    if ROTATE:
+        # The last token is this step's own: it comes from qkv, everything before it from the cache.
+        cached_end = tl.minimum(end, kv_len - 1)
+        if EARLY:
+            # None of these reads depends on the kernel before this one, which may still run.
+            offsets = _tile_offsets(table, begin, n, kv_len - 1, kv_stride_page, kv_stride_token, TILE, PAGE_SIZE)
+            early_ok = begin + n < cached_end
+            address = offsets[:, None] + d[None, :]
+            early_k = tl.load(k_head + address, mask=early_ok[:, None] & d_ok[None, :], other=0.0)
+            early_v = tl.load(v_head + address, mask=early_ok[:, None] & d_ok[None, :], other=0.0)
+        if PDL:
+            tl_cuda.gdc_wait()
+        position = (kv_len - 1).to(tl.int64)
+        angles = cos_sin_ptr + position * HEAD_DIM
+        heads = q_row + q_head[:, None] * HEAD_DIM
+        q = _rotated(heads, q_norm_ptr, angles, d[None, :], q_ok, eps, HEAD_DIM, NORM).to(q_ptr.dtype.element_ty)
+        if split == active - 1:
+            new_k_row = q_row + (NUM_Q_HEADS + kv_head) * HEAD_DIM
+            new_k = _rotated(new_k_row, k_norm_ptr, angles, d[None, :], d_ok[None, :], eps, HEAD_DIM, NORM)
+            new_k = new_k.to(k_ptr.dtype.element_ty)
+            new_v = tl.load(new_k_row + NUM_KV_HEADS * HEAD_DIM + d[None, :], mask=d_ok[None, :], other=0.0)
             page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
-            token_offset = page * kv_stride_page + (position % PAGE_SIZE) * kv_stride_token
-        n_ok = start + n < end
-        address = head_offset + token_offset[:, None] + d[None, :]
-        k = tl.load(k_ptr + address, mask=n_ok[:, None] & d_ok[None, :], other=0.0)
-        v = tl.load(v_ptr + address, mask=n_ok[:, None] & d_ok[None, :], other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(n_ok[None, :], scores, -float("inf"))
-        m_new = tl.maximum(m, tl.max(scores, 1))
-        p = tl.exp2(scores - m_new[:, None])
-        correction = tl.exp2(m - m_new)
-        total = total * correction + tl.sum(p, 1)
-        acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-        m = m_new
+            slot = page * kv_stride_page + (position % PAGE_SIZE) * kv_stride_token
+            tl.store(k_head + slot + d[None, :], new_k, mask=d_ok[None, :])
+            tl.store(v_head + slot + d[None, :], new_v, mask=d_ok[None, :])
+            m = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale_log2
+            total = tl.full([GROUP_PADDED], 1.0, tl.float32)
+            acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32) + new_v.to(tl.float32)
+        if EARLY:
+            m, total, acc = _attend_tile(q, early_k, early_v, early_ok, m, total, acc, scale_log2)
+            begin += TILE
+    else:
+        cached_end = end
+        q = tl.load(q_row + q_head[:, None] * HEAD_DIM + d[None, :], mask=q_ok, other=0.0)
+
+    for start in tl.range(begin, cached_end, TILE):
+        offsets = _tile_offsets(table, start, n, kv_len - 1, kv_stride_page, kv_stride_token, TILE, PAGE_SIZE)
+        n_ok = start + n < cached_end
+        address = offsets[:, None] + d[None, :]
+        k = tl.load(k_head + address, mask=n_ok[:, None] & d_ok[None, :], other=0.0)
+        v = tl.load(v_head + address, mask=n_ok[:, None] & d_ok[None, :], other=0.0)
+        m, total, acc = _attend_tile(q, k, v, n_ok, m, total, acc, scale_log2)
 
     out_address = (b * NUM_Q_HEADS + q_head[:, None]) * HEAD_DIM + d[None, :]
     if active == 1:
@@ -181,19 +316,37 @@ def _decode_kernel(
     arrived = tl.atomic_add(counter, 1, sem="acq_rel")
     if arrived == active - 1:
         tl.store(counter, 0)
-        s = tl.arange(0, SPLITS_PADDED)
-        merged = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
-        lse_index = (b * NUM_SPLITS + s[None, :]) * NUM_Q_HEADS + q_head[:, None]
-        lse_ok = (s[None, :] < active) & (g[:, None] < GROUP)
-        lse = tl.load(lse_ptr + lse_index, mask=lse_ok, other=-float("inf"), cache_modifier=".cg")
-        top = tl.maximum(tl.max(lse, 1), -1e30)
-        weight_sum = tl.sum(tl.exp2(lse - top[:, None]), 1)
-        for i in tl.range(0, active):
-            part_index = (b * NUM_SPLITS + i) * NUM_Q_HEADS + q_head
-            part_lse = tl.load(lse_ptr + part_index, mask=g < GROUP, other=-float("inf"), cache_modifier=".cg")
-            part_out = tl.load(
-                partial_ptr + part_index[:, None] * HEAD_DIM + d[None, :], mask=q_ok, other=0.0, cache_modifier=".cg"
-            )
-            merged += tl.exp2(part_lse - top)[:, None] * part_out
-        weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
-        tl.store(out_ptr + out_address, (merged / weight_sum[:, None]).to(out_ptr.dtype.element_ty), mask=q_ok)
+        _merge_parts(
+            partial_ptr, lse_ptr, out_ptr, b, kv_head, active, NUM_SPLITS, GROUP, NUM_Q_HEADS, HEAD_DIM, HEAD_PADDED,
+            MERGED_HEADS, MERGED_PARTS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _merge_parts(
+    partial_ptr, lse_ptr, out_ptr, b, kv_head, active,
+    NUM_SPLITS: tl.constexpr, GROUP: tl.constexpr, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
+    HEAD_PADDED: tl.constexpr, MERGED_HEADS: tl.constexpr, MERGED_PARTS: tl.constexpr,
+):  # fmt: skip
+    """Several parts at once: their loads are on their way together."""
+    e = tl.arange(0, MERGED_HEADS * HEAD_PADDED)
+    head, d = e // HEAD_PADDED, e % HEAD_PADDED
+    ok = (head < GROUP) & (d < HEAD_DIM)
+    q_head = kv_head * GROUP + head
+    s = tl.arange(0, MERGED_PARTS)
+    top = tl.full([MERGED_HEADS * HEAD_PADDED], -1e30, tl.float32)
+    weight_sum = tl.zeros([MERGED_HEADS * HEAD_PADDED], tl.float32)
+    merged = tl.zeros([MERGED_HEADS * HEAD_PADDED], tl.float32)
+    for first in tl.range(0, active, MERGED_PARTS):
+        index = (b * NUM_SPLITS + first + s)[:, None] * NUM_Q_HEADS + q_head[None, :]
+        part_ok = (first + s < active)[:, None] & ok[None, :]
+        lse = tl.load(lse_ptr + index, mask=part_ok, other=-float("inf"), cache_modifier=".cg")
+        values = tl.load(partial_ptr + index * HEAD_DIM + d[None, :], mask=part_ok, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_top[None, :])
+        old = tl.exp2(top - new_top)
+        weight_sum = weight_sum * old + tl.sum(weights, 0)
+        merged = merged * old + tl.sum(weights * values, 0)
+        top = new_top
+    out = merged / tl.where(weight_sum > 0, weight_sum, 1.0)
+    tl.store(out_ptr + (b * NUM_Q_HEADS + q_head) * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=ok)

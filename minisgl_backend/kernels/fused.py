@@ -37,8 +37,8 @@ def _rms_norm_kernel(
     PDL: tl.constexpr,
 ):
     if PDL:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, PADDED)
     ok = i < HIDDEN
@@ -63,8 +63,8 @@ def silu_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
 @triton.jit
 def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, PDL: tl.constexpr):
     if PDL:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1) * TILE + tl.arange(0, TILE)
     ok = i < size
@@ -117,8 +117,8 @@ def _rope_store_kernel(
     HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     i = tl.arange(0, HALF_PADDED)

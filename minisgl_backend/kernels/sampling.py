@@ -82,8 +82,8 @@ def _sample_kernel(
     COMPILED: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     piece = tl.program_id(0)
     line = tl.program_id(1)
     row_params = params_ptr + tl.load(rows_ptr + line).to(tl.int64) * params_stride

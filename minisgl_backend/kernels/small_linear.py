@@ -9,8 +9,10 @@ Two kernels. `_vector_kernel`, for one or two rows, multiplies in registers and 
 `_linear_kernel` uses tensor cores; products whose output is too narrow to fill the device are split along the input
 dimension, and the program that arrives last adds the partial sums in order, so that results do not depend on timing.
 
-With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts while the one before it drains, and
-loads its first weights before it waits for that one's results.
+With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts while the one before it still runs, and
+loads its first weights before it waits for that one's results. Every kernel lets the next one start at once, before
+it waits itself: what a kernel reads before its wait must have been written before this chain of kernels began.
+Pulling all weights into the L2 cache before the wait was tried: no gain, since memory is busy by then.
 """
 
 from __future__ import annotations
@@ -63,11 +65,10 @@ def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, nu
 def _vector_shape(rows: int, size_out: int, size_in: int, gated: bool) -> LinearShape:
     tile_in = min(2048, triton.next_power_of_2(size_in))
     if tile_in < 2048:
-        if rows == 1 and not gated:
-            return LinearShape(4, tile_in, 1, 8, 1, vector=True)
-        return LinearShape(2 if gated and rows == 2 else 4, tile_in, 1, 2, 1, vector=True)
-    small = size_out * size_in < 8 << 20
-    return LinearShape(2, tile_in, 1, 8 if rows == 1 and small else 4, 1, vector=True)
+        if gated:
+            return LinearShape(2, tile_in, 1, 2, 1, vector=True)
+        return LinearShape(4, tile_in, 1, 4 if rows == 1 else 2, 1, vector=True)
+    return LinearShape(2, tile_in, 1, 4, 1, vector=True)
 
 
 def linear(
@@ -132,6 +133,8 @@ def _vector_kernel(
     TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
     o = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     o_ok = o < SIZE_OUT
     k = tl.arange(0, TILE_IN)
@@ -152,7 +155,6 @@ def _vector_kernel(
         if PDL and step == 0:
             # Weights never change, so their first tile is on its way before the previous kernel has finished.
             tl_cuda.gdc_wait()
-            tl_cuda.gdc_launch_dependents()
         for row in tl.static_range(0, ROWS):
             x = tl.load(x_ptr + row * x_stride + i, mask=i_ok, other=0.0).to(tl.float32)
             if NORM:
@@ -187,7 +189,6 @@ def _linear_kernel(
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
-        tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     split = tl.program_id(1)
@@ -201,7 +202,10 @@ def _linear_kernel(
     acc_up = tl.zeros([TILE_OUT, ROWS], tl.float32)
     squares = tl.zeros([ROWS], tl.float32)
     begin = split * PART
-    for start in tl.range(begin, tl.minimum(begin + PART, SIZE_IN), TILE_IN):
+    end = tl.minimum(begin + PART, SIZE_IN)
+    if PDL:
+        tl_cuda.gdc_wait()
+    for start in tl.range(begin, end, TILE_IN):
         i = start + k
         i_ok = i < SIZE_IN
         w = tl.load(weight_rows + i[None, :], mask=o_ok[:, None] & i_ok[None, :], other=0.0)

@@ -52,8 +52,8 @@ class TritonOps(TorchOps):
     def _is_small(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool) -> bool:
         """Measured on an H200, norm and activation kernels counted in: see benchmarks/kernels.py."""
         rows, size_out, size_in = x.shape[0], *weight.shape
-        if rows > small_linear.MAX_ROWS or x.stride(1) != 1 or size_out > 65536:
-            return False
+        if rows > small_linear.MAX_ROWS or x.stride(1) != 1 or size_out > 65536 or x.element_size() != 2:
+            return False  # the tiles were chosen for numbers of two bytes
         if rows <= small_linear.MAX_VECTOR_ROWS:
             return True
         if residual is not None:

@@ -1,6 +1,6 @@
 """Self-attention: products, norms and rotation around the attention kernels.
 
-Knows nothing of pages: it hands slots to `Ops.rope_store` and queries to `ForwardContext.attend`.
+Knows nothing of pages, nor of which kernels rotate and attend: `ForwardContext.attend` does.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from minisgl_backend.attention.base import HeadRotation
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.linear import ColumnLinear, RowLinear
 from minisgl_backend.layers.norm import RMSNorm
@@ -36,7 +37,6 @@ class SelfAttention(nn.Module):
         self._layer_index = layer_index
         self._cos_sin = cos_sin  # one table for all layers
         self._ops = placement.ops
-        self._num_q_heads = shape.num_q_heads // placement.tp.size
         self._eps = shape.eps
         q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
@@ -50,16 +50,11 @@ class SelfAttention(nn.Module):
     ) -> torch.Tensor:
         """hidden + attention(norm(hidden)), both [num_tokens, hidden_size]; positions int [num_tokens]."""
         qkv = self.qkv_proj(hidden, norm_weight=norm.weight, eps=norm.eps)
-        q = self._ops.rope_store(
-            qkv,
-            self.q_norm.weight if self.q_norm is not None else None,
-            self.k_norm.weight if self.k_norm is not None else None,
-            self._cos_sin,
-            positions,
-            ctx.slots,
-            ctx.pool.k(self._layer_index),
-            ctx.pool.v(self._layer_index),
-            self._num_q_heads,
-            self._eps,
+        rotation = HeadRotation(
+            q_norm=self.q_norm.weight if self.q_norm is not None else None,
+            k_norm=self.k_norm.weight if self.k_norm is not None else None,
+            cos_sin=self._cos_sin,
+            eps=self._eps,
         )
-        return self.o_proj(ctx.attend(self._layer_index, q).flatten(1), hidden)
+        attended = ctx.attend(self._layer_index, qkv, positions, rotation, self._ops)
+        return self.o_proj(attended.flatten(1), hidden)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
+from minisgl_backend.attention.base import HeadRotation
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.attention.kv_pool import KVPool
+from minisgl_backend.kernels.ops import Ops
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,18 @@ class ForwardContext:
     attention: HybridAttention
     plan: HybridPlan
 
-    def attend(self, layer_index: int, q: torch.Tensor) -> torch.Tensor:
-        """q [num_tokens, num_q_heads, head_dim] -> output of the same shape; this layer's keys are in the pool."""
-        return self.attention.attend(q, self.pool.k(layer_index), self.pool.v(layer_index), self.plan)
+    def attend(
+        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: HeadRotation, ops: Ops
+    ) -> torch.Tensor:
+        """Norm and rotation of each head, the store of keys and values into the pool, then attention.
+
+        qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], which may be overwritten; positions int
+        [num_tokens]. Returns [num_tokens, num_q_heads, head_dim].
+        """
+        k, v = self.pool.k(layer_index), self.pool.v(layer_index)
+        if self.attention.rotates(self.plan):
+            return self.attention.attend_rotating(qkv, rotation, k, v, self.plan)
+        r = rotation
+        num_q_heads = qkv.shape[1] // k.shape[3] - 2 * k.shape[1]
+        q = ops.rope_store(qkv, r.q_norm, r.k_norm, r.cos_sin, positions, self.slots, k, v, num_q_heads, r.eps)
+        return self.attention.attend(q, k, v, self.plan)

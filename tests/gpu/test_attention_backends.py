@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, HeadRotation, PrefillInputs
 from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
+from minisgl_backend.kernels.torch_ops import TorchOps
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -111,4 +112,39 @@ def test_decode_eager_and_captured(name, page_size, shape):
             out = backend.attend(q, cache.k, cache.v, plan)
         backend.plan_replay(inputs)
         graph.replay()
+        assert error(out, ref) < 1e-2
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_rotating_decode_eager_and_captured(page_size, shape, normed):
+    spec = make_spec("triton", page_size, shape)
+    heads, kv_heads, dim = shape
+    torch.manual_seed(page_size)
+    backend, reference = create_attention("triton", "triton", spec), create_attention("torch", "torch", spec)
+    angles = torch.randn(spec.max_seq_len, dim // 2, device="cuda")
+    norms = [torch.randn(dim, device="cuda").bfloat16() if normed else None for _ in range(2)]
+    rotation = HeadRotation(
+        q_norm=norms[0], k_norm=norms[1], cos_sin=torch.cat([angles.cos(), angles.sin()], dim=1), eps=1e-6
+    )
+    for kv_lens in ([1], [1, 63, 64, 65, 1000, 517, 3000, 2], [100 * i + 1 for i in range(32)]):
+        cache = Cache(spec, kv_lens)
+        inputs = cache.decode_inputs()
+        positions = inputs.kv_lens - 1
+        slots = cache.table[inputs.rows, positions // page_size] * page_size + positions % page_size
+        qkv = torch.randn(len(kv_lens), (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
+        k, v = cache.k.clone(), cache.v.clone()
+        q = TorchOps().rope_store(qkv.clone(), *norms, rotation.cos_sin, positions, slots, k, v, heads, 1e-6)
+        ref = reference.attend(q, k, v, reference.plan(None, inputs))
+        plan = backend.plan_capture(inputs)
+        assert error(backend.attend_rotating(qkv, rotation, cache.k, cache.v, plan), ref) < 1e-2
+        assert error(cache.k, k) < 1e-2
+        torch.testing.assert_close(cache.v, v)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = backend.attend_rotating(qkv, rotation, cache.k, cache.v, plan)
+        for _ in range(3):
+            graph.replay()
         assert error(out, ref) < 1e-2

@@ -20,7 +20,12 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels import fused, rows, sampling, small_linear
-from minisgl_backend.kernels.decode_attention import DecodeShape, DecodeWorkspace, decode_attention
+from minisgl_backend.kernels.decode_attention import (
+    DecodeShape,
+    DecodeWorkspace,
+    decode_attention,
+    rotating_decode_attention,
+)
 from minisgl_backend.kernels.moe import moe
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 from minisgl_backend.runner.noise import gumbel, row_keys
@@ -61,6 +66,38 @@ def test_decode_attention(page_size, shape):
     for _ in range(2):  # the counters are back at zero after each launch
         out = decode_attention(q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, 0.125)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(32, 32, 32, 4, 3, early=True)])
+def test_rotating_decode_attention(page_size, shape, normed):
+    heads, kv_heads, dim = 6, 2, 48
+    case = PagedCase([1, 63, 64, 65, 300], page_size, heads, kv_heads, dim)
+    qkv = torch.randn(5, (heads + 2 * kv_heads) * dim)
+    norms = [torch.randn(dim), torch.randn(dim)] if normed else [None, None]
+    angles = torch.randn(301, dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = case.kv_lens - 1
+    pages = case.table[case.rows.long(), (positions // page_size).long()]
+    slots = pages * page_size + positions % page_size
+    inputs = DecodeInputs(
+        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
+        rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    k, v = case.k.clone(), case.v.clone()
+    q = TorchOps().rope_store(qkv.clone(), *norms, cos_sin, positions, slots, k, v, heads, 1e-6)
+    expected = case.reference.decode(q, k, v, case.reference.plan_decode(inputs))
+    workspace = DecodeWorkspace(5, heads, kv_heads, dim, CPU)
+    for _ in range(2):
+        out = rotating_decode_attention(
+            qkv, *norms, cos_sin, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape,
+            case.spec.softmax_scale, 1e-6,
+        )  # fmt: skip
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(case.k, k, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(case.v, v)
     assert int(workspace.counters.abs().sum()) == 0
 
 
