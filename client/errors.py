@@ -9,7 +9,7 @@ import re
 
 _ENSEMBLE_PREFIX = re.compile(r"^(?:in ensemble '[^']*', )+")
 _UNAVAILABLE_WORDS = r"""unavailable|unhealthy|not\ healthy|not\ ready|no\ available\ versions|queue\ (?:is\ )?full
-    |try\ again|engine\ (?:died|is\ not\ running)|shutting\ down|was\ restarted|at\ the\ moment"""
+    |try\ again|engine\ is\ not\ running|(?:engine|detokenizer)\ died|shutting\ down|was\ restarted|at\ the\ moment"""
 # What this project's servers say of a wrong request.
 _INVALID_WORDS = r"""allowed:|is\ not\ served|is\ not\ valid|is\ longer\ than|takes\ prompts\ of\ at\ most
     |chat\ template|guided_decoding_guide|lone\ surrogate|could\ not\ be\ read|send\ requests\ to"""

@@ -19,22 +19,22 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.channel import CANCELLED
 from minisgl_backend.engine.client import EngineClient
 from minisgl_backend.engine.confirmations import Confirmations
-from minisgl_backend.engine.marks import drain_deadline, drained_mark
+from minisgl_backend.engine.marks import drain_deadline, drained_mark, lost_at
 from minisgl_backend.engine.messages import Outputs, Rejected, Welcome
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.serving.codec import MAX_PRIORITY, status_of
 from minisgl_backend.serving.latency import LatencyRecorder
+from minisgl_backend.serving.prober import PROBE_AFTER_S, Prober
 from minisgl_backend.serving.responder import Responder, streams_of
 from minisgl_backend.serving.stream import Sender, SequenceStream, Stream
 from minisgl_backend.serving.wire import Chunk, Spec
 from minisgl_backend.text.vocabulary import Vocabulary
 
-PROBE_AFTER_S = 0.03  # of silence while something is unconfirmed
-CHECK_EVERY_S = 0.015
 SILENCE_S = 30.0  # the detokenizer itself is stuck or dead
-POLL_EVERY_S = 0.1  # senders that can say themselves that their client left
+POLL_EVERY_S = 0.1  # senders that can say themselves that their client left; and what the supervisor says
 SHUTTING_DOWN = "the server is shutting down"
+DETOKENIZER_DIED = "the detokenizer died while it wrote this answer; it starts again by itself"
 
 _LOGGER = logging.getLogger(__name__)
 _REJECTIONS = {kind.__name__: kind for kind in (InvalidRequestError, CapacityError)}
@@ -44,8 +44,7 @@ class EngineFront:
     """Lives as long as its Triton model instance.
 
     `probe(chunk)` sends an empty chunk to the detokenizer behind everything sent so far, and returns when it was
-    handled. Its confirmation proves that whatever was sent before and is still unconfirmed was dropped: the server
-    throws the queued responses of a cancelled request away without a word.
+    handled.
     """
 
     def __init__(
@@ -61,9 +60,9 @@ class EngineFront:
     ) -> None:
         self._vocabulary = vocabulary
         self._vocab_size = 0  # known once the engine is up, as nothing is submitted before
-        self._probe = probe
         self._drained = drained_mark(socket_dir, front)
         self._draining = False  # new requests are refused
+        self._detokenizer_lost_at: float | None = None
         self._sequences: dict[int, SequenceStream] = {}  # by uid, those still wanted from the engine
         self.latency = LatencyRecorder()
         self.client = make_client(
@@ -87,14 +86,16 @@ class EngineFront:
         )
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
-        self._probe_uids: list[int] = []
-        self._probe_number = 0
+        self._prober = Prober(
+            probe=probe, is_silent=self._is_silent, on_sent=self._on_sent, sending=self.responder.sending
+        )
         self._last_confirmed = 0.0
 
     def start(self, timeout_s: float | None = None) -> Welcome:
         """Waits for the core. Raises ConfigError or EngineDeadError."""
         welcome: Welcome = self.client.start(timeout_s)
-        self._probe_uids = [self.client.new_uid() for _ in range(self.responder.num_workers)]
+        self._detokenizer_lost_at = lost_at(self._drained.parent, "detokenizer")
+        self._prober.start([self.client.new_uid() for _ in range(self.responder.num_workers)])
         self._watcher.start()
         return welcome
 
@@ -151,6 +152,7 @@ class EngineFront:
         self.responder.close()
         if self._watcher.is_alive():
             self._watcher.join(2.0)
+        self._prober.close(2.0)
         self.client.close()
 
     # Callbacks of the client's receive thread.
@@ -223,41 +225,27 @@ class EngineFront:
             self._sequences.pop(uid, None)
             self.client.confirmations.forget(uid)
 
-    # The watcher thread.
+    # The watcher thread. It never waits for the detokenizer.
 
     def _watch(self) -> None:
-        next_poll = 0.0
-        while not self._stopping.wait(CHECK_EVERY_S):
-            now = time.monotonic()
+        while not self._stopping.wait(POLL_EVERY_S):
             try:
-                self._probe_where_silent(now)
-                if now >= next_poll:
-                    next_poll = now + POLL_EVERY_S
-                    self._poll_senders()
-                    self._drain(now)
+                self._poll_senders()
+                self._notice_lost_detokenizer()
+                self._drain(time.monotonic())
             except Exception:  # the watcher must live: without it cancelled requests run to their end
                 _LOGGER.exception("the watcher of cancelled requests failed; it goes on")
 
-    def _probe_where_silent(self, now: float) -> None:
-        quiet_since = max(self._last_confirmed, self.responder.last_sent)
-        if now - quiet_since < PROBE_AFTER_S or not self._any_unconfirmed():
+    def _notice_lost_detokenizer(self) -> None:
+        """Ends all streams: tritonserver would fail what waits for a dead detokenizer one by one, one a second."""
+        lost = lost_at(self._drained.parent, "detokenizer")
+        if lost == self._detokenizer_lost_at:
             return
-        self._probe_number += 1
-        probed = [uid for worker, uid in enumerate(self._probe_uids) if self._number_probe(worker, uid)]
-        for uid in probed:
-            self._probe(Chunk(uid=uid, number=self._probe_number))
-
-    def _number_probe(self, worker: int, uid: int) -> bool:
-        """Takes the probe's place in the order of what the worker sends; False while the worker is sending."""
-        # A response that is numbered but not yet handed over would look dropped if the probe overtook it.
-        lock = self.responder.sending[worker]
-        if not lock.acquire(blocking=False):
-            return False
-        try:
-            self._on_sent(uid, self._probe_number, worker)
-        finally:
-            lock.release()
-        return True
+        self._detokenizer_lost_at = lost
+        for stream in streams_of(self._sequences):
+            stream.confirmed = False  # what it says now goes past the detokenizer
+        self._fail_all(DETOKENIZER_DIED)
+        self._prober.restart()
 
     def _drain(self, now: float) -> None:
         """Where the server is to end: tritonserver itself would let no chunk through once it has begun to stop."""
@@ -271,11 +259,15 @@ class EngineFront:
         if not self._sequences:
             self._drained.touch(0o600)
 
-    def _any_unconfirmed(self) -> bool:
-        return any(sequence.number > sequence.confirmed_number for sequence in list(self._sequences.values()))
-
     def _poll_senders(self) -> None:
         for stream in streams_of(self._sequences):
             polled = not (stream.confirmed and stream.spec.options.stream)
             if polled and not stream.closed and stream.sender.is_cancelled():
                 self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())
+
+    # The prober's thread.
+
+    def _is_silent(self, now: float) -> bool:
+        if now - max(self._last_confirmed, self.responder.last_sent) < PROBE_AFTER_S:
+            return False
+        return any(sequence.number > sequence.confirmed_number for sequence in list(self._sequences.values()))

@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_backend.engine.channel import socket_directory
-from minisgl_backend.engine.marks import ask_to_drain, fronts_not_drained, fronts_without_core
+from minisgl_backend.engine.marks import ask_to_drain, fronts_not_drained, fronts_without_core, has_fronts, note_lost
 from minisgl_backend.serving.processes import ServerProcesses
 from minisgl_backend.serving.server_log import LogFilter
 from minisgl_backend.serving.triton_server import DIE_WITH_PARENT
 
 _CONTROL_HEADER = "minisgl-control"
+_UNLOAD_SECONDS = 5.0  # from SIGTERM, where all requests were finished before
 _LAST_CHUNK_SECONDS = 0.5  # from the engine's last chunk through the detokenizer to the client
 
 
@@ -119,21 +120,27 @@ class ServerProcess:
     def reload(self, model: str, timeout: float) -> bool:
         """Replace all instances of a model, and so the ensembles that use it. False if that failed.
 
-        Whoever waits for the old ones gets an error from the server.
+        Whoever waits for the old ones gets an error, from the engine's fronts or from the server.
         """
+        directory = self._socket_directory()
         self._processes.kill_stubs(model)
         self._unloadable_models += 1
+        note_lost(directory, model)
         # Loading alone does nothing while the model's files are unchanged.
-        return all(
-            self._request(f"v2/repository/models/{model}/{verb}", timeout=timeout, post={}) is not None
-            for verb in ("unload", "load")
-        )
+        unloaded = self._change(model, "unload", timeout)
+        note_lost(directory, model)  # once more: requests came until now
+        return unloaded and self._change(model, "load", timeout)
+
+    def _change(self, model: str, verb: str, timeout: float) -> bool:
+        return self._request(f"v2/repository/models/{model}/{verb}", timeout=timeout, post={}) is not None
 
     def stop(self, abandon: threading.Event) -> None:
         """Refuse new requests, finish those in flight within the exit timeout, end everything. `abandon`: at once."""
         deadline = time.monotonic() + self._settings.exit_timeout + 5
         self._processes.scan()
-        self._drain(abandon)
+        if self._drain(abandon):
+            # What tritonserver 2.51 may still wait for are requests that ended in an error and that it lost count of.
+            deadline = time.monotonic() + _UNLOAD_SECONDS
         self._signal(signal.SIGTERM)
         while self.exit_code is None and time.monotonic() < deadline and not abandon.wait(0.1):
             live = self._log.live_models
@@ -141,15 +148,19 @@ class ServerProcess:
                 break
         self.clean_up()
 
-    def _drain(self, abandon: threading.Event) -> None:
-        """Until the engine's fronts have nothing to do: streams stand still once an ensemble's server gets SIGTERM."""
+    def _drain(self, abandon: threading.Event) -> bool:
+        """Until the engine's fronts have nothing to do: streams stand still once an ensemble's server gets SIGTERM.
+
+        False where there is no front, or one does not answer.
+        """
         directory, start = self._socket_directory(), time.monotonic()
         given = 0.8 * self._settings.exit_timeout
         ask_to_drain(directory, start + given)
         while self.exit_code is None and fronts_not_drained(directory) and not abandon.wait(0.05):
             if self._processes.dead_now() or time.monotonic() > start + given + _LAST_CHUNK_SECONDS:
-                return
+                return False
         abandon.wait(_LAST_CHUNK_SECONDS)
+        return has_fronts(directory)
 
     def clean_up(self) -> None:
         """End what is left of the server and all that it started, and remove their shared memory."""

@@ -28,7 +28,8 @@ from minisgl_backend.serving.repository import parse_options, render_repository
 from minisgl_backend.serving.server_process import ServerProcess, ServerSettings, free_port_error
 from minisgl_backend.serving.triton_server import find_triton_server
 
-_POLL_SECONDS = 0.5
+_LOOK_SECONDS = 0.05  # between looks at the processes that are known
+_SCAN_SECONDS = 0.5  # between looks for new ones
 _RELOAD_TIMEOUT_SECONDS = 120.0
 _BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 _STABLE_SECONDS = 60.0  # a server that was ready this long starts again without a delay
@@ -121,11 +122,15 @@ class Supervisor:
 
     def _watch(self, server: ServerProcess) -> None:
         """Returns when the server has ended, must be restarted, or a stop was asked for."""
-        while not self._stop.wait(_POLL_SECONDS):
+        next_scan = 0.0
+        while not self._stop.wait(_LOOK_SECONDS):
             code = server.exit_code
             if code is not None:
                 say(f"the server died ({_cause(code)})")
                 return
+            if not server.dead_models() and time.monotonic() < next_scan:
+                continue
+            next_scan = time.monotonic() + _SCAN_SECONDS
             for model in sorted(server.dead_models(confirmed=True)):
                 say(f"a process of model {model} died")
                 if server.is_decoupled(model) or not self._reload(server, model):

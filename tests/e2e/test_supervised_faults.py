@@ -115,14 +115,18 @@ def test_a_killed_tokenizer_is_replaced_beside_running_streams(served: Served, c
 
 
 def test_a_killed_detokenizer_is_replaced(served: Served, client: Client) -> None:
-    streams = [Waiting(client, 3000) for _ in range(8)]
+    streams = [Waiting(client, 3000) for _ in range(32)]
     core = served.core()
     os.kill(served.stubs("detokenizer")[0], signal.SIGKILL)
+    killed = time.monotonic()
     served.wait(lambda: not served.ready(), 5.0)
     for stream in streams:
         stream.join()
-        assert stream.error is not None
+        assert isinstance(stream.error, Unavailable)
+    told = max(stream.ended for stream in streams) - killed
+    assert told < 16, "at once, not one stream a second"
     served.wait(served.ready, BACK_SECONDS)
+    print(f"all told after {told:.2f} s, serving again after {time.monotonic() - killed:.1f} s")
     assert works(client)
     assert served.core() == core
     served.wait(lambda: served.value("minisgl_kv_pages", state="leased") == 0, 60.0)

@@ -129,6 +129,7 @@ def test_http_errors(code: int, message: str, expected: type[errors.ClientError]
         ("[request id: a] expected 3 inputs but got 2 inputs for model 'ensemble'", errors.InvalidRequest),
         ("Request for unknown model: 'x' is not found", errors.InvalidRequest),
         ("Request for unknown model: 'x' has no available versions", errors.Unavailable),
+        ("in ensemble 'ensemble', the detokenizer died while it wrote this answer", errors.Unavailable),
         ("request was canceled", errors.Cancelled),
         ("something else", errors.ServerError),
     ],

@@ -1,7 +1,8 @@
-"""Before the server stops: fronts refuse new requests, finish what runs, and end the rest in time."""
+"""What the supervisor tells fronts: drain before the server stops, and end streams whose detokenizer has died."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,29 +11,41 @@ import numpy as np
 import pytest
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.marks import ask_to_drain, fronts_not_drained, fronts_without_core, up_mark
+from minisgl_backend.engine.marks import ask_to_drain, fronts_not_drained, fronts_without_core, note_lost, up_mark
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.serving.engine_front import EngineFront
-from minisgl_backend.serving.wire import OutputOptions, Spec
+from minisgl_backend.serving.wire import Chunk, OutputOptions, Spec
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.unit.serving.fake_engine import FakeEngine, Recorder, anything
+
+LETTERS = Vocabulary(
+    lambda ids, skip: bytes(ids).decode("utf-8", "replace"),
+    [bytes([i]) for i in range(256)],
+    frozenset(),
+    byte_exact=True,
+)
 
 
 @pytest.fixture
 def front(tmp_path: Path) -> Iterator[EngineFront]:
-    table = [bytes([i]) for i in range(256)]
-    letters = Vocabulary(lambda ids, skip: bytes(ids).decode("utf-8", "replace"), table, frozenset(), byte_exact=True)
     (tmp_path / "front-0").touch()  # stands for its socket
-    found = EngineFront(EngineConfig(), letters, front=0, socket_dir=tmp_path, probe=anything, make_client=FakeEngine)
+    found = EngineFront(EngineConfig(), LETTERS, front=0, socket_dir=tmp_path, probe=anything, make_client=FakeEngine)
     found.start()
     yield found
     found.close()
 
 
-def ask(front: EngineFront, ids: tuple[int, ...] = (1, 2), **params: object) -> Recorder:
+def ask(
+    front: EngineFront,
+    ids: tuple[int, ...] = (1, 2),
+    *,
+    stream: bool = False,
+    confirmed: bool = False,
+    **params: object,
+) -> Recorder:
     sender = Recorder()
-    spec = Spec(params=SamplingParams(**params), options=OutputOptions())  # type: ignore[arg-type]
-    front.submit(sender, np.array(ids, dtype=np.int32), spec, confirmed=False)
+    spec = Spec(params=SamplingParams(**params), options=OutputOptions(stream=stream))  # type: ignore[arg-type]
+    front.submit(sender, np.array(ids, dtype=np.int32), spec, confirmed=confirmed)
     return sender
 
 
@@ -68,6 +81,50 @@ def test_what_does_not_end_in_time_is_ended(front: EngineFront, tmp_path: Path) 
     running.wait_end()
     assert running.error == ("UNAVAILABLE", "the server is shutting down")
     wait_for(lambda: fronts_not_drained(tmp_path) == 0)
+
+
+@pytest.mark.parametrize("started", [False, True])
+def test_streams_end_past_a_detokenizer_that_died(front: EngineFront, tmp_path: Path, started: bool) -> None:
+    sender = ask(front, stream=True, confirmed=True)
+    if started:
+        front.client.give((front.client.requests[0].uid, 65, 0))
+        sender.wait_chunks(1)
+    note_lost(tmp_path, "tokenizer")  # no stream waits for that
+    note_lost(tmp_path, "detokenizer")
+    sender.wait_end()
+    assert sender.error is not None
+    assert sender.error[0] == "UNAVAILABLE"
+    assert "detokenizer died" in sender.error[1]
+    assert len(sender.chunks) == started, "the error itself does not go to the detokenizer"
+    later = ask(front, stream=True, confirmed=True)
+    front.client.give((front.client.requests[1].uid, 65, int(FinishReason.LENGTH)))
+    later.wait_end()
+    assert later.error is None
+
+
+def test_a_probe_that_a_dead_detokenizer_never_answers_holds_nobody_up(tmp_path: Path) -> None:
+    stuck, probed = threading.Event(), []
+
+    def probe(chunk: Chunk) -> None:
+        probed.append(chunk.number)
+        if len(probed) == 1:
+            stuck.wait(30.0)
+
+    (tmp_path / "front-0").touch()
+    front = EngineFront(EngineConfig(), LETTERS, front=0, socket_dir=tmp_path, probe=probe, make_client=FakeEngine)
+    front.start()
+    try:
+        for _ in range(2):
+            sender = ask(front, stream=True, confirmed=True)
+            front.client.give((front.client.requests[-1].uid, 65, 0))
+            sender.wait_chunks(1)
+            count = len(probed)
+            wait_for(lambda count=count: len(probed) > count)
+            note_lost(tmp_path, "detokenizer")
+            sender.wait_end()
+    finally:
+        stuck.set()
+        front.close()
 
 
 def test_fronts_that_wait_for_a_core_are_counted(tmp_path: Path) -> None:
