@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
+import contextlib
 import json
 import os
 import platform
@@ -268,13 +269,14 @@ def describe_machine() -> dict[str, str]:
     """What the figures were made on."""
     import torch
 
-    try:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
-    except OSError:
-        commit = ""
+    commit = os.environ.get("MINISGL_COMMIT", "")  # for copies of the checkout without its history
+    if not commit:
+        with contextlib.suppress(OSError):
+            command = ["git", "rev-parse", "--short", "HEAD"]
+            commit = subprocess.run(command, capture_output=True, text=True).stdout.strip()
     return {
         "date": time.strftime("%Y-%m-%d"),
-        "commit": commit or os.environ.get("MINISGL_COMMIT", ""),
+        "commit": commit,
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "python": platform.python_version(),
         "torch": torch.__version__,
