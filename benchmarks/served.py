@@ -21,7 +21,7 @@ from typing import Any
 
 from client.metrics import Metrics, fetch_metrics
 from minisgl_backend.errors import EngineDeadError
-from minisgl_backend.serving.processes import Process, descendants, process_table
+from minisgl_backend.serving.processes import Process, descendants, environment_folder, process_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 120.0  # far above what anything needs: the machine may be busy
@@ -147,13 +147,14 @@ class Served:
 
 
 class Traces:
-    """What a server must not leave behind: processes, shared memory, sockets."""
+    """What a server must not leave behind: processes, shared memory, sockets, the Python backend's folder."""
 
     def __init__(self, served: Served) -> None:
         self._processes = [*served.processes()]
         words = " ".join(command_line(process.pid) for process in self._processes).split()
         self._regions = {word.lstrip("/") for word in words if "shm_region" in word}
-        self._sockets = {Path(words[index + 1]) for index, word in enumerate(words) if word == "--socket-dir"}
+        self._folders = {Path(words[index + 1]) for index, word in enumerate(words) if word == "--socket-dir"}
+        self._folders |= {folder for folder in [_environment_folder(self._processes)] if folder is not None}
 
     def left(self) -> list[str]:
         """Those that are still there."""
@@ -162,7 +163,17 @@ class Traces:
         alive = [process.pid for process in self._processes if now.get(process.pid) == process.start_ticks]
         found = [f"process {pid}: {command_line(pid)}" for pid in alive]
         found += [f"/dev/shm/{region}" for region in self._regions if Path("/dev/shm", region).exists()]
-        return found + [str(path) for path in self._sockets if path.exists()]
+        return found + [str(path) for path in self._folders if path.exists()]
+
+
+def _environment_folder(processes: Sequence[Process]) -> Path | None:
+    lines = {process.pid: command_line(process.pid).split() for process in processes}
+    names = {pid: Path(words[0]).name for pid, words in lines.items() if words}
+    servers = [process for process in processes if names.get(process.pid) == "tritonserver"]
+    stubs = [process for process in processes if names.get(process.pid) == "triton_python_backend_stub"]
+    if not servers or not stubs:
+        return None
+    return environment_folder(servers[0], min(stubs, key=lambda process: process.start_ticks))
 
 
 def fetch(url: str, body: object = None, timeout: float = 30.0) -> tuple[int, bytes]:

@@ -1,16 +1,19 @@
-"""Which processes belong to a running tritonserver, and which of its Python stubs have died.
+"""Which processes belong to a running tritonserver, which of its Python stubs have died, and what killed ones leave.
 
 Knows nothing of HTTP, models' contents or what to do about a death. Reads /proc, so Linux only.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 _STUB_NAME = "triton_python_backend_stub"
+_CLOCK_SLACK = 0.1  # seconds; times of files and processes are rounded
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,21 @@ def descendants(root: int, table: dict[int, Process]) -> list[Process]:
     return found
 
 
+def environment_folder(server: Process, first_stub: Process) -> Path | None:
+    """The empty folder below /tmp that tritonserver's Python backend makes before its first stub starts.
+
+    A server that is killed leaves it behind. None where it cannot be told from another server's.
+    """
+    earliest, latest = _start_time(server) - _CLOCK_SLACK, _start_time(first_stub) + _CLOCK_SLACK
+    made = []
+    for folder in Path("/tmp").glob("python_env_*"):
+        with contextlib.suppress(OSError):
+            found = folder.stat()
+            if earliest <= found.st_mtime <= latest and found.st_uid == os.getuid():
+                made.append(folder)
+    return made[0] if len(made) == 1 else None
+
+
 class ServerProcesses:
     """Remembers all that a server started, so that deaths are seen and nothing outlives it.
 
@@ -75,12 +93,13 @@ class ServerProcesses:
         self._others: dict[int, Process] = {}
         self._dead_once: set[int] = set()
         self._retired: set[int] = set()
+        self._environment_folder: Path | None = None
 
     def scan(self) -> set[str]:
         """Look again. Returns the models of which a stub was dead now and at the scan before."""
         table = process_table()
         self._others = {pid: process for pid, process in self._others.items() if _same(process, table.get(pid))}
-        dead = set()
+        dead, had_stubs = set(), bool(self._stubs)
         for process in descendants(self._server_pid, table):
             known = self._stubs.get(process.pid)
             if known is None or known.process.start_ticks != process.start_ticks:
@@ -91,6 +110,9 @@ class ServerProcesses:
                 self._stubs[process.pid] = known = stub
             if process.dead and process.parent == self._server_pid and process.pid not in self._retired:
                 dead.add(process.pid)
+        if not had_stubs and self._stubs and self._server_pid in table:
+            first = min((stub.process for stub in self._stubs.values()), key=lambda process: process.start_ticks)
+            self._environment_folder = environment_folder(table[self._server_pid], first)
         confirmed, self._dead_once = dead & self._dead_once, dead
         return {self._stubs[pid].model for pid in confirmed}
 
@@ -110,12 +132,21 @@ class ServerProcesses:
                 _kill(stub.process)
 
     def kill_all(self) -> None:
-        """End whatever the server started and left behind, and remove its shared memory."""
+        """End whatever the server, which has ended, left behind; remove its shared memory and its folder."""
         for process in [*self._others.values(), *(stub.process for stub in self._stubs.values())]:
             _kill(process)
         for stub in self._stubs.values():
             if stub.shared_memory:
                 Path("/dev/shm", stub.shared_memory).unlink(missing_ok=True)
+        if self._environment_folder is not None:
+            with contextlib.suppress(OSError):  # the server removed it, or it holds an environment, which is left alone
+                self._environment_folder.rmdir()
+
+
+def _start_time(process: Process) -> float:
+    """As time.time()."""
+    uptime = float(Path("/proc/uptime").read_text(encoding="ascii").split()[0])
+    return time.time() - uptime + process.start_ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _read(entry: Path) -> Process | None:

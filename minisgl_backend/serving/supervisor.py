@@ -113,6 +113,7 @@ class Supervisor:
     def _wait_until_ready(self, server: ServerProcess) -> float | None:
         """The time (monotonic) when it became ready; None if it ended or a stop was asked for."""
         while server.exit_code is None and not self._stop.wait(0.1):
+            server.dead_models(confirmed=True)  # so that what has started is known, should the server die now
             if server.ready():
                 server.dead_models(confirmed=True)
                 self._busy = None

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.processes import descendants, process_table
+from minisgl_backend.serving.processes import descendants, environment_folder, process_table
 from minisgl_backend.serving.triton_server import find_triton_server
 
 pytestmark = pytest.mark.e2e
@@ -196,10 +196,14 @@ def test_streams_of_a_dead_instance_end(service: Service) -> None:
 
 def test_a_dead_server_is_restarted(service: Service) -> None:
     server = next(pid for pid in children(service.process.pid) if "bin/tritonserver" in command_line(pid))
+    regions, folder = shared_memory_of(service), environment_folder_of(service, server)
+    assert regions
     os.kill(server, signal.SIGKILL)
     service.wait(lambda: not service.ready())
     service.wait(service.ready)
     assert service.answer("wrapped") == "hi!"
+    assert [region for region in regions if Path("/dev/shm", region).exists()] == []
+    assert folder is None or not folder.exists()
 
 
 @pytest.mark.parametrize("stub_died_before", [False, True])
@@ -226,6 +230,15 @@ def test_models_cannot_be_unloaded_from_outside(service: Service) -> None:
 def children(pid: int) -> list[int]:
     """Process ids of all that a process started."""
     return [process.pid for process in descendants(pid, process_table())]
+
+
+def environment_folder_of(service: Service, server: int) -> Path | None:
+    """The Python backend's folder below /tmp; None where another server on this machine started just then."""
+    table = process_table()
+    stubs = [table[pid] for model in ("plain", "endless") for pid in service.stubs(model)]
+    folder = environment_folder(table[server], min(stubs, key=lambda process: process.start_ticks))
+    assert folder is None or folder.is_dir()
+    return folder
 
 
 def shared_memory_of(service: Service) -> set[str]:

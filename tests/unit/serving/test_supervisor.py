@@ -87,7 +87,8 @@ def test_health_tells_the_reason() -> None:
 
 # A stand-in for tritonserver: starts one "stub" with the arguments that the real one gives it, and never collects it.
 FAKE_SERVER = """
-import subprocess, sys, time
+import subprocess, sys, tempfile, time
+print(tempfile.mkdtemp(prefix="python_env_", dir="/tmp"), flush=True)
 stub = subprocess.Popen([sys.argv[1], sys.argv[2], "no_such_region"], executable=sys.executable)
 print(stub.pid, flush=True)
 time.sleep(600)
@@ -103,6 +104,7 @@ def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
+            folder = Path(server.stdout.readline().strip())
             stub_pid = int(server.stdout.readline())
             processes = ServerProcesses(server.pid)
             assert processes.scan() == set()
@@ -117,6 +119,12 @@ def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
             assert processes.dead_now() == set()
         finally:
             server.kill()
+        server.wait()
+        made = folder.stat().st_mtime
+        others = [other for other in Path("/tmp").glob("python_env_*") if abs(other.stat().st_mtime - made) < 5]
+        processes.kill_all()
+        if others == [folder]:  # else nobody can tell whose they are
+            assert not folder.exists()
 
 
 def wait_for_zombie(pid: int) -> None:
