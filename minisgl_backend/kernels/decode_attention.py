@@ -159,7 +159,6 @@ def _launch(
     _, num_kv_heads, page_size, _ = k_cache.shape
     group = num_q_heads // num_kv_heads
     splits = max(1, min(shape.num_splits, workspace.parts // batch))
-    head_padded, merged_heads = triton.next_power_of_2(head_dim), triton.next_power_of_2(group)
     extra = {"launch_pdl": True} if pdl else {}
     _decode_kernel[(num_kv_heads, batch, splits)](
         q, q_norm, k_norm, cos_sin, k_cache, v_cache, out, rows, kv_lens, page_table,
@@ -169,8 +168,7 @@ def _launch(
         NUM_SPLITS=splits, MIN_PART=shape.min_part, TILE=shape.tile, PAGE_SIZE=page_size,
         GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        HEAD_PADDED=head_padded, MERGED_HEADS=merged_heads,
-        MERGED_PARTS=max(1, min(8, triton.next_power_of_2(splits), 8192 // (merged_heads * head_padded))),
+        HEAD_PADDED=triton.next_power_of_2(head_dim), SPLITS_PADDED=triton.next_power_of_2(splits),
         ROTATE=rotate, NORM=norm, EARLY=shape.early, PDL=pdl,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **extra,
     )  # fmt: skip
@@ -225,7 +223,7 @@ def _decode_kernel(
     q_stride, kv_stride_page, kv_stride_head, kv_stride_token, table_stride,
     NUM_SPLITS: tl.constexpr, MIN_PART: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
-    HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, MERGED_HEADS: tl.constexpr, MERGED_PARTS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
     ROTATE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -317,36 +315,35 @@ def _decode_kernel(
     if arrived == active - 1:
         tl.store(counter, 0)
         _merge_parts(
-            partial_ptr, lse_ptr, out_ptr, b, kv_head, active, NUM_SPLITS, GROUP, NUM_Q_HEADS, HEAD_DIM, HEAD_PADDED,
-            MERGED_HEADS, MERGED_PARTS,
+            partial_ptr, lse_ptr, out_ptr, b, q_head, g, d, q_ok, active, NUM_SPLITS, NUM_Q_HEADS, HEAD_DIM,
+            GROUP, GROUP_PADDED, HEAD_PADDED, SPLITS_PADDED,
         )  # fmt: skip
 
 
 @triton.jit
 def _merge_parts(
-    partial_ptr, lse_ptr, out_ptr, b, kv_head, active,
-    NUM_SPLITS: tl.constexpr, GROUP: tl.constexpr, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    HEAD_PADDED: tl.constexpr, MERGED_HEADS: tl.constexpr, MERGED_PARTS: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, b, q_head, g, d, q_ok, active,
+    NUM_SPLITS: tl.constexpr, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
+    GROUP_PADDED: tl.constexpr, HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
 ):  # fmt: skip
-    """Several parts at once: their loads are on their way together."""
-    e = tl.arange(0, MERGED_HEADS * HEAD_PADDED)
-    head, d = e // HEAD_PADDED, e % HEAD_PADDED
-    ok = (head < GROUP) & (d < HEAD_DIM)
-    q_head = kv_head * GROUP + head
-    s = tl.arange(0, MERGED_PARTS)
-    top = tl.full([MERGED_HEADS * HEAD_PADDED], -1e30, tl.float32)
-    weight_sum = tl.zeros([MERGED_HEADS * HEAD_PADDED], tl.float32)
-    merged = tl.zeros([MERGED_HEADS * HEAD_PADDED], tl.float32)
-    for first in tl.range(0, active, MERGED_PARTS):
-        index = (b * NUM_SPLITS + first + s)[:, None] * NUM_Q_HEADS + q_head[None, :]
-        part_ok = (first + s < active)[:, None] & ok[None, :]
-        lse = tl.load(lse_ptr + index, mask=part_ok, other=-float("inf"), cache_modifier=".cg")
-        values = tl.load(partial_ptr + index * HEAD_DIM + d[None, :], mask=part_ok, other=0.0, cache_modifier=".cg")
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_top[None, :])
-        old = tl.exp2(top - new_top)
-        weight_sum = weight_sum * old + tl.sum(weights, 0)
-        merged = merged * old + tl.sum(weights * values, 0)
-        top = new_top
-    out = merged / tl.where(weight_sum > 0, weight_sum, 1.0)
-    tl.store(out_ptr + (b * NUM_Q_HEADS + q_head) * HEAD_DIM + d, out.to(out_ptr.dtype.element_ty), mask=ok)
+    """The weighted mean of a sequence's parts, in part order, for the query heads of one KV head.
+
+    One part after the other: several at once cost more registers and exponentials than the waiting that they save.
+    """
+    s = tl.arange(0, SPLITS_PADDED)
+    merged = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
+    lse_index = (b * NUM_SPLITS + s[None, :]) * NUM_Q_HEADS + q_head[:, None]
+    lse_ok = (s[None, :] < active) & (g[:, None] < GROUP)
+    lse = tl.load(lse_ptr + lse_index, mask=lse_ok, other=-float("inf"), cache_modifier=".cg")
+    top = tl.maximum(tl.max(lse, 1), -1e30)
+    weight_sum = tl.sum(tl.exp2(lse - top[:, None]), 1)
+    for i in tl.range(0, active):
+        part_index = (b * NUM_SPLITS + i) * NUM_Q_HEADS + q_head
+        part_lse = tl.load(lse_ptr + part_index, mask=g < GROUP, other=-float("inf"), cache_modifier=".cg")
+        part_out = tl.load(
+            partial_ptr + part_index[:, None] * HEAD_DIM + d[None, :], mask=q_ok, other=0.0, cache_modifier=".cg"
+        )
+        merged += tl.exp2(part_lse - top)[:, None] * part_out
+    weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
+    out_address = (b * NUM_Q_HEADS + q_head[:, None]) * HEAD_DIM + d[None, :]
+    tl.store(out_ptr + out_address, (merged / weight_sum[:, None]).to(out_ptr.dtype.element_ty), mask=q_ok)
