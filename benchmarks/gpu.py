@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from benchmarks.model_shapes import make_folder
 
@@ -212,7 +213,7 @@ def _prefill(driver: Any, length: int, count: int) -> float:
 
 
 def _time_split(driver: Any, batch: int) -> dict[str, float]:
-    """Milliseconds a step: on the device inside kernels, on the host at work, and the whole."""
+    """Milliseconds a step: the whole, the device with a kernel running or idle, and the host at work (not waiting)."""
     import torch
 
     rng = random.Random(3)
@@ -221,19 +222,39 @@ def _time_split(driver: Any, batch: int) -> dict[str, float]:
         driver.submit([rng.randint(0, 10000) for _ in range(500)], 60 + 3 * steps)
     for _ in range(40):
         driver.step()
-    started, host = time.perf_counter(), time.thread_time()
-    for _ in range(steps):
-        driver.step()
-    whole, host = time.perf_counter() - started, time.thread_time() - host
+    started, waited = time.perf_counter(), 0.0
+    wait_for = torch.cuda.Event.synchronize
+
+    def wait(event: torch.cuda.Event) -> None:
+        nonlocal waited
+        began = time.perf_counter()
+        wait_for(event)
+        waited += time.perf_counter() - began
+
+    with mock.patch.object(torch.cuda.Event, "synchronize", wait):
+        for _ in range(steps):
+            driver.step()
+    whole = time.perf_counter() - started
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         for _ in range(steps):
             driver.step()
         torch.cuda.synchronize()
-    kernels = sum(event.self_device_time_total for event in profiler.key_averages()) / 1e6
+    on_device = [e.time_range for e in profiler.events() if e.device_type == torch.autograd.DeviceType.CUDA]
+    busy, idle = busy_and_idle([(time_range.start, time_range.end) for time_range in on_device])
     driver.run()
     driver.clear()
-    parts = {"whole_ms": whole, "kernels_ms": kernels, "host_ms": host, "gaps_ms": max(0.0, whole - kernels)}
+    parts = {"whole_ms": whole, "busy_ms": busy / 1e6, "gaps_ms": idle / 1e6, "host_ms": whole - waited}
     return {f"bs{batch}_{name}": round(1000 * value / steps, 3) for name, value in parts.items()}
+
+
+def busy_and_idle(intervals: list[tuple[float, float]]) -> tuple[float, float]:
+    """How long at least one of the intervals (start, end) runs, and how long none does between the first and last."""
+    busy, covered = 0.0, min((start for start, _ in intervals), default=0.0)
+    first = covered
+    for start, end in sorted(intervals):
+        busy += max(0.0, end - max(start, covered))
+        covered = max(covered, end)
+    return busy, covered - first - busy
 
 
 def _poisson(driver: Any, load: list[tuple[list[int], int]], rate: float) -> dict[str, float]:

@@ -1,0 +1,17 @@
+"""What of benchmarks.gpu can be tested without a GPU: its arithmetic, and that its load is the one in the docs."""
+
+from __future__ import annotations
+
+from benchmarks.gpu import busy_and_idle, offline_load
+
+
+def test_overlapping_kernels_count_once():
+    assert busy_and_idle([(1, 3), (0, 2), (5, 6), (5, 5.5)]) == (4.0, 2.0)
+    assert busy_and_idle([]) == (0.0, 0.0)
+
+
+def test_offline_load_is_that_of_the_peers():
+    load = offline_load()
+    assert len(load) == 256
+    assert sum(len(prompt) for prompt, _ in load) == 142_827
+    assert sum(length for _, length in load) == 133_966
