@@ -48,15 +48,28 @@ def socket_directory(model_repository: str | Path, parent_pid: int | None = None
     Directories of servers that no longer run are removed. Raises ConfigError where a safe one cannot be made.
     """
     parent_pid = os.getppid() if parent_pid is None else parent_pid
-    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
-    if not os.access(base, os.W_OK | os.X_OK) or len(os.fsencode(base)) > MAX_SOCKET_PATH - 60:
-        base = Path("/tmp")
+    base, prefix = _socket_base()
     digest = hashlib.sha256(os.fsencode(Path(model_repository).resolve())).hexdigest()[:10]
-    prefix = f"minisgl-{os.getuid()}-"
     _remove_stale(base, prefix)
     directory = base / f"{prefix}{parent_pid}-{digest}"
     make_private(directory)
     return directory
+
+
+def live_socket_directories() -> dict[int, Path]:
+    """The directories of this user's running servers, by the server's process id."""
+    base, prefix = _socket_base()
+    _remove_stale(base, prefix)
+    found = {directory.name.split("-")[2]: directory for directory in base.glob(f"{prefix}*-*")}
+    return {int(pid): directory for pid, directory in found.items() if pid.isdigit()}
+
+
+def _socket_base() -> tuple[Path, str]:
+    """(where socket directories are, how their names begin)"""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not os.access(base, os.W_OK | os.X_OK) or len(os.fsencode(base)) > MAX_SOCKET_PATH - 60:
+        base = Path("/tmp")
+    return base, f"minisgl-{os.getuid()}-"
 
 
 def make_private(directory: Path) -> None:

@@ -6,9 +6,7 @@ Knows nothing of tokens' texts, of steps or of pages.
 from __future__ import annotations
 
 import logging
-import os
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +20,7 @@ from minisgl_backend.errors import MinisglError
 from minisgl_backend.serving.engine_front import EngineFront
 from minisgl_backend.serving.engine_settings import read_engine_config
 from minisgl_backend.serving.metrics import MetricsReporter
+from minisgl_backend.serving.server_watch import start_watch
 from minisgl_backend.serving.wire import Chunk, Codec
 from minisgl_backend.text.vocabulary import load_vocabulary
 
@@ -35,10 +34,10 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Starts the engine core, or attaches to it, and waits until it is ready."""
-        threading.Thread(target=_end_with, args=(os.getppid(),), name="parent-watch", daemon=True).start()
         repository = Path(args["model_repository"]).resolve().parent
         instance = args["model_instance_name"].rsplit("_", 1)[-1]
         front = int(instance) if instance.isdigit() else 0
+        self._watch = start_watch() if front == 0 else None
         try:
             log_to_stderr("front", Environment.read().log_level)
             config = read_engine_config(repository)
@@ -80,16 +79,6 @@ class TritonPythonModel:
         pb_utils.InferenceRequest(
             model_name="detokenizer", requested_output_names=["text_output"], inputs=[tensor]
         ).exec()
-
-
-def _end_with(server: int) -> None:
-    """Ends this process once the server is gone."""
-    # The stub notices that by itself, but then waits for threads that wait for the server: a killed server would leave
-    # this process and, through it, the engine core behind.
-    while os.getppid() == server:
-        time.sleep(1.0)
-    time.sleep(2.0)  # it may yet end in good order
-    os._exit(1)
 
 
 class _TritonSender:

@@ -51,6 +51,11 @@ def process_table(proc: Path = Path("/proc")) -> dict[int, Process]:
     return table
 
 
+def process_of(pid: int) -> Process | None:
+    """One process; None if there is none."""
+    return _read(Path("/proc") / str(pid))
+
+
 def descendants(root: int, table: dict[int, Process]) -> list[Process]:
     """Children of `root`, their children and so on."""
     children: dict[int, list[Process]] = {}
@@ -121,7 +126,7 @@ class ServerProcesses:
         return {
             stub.model
             for pid, stub in list(self._stubs.items())
-            if pid not in self._retired and (process := _read(Path("/proc") / str(pid))) is not None and process.dead
+            if pid not in self._retired and (process := process_of(pid)) is not None and process.dead
         }
 
     def kill_stubs(self, model: str) -> None:
@@ -132,9 +137,10 @@ class ServerProcesses:
                 _kill(stub.process)
 
     def kill_all(self) -> None:
-        """End whatever the server, which has ended, left behind; remove its shared memory and its folder."""
+        """End what the ended server left behind, this process excepted; remove its shared memory and folder."""
         for process in [*self._others.values(), *(stub.process for stub in self._stubs.values())]:
-            _kill(process)
+            if process.pid != os.getpid():
+                _kill(process)
         for stub in self._stubs.values():
             if stub.shared_memory:
                 Path("/dev/shm", stub.shared_memory).unlink(missing_ok=True)
@@ -177,7 +183,7 @@ def _same(process: Process, current: Process | None) -> bool:
 
 
 def _kill(process: Process) -> None:
-    if _same(process, _read(Path("/proc") / str(process.pid))):
+    if _same(process, process_of(process.pid)):
         try:
             os.kill(process.pid, signal.SIGKILL)
         except OSError:

@@ -28,13 +28,13 @@ from typing import Any
 
 from minisgl_backend.engine.channel import socket_directory
 from minisgl_backend.engine.marks import ask_to_drain, fronts_not_drained, fronts_without_core, has_fronts, note_lost
+from minisgl_backend.serving.drain import LAST_CHUNK_SECONDS
 from minisgl_backend.serving.processes import ServerProcesses
 from minisgl_backend.serving.server_log import LogFilter
 from minisgl_backend.serving.triton_server import DIE_WITH_PARENT
 
 _CONTROL_HEADER = "minisgl-control"
 _UNLOAD_SECONDS = 5.0  # from SIGTERM, where all requests were finished before
-_LAST_CHUNK_SECONDS = 0.5  # from the engine's last chunk through the detokenizer to the client
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,9 +157,9 @@ class ServerProcess:
         given = 0.8 * self._settings.exit_timeout
         ask_to_drain(directory, start + given)
         while self.exit_code is None and fronts_not_drained(directory) and not abandon.wait(0.05):
-            if self._processes.dead_now() or time.monotonic() > start + given + _LAST_CHUNK_SECONDS:
+            if self._processes.dead_now() or time.monotonic() > start + given + LAST_CHUNK_SECONDS:
                 return False
-        abandon.wait(_LAST_CHUNK_SECONDS)
+        abandon.wait(LAST_CHUNK_SECONDS)
         return has_fronts(directory)
 
     def clean_up(self) -> None:

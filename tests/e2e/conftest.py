@@ -40,9 +40,10 @@ def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 class RunningServer:
     """A server for the length of a `with` block; its log is shown where it does not start or leaves work behind."""
 
-    def __init__(self, folder: Path, parameters: dict[str, str]) -> None:
+    def __init__(self, folder: Path, parameters: dict[str, str], *, fronts: int = 1) -> None:
         self._folder = folder
         self._parameters = parameters
+        self._fronts = fronts
 
     def __enter__(self) -> Server:
         try:
@@ -52,6 +53,10 @@ class RunningServer:
         repository = self._folder / "repository"
         repository.mkdir()
         render_repository(ROOT / "model_repository", repository, self._parameters)
+        config = repository / "engine" / "config.pbtxt"
+        text = config.read_text(encoding="utf-8")
+        assert "count: 1 kind" in text
+        config.write_text(text.replace("count: 1 kind", f"count: {self._fronts} kind"), encoding="utf-8")
         self._log = self._folder / "log"
         http, grpc, metrics = free_ports(3)
         arguments = ["--model-repository", str(repository), "--exit-timeout-secs", "10"]

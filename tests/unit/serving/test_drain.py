@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -11,8 +12,11 @@ import numpy as np
 import pytest
 
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.channel import live_socket_directories, socket_directory
 from minisgl_backend.engine.marks import ask_to_drain, fronts_not_drained, fronts_without_core, note_lost, up_mark
 from minisgl_backend.request import FinishReason, SamplingParams
+from minisgl_backend.serving.drain import drain
+from minisgl_backend.serving.drain import main as drain_command
 from minisgl_backend.serving.engine_front import EngineFront
 from minisgl_backend.serving.wire import Chunk, OutputOptions, Spec
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -125,6 +129,32 @@ def test_a_probe_that_a_dead_detokenizer_never_answers_holds_nobody_up(tmp_path:
     finally:
         stuck.set()
         front.close()
+
+
+def test_the_hook_returns_when_nothing_runs_any_more(front: EngineFront, tmp_path: Path) -> None:
+    running = ask(front)
+    start = time.monotonic()
+    assert drain([tmp_path], 0.3)
+    assert time.monotonic() - start > 0.3
+    assert running.error == ("UNAVAILABLE", "the server is shutting down")
+    assert refused(front)
+
+
+def test_the_hook_finds_the_servers_of_this_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert drain_command([]) == 1
+    assert "no server" in capsys.readouterr().err
+    directory = socket_directory("/some/repository", os.getpid())
+    assert live_socket_directories() == {os.getpid(): directory}
+    assert drain_command([]) == 1, "a server without an engine"
+    (directory / "front-0").touch()
+    assert drain_command(["--pid", "1"]) == 1
+    assert drain_command(["--seconds", "0"]) == 1
+    assert "does not answer" in capsys.readouterr().err
+    (directory / "front-0.drained").touch()
+    assert drain_command(["--seconds", "0"]) == 0
 
 
 def test_fronts_that_wait_for_a_core_are_counted(tmp_path: Path) -> None:
