@@ -1,8 +1,9 @@
-"""Mixture-of-experts MLP as two grouped matrix products, in the Triton language; nothing waits for the device.
+"""Mixture of experts, in the Triton language: which experts a token takes, and their MLPs as two grouped products.
 
-Knows nothing of routing: expert ids and weights are given. Pairs of (token, expert) are sorted by expert and cut into
+Nothing waits for the device. Pairs of (token, expert) are sorted by expert and cut into
 tiles that belong to one expert each. How many tiles there are is known on the device only, so the grid has room for
-the most there can be and the rest return at once; hence it runs under CUDA graphs, in decode and in prefill.
+the most there can be and the rest return at once; hence it runs under CUDA graphs, in decode and in prefill. Few
+pairs are not sorted: most have an expert of their own, and sorting takes more launches than all products.
 """
 
 from __future__ import annotations
@@ -12,6 +13,48 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+
+UNSORTED_PAIRS = 64  # at most; with 128 experts and uniform routing they name 50 different ones
+
+
+def route(logits: torch.Tensor, experts_per_token: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The contract is `Ops.route`'s: logits [num_tokens, num_experts] -> ids int64, weights float32, best first."""
+    num_tokens, num_experts = logits.shape
+    ids = torch.empty((num_tokens, experts_per_token), dtype=torch.int64, device=logits.device)
+    weights = torch.empty((num_tokens, experts_per_token), dtype=torch.float32, device=logits.device)
+    if num_tokens > 0:
+        _route_kernel[(num_tokens,)](
+            logits, ids, weights, logits.stride(0), EXPERTS=num_experts,
+            EXPERTS_PADDED=triton.next_power_of_2(num_experts), K=experts_per_token,
+            K_PADDED=triton.next_power_of_2(experts_per_token), RENORMALIZE=renormalize, num_warps=1,
+        )  # fmt: skip
+    return ids, weights
+
+
+@triton.jit
+def _route_kernel(
+    logits_ptr, ids_ptr, weights_ptr, logits_stride,
+    EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
+    RENORMALIZE: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    e = tl.arange(0, EXPERTS_PADDED)
+    logits = tl.load(logits_ptr + token * logits_stride + e, mask=e < EXPERTS, other=-float("inf")).to(tl.float32)
+    shares = tl.exp(logits - tl.max(logits, 0))
+    shares = shares / tl.sum(shares, 0)
+    j = tl.arange(0, K_PADDED)
+    ids = tl.zeros([K_PADDED], tl.int32)
+    weights = tl.zeros([K_PADDED], tl.float32)
+    left = tl.where(e < EXPERTS, shares, -1.0)  # below every share, so that padding is never picked
+    for choice in tl.static_range(K):
+        best = tl.minimum(tl.argmax(left, 0), EXPERTS - 1)  # logits that are no numbers must not lead out of bounds
+        ids = tl.where(j == choice, best, ids)
+        weights = tl.where(j == choice, tl.max(left, 0), weights)
+        left = tl.where(e == best, -1.0, left)
+    if RENORMALIZE:
+        weights = weights / tl.sum(weights, 0)
+    tl.store(ids_ptr + token * K + j, ids.to(tl.int64), mask=j < K)
+    tl.store(weights_ptr + token * K + j, weights, mask=j < K)
 
 
 @dataclass(frozen=True)
@@ -59,6 +102,9 @@ def moe(
 def _cut(expert_ids: torch.Tensor, num_experts: int) -> _Tiles:
     flat = expert_ids.flatten()
     pairs = flat.numel()
+    if pairs <= UNSORTED_PAIRS:
+        order = torch.arange(pairs, dtype=torch.int32, device=flat.device)
+        return _Tiles(order=order, expert=flat.to(torch.int32), first=order, end=order + 1, size=16)
     # A tile of 16 wastes little when each expert has few pairs; 64 uses the tensor cores when there are many.
     size = 16 if pairs <= 16 * num_experts else 64
     most = min(pairs, pairs // size + num_experts)

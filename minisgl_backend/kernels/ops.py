@@ -65,6 +65,16 @@ class Ops(ABC):
         """
 
     @abstractmethod
+    def route(
+        self, logits: torch.Tensor, experts_per_token: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token, best first: logits [num_tokens, num_experts] -> (ids, weights).
+
+        ids int64 and weights float32, both [num_tokens, experts_per_token]: the largest shares of the softmax over
+        all experts; `renormalize` makes them add up to 1.
+        """
+
+    @abstractmethod
     def moe(
         self,
         x: torch.Tensor,

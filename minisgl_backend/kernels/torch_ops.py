@@ -69,6 +69,14 @@ class TorchOps(Ops):
         v_cache[pages, :, offsets] = v
         return q
 
+    def route(
+        self, logits: torch.Tensor, experts_per_token: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        weights, ids = logits.float().softmax(dim=-1).topk(experts_per_token, dim=-1)
+        if renormalize:
+            weights = weights / weights.sum(dim=-1, keepdim=True)
+        return ids, weights
+
     def moe(
         self,
         x: torch.Tensor,

@@ -80,6 +80,11 @@ class TritonOps(TorchOps):
             qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, self._pdl(qkv)
         )
 
+    def route(
+        self, logits: torch.Tensor, experts_per_token: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return moe.route(logits, experts_per_token, renormalize)
+
     def moe(
         self,
         x: torch.Tensor,

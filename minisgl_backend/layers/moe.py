@@ -1,7 +1,7 @@
 """Mixture of experts: a router picks a few gated MLPs for each token.
 
-Knows nothing of how experts are computed (`Ops.moe`). With tensor parallelism every rank holds a slice of every
-expert, so that no tokens travel.
+Knows nothing of how experts are picked and computed (`Ops.route`, `Ops.moe`). With tensor parallelism every rank holds
+a slice of every expert, so that no tokens travel.
 """
 
 from __future__ import annotations
@@ -42,10 +42,7 @@ class MoeMLP(WeightedLayer):
         ops, tp = self._placement.ops, self._placement.tp
         x = norm(hidden)
         # All ranks compute the same router, so they pick the same experts.
-        probabilities = ops.linear(x, self.router).float().softmax(dim=-1)
-        weights, expert_ids = probabilities.topk(self._experts_per_token, dim=-1)
-        if self._norm_topk_prob:
-            weights = weights / weights.sum(dim=-1, keepdim=True)
+        expert_ids, weights = ops.route(ops.linear(x, self.router), self._experts_per_token, self._norm_topk_prob)
         out = ops.moe(x, expert_ids, weights, self.gate_up, self.down)
         return hidden + tp.all_reduce(out)
 

@@ -195,3 +195,18 @@ def test_moe_matches_torch(tokens):
     down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05
     ref = TorchOps().moe(*(t.double() for t in (x,)), ids, weights.double(), gate_up.double(), down.double())
     assert relative(moe(x, ids, weights, gate_up, down), ref) < 1e-2
+
+
+@pytest.mark.parametrize("experts", [128, 60])
+def test_route_matches_torch(experts):
+    from minisgl_backend.kernels.moe import route
+    from minisgl_backend.kernels.torch_ops import TorchOps
+
+    logits = torch.randn(300, experts, device="cuda")
+    for renormalize in (True, False):
+        ids, weights = route(logits, 8, renormalize)
+        expected_ids, expected_weights = TorchOps().route(logits, 8, renormalize)
+        assert torch.equal(ids, expected_ids)
+        torch.testing.assert_close(weights, expected_weights)
+    ids, _ = route(torch.full_like(logits, float("nan")), 8, True)
+    assert int(ids.max()) < experts

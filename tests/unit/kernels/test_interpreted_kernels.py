@@ -26,7 +26,7 @@ from minisgl_backend.kernels.decode_attention import (
     decode_attention,
     rotating_decode_attention,
 )
-from minisgl_backend.kernels.moe import moe
+from minisgl_backend.kernels.moe import moe, route
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 from minisgl_backend.runner.noise import gumbel, row_keys
 
@@ -198,6 +198,20 @@ def test_row_tables():
     assert slots.tolist() == (table[lines, positions // 4] * 4 + positions % 4).tolist()
     rows.write_tokens(tokens, lines, positions, torch.tensor([7, 8, 9]).int())
     assert tokens[lines, positions].tolist() == [7, 8, 9]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("experts", "k"), [(128, 8), (6, 3), (1, 1)])
+def test_route(experts, k, renormalize):
+    torch.manual_seed(experts)
+    logits = torch.randn(5, experts)
+    logits[0, : experts - 1] = -200.0  # all but one share underflow: the padding must not be picked
+    ids, weights = route(logits, k, renormalize)
+    expected_ids, expected_weights = TorchOps().route(logits, k, renormalize)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ids[1:], expected_ids[1:])
+    assert ids.dtype == torch.int64
+    assert all(len(set(line)) == k and max(line) < experts for line in ids.tolist())
 
 
 @pytest.mark.parametrize(("num_tokens", "experts"), [(3, 8), (40, 2)])
