@@ -6,7 +6,8 @@ Metadata is prepared once a step (`plan_*`), never once a layer; prefill and dec
 there are three methods: `allocate_graph` once, `plan_capture` before a batch size is captured, `plan_replay`
 before each replay, which is on the critical path and must neither synchronise nor allocate.
 
-Keys and values are read here and written by the model's layers: `KVPool` hands both the same tensors.
+Keys and values are read here and written by `Ops.rope_store`, except where `decode_rotating` stores the new token's
+itself; `KVPool` hands both the same tensors.
 
     K or V of one layer   [num_pages, num_kv_heads, page_size, head_dim]   (head-major pages)
     slot of a token       page_id * page_size + position % page_size

@@ -48,6 +48,7 @@ class DecodeWorkspace:
         self.parts = parts
 
 
+MAX_EARLY_BYTES = 256  # of a head; the early tile of a larger one would spill out of the registers
 MAX_PROGRAMS_FACTOR = 8  # parts a sequence for which there is room at the largest batch
 
 
@@ -95,9 +96,9 @@ def decode_attention(
 ) -> torch.Tensor:
     """Attention of one query token a sequence over its kv_lens cached tokens.
 
-    q [batch, num_q_heads, head_dim] (rows may be strided), caches [num_pages, num_kv_heads, page_size, head_dim],
+    q [batch, num_q_heads, head_dim] (rows may be strided, heads of a row follow each other), caches [num_pages, num_kv_heads, page_size, head_dim],
     rows and kv_lens int32 [batch], page_table int32 [max_rows, max_pages]. Returns [batch, num_q_heads, head_dim].
-    pdl: start while the kernel before this one drains (programmatic dependent launch, Hopper and later).
+    pdl: programmatic dependent launch (Hopper and later), whose rules stand in small_linear.py.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     _launch(q, q, q, q, out, k_cache, v_cache, rows, kv_lens, page_table, workspace, shape, scale, 0.0, pdl)
@@ -169,7 +170,7 @@ def _launch(
         GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HEAD_PADDED=triton.next_power_of_2(head_dim), SPLITS_PADDED=triton.next_power_of_2(splits),
-        ROTATE=rotate, NORM=norm, EARLY=shape.early, PDL=pdl,
+        ROTATE=rotate, NORM=norm, EARLY=shape.early and head_dim * k_cache.element_size() <= MAX_EARLY_BYTES, PDL=pdl,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **extra,
     )  # fmt: skip
 
@@ -193,7 +194,7 @@ def _rotated(row_ptr, norm_ptr, table_ptr, d, ok, eps, HEAD_DIM: tl.constexpr, N
 
 @triton.jit
 def _tile_offsets(table, start, n, last, kv_stride_page, kv_stride_token, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr):
-    """Where the tokens start + n are in the cache, int64 [TILE]; beyond `last`, those of `last`."""
+    """Where the tokens start + n are in the cache, int64 [TILE]; beyond `last`, somewhere valid."""
     if PAGE_SIZE % TILE == 0:
         page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
         return page * kv_stride_page + (start % PAGE_SIZE + n) * kv_stride_token
@@ -261,7 +262,7 @@ def _decode_kernel(
         # The last token is this step's own: it comes from qkv, everything before it from the cache.
         cached_end = tl.minimum(end, kv_len - 1)
         if EARLY:
-            # None of these reads depends on the kernel before this one, which may still run.
+            # Lengths, pages and earlier tokens were written before this chain of kernels began (small_linear.py).
             offsets = _tile_offsets(table, begin, n, kv_len - 1, kv_stride_page, kv_stride_token, TILE, PAGE_SIZE)
             early_ok = begin + n < cached_end
             address = offsets[:, None] + d[None, :]

@@ -9,10 +9,12 @@ Two kernels. `_vector_kernel`, for one or two rows, multiplies in registers and 
 `_linear_kernel` uses tensor cores; products whose output is too narrow to fill the device are split along the input
 dimension, and the program that arrives last adds the partial sums in order, so that results do not depend on timing.
 
-With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts while the one before it still runs, and
-loads its first weights before it waits for that one's results. Every kernel lets the next one start at once, before
-it waits itself: what a kernel reads before its wait must have been written before this chain of kernels began.
-Pulling all weights into the L2 cache before the wait was tried: no gain, since memory is busy by then.
+With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts as soon as every program of the one before
+it has started; `_vector_kernel` then loads its first weights before it waits for that one's results. Since every kernel
+lets the next one start before it waits itself, what a kernel reads before its wait must have been written before this
+chain of kernels began: before the last launch without `pdl`, which waits for all that was launched earlier. In a decode
+step that is the lookup of tokens and slots and the embedding. Everything else is read, and everything is written, after
+the wait. Pulling all weights into the L2 cache before the wait was tried: no gain, since memory is busy by then.
 """
 
 from __future__ import annotations

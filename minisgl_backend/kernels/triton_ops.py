@@ -46,7 +46,7 @@ class TritonOps(TorchOps):
         return fused.silu_mul(out, self._pdl(x)) if gated else out
 
     def _pdl(self, x: torch.Tensor) -> bool:
-        """At large batch a kernel that waits early takes room from the one that still runs."""
+        """At large batch a kernel that starts early takes room from the one that still runs."""
         return self.pdl and x.shape[0] <= small_linear.MAX_ROWS
 
     def _is_small(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool) -> bool:
