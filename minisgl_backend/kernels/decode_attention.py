@@ -97,7 +97,8 @@ def decode_attention(
     """Attention of one query token a sequence over its kv_lens cached tokens.
 
     q [batch, num_q_heads, head_dim] (rows may be strided, heads of a row follow each other), caches
-    [num_pages, num_kv_heads, page_size, head_dim], rows and kv_lens int32 [batch], page_table int32 [max_rows, max_pages]. Returns [batch, num_q_heads, head_dim].
+    [num_pages, num_kv_heads, page_size, head_dim], rows and kv_lens int32 [batch], page_table int32
+    [max_rows, max_pages]. Returns [batch, num_q_heads, head_dim].
     pdl: programmatic dependent launch (Hopper and later), whose rules stand in small_linear.py.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
