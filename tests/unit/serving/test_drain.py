@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -140,10 +141,17 @@ def test_the_hook_returns_when_nothing_runs_any_more(front: EngineFront, tmp_pat
     assert refused(front)
 
 
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """A folder of its own whose name leaves room for a socket's; with a longer one, all servers here would be found."""
+    with tempfile.TemporaryDirectory(prefix="d", dir="/tmp") as folder:
+        yield Path(folder)
+
+
 def test_the_hook_finds_the_servers_of_this_user(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short_path))
     assert drain_command([]) == 1
     assert "no server" in capsys.readouterr().err
     directory = socket_directory("/some/repository", os.getpid())
