@@ -6,6 +6,7 @@ Each model answers its input with its name appended; no engine is involved.
 from __future__ import annotations
 
 import contextlib
+import http.client
 import json
 import os
 import signal
@@ -180,10 +181,15 @@ def test_a_dead_instance_is_noticed_and_its_model_reloaded(service: Service) -> 
 
 
 def test_streams_of_a_dead_instance_end(service: Service) -> None:
-    ended = threading.Event()
+    started, ended = threading.Event(), threading.Event()
 
     def read() -> None:
-        fetch(f"http://127.0.0.1:{service.http}/v2/models/endless/generate_stream", {"x": "go"})
+        url = f"http://127.0.0.1:{service.http}/v2/models/endless/generate_stream"
+        with contextlib.suppress(OSError, http.client.HTTPException):
+            with urllib.request.urlopen(url, json.dumps({"x": "go"}).encode(), timeout=PATIENCE_SECONDS) as reply:
+                reply.readline()
+                started.set()
+                reply.read()
         ended.set()
 
     def answers() -> bool:
@@ -195,6 +201,7 @@ def test_streams_of_a_dead_instance_end(service: Service) -> None:
     before = service.stubs("endless")
     reader = threading.Thread(target=read)
     reader.start()
+    service.wait(started.is_set)  # else the restarted server might get the request, and stream for ever
     os.kill(before[0], signal.SIGKILL)
     service.wait(ended.is_set)
     reader.join()
