@@ -57,24 +57,12 @@ def part_q06() -> dict[str, float]:
 
 def part_q14() -> dict[str, float]:
     """Qwen3-14B: offline, single stream, decode by batch size, prefill."""
-    driver = _driver("qwen3-14b")
-    results = {f"q14_{name}": value for name, value in _throughput(driver).items()}
-    results["q14_prefill_tok_s"] = _prefill(driver, 4000, 16)
-    for batch in (1, 8, 64, 256):
-        results[f"q14_bs{batch}_ms"] = _decode_ms(driver, batch)
-    driver.close()
-    return results
+    return _large_model("qwen3-14b", "q14")
 
 
 def part_q30() -> dict[str, float]:
-    """Qwen3-30B-A3B (128 experts, 8 a token): offline, single stream, decode by batch size, prefill."""
-    driver = _driver("qwen3-30b-a3b")
-    results = {f"q30_{name}": value for name, value in _throughput(driver).items()}
-    results["q30_prefill_tok_s"] = _prefill(driver, 4000, 16)
-    for batch in (1, 8, 64, 256):
-        results[f"q30_bs{batch}_ms"] = _decode_ms(driver, batch)
-    driver.close()
-    return results
+    """Qwen3-30B-A3B (128 experts, 8 a token): the same."""
+    return _large_model("qwen3-30b-a3b", "q30")
 
 
 def part_parity() -> dict[str, float | None]:
@@ -175,6 +163,16 @@ def _driver(name: str, **options: Any) -> Any:
         driver.run()
     driver.clear()
     return driver
+
+
+def _large_model(name: str, prefix: str) -> dict[str, float]:
+    driver = _driver(name)
+    results = {f"{prefix}_{figure}": value for figure, value in _throughput(driver).items()}
+    results[f"{prefix}_prefill_tok_s"] = _prefill(driver, 4000, 16)
+    for batch in (1, 8, 64, 256):
+        results[f"{prefix}_bs{batch}_ms"] = _decode_ms(driver, batch)
+    driver.close()
+    return results
 
 
 def _throughput(driver: Any) -> dict[str, float]:

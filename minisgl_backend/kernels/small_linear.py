@@ -54,7 +54,7 @@ class LinearWorkspace:
 def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, num_sms: int = 132) -> LinearShape:
     """The cut that was measured best on an H200; see benchmarks/kernels.py."""
     if rows <= MAX_VECTOR_ROWS:
-        return _vector_shape(rows, size_out, size_in, gated)
+        return _vector_shape(rows, size_in, gated)
     if size_out >= 4096:
         return LinearShape(64, 256 if rows <= 16 else 128, 1, 4, 3 if size_in <= 1024 else 5)
     tile_out, tile_in = 32, 128
@@ -64,7 +64,7 @@ def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, nu
     return LinearShape(tile_out, tile_in, split, 4, 5)
 
 
-def _vector_shape(rows: int, size_out: int, size_in: int, gated: bool) -> LinearShape:
+def _vector_shape(rows: int, size_in: int, gated: bool) -> LinearShape:
     tile_in = min(2048, triton.next_power_of_2(size_in))
     if tile_in < 2048:
         if gated:

@@ -35,26 +35,24 @@ class SelfAttention(nn.Module):
     def __init__(self, shape: AttentionShape, layer_index: int, cos_sin: torch.Tensor, placement: Placement) -> None:
         super().__init__()
         self._layer_index = layer_index
-        self._cos_sin = cos_sin  # one table for all layers
         self._ops = placement.ops
-        self._eps = shape.eps
         q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         self.qkv_proj = ColumnLinear(shape.hidden_size, outputs, shape.qkv_bias, placement)
         self.o_proj = RowLinear(q_size, shape.hidden_size, "o_proj", shape.output_bias, placement)
         self.q_norm = RMSNorm(shape.head_dim, shape.eps, "q_norm", placement) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.eps, "k_norm", placement) if shape.qk_norm else None
+        self._rotation = HeadRotation(  # weights are loaded in place; the table is that of all layers
+            q_norm=self.q_norm.weight if self.q_norm is not None else None,
+            k_norm=self.k_norm.weight if self.k_norm is not None else None,
+            cos_sin=cos_sin,
+            eps=shape.eps,
+        )
 
     def forward(
         self, hidden: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, ctx: ForwardContext
     ) -> torch.Tensor:
         """hidden + attention(norm(hidden)), both [num_tokens, hidden_size]; positions int [num_tokens]."""
         qkv = self.qkv_proj(hidden, norm_weight=norm.weight, eps=norm.eps)
-        rotation = HeadRotation(
-            q_norm=self.q_norm.weight if self.q_norm is not None else None,
-            k_norm=self.k_norm.weight if self.k_norm is not None else None,
-            cos_sin=self._cos_sin,
-            eps=self._eps,
-        )
-        attended = ctx.attend(self._layer_index, qkv, positions, rotation, self._ops)
+        attended = ctx.attend(self._layer_index, qkv, positions, self._rotation, self._ops)
         return self.o_proj(attended.flatten(1), hidden)
