@@ -6,12 +6,17 @@ has its own deadline and can be cancelled alone, which a stream that several req
 Errors come as texts inside the stream. The metadata `triton_grpc_error` would bring their status too, but
 tritonserver 2.51 dies of it: a failed request beside other streams ends it with a segmentation fault, one in some
 hundred times.
+
+A call is never cancelled right behind such a text but read on to its end: tritonserver 2.51 keeps the handler of a call
+that is cancelled while it ends, and with it the model, for ever. The end comes at once since one request is all that a
+stream carries, and its sending side is closed behind it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,6 +33,7 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.enable_http_proxy", 0),  # a proxy for web pages breaks calls to a server nearby
 ]
+_END_SECONDS = 1.0  # how long the end of a call may stay away behind an error
 _CONTENTS_FIELD = {
     "BYTES": "bytes_contents",
     "BOOL": "bool_contents",
@@ -59,15 +65,33 @@ class GrpcCall:
         self._progress = _Progress(request)
 
     def receive(self) -> Reply | None:
-        """The next response, None after the last. Raises ClientError."""
+        """The next response, None after the last. Raises ClientError once the call has ended."""
         try:
-            return self._progress.accept(next(self._call, None))
+            response = next(self._call, None)
         except grpc.RpcError as error:
             raise self._progress.error(error) from None
+        try:
+            return self._progress.accept(response)
+        except ClientError:
+            self._read_on()
+            raise
 
     def cancel(self) -> None:
         """Ends the request now; from any thread, any number of times."""
         self._call.cancel()
+
+    def _read_on(self) -> None:
+        """Until the call has ended; one that does not end in time is cancelled."""
+        bound = threading.Timer(_END_SECONDS, self._call.cancel)
+        bound.daemon = True
+        bound.start()
+        try:
+            for _ in self._call:
+                pass
+        except grpc.RpcError:
+            pass  # the error that came first is the one to tell
+        finally:
+            bound.cancel()
 
 
 class AsyncGrpcCall:
@@ -80,7 +104,7 @@ class AsyncGrpcCall:
         self._cancelled = False
 
     async def receive(self) -> Reply | None:
-        """The next response, None after the last. Raises ClientError."""
+        """The next response, None after the last. Raises ClientError once the call has ended."""
         try:
             response = await self._call.read()
         except asyncio.CancelledError:
@@ -89,11 +113,29 @@ class AsyncGrpcCall:
             raise
         except grpc.RpcError as error:
             raise self._progress.error(error) from None
-        return self._progress.accept(None if response is grpc.aio.EOF else response)
+        try:
+            return self._progress.accept(None if response is grpc.aio.EOF else response)
+        except ClientError:
+            await self._read_on()
+            raise
 
     def cancel(self) -> None:
         self._cancelled = True
         self._call.cancel()
+
+    async def _read_on(self) -> None:
+        """Until the call has ended; one that does not end in time is cancelled."""
+        bound = asyncio.get_running_loop().call_later(_END_SECONDS, self.cancel)
+        try:
+            while await self._call.read() is not grpc.aio.EOF:
+                pass
+        except grpc.RpcError:
+            pass  # the error that came first is the one to tell
+        except asyncio.CancelledError:
+            if not self._cancelled:  # not the call but the task that waits for it
+                raise
+        finally:
+            bound.cancel()
 
 
 class GrpcTransport:
