@@ -12,8 +12,9 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -28,8 +29,10 @@ from minisgl_backend.scheduler.outputs import SequenceDetail, SequenceOutputs
 from minisgl_backend.step import Logprobs, StepStats
 from minisgl_backend.text.detokenizer import new_detokenizer
 from minisgl_backend.text.stop_strings import StopStrings
-from minisgl_backend.text.tokenizer import Tokenizer
 from minisgl_backend.text.vocabulary import Vocabulary, load_vocabulary
+
+if TYPE_CHECKING:
+    from minisgl_backend.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
@@ -90,8 +93,8 @@ class LLM:
             self.config, environment or Environment.read(), on_follower_death=self._note_follower_death
         )
         model_dir = self._engine.model_dir
-        self.tokenizer = Tokenizer(model_dir, trust_remote_code=self.config.trust_remote_code)
         self._vocabulary = load_vocabulary(model_dir, trust_remote_code=self.config.trust_remote_code)
+        self._model_dir = model_dir
         self._next_uid = 0
 
     def __enter__(self) -> LLM:
@@ -110,6 +113,14 @@ class LLM:
 
     def __del__(self) -> None:
         self.close()
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Loaded when first asked for, at the latest by a prompt that is a text. Raises ConfigError."""
+        # Importing transformers takes seconds, which token ids need not wait for.
+        from minisgl_backend.text.tokenizer import Tokenizer
+
+        return Tokenizer(self._model_dir, trust_remote_code=self.config.trust_remote_code)
 
     @property
     def engine(self) -> Engine:

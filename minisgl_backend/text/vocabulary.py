@@ -16,6 +16,8 @@ from minisgl_backend.errors import ConfigError
 
 Decode = Callable[[Sequence[int], bool], str]
 
+NOT_A_BYTE = 0x10FFFF  # a code point that latin-1 cannot encode
+
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -154,15 +156,17 @@ def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], b
 
 def _byte_level_rule() -> Callable[[str], bytes]:
     """GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from U+0100 on."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    byte_of = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if chr(byte) not in byte_of]
-    byte_of.update((chr(256 + i), byte) for i, byte in enumerate(others))
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    byte_of = {256 + i: byte for i, byte in enumerate(others)}
+    # A character that is no letter of the alphabet must not pass for the byte of the same number.
+    byte_of |= dict.fromkeys(others, NOT_A_BYTE)
 
     def to_bytes(token: str) -> bytes:
-        # An added token may hold characters outside the alphabet: then the whole token stands for itself.
-        data = [byte_of.get(char) for char in token]
-        return token.encode() if None in data else bytes(byte for byte in data if byte is not None)
+        try:
+            return token.translate(byte_of).encode("latin-1")
+        except UnicodeEncodeError:
+            return token.encode()  # an added token that holds characters outside the alphabet stands for itself
 
     return to_bytes
 
