@@ -30,23 +30,31 @@ class TritonPythonModel:
         try:
             config = read_engine_config(repository)
             vocabulary = load_vocabulary(config.model, trust_remote_code=config.trust_remote_code)
-            self._handled = HandledSender(socket_directory(repository))
+            handled = HandledSender(socket_directory(repository))
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._answers = AnswerEncoder(vocabulary)
-        self._checks = ClientChecks()
+        self.start(AnswerEncoder(vocabulary), ClientChecks(), handled)
+
+    def start(self, answers: AnswerEncoder, checks: ClientChecks, handled: HandledSender) -> None:
+        """Takes over what the other methods work with."""
+        self._answers = answers
+        self._checks = checks
+        self._handled = handled
         self._codec = Codec()
-        # Of one execute call: stream and chunk number of what was handled, or CANCELLED.
+        # Not yet told to the fronts: stream and chunk number of what was handled, or CANCELLED.
         self._uids: list[int] = []
         self._numbers: list[int] = []
+        self._must_tell = False
         self._found_at = 0.0  # when the last client was found gone, time.monotonic() seconds
 
     def execute(self, requests: list[Any]) -> list[Any]:
-        """One response a request; then tells the engine fronts what was handled and which clients have left."""
-        self._uids.clear()
-        self._numbers.clear()
+        """One response a request; then tells the fronts what was handled and who has left, where that is due."""
         responses = [self._answer(request) for request in requests]
-        self._handled.send(self._uids, self._numbers, self._found_at)
+        if self._must_tell:
+            self._handled.send(self._uids, self._numbers, self._found_at)
+            self._uids.clear()
+            self._numbers.clear()
+            self._must_tell = False
         return responses
 
     def finalize(self) -> None:
@@ -58,6 +66,7 @@ class TritonPythonModel:
             chunk = self._codec.chunk(tensor.as_numpy())
             self._uids.append(chunk.uid)
             self._numbers.append(chunk.number)
+            self._must_tell |= chunk.confirm
             self._look_for_client(request, chunk)
             arrays = self._answers.encode(chunk)
         except StreamError as error:
@@ -80,6 +89,7 @@ class TritonPythonModel:
             self._found_at = ended
             self._uids.append(chunk.uid)
             self._numbers.append(CANCELLED)
+            self._must_tell = True
 
 
 def _error(status: str, message: str) -> Any:

@@ -131,15 +131,18 @@ class Responder:
         stream = sequence.stream
         if reason or not stream.confirmed or not stream.spec.options.stream:
             return False
-        limit = max(1, MAX_UNCONFIRMED // max(1, self._num_streams))
-        if sequence.number - sequence.confirmed_number < limit:
+        if not self._is_at_limit(sequence):
             return False
         sequence.blocked = True
         # A confirmation may have come between the two lines above.
-        if sequence.number - sequence.confirmed_number < limit:
+        if not self._is_at_limit(sequence):
             sequence.blocked = False
             return False
         return True
+
+    def _is_at_limit(self, sequence: SequenceStream) -> bool:
+        limit = max(1, MAX_UNCONFIRMED // max(1, self._num_streams))
+        return sequence.number - sequence.confirmed_number >= limit
 
     def _advance(self, sequence: SequenceStream) -> None:
         part = sequence.take()
@@ -166,9 +169,15 @@ class Responder:
         sequence.parts = []
         sequence.number += 1
         first = sequence.number == 1
+        confirm = True
+        if stream.confirmed and not final:
+            turns = self._turns[stream.worker]
+            turns.note_sent(sequence, sequence.number, time.monotonic())
+            confirm = turns.needs_confirmation() or self._is_at_limit(sequence)
         chunk = Chunk(
             uid=sequence.uid,
             number=sequence.number,
+            confirm=confirm,
             parts=(part,),
             options=stream.spec.options if first else None,
             num_input_tokens=stream.num_input_tokens,
@@ -176,8 +185,6 @@ class Responder:
             prompt_logprobs=stream.prompt_logprobs if first and stream.spec.options.prompt_logprobs else (),
             metrics=stream.metrics(self.page_size) if final else None,
         )
-        if stream.confirmed and not final:
-            self._turns[stream.worker].note_sent(sequence, chunk.number, time.monotonic())
         self._send(stream, chunk, final)
 
     def _send_whole(self, stream: Stream) -> None:

@@ -57,6 +57,15 @@ class Turns:
         """Its response `number` is on its way; time.monotonic() seconds."""
         self._sent.append((sequence, number, now))
 
+    def needs_confirmation(self) -> bool:
+        """Whether the response that was noted last has to be confirmed by itself.
+
+        Not while others follow at once and the window is far from full: theirs confirm it as well.
+        """
+        if 2 * len(self._sent) >= self._window:
+            return True
+        return not self._ready and self._arrivals.empty()
+
     def next(self) -> SequenceStream | None:
         """The sequence to serve now; blocks until there is one. None: closed."""
         wait_s = 0.0

@@ -67,6 +67,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     uid: int  # of the sequence (of the first one where an answer holds several)
     number: int
+    confirm: bool = True  # False: with a later one, so that few chunks cost a message to the front
     parts: tuple[Part, ...] = ()
     options: OutputOptions | None = None  # with number 1
     num_input_tokens: int = 0

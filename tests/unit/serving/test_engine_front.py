@@ -77,6 +77,45 @@ def test_a_stream_that_is_behind_gets_larger_chunks_and_loses_nothing(front: Eng
     assert not any(other.ended for other in others)
 
 
+def test_a_burst_is_confirmed_with_its_last_chunk(tmp_path: Path) -> None:
+    front = EngineFront(
+        EngineConfig(),
+        letters(),
+        front=0,
+        socket_dir=tmp_path,
+        probe=anything,
+        num_workers=1,
+        make_client=FakeEngine,
+    )
+    front.start()
+    asked = [ask(front) for _ in range(8)]
+    front.client.give(*((uid, 65, 0) for _, uid in asked))
+    for sender, _ in asked:
+        sender.wait_chunks(1)
+    with front.responder.sending[0]:  # the thread is with the first stream while the others line up
+        for _, uid in asked:
+            front.client.confirm(uid, 1)
+        front.client.give(*((uid, 66, 0) for _, uid in asked))
+    for sender, _ in asked:
+        sender.wait_chunks(2)
+    assert [sender.chunks[1].confirm for sender, _ in asked[1:]] == [False] * 6 + [True]
+    front.client.give(*((uid, 67, LENGTH) for _, uid in asked))
+    for sender, _ in asked:
+        sender.wait_end()
+        assert sender.chunks[-1].confirm
+    front.close()
+
+
+def test_a_stream_that_waits_for_a_confirmation_has_asked_for_it(front: EngineFront) -> None:
+    senders = [ask(front) for _ in range(200)]
+    for _ in range(2):
+        front.client.give(*((uid, 65, 0) for _, uid in senders))
+    for sender, _ in senders:
+        sender.wait_chunks(1)
+    time.sleep(0.1)
+    assert [[chunk.confirm for chunk in sender.chunks] for sender, _ in senders] == [[True]] * 200
+
+
 def test_a_whole_answer_is_one_response(front: EngineFront) -> None:
     sender, uid = ask(front, stream=False)
     for token in range(5):

@@ -11,7 +11,7 @@ import pytest
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.serving import turns as turns_module
 from minisgl_backend.serving.stream import SequenceStream, Stream
-from minisgl_backend.serving.turns import Turns
+from minisgl_backend.serving.turns import WINDOW_OF_FEW, Turns
 from minisgl_backend.serving.wire import OutputOptions, Spec
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.unit.serving.fake_engine import Recorder
@@ -110,6 +110,40 @@ def test_the_fewer_streams_the_more_responses_on_their_way() -> None:
         other.put(sequence(1))
         filled(other, expected - 1)
         assert Waiter(other).result() is not None
+
+
+def test_what_others_follow_is_confirmed_with_them() -> None:
+    turns = Turns(window=6)
+    sequences = [sequence(uid) for uid in range(5)]
+    for one in sequences:
+        turns.put(one)
+    asked = []
+    for _ in sequences:
+        turns.note_sent(turns.next(), 2, time.monotonic())
+        asked.append(turns.needs_confirmation())
+    # From the third on the window is half full, and none follows the last.
+    assert asked == [False, False, True, True, True]
+    other = Turns(window=100)
+    other.put(sequences[0])
+    other.put(sequences[1])
+    asked = []
+    for _ in range(2):
+        other.note_sent(other.next(), 2, time.monotonic())
+        asked.append(other.needs_confirmation())
+    assert asked == [False, True]
+
+
+def test_a_full_window_has_asked() -> None:
+    for num_streams in (1, 8, 32, 64, 1000):
+        turns = Turns()
+        turns.fit(num_streams)
+        asked = False
+        for _ in range(WINDOW_OF_FEW + 1):
+            turns.put(sequence(1))
+        while not Waiter(turns).waits():
+            turns.note_sent(sequence(2), 2, time.monotonic())
+            asked = turns.needs_confirmation()
+        assert asked
 
 
 def test_a_stream_that_ended_holds_nobody_up() -> None:
