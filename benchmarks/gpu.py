@@ -1,10 +1,11 @@
 """Every figure of docs/performance.md that one GPU gives, by one command.
 
-    python -m benchmarks.gpu [--only q06,q14,q30,start,online,parity,gauge] [--out FILE] [--json]
+    python -m benchmarks.gpu [--only q06,q14,q30,start,online,parity,gauge,tp] [--out FILE] [--json]
 
 Each part runs in a process of its own and lands in FILE when it is done; parts that FILE already holds are skipped,
-so an interrupted run goes on where it stopped (delete FILE for a fresh one). The workloads are those of
-Mini-SGLang's offline benchmark and the others named in docs/performance.md; weights are random in real shapes.
+so an interrupted run goes on where it stopped (delete FILE for a fresh one). The part `tp` needs two GPUs. The workloads
+are those of Mini-SGLang's offline benchmark and the others named in docs/performance.md; weights are random in real
+shapes.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from unittest import mock
 
 from benchmarks.model_shapes import make_folder
 
-PARTS = ("q06", "q14", "q30", "start", "online", "parity", "gauge")
+PARTS = ("q06", "q14", "q30", "start", "online", "parity", "gauge", "tp")
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
 GAUGE_PROCESSES = 8
 ENGINE_OPTIONS: dict[str, Any] = {"max_running_requests": 256, "max_prefill_length": 16384, "mixed_prefill_length": 0}
@@ -63,6 +64,11 @@ def part_q14() -> dict[str, float]:
 def part_q30() -> dict[str, float]:
     """Qwen3-30B-A3B (128 experts, 8 a token): the same."""
     return _large_model("qwen3-30b-a3b", "q30")
+
+
+def part_tp() -> dict[str, float]:
+    """Qwen3-14B over two GPUs: the same, and the demo gauge on both."""
+    return {**_large_model("qwen3-14b", "q14_tp2", tp=2), "gauge_tp2": _gauge_cell(("tp2", {"tp": 2}, 50))}
 
 
 def part_parity() -> dict[str, float | None]:
@@ -165,8 +171,8 @@ def _driver(name: str, **options: Any) -> Any:
     return driver
 
 
-def _large_model(name: str, prefix: str) -> dict[str, float]:
-    driver = _driver(name)
+def _large_model(name: str, prefix: str, **options: Any) -> dict[str, float]:
+    driver = _driver(name, **options)
     results = {f"{prefix}_{figure}": value for figure, value in _throughput(driver).items()}
     results[f"{prefix}_prefill_tok_s"] = _prefill(driver, 4000, 16)
     for batch in (1, 8, 64, 256):
