@@ -3,9 +3,9 @@
     python -m benchmarks.gpu [--only q06,q14,q30,start,online,parity,gauge,tp] [--out FILE] [--json]
 
 Each part runs in a process of its own and lands in FILE when it is done; parts that FILE already holds are skipped,
-so an interrupted run goes on where it stopped (delete FILE for a fresh one). The part `tp` needs two GPUs. The workloads
-are those of Mini-SGLang's offline benchmark and the others named in docs/performance.md; weights are random in real
-shapes.
+so an interrupted run goes on where it stopped (delete FILE for a fresh one). The part `tp` needs two GPUs. The
+workloads are those of Mini-SGLang's offline benchmark and the others named in docs/performance.md; weights are random
+in real shapes.
 """
 
 from __future__ import annotations
