@@ -5,6 +5,10 @@ Knows nothing of models or steps. There is no default group: whoever needs a col
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import threading
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -12,6 +16,10 @@ import torch
 import torch.distributed as dist
 
 from minisgl_backend.errors import ConfigError
+
+CLOSE_S = 5.0  # what leaving a group may take
+
+log = logging.getLogger(__name__)
 
 
 class TensorParallel:
@@ -90,7 +98,23 @@ class TensorParallel:
         return int(tensor.item())
 
     def close(self) -> None:
-        """Leaves the group. Collectives must not be called afterwards."""
-        if self._group is not None:
-            self._group.shutdown()
-            self._group = None
+        """Leaves the group. Collectives must not be called afterwards.
+
+        NCCL waits for captured graphs that hold collectives: they are to be freed before. Returns after CLOSE_S at the
+        latest, whatever the other ranks do.
+        """
+        group, self._group = self._group, None
+        if group is None:
+            return
+        # An abort also ends collectives that wait for a rank which has died.
+        leave = group.abort if self._device.type == "cuda" else group.shutdown
+        leaving = threading.Thread(target=_leave, args=(leave,), name="leave-group", daemon=True)
+        leaving.start()
+        leaving.join(CLOSE_S)
+        if leaving.is_alive():
+            log.warning("rank %d could not leave its group within %g s; it is left behind", self.rank, CLOSE_S)
+
+
+def _leave(leave: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # the others may have gone first
+        leave()

@@ -133,7 +133,8 @@ def _model_runner(
     except BaseException:
         followers.close()
         raise
-    return LeaderRunner(runner, followers), _limits(runtime, model, runner.num_pages), description, followers.close
+    leader = LeaderRunner(runner, followers)
+    return leader, _limits(runtime, model, runner.num_pages), description, leader.close
 
 
 def _limits(runtime: RuntimeConfig, model: ModelConfig, num_pages: int) -> SchedulerLimits:

@@ -157,8 +157,7 @@ class Followers:
         for link in self._links:
             link.close()
         if self._tp is not None:
-            with contextlib.suppress(RuntimeError):
-                self._tp.close()
+            self._tp.close()
         self._processes, self._links, self._tp = [], [], None
 
 
@@ -168,6 +167,12 @@ class LeaderRunner:
     def __init__(self, runner: ModelRunner, followers: Followers) -> None:
         self._runner = runner
         self._followers = followers
+
+    def close(self) -> None:
+        """Ends the followers and leaves the group."""
+        with contextlib.suppress(RuntimeError):  # a device that failed can free nothing
+            self._runner.close()
+        self._followers.close()
 
     def prepare(self, plan: StepPlan, masks: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None) -> Any:
         self._followers.send(plan)
@@ -258,4 +263,6 @@ def _share_cores(device: str, size: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    sys.stderr.flush()
+    os._exit(code)  # what NCCL does at an orderly end waits for the other ranks

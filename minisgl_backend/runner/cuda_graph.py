@@ -48,6 +48,9 @@ class GraphRunner(ABC):
     def replay(self, size: int) -> DecodeOutputs:
         """Runs the step on what was uploaded last."""
 
+    def close(self) -> None:  # noqa: B027  most runners have nothing to free
+        """Frees what was captured; nothing can be replayed afterwards."""
+
 
 class CudaGraphRunner(GraphRunner):
     """The real thing. All graphs share one memory pool; the largest comes first and the others fit into it."""
@@ -85,6 +88,11 @@ class CudaGraphRunner(GraphRunner):
         graph, outputs = self._graphs[size]
         graph.replay()
         return outputs
+
+    def close(self) -> None:
+        for graph, _ in self._graphs.values():
+            graph.reset()
+        self._graphs.clear()
 
 
 class EagerGraphRunner(GraphRunner):

@@ -77,6 +77,12 @@ class ModelRunner:
         graphs.capture(self._decode_plain, self._builder, self.attention)
         self._graphs = graphs
 
+    def close(self) -> None:
+        """Frees the captured graphs, which may hold collectives: before the ranks part."""
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.close()
+
     @torch.inference_mode()
     def prepare(self, plan: StepPlan, masks: GrammarMasks | None = None) -> Batch:
         """Uploads the plan, brings the row table up to date and plans attention; never waits for the device.

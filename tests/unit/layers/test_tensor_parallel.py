@@ -6,6 +6,7 @@ Ranks are threads here: there is no process-wide group, so one process may hold 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backend import tensor_parallel
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import save_checkpoint
@@ -56,6 +58,22 @@ def test_one_rank_needs_no_group() -> None:
     assert tp.all_reduce(tensor) is tensor
     assert tp.all_gather(tensor).shape == (1, 2)
     assert tp.minimum(3) == 3
+
+
+def test_closing_never_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stuck:
+        def __init__(self) -> None:
+            self.released = threading.Event()
+
+        def abort(self) -> None:
+            self.released.wait()
+
+    monkeypatch.setattr(tensor_parallel, "CLOSE_S", 0.05)
+    group = Stuck()
+    tp = TensorParallel(0, 2, group, torch.device("cuda", 0))
+    tp.close()
+    tp.close()
+    group.released.set()
 
 
 def test_a_rank_outside_the_size_is_refused() -> None:
