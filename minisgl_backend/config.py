@@ -159,7 +159,7 @@ class EngineConfig:
     )
     tp: int = _option(1, "tensor-parallel size; must divide the model's heads", "1 or more", _positive)
     disable_pynccl: bool = _option(
-        False, "changes nothing here, where collectives always are torch's NCCL; taken from Mini-SGLang", "true or false"
+        False, "changes nothing: collectives always are torch's NCCL; known from Mini-SGLang", "true or false"
     )
     dummy_weights: bool = _option(False, "random weights, for benchmarks", "true or false")
     trust_remote_code: bool = _option(
