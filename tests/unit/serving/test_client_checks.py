@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from minisgl_backend.serving.client_checks import (
     AGAIN_S,
     ALARM_EVERY_S,
     ALARM_S,
     EVERY_S,
+    FEW,
+    FEW_LATEST_S,
     LATEST_S,
     SHARE,
     ClientChecks,
@@ -31,6 +35,8 @@ def test_each_stream_is_asked_now_and_then() -> None:
 
 def test_while_asking_would_take_more_than_its_share_streams_wait_longer() -> None:
     checks = ClientChecks()
+    for uid in range(100, 100 + FEW):
+        checks.note(uid, 1.0 - COST_S, 1.0, gone=False)
     cost = 0.01
     pause = cost * (1 / SHARE - 1)
     checks.note(1, 1.0, 1.0 + COST_S, gone=False)
@@ -40,6 +46,39 @@ def test_while_asking_would_take_more_than_its_share_streams_wait_longer() -> No
     assert checks.is_due(1, start + cost + pause)
     checks.note(2, 1.0 + LATEST_S - cost, 1.0 + LATEST_S, gone=False)
     assert checks.is_due(1, 1.0 + LATEST_S + COST_S)
+
+
+def test_few_streams_are_asked_in_turn_and_not_all_in_one_burst() -> None:
+    checks = ClientChecks()
+    step_s, chunk_s, uids = 0.02, 0.0006, range(8)
+    asked_at: dict[int, list[float]] = {uid: [] for uid in uids}
+    in_burst = []
+    for burst in range(200):
+        count = 0
+        for uid in uids:
+            now = 1.0 + burst * step_s + uid * chunk_s
+            if asked(checks, uid, now):
+                asked_at[uid].append(now)
+                count += 1
+        in_burst.append(count)
+    assert in_burst[0] == len(uids)  # nobody knows them yet
+    assert set(in_burst[1:]) <= {0, 1}
+    waits = [after - before for times in asked_at.values() for before, after in pairwise(times)]
+    assert max(waits) < FEW_LATEST_S + step_s
+
+
+def test_a_stream_that_ended_keeps_no_turn() -> None:
+    checks = ClientChecks()
+    checks.note(1, 1.0, 1.0 + COST_S, gone=False)
+    checks.note(2, 1.05, 1.05 + COST_S, gone=False)
+    assert not checks.is_due(2, 1.0 + FEW_LATEST_S - COST_S)
+    assert checks.is_due(2, 1.0 + FEW_LATEST_S + COST_S)
+
+
+def test_one_stream_is_asked_as_often_as_one_of_many() -> None:
+    checks = ClientChecks()
+    found = sum(asked(checks, 1, 1.0 + burst * 0.02) for burst in range(100))
+    assert found >= 0.9 * 2.0 / (EVERY_S + 0.02)
 
 
 def test_where_one_has_left_the_others_are_asked_at_once() -> None:
