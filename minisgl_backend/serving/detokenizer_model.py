@@ -1,4 +1,4 @@
-"""The Triton model `detokenizer`: chunks of the engine in, the client's outputs out.
+"""The Triton model `detokenizer`: chunks of the engine in, text out.
 
 Knows nothing of how tokens are computed.
 """
@@ -68,18 +68,18 @@ class TritonPythonModel:
             self._numbers.append(chunk.number)
             self._must_tell |= chunk.confirm
             self._look_for_client(request, chunk)
-            arrays = self._answers.encode(chunk)
+            text = self._answers.encode(chunk)
         except StreamError as error:
             return _error(error.status, str(error))
         except msgspec.MsgspecError as error:
             return _error("INVALID_ARG", f"chunk is not valid: {error}")
-        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
+        return pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)])
 
     def _look_for_client(self, request: Any, chunk: Chunk) -> None:
         """An ensemble tells only its new steps of a cancellation, never the engine's running one."""
         now = time.monotonic()
         # A stream that begins is asked with its next chunk, and one that ends need not be asked.
-        goes_on = chunk.number > 1 and chunk.parts and not chunk.parts[-1].reason
+        goes_on = chunk.number > 1 and chunk.parts and not chunk.parts[-1].is_last
         if not goes_on or not self._checks.is_due(chunk.uid, now):
             return
         gone = request.is_cancelled()

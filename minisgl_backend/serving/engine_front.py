@@ -24,6 +24,7 @@ from minisgl_backend.engine.messages import Outputs, Rejected, Welcome
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.serving.codec import MAX_PRIORITY, status_of
+from minisgl_backend.serving.details import DetailEncoder
 from minisgl_backend.serving.latency import LatencyRecorder
 from minisgl_backend.serving.prober import PROBE_AFTER_S, Prober
 from minisgl_backend.serving.responder import Responder, streams_of
@@ -82,6 +83,7 @@ class EngineFront:
             on_sent=self._on_sent,
             on_closed=self._on_closed,
             latency=self.latency,
+            details=DetailEncoder(vocabulary),
             num_workers=num_workers,
         )
         self._stopping = threading.Event()

@@ -1,6 +1,7 @@
 """The Triton model `engine`: decoupled, a thin front of the one engine core.
 
-Knows nothing of tokens' texts, of steps or of pages.
+Each response is a chunk, which the detokenizer makes into text, and beside it all outputs that need no text. Knows
+nothing of steps or of pages.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from minisgl_backend.config import Environment
 from minisgl_backend.engine.channel import socket_directory
 from minisgl_backend.engine.child import log_to_stderr
 from minisgl_backend.errors import MinisglError
+from minisgl_backend.serving.arrays import Arrays
 from minisgl_backend.serving.engine_front import EngineFront
 from minisgl_backend.serving.engine_settings import read_engine_config
 from minisgl_backend.serving.metrics import MetricsReporter
@@ -96,9 +98,10 @@ class _TritonSender:
         self._lock = threading.Lock()
         self._ended = False
 
-    def send(self, chunk: Chunk, final: bool) -> None:
-        tensor = pb_utils.Tensor("chunk", self._codec.pack(chunk).reshape(1, -1))
-        response = pb_utils.InferenceResponse([tensor])
+    def send(self, chunk: Chunk, details: Arrays, final: bool) -> None:
+        tensors = [pb_utils.Tensor("chunk", self._codec.pack(chunk).reshape(1, -1))]
+        tensors += [pb_utils.Tensor(name, array) for name, array in details.items()]
+        response = pb_utils.InferenceResponse(tensors)
         if final:
             self._end(response)
         else:

@@ -13,13 +13,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from minisgl_backend.request import FinishReason
+from minisgl_backend.serving.arrays import Arrays
+from minisgl_backend.serving.details import DetailEncoder
 from minisgl_backend.serving.latency import LatencyRecorder
-from minisgl_backend.serving.stream import SequenceStream, Stream, join_parts
+from minisgl_backend.serving.stream import Delta, SequenceStream, Stream, join_deltas
 from minisgl_backend.serving.turns import Turns
-from minisgl_backend.serving.wire import Chunk
+from minisgl_backend.serving.wire import Chunk, TextOptions
 
 MAX_UNCONFIRMED = 128  # responses between front and detokenizer, over all streams; each may have one
 
@@ -42,12 +44,14 @@ class Responder:
         on_sent: OnSent,
         on_closed: Callable[[Stream], None],
         latency: LatencyRecorder,
+        details: DetailEncoder,
         num_workers: int = 2,
     ) -> None:
         self._abort = abort
         self._on_sent = on_sent
         self._on_closed = on_closed
         self._latency = latency
+        self._details = details
         self.page_size = 1  # for perf metrics; known once the engine is up
         self._num_streams = 0
         self._count_lock = threading.Lock()
@@ -145,19 +149,19 @@ class Responder:
         return sequence.number - sequence.confirmed_number >= limit
 
     def _advance(self, sequence: SequenceStream) -> None:
-        part = sequence.take()
-        if part is None:
+        delta = sequence.take()
+        if delta is None:
             return
         stream = sequence.stream
-        if part.token_ids:
-            self._latency.on_tokens(sequence, len(part.token_ids) // 4)
-        sequence.parts.append(part)
+        if delta.num_tokens:
+            self._latency.on_tokens(sequence, delta.num_tokens)
+        sequence.deltas.append(delta)
         if sequence.finished:
             stream.num_unfinished -= 1
             if not sequence.reason:  # a stop string, which the engine cannot see
                 self._abort((sequence.uid,), FinishReason.STOP)
         if stream.spec.options.stream:
-            if sequence.finished or part.text != "":
+            if sequence.finished or delta.part.text != "":
                 self._send_delta(sequence)
         elif stream.num_unfinished == 0:
             self._send_whole(stream)
@@ -165,8 +169,8 @@ class Responder:
     def _send_delta(self, sequence: SequenceStream) -> None:
         stream = sequence.stream
         final = stream.num_unfinished == 0
-        part = join_parts(sequence.parts)
-        sequence.parts = []
+        delta = join_deltas(sequence.deltas)
+        sequence.deltas = []
         sequence.number += 1
         first = sequence.number == 1
         confirm = True
@@ -178,41 +182,39 @@ class Responder:
             uid=sequence.uid,
             number=sequence.number,
             confirm=confirm,
-            parts=(part,),
-            options=stream.spec.options if first else None,
-            num_input_tokens=stream.num_input_tokens,
-            num_sequences=len(stream.sequences),
-            prompt_logprobs=stream.prompt_logprobs if first and stream.spec.options.prompt_logprobs else (),
-            metrics=stream.metrics(self.page_size) if final else None,
+            parts=(delta.part,),
+            options=_text_options(stream) if first else None,
         )
-        self._send(stream, chunk, final)
+        self._send(stream, chunk, self._encode_details(stream, (delta,), first=first, final=final), final)
 
     def _send_whole(self, stream: Stream) -> None:
-        options = stream.spec.options
+        deltas = [join_deltas(sequence.deltas) for sequence in stream.sequences]
         chunk = Chunk(
             uid=stream.sequences[0].uid,
             number=1,
-            parts=tuple(join_parts(sequence.parts) for sequence in stream.sequences),
-            options=options,
-            num_input_tokens=stream.num_input_tokens,
-            num_sequences=len(stream.sequences),
-            prompt_logprobs=stream.prompt_logprobs if options.prompt_logprobs else (),
-            metrics=stream.metrics(self.page_size),
+            parts=tuple(delta.part for delta in deltas),
+            options=_text_options(stream),
         )
-        self._send(stream, chunk, True)
+        self._send(stream, chunk, self._encode_details(stream, deltas, first=True, final=True), True)
 
-    def _send(self, stream: Stream, chunk: Chunk, final: bool) -> None:
+    def _encode_details(self, stream: Stream, deltas: Sequence[Delta], *, first: bool, final: bool) -> Arrays:
+        if not stream.wants_details:
+            return {}
+        metrics = stream.metrics(self.page_size) if final else None
+        return self._details.encode(stream, deltas, first=first, metrics=metrics)
+
+    def _send(self, stream: Stream, chunk: Chunk, details: Arrays, final: bool) -> None:
         if final:
             self._close(stream)
-            stream.sender.send(chunk, True)
+            stream.sender.send(chunk, details, True)
             self._on_closed(stream)
         elif stream.confirmed:
             with self.sending[stream.worker]:
                 self.last_sent = time.monotonic()
                 self._on_sent(chunk.uid, chunk.number, stream.worker)
-                stream.sender.send(chunk, False)
+                stream.sender.send(chunk, details, False)
         else:
-            stream.sender.send(chunk, False)
+            stream.sender.send(chunk, details, False)
 
     def _end_with_error(self, stream: Stream, status: str, message: str) -> None:
         if stream.closed:
@@ -228,7 +230,7 @@ class Responder:
                 # error, and Triton 2.51 then never finishes the request.
                 number = stream.sequences[0].number + 1
                 chunk = Chunk(uid=stream.uids[0], number=number, failure=(status, message), forget=started)
-                stream.sender.send(chunk, True)
+                stream.sender.send(chunk, {}, True)
             else:
                 stream.sender.fail(status, message)
         finally:
@@ -243,6 +245,11 @@ class Responder:
             self._num_streams += change
             for turns in self._turns:
                 turns.fit(self._num_streams)
+
+
+def _text_options(stream: Stream) -> TextOptions:
+    options = stream.spec.options
+    return TextOptions(skip_special_tokens=options.skip_special_tokens, prompt=options.prompt)
 
 
 def streams_of(sequences: Mapping[int, SequenceStream]) -> list[Stream]:

@@ -98,8 +98,11 @@ SAMPLING_INPUTS = (
 
 INPUTS = COMMON_INPUTS + SAMPLING_INPUTS
 
-OUTPUTS = (
-    Tensor("text_output", "STRING", (-1,)),
+TEXT_OUTPUTS = (Tensor("text_output", "STRING", (-1,)),)
+
+# All that needs no text: sent by the engine itself. Every output that a model declares costs each of its requests some
+# microseconds, asked for or not, and to the engine an answer is one request, to the detokenizer each chunk of it.
+DETAIL_OUTPUTS = (
     Tensor("finish_reason", "STRING", (-1,)),
     Tensor("cumulative_logprob", "FP32", (-1,)),
     Tensor("logprobs", "STRING", (-1,)),  # JSON, one list a sequence
@@ -124,9 +127,11 @@ OUTPUTS = (
     Tensor("total_draft_tokens", "INT32"),
 )
 
+OUTPUTS = TEXT_OUTPUTS + DETAIL_OUTPUTS
+
 # Between the models. `spec` and `chunk` are packed structs of serving.wire.
 ENGINE_INPUTS = (Tensor("input_ids", "INT32", (-1,)), Tensor("spec", "UINT8", (-1,)))
-ENGINE_OUTPUTS = (Tensor("chunk", "UINT8", (-1,)),)
+CHUNK = (Tensor("chunk", "UINT8", (-1,)),)
 
 TENSORS = {tensor.name: tensor for tensor in INPUTS}
 
@@ -155,10 +160,10 @@ def config_text(model: str, tail: str | None = None) -> str:
         default = _CPU + "".join(f"# {help}\n{_parameter(key, value)}" for key, value, help in _TOKENIZER_PARAMETERS)
     elif model == "engine":
         head = _head(model, 1) + "model_transaction_policy { decoupled: true }\n"
-        head += _tensors("input", ENGINE_INPUTS, optional=True) + _tensors("output", ENGINE_OUTPUTS)
+        head += _tensors("input", ENGINE_INPUTS, optional=True) + _tensors("output", CHUNK + DETAIL_OUTPUTS)
         default = _CPU + "# every engine option is a parameter here\n" + _parameter("model", "demo")
     else:
-        head = _head(model, 1) + _tensors("input", ENGINE_OUTPUTS) + _tensors("output", OUTPUTS)
+        head = _head(model, 1) + _tensors("input", CHUNK) + _tensors("output", TEXT_OUTPUTS)
         default = _DETOKENIZER_NOTE + _CPU
         return _WRITTEN + ".\n" + head + default
     return _EDITED + head + (default if tail is None else tail)
@@ -216,8 +221,8 @@ def _ensemble(model: str) -> str:
         + ",\n".join(
             (
                 _step("tokenizer", inputs, ENGINE_INPUTS),
-                _step("engine", ENGINE_INPUTS, ENGINE_OUTPUTS),
-                _step("detokenizer", ENGINE_OUTPUTS, OUTPUTS),
+                _step("engine", ENGINE_INPUTS, CHUNK + DETAIL_OUTPUTS),
+                _step("detokenizer", CHUNK, TEXT_OUTPUTS),
             )
         )
         + "\n  ]\n}\n"

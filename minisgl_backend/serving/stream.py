@@ -9,11 +9,13 @@ import time
 from collections.abc import Sequence
 from typing import Protocol
 
+import msgspec
 import numpy as np
 
 from minisgl_backend.engine.messages import SequenceDetail, TokenLogprobs
 from minisgl_backend.request import FinishReason
-from minisgl_backend.serving.wire import Chunk, Part, PerfMetrics, Spec
+from minisgl_backend.serving.arrays import Arrays
+from minisgl_backend.serving.wire import Chunk, Part, Spec
 from minisgl_backend.text.detokenizer import new_detokenizer
 from minisgl_backend.text.stop_strings import StopStrings
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -22,11 +24,32 @@ from minisgl_backend.text.vocabulary import Vocabulary
 class Sender(Protocol):
     """Where the responses of one request go. `send` with `final` and `fail` end it; only one of them, once."""
 
-    def send(self, chunk: Chunk, final: bool) -> None: ...
+    def send(self, chunk: Chunk, details: Arrays, final: bool) -> None: ...
 
     def fail(self, status: str, message: str) -> None: ...
 
     def is_cancelled(self) -> bool: ...
+
+
+class PerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
+    """Times are nanoseconds since the epoch, as clients of tensorrtllm_backend read them; pages are KV pages."""
+
+    arrival_ns: int
+    first_token_ns: int
+    last_token_ns: int
+    reused_pages: int
+    total_pages: int
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of one sequence: `part` becomes text, the rest are the facts beside it."""
+
+    part: Part
+    num_tokens: int
+    reason: int  # FinishReason; 0: the sequence goes on
+    index: int  # of the sequence, with n > 1
+    logprobs: tuple[TokenLogprobs, ...]
+    cumulative_logprob: float  # of the sequence so far
 
 
 class Stream:
@@ -47,6 +70,7 @@ class Stream:
         "sequences",
         "spec",
         "started",
+        "wants_details",
         "worker",
     )
 
@@ -60,6 +84,7 @@ class Stream:
         self.confirmed = confirmed
         self.sequences = [SequenceStream(self, uid + index, index, vocabulary) for index in range(spec.params.n)]
         self.num_unfinished = len(self.sequences)
+        self.wants_details = spec.options.details or len(self.sequences) > 1
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.reused_tokens = 0
         self.arrival_ns = time.time_ns()
@@ -95,15 +120,16 @@ class SequenceStream:
         "blocked",
         "confirmed_number",
         "cumulative_logprob",
+        "deltas",
         "eager",
         "error",
         "finished",
         "index",
         "last_sent",
+        "log_probs",
         "logprobs",
         "num_tokens",
         "number",
-        "parts",
         "pending",
         "queued",
         "reason",
@@ -134,7 +160,8 @@ class SequenceStream:
         self.confirmed_number = 0
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
-        self.parts: list[Part] = []  # taken, not sent
+        self.deltas: list[Delta] = []  # taken, not sent
+        self.log_probs: list[float] = []  # sent so far, where the client wants all of them each time
         self.last_sent = 0.0
 
     @property
@@ -168,8 +195,8 @@ class SequenceStream:
         if detail.error:
             self.error = detail.error
 
-    def take(self) -> Part | None:
-        """What is new since the last call; None where that is nothing. Its reason is 0 unless it is the last part."""
+    def take(self) -> Delta | None:
+        """What is new since the last call; None where that is nothing. Its reason is 0 unless it is the last."""
         reason = self.reason  # before the tokens: if it is set, they are complete
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             reason = 0  # a failure is no part: the responder answers it with an error
@@ -187,12 +214,17 @@ class SequenceStream:
         logprobs = tuple(self.logprobs[: len(tokens)])
         del self.logprobs[: len(logprobs)]
         self.cumulative_logprob += sum(entry.logprob for entry in logprobs)
-        return Part(
+        part = Part(
             token_ids=np.asarray(tokens, dtype="<i4").tobytes(),
             text=text,
+            is_last=self.finished,
+            ends_with_stop_token=self.finished and self.stop_token and text is None,
+        )
+        return Delta(
+            part=part,
+            num_tokens=len(tokens),
             reason=int(reason),
             index=self.index,
-            ends_with_stop_token=bool(reason) and self.stop_token and text is None,
             logprobs=logprobs,
             cumulative_logprob=self.cumulative_logprob,
         )
@@ -234,18 +266,23 @@ class StopSearch:
         return "".join(pieces), list(tokens), False
 
 
-def join_parts(parts: Sequence[Part]) -> Part:
-    """Parts of one sequence, in order, as one."""
-    if len(parts) == 1:
-        return parts[0]
-    last = parts[-1]
-    texts = [part.text for part in parts if part.text is not None]
-    return Part(
-        token_ids=b"".join(part.token_ids for part in parts),
+def join_deltas(deltas: Sequence[Delta]) -> Delta:
+    """Those of one sequence, in order, as one."""
+    if len(deltas) == 1:
+        return deltas[0]
+    last = deltas[-1]
+    texts = [delta.part.text for delta in deltas if delta.part.text is not None]
+    part = Part(
+        token_ids=b"".join(delta.part.token_ids for delta in deltas),
         text="".join(texts) if texts else None,
+        is_last=last.part.is_last,
+        ends_with_stop_token=last.part.ends_with_stop_token,
+    )
+    return Delta(
+        part=part,
+        num_tokens=sum(delta.num_tokens for delta in deltas),
         reason=last.reason,
         index=last.index,
-        ends_with_stop_token=last.ends_with_stop_token,
-        logprobs=tuple(entry for part in parts for entry in part.logprobs),
+        logprobs=tuple(entry for delta in deltas for entry in delta.logprobs),
         cumulative_logprob=last.cumulative_logprob,
     )

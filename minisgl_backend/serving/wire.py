@@ -9,7 +9,6 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.engine.messages import TokenLogprobs
 from minisgl_backend.request import SamplingParams
 
 
@@ -29,6 +28,12 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     log_probs: bool = False  # tensorrtllm_backend's cum_log_probs and output_log_probs
     perf_metrics: bool = False
 
+    @property
+    def details(self) -> bool:
+        """Whether it wants to read anything beside the text."""
+        asked = (self.finish_reason, self.num_input_tokens, self.num_output_tokens, self.perf_metrics)
+        return any(asked) or self.cumulative_logprob or self.logprobs or self.prompt_logprobs or self.log_probs
+
 
 class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A checked request, all but its prompt tokens."""
@@ -40,14 +45,11 @@ class Spec(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     request_id: str = ""
 
 
-class PerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
-    """Times are nanoseconds since the epoch, as clients of tensorrtllm_backend read them; pages are KV pages."""
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of a stream become text."""
 
-    arrival_ns: int
-    first_token_ns: int
-    last_token_ns: int
-    reused_pages: int
-    total_pages: int
+    skip_special_tokens: bool = True
+    prompt: str | None = None  # goes before the text
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -55,25 +57,18 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     token_ids: bytes = b""  # int32, little-endian
     text: str | None = None  # the text instead of the tokens, where the front had to look for stop strings
-    reason: int = 0  # FinishReason; 0: the sequence goes on
-    index: int = 0  # of the sequence, with n > 1
+    is_last: bool = False
     ends_with_stop_token: bool = False  # the last token is no text
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    cumulative_logprob: float = 0.0  # of the sequence so far
 
 
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One response of a stream. Chunks of one uid arrive in order and are numbered from 1."""
+    """What one response of a stream needs to become text. Chunks of one uid arrive in order, numbered from 1."""
 
     uid: int  # of the sequence (of the first one where an answer holds several)
     number: int
     confirm: bool = True  # False: with a later one, so that few chunks cost a message to the front
     parts: tuple[Part, ...] = ()
-    options: OutputOptions | None = None  # with number 1
-    num_input_tokens: int = 0
-    num_sequences: int = 1
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    metrics: PerfMetrics | None = None
+    options: TextOptions | None = None  # with number 1
     failure: tuple[str, str] | None = None  # status and message: the request ends with this error
     forget: tuple[int, ...] = ()  # uids that end here without a last part
 

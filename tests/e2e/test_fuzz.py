@@ -23,7 +23,7 @@ from client.errors import from_message
 from minisgl_backend.request import Grammar, SamplingParams
 from minisgl_backend.serving.processes import descendants, process_table
 from minisgl_backend.serving.schema import INPUTS, TENSORS, Tensor
-from minisgl_backend.serving.wire import Chunk, OutputOptions, Part, Spec
+from minisgl_backend.serving.wire import Chunk, OutputOptions, Part, Spec, TextOptions
 from tests.e2e.wire import Server
 
 pytestmark = pytest.mark.e2e
@@ -404,12 +404,12 @@ def test_the_engine_alone_takes_no_client(client: RawClient) -> None:
     [
         b"",
         b"\xff" * 50,
-        Chunk(uid=-(2**63), number=1, parts=(Part(token_ids=b"abc"),), options=OutputOptions()),
-        Chunk(uid=5, number=1, parts=(Part(token_ids=struct.pack("<i", -7)),), options=OutputOptions()),
-        Chunk(uid=6, number=1, parts=(Part(token_ids=struct.pack("<i", 10**9)),), options=OutputOptions()),
+        Chunk(uid=-(2**63), number=1, parts=(Part(token_ids=b"abc"),), options=TextOptions()),
+        Chunk(uid=5, number=1, parts=(Part(token_ids=struct.pack("<i", -7)),), options=TextOptions()),
+        Chunk(uid=6, number=1, parts=(Part(token_ids=struct.pack("<i", 10**9)),), options=TextOptions()),
         Chunk(uid=7, number=9, parts=(Part(token_ids=bytes(4)),)),
         Chunk(uid=8, number=1, parts=(Part(), Part())),
-        Chunk(uid=2**62, number=1, parts=(Part(reason=200),), options=OutputOptions(finish_reason=True)),
+        Chunk(uid=2**62, number=1, parts=(Part(is_last=True, ends_with_stop_token=True),), options=TextOptions()),
         Chunk(uid=9, number=1, failure=("NO_SUCH_STATUS", "x")),
     ],
     ids=range(9),

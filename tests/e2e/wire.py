@@ -134,7 +134,8 @@ class GrpcStream:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._client.stop_stream(cancel_requests=True)
+        # With codes the server ends the stream by itself, and 2.51 may die (SIGSEGV) of a cancellation at that moment.
+        self._client.stop_stream(cancel_requests=self._headers is None)
         self._client.close()
 
     def send(self, tensors: Sequence[Tensor], *, model: str = "ensemble", **options: Any) -> None:

@@ -14,6 +14,7 @@ from minisgl_backend.engine.confirmations import Confirmations
 from minisgl_backend.engine.messages import Outputs, Rejected, SequenceDetail, Welcome
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.serving.arrays import Arrays
 from minisgl_backend.serving.wire import Chunk
 
 WELCOME = Welcome(
@@ -84,17 +85,19 @@ class Recorder:
 
     def __init__(self) -> None:
         self.chunks: list[Chunk] = []
+        self.details: list[Arrays] = []  # one for each chunk
         self.error: tuple[str, str] | None = None
         self.cancelled = False
         self.threads: set[str] = set()
         self._ended = threading.Event()
         self._changed = threading.Condition()
 
-    def send(self, chunk: Chunk, final: bool) -> None:
+    def send(self, chunk: Chunk, details: Arrays, final: bool) -> None:
         assert not self._ended.is_set(), "nothing may follow the final response"
         self.threads.add(threading.current_thread().name)
         with self._changed:
             self.chunks.append(chunk)
+            self.details.append(details)
             if chunk.failure is not None:
                 self.error = chunk.failure
             self._changed.notify_all()

@@ -14,7 +14,7 @@ import pytest
 from minisgl_backend.engine.channel import CANCELLED
 from minisgl_backend.serving.answers import AnswerEncoder
 from minisgl_backend.serving.client_checks import ClientChecks
-from minisgl_backend.serving.wire import Chunk, Codec, OutputOptions, Part
+from minisgl_backend.serving.wire import Chunk, Codec, Part, TextOptions
 from minisgl_backend.text.vocabulary import Vocabulary
 
 
@@ -56,7 +56,7 @@ def request(chunk: Chunk, is_cancelled: Callable[[], bool] = lambda: False) -> S
 
 def chunk(uid: int, number: int, *, confirm: bool) -> Chunk:
     part = Part(token_ids=np.zeros(1, dtype="<i4").tobytes())
-    options = OutputOptions(stream=True) if number == 1 else None
+    options = TextOptions() if number == 1 else None
     return Chunk(uid=uid, number=number, confirm=confirm, parts=(part,), options=options)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,9 +37,18 @@ def front(tmp_path: Path) -> Iterator[EngineFront]:
     found.close()
 
 
-def ask(front: EngineFront, *, confirmed: bool = True, stream: bool = True, **params: Any) -> tuple[Recorder, int]:
+def ask(
+    front: EngineFront,
+    *,
+    confirmed: bool = True,
+    stream: bool = True,
+    include: bool = False,
+    wanted: Sequence[str] = (),
+    **params: Any,
+) -> tuple[Recorder, int]:
+    """`wanted`: fields of OutputOptions that are set."""
     sender = Recorder()
-    options = OutputOptions(stream=stream, include_stop_string=params.pop("include", False))
+    options = OutputOptions(stream=stream, include_stop_string=include, **dict.fromkeys(wanted, True))
     spec = Spec(params=SamplingParams(**params), options=options)
     front.submit(sender, np.array([1, 2, 3], dtype=np.int32), spec, confirmed=confirmed)
     return sender, front.client.requests[-1].uid if front.client.requests else 0
@@ -54,7 +64,8 @@ def test_each_token_is_a_response_while_the_stream_keeps_up(front: EngineFront) 
     assert sender.tokens() == list(range(10, 20))
     assert [chunk.number for chunk in sender.chunks] == list(range(1, 11))
     assert [chunk.options is not None for chunk in sender.chunks] == [True] + [False] * 9
-    assert [chunk.parts[0].reason for chunk in sender.chunks] == [0] * 9 + [LENGTH]
+    assert [chunk.parts[0].is_last for chunk in sender.chunks] == [False] * 9 + [True]
+    assert sender.details == [{}] * 10
     assert len(sender.threads) == 1
 
 
@@ -133,23 +144,28 @@ def test_several_sequences_end_with_one_final_response(front: EngineFront) -> No
     assert not sender.ended
     front.client.give((uid + 1, ord("b"), LENGTH))
     sender.wait_end()
-    assert sorted(chunk.parts[0].index for chunk in sender.chunks) == [0, 1, 2]
-    whole, uid = ask(front, n=3, stream=False)
-    front.client.give((uid, 1, LENGTH), (uid + 1, 2, LENGTH), (uid + 2, 3, LENGTH))
+    assert {chunk.uid - uid: values(found)["sequence_index"] for chunk, found in sent(sender)} == {
+        0: [0],
+        1: [1],
+        2: [2],
+    }
+    whole, uid = ask(front, n=3, stream=False, wanted=["finish_reason"])
+    front.client.give((uid, 1, LENGTH), (uid + 1, 2, STOP), (uid + 2, 3, LENGTH))
     whole.wait_end()
-    assert [part.index for part in whole.chunks[0].parts] == [0, 1, 2]
+    assert [part.token_ids[0] for part in whole.chunks[0].parts] == [1, 2, 3]
+    assert values(whole.details[0]) == {"finish_reason": ["length", "stop", "length"]}
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("include", [True, False])
 def test_stop_strings(front: EngineFront, stream: bool, include: bool) -> None:
-    sender, uid = ask(front, stop=("END",), stream=stream, include=include)
+    sender, uid = ask(front, stop=("END",), stream=stream, include=include, wanted=["finish_reason"])
     for byte in b"one E two ENDED":
         front.client.give((uid, byte, 0))
     sender.wait_end()
     assert sender.text() == ("one E two END" if include else "one E two ")
     assert len(sender.tokens()) == len("one E two END")
-    assert sender.chunks[-1].parts[-1].reason == STOP
+    assert values(sender.details[-1]) == {"finish_reason": ["stop"]}
     assert front.client.aborted == [(uid, FinishReason.STOP)]
 
 
@@ -269,15 +285,60 @@ def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
     front.close()
 
 
-def test_logprobs_stay_with_their_tokens(front: EngineFront) -> None:
-    sender, uid = ask(front, logprobs=0)
-    for token in range(4):
-        entry = TokenLogprobs(token_id=token, logprob=-0.5, rank=1, top_ids=(), top=())
-        front.client.give((uid, token, LENGTH if token == 3 else 0), details={0: SequenceDetail(logprobs=entry)})
+def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> None:
+    wanted = ["finish_reason", "num_input_tokens", "num_output_tokens", "cumulative_logprob", "logprobs", "log_probs"]
+    sender, uid = ask(front, logprobs=1, wanted=[*wanted, "prompt_logprobs", "perf_metrics"])
+    for number, token in enumerate(b"AB", start=1):
+        entry = TokenLogprobs(token_id=token, logprob=-0.25, rank=2, top_ids=(token + 1,), top=(-0.125,))
+        detail = SequenceDetail(logprobs=entry, first_token_ns=5 if number == 1 else 0)
+        front.client.give((uid, token, LENGTH if number == 2 else 0), details={0: detail})
+        sender.wait_chunks(number)
     sender.wait_end()
-    parts = [part for chunk in sender.chunks for part in chunk.parts]
-    assert [entry.token_id for part in parts for entry in part.logprobs] == sender.tokens()
-    assert parts[-1].cumulative_logprob == pytest.approx(-2.0)
+    first, last = (values(found) for found in sender.details)
+    logprobs = [json.loads(found.pop("logprobs")[0]) for found in (first, last)]
+    assert logprobs == [
+        [
+            {
+                str(token + 1): {"logprob": -0.125, "rank": 1, "decoded_token": chr(token + 1)},
+                str(token): {"logprob": -0.25, "rank": 2, "decoded_token": chr(token)},
+            }
+        ]
+        for token in b"AB"
+    ]
+    counts = {"num_input_tokens": [3], "num_output_tokens": [1]}
+    assert first == {
+        **counts,
+        "finish_reason": ["None"],
+        "cumulative_logprob": [-0.25],
+        "cum_log_probs": [-0.25],
+        "output_log_probs": [-0.25],
+        "prompt_logprobs": ["null"],
+    }
+    expected = {
+        **counts,
+        "finish_reason": ["length"],
+        "cumulative_logprob": [-0.5],
+        "output_log_probs": [-0.25, -0.25],
+        "first_token_time_ns": [5],
+        "kv_cache_alloc_total_blocks": [1],
+    }
+    assert {name: last.get(name) for name in expected} == expected
+    assert "prompt_logprobs" not in last
+
+
+def values(arrays: dict[str, Any]) -> dict[str, list[Any]]:
+    """What the output tensors hold; the first dimension of each is that of the batch."""
+    assert all(array.shape[0] == 1 for array in arrays.values())
+    flat = {name: array.reshape(-1).tolist() for name, array in arrays.items()}
+    return {name: [_text(item) for item in found] for name, found in flat.items()}
+
+
+def _text(item: Any) -> Any:
+    return item.decode() if isinstance(item, bytes) else item
+
+
+def sent(sender: Recorder) -> Iterable[tuple[Any, dict[str, Any]]]:
+    return zip(sender.chunks, sender.details, strict=True)
 
 
 def test_closing_ends_what_is_left(tmp_path: Path) -> None:

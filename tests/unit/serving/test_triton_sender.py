@@ -58,11 +58,11 @@ def test_nothing_is_asked_after_the_last_response(sender_class: Any, fails: bool
     server = Server()
     sender = sender_class(server, Codec())
     assert sender.is_cancelled()
-    sender.send(Chunk(uid=1, number=1), False)
+    sender.send(Chunk(uid=1, number=1), {}, False)
     if fails:
         sender.fail("INTERNAL", "no")
     else:
-        sender.send(Chunk(uid=1, number=2), True)
+        sender.send(Chunk(uid=1, number=2), {}, True)
     assert not sender.is_cancelled()
     assert server.heard == ["question", "answer", "response", "final"]
 
@@ -75,9 +75,9 @@ def test_the_last_response_waits_for_the_answer_to_a_question(sender_class: Any)
     asks.start()
     while not server.heard:
         time.sleep(0.001)
-    ends = threading.Thread(target=sender.send, args=(Chunk(uid=1, number=1), True))
+    ends = threading.Thread(target=sender.send, args=(Chunk(uid=1, number=1), {}, True))
     ends.start()
-    sender.send(Chunk(uid=1, number=1), False)
+    sender.send(Chunk(uid=1, number=1), {}, False)
     ends.join(0.1)
     assert server.heard == ["question", "response"], "others are not held up"
     server.answers.set()
