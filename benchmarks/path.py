@@ -126,11 +126,11 @@ def _parse_arguments() -> argparse.Namespace:
 def _run(load: Load, answers: NullAnswers, target: Target) -> dict[str, Any]:
     questions = load.questions(answers, "Stream")
     requests = [[_request(question) for question in stream] for stream in questions]
-    before = _cpu_seconds(target.pid)
+    before, stolen_before = _cpu_seconds(target.pid), _stolen_ticks()
     exchanges = run_exchanges(
         HOST, target.port, requests, connections=min(target.connections, load.streams), give_up_s=GIVE_UP_SECONDS
     )
-    after = _cpu_seconds(target.pid)
+    after, stolen_after = _cpu_seconds(target.pid), _stolen_ticks()
     flat = [question for stream in questions for question in stream]
     asked = list(zip(flat, exchanges, strict=True))
     emissions = np.fromfile(target.step_log, dtype="<f8")
@@ -142,7 +142,13 @@ def _run(load: Load, answers: NullAnswers, target: Target) -> dict[str, Any]:
     ended = max(exchange.done for exchange in exchanges)
     tokens = sum(answer.num_tokens for answer in checked)
     cpu = {name: after[name] - before.get(name, 0.0) for name in after}
-    return {**_figures(checked, ended - started), "wrong_streams": len(wrong), **_costs(cpu, tokens, checked)}
+    stolen, total = (new - old for old, new in zip(stolen_before, stolen_after, strict=True))
+    return {
+        **_figures(checked, ended - started),
+        "wrong_streams": len(wrong),
+        **_costs(cpu, tokens, checked),
+        "stolen_percent": round(100 * stolen / max(1, total), 1),
+    }
 
 
 def _figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
@@ -245,6 +251,12 @@ def _cpu_seconds(server: int) -> dict[str, float]:
         name = _part_of(pid, server, command)
         ticks[name] = ticks.get(name, 0) + int(fields[11]) + int(fields[12])
     return {name: count / os.sysconf("SC_CLK_TCK") for name, count in ticks.items()}
+
+
+def _stolen_ticks() -> tuple[int, int]:
+    """Of all processors' time, what a hypervisor gave to others, and the whole; since boot."""
+    values = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
+    return values[7], sum(values)
 
 
 def _part_of(pid: int, server: int, command: str) -> str:
