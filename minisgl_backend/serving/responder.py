@@ -25,6 +25,8 @@ from minisgl_backend.serving.wire import Chunk, TextOptions
 
 MAX_UNCONFIRMED = 128  # responses between front and detokenizer, over all streams; each may have one
 
+NO_TEXT = "the requested outputs lack text_output; allowed with stream=true: text_output and others, or none by name"
+
 _LOGGER = logging.getLogger(__name__)
 
 OnSent = Callable[[int, int, int], None]  # uid, number, worker
@@ -123,13 +125,24 @@ class Responder:
         if stream.failure is not None:
             self._end_with_error(stream, *stream.failure)
         elif reason == FinishReason.CANCELLED:
-            self._end_with_error(stream, "CANCELLED", sequence.error or "the request was cancelled")
+            self._end_cancelled(sequence)
         elif reason == FinishReason.ERROR:
             self._end_with_error(stream, "INTERNAL", sequence.error or "the engine failed to compute the answer")
         elif stream.abandoned and not reason:
             return  # its end is on its way
         elif not sequence.finished and (reason or sequence.eager) and not self._must_wait(sequence, reason):
             self._advance(sequence)
+
+    def _end_cancelled(self, sequence: SequenceStream) -> None:
+        stream = sequence.stream
+        started = [one for one in stream.sequences if one.number]
+        if stream.confirmed and not stream.abandoned and started and not any(one.confirmed_number for one in started):
+            # Nothing of it has reached the detokenizer. Its client has left, and nobody reads this; or it named its
+            # outputs, and an ensemble leaves out the model of those that nobody asked for.
+            stream.confirmed = False
+            self._end_with_error(stream, "INVALID_ARG", NO_TEXT)
+        else:
+            self._end_with_error(stream, "CANCELLED", sequence.error or "the request was cancelled")
 
     def _must_wait(self, sequence: SequenceStream, reason: int) -> bool:
         stream = sequence.stream

@@ -7,6 +7,7 @@ import urllib.error
 from typing import Any
 
 import pytest
+from tritonclient import grpc as grpcclient
 
 from tests.e2e.wire import GrpcStream, Server, Tensor, batched
 
@@ -114,6 +115,14 @@ def test_a_grpc_error_has_its_code(server: Server) -> None:
     with GrpcStream(server, with_codes=True) as stream:
         stream.send(batched(text_input="x", top_p=7.0))
         assert "INVALID_ARGUMENT" in stream.receive().error
+
+
+def test_a_stream_without_its_text_says_what_is_missing(null_server: Server) -> None:
+    with GrpcStream(null_server) as stream:
+        tensors = batched(text_input="x", stream=True, max_tokens=1000, return_finish_reason=True)
+        stream.send(tensors, outputs=[grpcclient.InferRequestedOutput("finish_reason")])
+        last = list(stream.answers())[-1]
+    assert "text_output" in last.error
 
 
 def test_a_batch_of_two_is_refused(server: Server) -> None:

@@ -285,6 +285,18 @@ def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
     front.close()
 
 
+def test_a_stream_of_which_the_detokenizer_saw_nothing_ends_past_it(front: EngineFront) -> None:
+    sender, uid = ask(front)
+    front.client.give((uid, 1, 0))
+    sender.wait_chunks(1)
+    front.client.give((uid, -1, int(FinishReason.CANCELLED)))
+    sender.wait_end()
+    assert sender.error is not None
+    assert sender.error[0] == "INVALID_ARG"
+    assert "text_output" in sender.error[1]
+    assert len(sender.chunks) == 1
+
+
 def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> None:
     wanted = ["finish_reason", "num_input_tokens", "num_output_tokens", "cumulative_logprob", "logprobs", "log_probs"]
     sender, uid = ask(front, logprobs=1, wanted=[*wanted, "prompt_logprobs", "perf_metrics"])
