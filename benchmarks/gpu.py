@@ -3,9 +3,9 @@
     python -m benchmarks.gpu [--only q06,q14,q30,start,online,parity,gauge,tp] [--out FILE] [--json]
 
 Each part runs in a process of its own and lands in FILE when it is done; parts that FILE already holds are skipped,
-so an interrupted run goes on where it stopped (delete FILE for a fresh one). The part `tp` needs two GPUs. The
-workloads are those of Mini-SGLang's offline benchmark and the others named in docs/performance.md; weights are random
-in real shapes.
+so an interrupted run goes on where it stopped (delete FILE for a fresh one). The part `tp` needs two GPUs and runs only
+where it is asked for. The workloads are those of Mini-SGLang's offline benchmark and the others named in
+docs/performance.md; weights are random in real shapes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from unittest import mock
 
 from benchmarks.model_shapes import make_folder
 
-PARTS = ("q06", "q14", "q30", "start", "online", "parity", "gauge", "tp")
+ONE_GPU = ("q06", "q14", "q30", "start", "online", "parity", "gauge")
+PARTS = (*ONE_GPU, "tp")
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
 GAUGE_PROCESSES = 8
 ENGINE_OPTIONS: dict[str, Any] = {"max_running_requests": 256, "max_prefill_length": 16384, "mixed_prefill_length": 0}
@@ -312,7 +313,7 @@ def describe_machine() -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PARTS), help="parts to run, of: " + ", ".join(PARTS))
+    parser.add_argument("--only", default=",".join(ONE_GPU), help="parts to run, of: " + ", ".join(PARTS))
     parser.add_argument("--out", type=Path, default=Path("gpu-results.json"))
     parser.add_argument("--json", action="store_true", help="print everything as one JSON object, last line")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)

@@ -5,7 +5,6 @@ Knows nothing of models or steps. There is no default group: whoever needs a col
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable
@@ -116,5 +115,7 @@ class TensorParallel:
 
 
 def _leave(leave: Callable[[], None]) -> None:
-    with contextlib.suppress(RuntimeError):  # the others may have gone first
+    try:
         leave()
+    except RuntimeError as error:  # the others may have gone first
+        log.debug("leaving the group: %s", error)

@@ -170,8 +170,10 @@ class LeaderRunner:
 
     def close(self) -> None:
         """Ends the followers and leaves the group."""
-        with contextlib.suppress(RuntimeError):  # a device that failed can free nothing
+        try:
             self._runner.close()
+        except RuntimeError as error:  # a device that failed can free nothing
+            log.warning("the captured graphs were not freed: %s", error)
         self._followers.close()
 
     def prepare(self, plan: StepPlan, masks: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None) -> Any:

@@ -75,7 +75,6 @@ class AnswerEncoder:
         return stream
 
     def _text(self, stream: _StreamText, part: Part) -> str:
-        """Raises nothing but for a chunk that no front makes."""
         if part.text is not None:
             text = part.text
         else:

@@ -20,6 +20,8 @@ from minisgl_backend.serving.engine_settings import read_engine_config
 from minisgl_backend.serving.wire import Chunk, Codec
 from minisgl_backend.text.vocabulary import load_vocabulary
 
+MOST_UNTOLD = 256  # chunks; no front leaves as many unconfirmed, but a client of this model alone may
+
 
 class TritonPythonModel:
     """Runs in one instance: a second one would reorder streams."""
@@ -66,7 +68,7 @@ class TritonPythonModel:
             chunk = self._codec.chunk(tensor.as_numpy())
             self._uids.append(chunk.uid)
             self._numbers.append(chunk.number)
-            self._must_tell |= chunk.confirm
+            self._must_tell |= chunk.confirm or len(self._uids) >= MOST_UNTOLD
             self._look_for_client(request, chunk)
             text = self._answers.encode(chunk)
         except StreamError as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import socket
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,15 +65,20 @@ def test_closing_never_waits_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     class Stuck:
         def __init__(self) -> None:
             self.released = threading.Event()
+            self.aborts = 0
 
         def abort(self) -> None:
+            self.aborts += 1
             self.released.wait()
 
     monkeypatch.setattr(tensor_parallel, "CLOSE_S", 0.05)
     group = Stuck()
     tp = TensorParallel(0, 2, group, torch.device("cuda", 0))
+    started = time.monotonic()
     tp.close()
     tp.close()
+    assert time.monotonic() - started < 5.0
+    assert group.aborts == 1
     group.released.set()
 
 

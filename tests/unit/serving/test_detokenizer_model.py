@@ -69,6 +69,12 @@ def test_what_need_not_be_confirmed_by_itself_is_told_with_what_must(model: Any)
     assert model.told.messages == [[(1, 1), (2, 1), (3, 1)], [(3, 2)]]
 
 
+def test_what_nobody_confirms_does_not_pile_up(model: Any) -> None:
+    for uid in range(1000):
+        model.execute([request(chunk(uid, 1, confirm=False))])
+    assert [len(message) for message in model.told.messages] == [256, 256, 256]
+
+
 def test_a_probe_is_told_at_once_with_all_before(model: Any) -> None:
     model.execute([request(chunk(1, 1, confirm=False))])
     model.execute([request(Chunk(uid=9, number=4))])
