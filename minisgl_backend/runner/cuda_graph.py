@@ -66,10 +66,11 @@ class CudaGraphRunner(GraphRunner):
         self._attention = attention
         memory = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
         for done, size in enumerate(reversed(self.sizes)):
             inputs = builder.padding_inputs(size)
             plan = attention.plan_capture(inputs)
+            # The inputs are filled on this stream, in memory that may hold anything before.
+            stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 decode_step(inputs, plan)  # libraries choose kernels and allocate workspaces now, not under capture
                 stream.synchronize()

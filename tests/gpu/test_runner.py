@@ -5,10 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
+from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import SamplingParams
+from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.build import build_runner
 from minisgl_backend.runner.device import DeviceFacts
 from minisgl_backend.runner.model_runner import ModelRunner
@@ -18,6 +20,7 @@ from tests.unit.runner.hand_made_plans import Driver
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 PAGE_SIZE = 16
+GARBAGE_BYTES = (*[1 << 20] * 64, *[1 << 26] * 4)  # for the allocator's small and large pools
 PROMPTS = [list(range(5, 5 + length)) for length in (1, 7, 33, 100, 12)]
 WISHES = [
     SamplingParams(temperature=0.0),
@@ -62,6 +65,24 @@ def test_graphs_change_nothing() -> None:
 def test_the_same_runner_twice_gives_the_same() -> None:
     runner = make_runner(num_pages=200)
     assert generate(runner, WISHES) == generate(runner, WISHES)
+
+
+def test_graphs_are_captured_on_inputs_that_are_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is full of garbage and the inputs are late, as where an engine follows another one in its process."""
+    fill = BatchBuilder.padding_inputs
+
+    def fill_late(self: BatchBuilder, size: int) -> DecodeInputs:
+        torch.cuda._sleep(20_000_000)
+        return fill(self, size)
+
+    monkeypatch.setattr(BatchBuilder, "padding_inputs", fill_late)
+    garbage = [torch.full((bytes_ // 4,), 0x7F7F7F7F, dtype=torch.int32, device="cuda") for bytes_ in GARBAGE_BYTES]
+    torch.cuda.synchronize()
+    del garbage
+    first = make_runner(num_pages=200)
+    found = generate(first, WISHES)
+    first.close()
+    assert found == generate(make_runner(num_pages=200), WISHES)
 
 
 def test_pages_fill_the_share_that_was_asked_for() -> None:
