@@ -1,15 +1,15 @@
-"""The sockets between fronts, detokenizer and engine core: zmq over ipc in a directory that only the user may enter.
+"""The sockets between fronts and engine core: zmq over ipc in a directory that only the user may enter.
 
 Knows nothing of what the messages mean, beyond how step records merge.
 
     core      ROUTER `core` (events out, Hello in)    PULL `commands`
-    front     DEALER -> `core`                        PUSH -> `commands`      PULL `front-<i>` (confirmations)
-    detokenizer                                                               PUSH -> `front-<i>`
+    front     DEALER -> `core`                        PUSH -> `commands`
+
+What the detokenizer tells fronts is in `engine.handled`.
 """
 
 from __future__ import annotations
 
-import array
 import contextlib
 import getpass
 import hashlib
@@ -26,14 +26,13 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from minisgl_backend.engine.messages import Command, Event, Handled, Hello, Outputs, front_of
+from minisgl_backend.engine.messages import Command, Event, Hello, Outputs
 from minisgl_backend.errors import ConfigError, EngineDeadError
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 CORE_SOCKET = "core"
 EVENT_QUEUE = 64  # records that may wait in one front's socket before they merge in the core
 COMMAND_QUEUE = 16384
-HANDLED_QUEUE = 1024
 CANCELLED = -1  # in place of the number of a chunk: the stream's client has left
 
 Entries = slice | npt.NDArray[np.intp]  # places in parallel arrays; a slice stands for all
@@ -153,7 +152,7 @@ class CoreChannel:
         self._commands.setsockopt(zmq.RCVHWM, COMMAND_QUEUE)
         for socket, name in ((self._events, CORE_SOCKET), (self._commands, "commands")):
             socket.setsockopt(zmq.LINGER, 200)
-            path = _socket_path(socket_dir, name)
+            path = socket_path(socket_dir, name)
             with contextlib.suppress(FileNotFoundError):
                 path.unlink()  # of a core that was killed
             socket.bind(f"ipc://{path}")
@@ -266,7 +265,7 @@ class FrontChannel:
             socket.setsockopt(zmq.LINGER, 0)
             socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits in the socket for a core that is not there
             socket.setsockopt(zmq.RECONNECT_IVL, 10)
-            socket.connect(f"ipc://{_socket_path(socket_dir, name)}")
+            socket.connect(f"ipc://{socket_path(socket_dir, name)}")
 
     def greet(self, front: int, timeout_ms: int) -> bool:
         """Says Hello as soon as there is a core to hear it; False where none came in time."""
@@ -310,80 +309,6 @@ class FrontChannel:
         self.events.close()
 
 
-class HandledReceiver:
-    """The front's side of the confirmations."""
-
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket_dir: Path, front: int) -> None:
-        self.socket: zmq.Socket[bytes] = context.socket(zmq.PULL)
-        self.socket.setsockopt(zmq.RCVHWM, HANDLED_QUEUE)
-        self.socket.setsockopt(zmq.LINGER, 0)
-        path = _socket_path(socket_dir, f"front-{front}")
-        with contextlib.suppress(FileNotFoundError):
-            path.unlink()
-        self.socket.bind(f"ipc://{path}")
-        self._decoder = msgspec.msgpack.Decoder(Handled)
-
-    def receive(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], float]:
-        """(uids int64 [n], sequence numbers int32 [n], the first `found_at` or 0) of all that is here, in order."""
-        uids, numbers, found_at = bytearray(), bytearray(), 0.0
-        while (frames := _receive(self.socket)) is not None:
-            with contextlib.suppress(msgspec.MsgspecError):
-                handled = self._decoder.decode(frames[-1])
-                if len(handled.uids) == 2 * len(handled.sequence_numbers):
-                    uids += handled.uids
-                    numbers += handled.sequence_numbers
-                    found_at = found_at or handled.found_at
-        return np.frombuffer(uids, dtype=np.int64), np.frombuffer(numbers, dtype=np.int32), found_at
-
-    def close(self) -> None:
-        self.socket.close()
-
-
-class HandledSender:
-    """The detokenizer's side: tells each front what has been handled. Never blocks; used by one thread."""
-
-    def __init__(self, socket_dir: Path) -> None:
-        self._socket_dir = socket_dir
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._encoder = msgspec.msgpack.Encoder()
-        self._sockets: dict[int, zmq.Socket[bytes]] = {}
-
-    def send(self, uids: Sequence[int], sequence_numbers: Sequence[int], found_at: float = 0.0) -> None:
-        """Splits the pairs by front (the upper bits of the uid) and sends one Handled to each front.
-
-        `found_at`: when those of number -1 were seen cancelled, time.monotonic() seconds.
-
-        What a front does not take is dropped: its later confirmations say the same and more.
-        """
-        by_front: dict[int, tuple[list[int], list[int]]] = {}
-        for uid, number in zip(uids, sequence_numbers, strict=True):
-            to_front = by_front.setdefault(front_of(uid), ([], []))
-            to_front[0].append(uid)
-            to_front[1].append(number)
-        for front, (front_uids, numbers) in by_front.items():
-            handled = Handled(
-                uids=array.array("q", front_uids).tobytes(),
-                sequence_numbers=array.array("i", numbers).tobytes(),
-                found_at=found_at if CANCELLED in numbers else 0.0,
-            )
-            with contextlib.suppress(zmq.Again):
-                self._socket(front).send(self._encoder.encode(handled), zmq.DONTWAIT)
-
-    def _socket(self, front: int) -> zmq.Socket[bytes]:
-        if front not in self._sockets:
-            socket = self._sockets[front] = self._context.socket(zmq.PUSH)
-            socket.setsockopt(zmq.SNDHWM, HANDLED_QUEUE)
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.RECONNECT_IVL, 20)
-            socket.connect(f"ipc://{_socket_path(self._socket_dir, f'front-{front}')}")
-        return self._sockets[front]
-
-    def close(self) -> None:
-        for socket in self._sockets.values():
-            socket.close()
-        self._context.term()
-
-
 def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
     try:
         return socket.recv_multipart(zmq.DONTWAIT)
@@ -391,7 +316,8 @@ def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
         return None
 
 
-def _socket_path(socket_dir: Path, name: str) -> Path:
+def socket_path(socket_dir: Path, name: str) -> Path:
+    """Where the socket `name` is. Raises ConfigError where the kernel would not take the path."""
     path = socket_dir / name
     if len(os.fsencode(path)) > MAX_SOCKET_PATH:
         raise ConfigError(f"the socket path {path} is longer than {MAX_SOCKET_PATH} bytes; use a shorter directory")

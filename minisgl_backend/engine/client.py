@@ -16,8 +16,9 @@ import numpy.typing as npt
 import zmq
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.channel import FrontChannel, HandledReceiver, make_private
+from minisgl_backend.engine.channel import FrontChannel, make_private
 from minisgl_backend.engine.confirmations import Confirmations
+from minisgl_backend.engine.handled import HandledReceiver
 from minisgl_backend.engine.marks import up_mark
 from minisgl_backend.engine.messages import (
     Abort,
@@ -186,7 +187,7 @@ class EngineClient:
     # ---- the receive thread
 
     def _receive_all(self) -> None:
-        handled = HandledReceiver(self._context, self._socket_dir, self._front)
+        handled = HandledReceiver(self._socket_dir, self._front)
         try:
             while not self._closing:
                 channel = FrontChannel(self._context, self._socket_dir, self._front)
@@ -204,7 +205,7 @@ class EngineClient:
             if self._closing:
                 return
         poller = zmq.Poller()
-        for socket in (channel.events, channel.monitor, handled.socket):
+        for socket in (channel.events, channel.monitor, handled.fileno()):
             poller.register(socket, zmq.POLLIN)
         while not self._closing:
             ready = dict(poller.poll(EXPIRE_WAIT_MS if self.confirmations.total_unconfirmed() else IDLE_WAIT_MS))
@@ -214,7 +215,7 @@ class EngineClient:
                     self._dispatch(channel, event)
             if channel.monitor in ready:
                 return
-            if handled.socket in ready:
+            if handled.fileno() in ready:
                 self._confirm(*handled.receive())
             self._expire()
 

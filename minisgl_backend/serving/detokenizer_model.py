@@ -12,7 +12,8 @@ from typing import Any
 import msgspec
 import triton_python_backend_utils as pb_utils
 
-from minisgl_backend.engine.channel import CANCELLED, HandledSender, socket_directory
+from minisgl_backend.engine.channel import CANCELLED, socket_directory
+from minisgl_backend.engine.handled import HandledSender
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.serving.answers import AnswerEncoder, StreamError
 from minisgl_backend.serving.client_checks import ClientChecks
@@ -56,7 +57,7 @@ class TritonPythonModel:
             self._handled.send(self._uids, self._numbers, self._found_at)
             self._uids.clear()
             self._numbers.clear()
-            self._must_tell = False
+            self._must_tell = self._handled.has_untold
         return responses
 
     def finalize(self) -> None:

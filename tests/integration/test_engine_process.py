@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.channel import HandledSender
+from minisgl_backend.engine.handled import HandledSender
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.request import FinishReason
 from tests.integration.conftest import Front, alive, wait_for

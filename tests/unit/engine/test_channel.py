@@ -14,11 +14,8 @@ import pytest
 import zmq
 
 from minisgl_backend.engine.channel import (
-    CANCELLED,
     CoreChannel,
     FrontChannel,
-    HandledReceiver,
-    HandledSender,
     make_private,
     merge_outputs,
     socket_directory,
@@ -181,53 +178,6 @@ def test_malformed_commands_are_counted_and_skipped(core: CoreChannel, context: 
         socket.send(payload)
     wait_for(lambda: core.receive(0) == [] and core.num_malformed == 4)
     socket.close(linger=0)
-
-
-def test_confirmations_reach_their_fronts(context: zmq.Context, tmp_path: Path) -> None:
-    receivers = [HandledReceiver(context, tmp_path, front) for front in (0, 3)]
-    sender = HandledSender(tmp_path)
-    uids = [uid_of(3, 1), uid_of(0, 2), uid_of(3, 4)]
-    got: list[list[tuple[int, int]]] = [[], []]
-
-    def arrived() -> bool:
-        sender.send(uids, [10, 20, 30])
-        for index, receiver in enumerate(receivers):
-            handled, numbers, _ = receiver.receive()
-            got[index].extend(zip(handled.tolist(), numbers.tolist(), strict=True))
-        return all(got)
-
-    wait_for(arrived)
-    assert got[0][0] == (uid_of(0, 2), 20)
-    assert got[1][:2] == [(uid_of(3, 1), 10), (uid_of(3, 4), 30)]
-    sender.close()
-    for receiver in receivers:
-        receiver.close()
-
-
-def test_the_moment_of_a_finding_comes_with_it(context: zmq.Context, tmp_path: Path) -> None:
-    receiver = HandledReceiver(context, tmp_path, 0)
-    sender = HandledSender(tmp_path)
-    found: list[float] = []
-
-    def arrived() -> bool:
-        sender.send([1], [10], 5.0)  # nobody has left
-        sender.send([1, 1], [11, CANCELLED], 6.0)
-        _, numbers, found_at = receiver.receive()
-        found.append(found_at)
-        return CANCELLED in numbers
-
-    wait_for(arrived)
-    assert found[-1] == 6.0
-    assert set(found) <= {0.0, 6.0}
-    sender.close()
-    receiver.close()
-
-
-def test_confirmations_to_nobody_do_not_block(tmp_path: Path) -> None:
-    sender = HandledSender(tmp_path)
-    for _ in range(5000):
-        sender.send([uid_of(9, 1)], [1])
-    sender.close()
 
 
 def test_merge_keeps_order_and_details() -> None:

@@ -21,6 +21,8 @@ from minisgl_backend.text.vocabulary import Vocabulary
 class Told:
     """Looks like a HandledSender."""
 
+    has_untold = False
+
     def __init__(self) -> None:
         self.messages: list[list[tuple[int, int]]] = []
 
