@@ -7,6 +7,7 @@ nothing of steps or of pages.
 from __future__ import annotations
 
 import logging
+import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from minisgl_backend.serving.wire import Chunk, Codec
 from minisgl_backend.text.vocabulary import load_vocabulary
 
 DRAIN_S = 20.0  # tritonserver's own exit timeout is 30 s
+SWITCH_S = 0.0005  # how long another thread may keep a sender thread with a token in its hand from running
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,6 +38,7 @@ class TritonPythonModel:
 
     def initialize(self, args: dict[str, str]) -> None:
         """Starts the engine core, or attaches to it, and waits until it is ready."""
+        sys.setswitchinterval(SWITCH_S)
         repository = Path(args["model_repository"]).resolve().parent
         instance = args["model_instance_name"].rsplit("_", 1)[-1]
         front = int(instance) if instance.isdigit() else 0

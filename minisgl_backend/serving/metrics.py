@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +21,12 @@ from minisgl_backend.engine.messages import Stats
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.serving.engine_front import EngineFront
 
-REPORT_EVERY_S = 0.25
+REPORT_EVERY_S = 1.0
+# Between two values: each is a round trip into the server that holds this process's interpreter, and the engine's
+# figures arrive together with a step's tokens, whose responses must not queue behind all of them.
+PAUSE_S = 0.002
+
+Pause = Callable[[], object]
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -69,16 +74,20 @@ class MetricsReporter:
     def __init__(self, front: EngineFront, *, is_leader: bool) -> None:
         self._front = front
         self._families: dict[str, Any] = {}
-        self._engine = _EngineMetrics(self._families) if is_leader else None
+        self._stopping = threading.Event()
+
+        def pause() -> object:
+            return self._stopping.wait(PAUSE_S)
+
+        self._engine = _EngineMetrics(self._families, pause) if is_leader else None
         latency = front.latency
         self._latency = [
-            (_HistogramMetric(name, help, histogram.bounds), histogram)
+            (_HistogramMetric(name, help, histogram.bounds, pause), histogram)
             for name, help, histogram in (
                 ("minisgl_time_to_first_token_seconds", "From submission", latency.first_token),
                 ("minisgl_inter_token_seconds", "Between tokens", latency.inter_token),
             )
         ]
-        self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="metrics", daemon=True)
 
     def start(self) -> None:
@@ -106,23 +115,26 @@ class MetricsReporter:
 
 
 class _EngineMetrics:
-    def __init__(self, families: dict[str, Any]) -> None:
+    def __init__(self, families: dict[str, Any], pause: Pause) -> None:
+        self._pause = pause
         self._gauges = {series: _metric(families, series, pb_utils.MetricFamily.GAUGE) for series in _GAUGES}
         self._counters = {
-            series: _Counter(_metric(families, series, pb_utils.MetricFamily.COUNTER)) for series in _COUNTERS
+            series: _Counter(_metric(families, series, pb_utils.MetricFamily.COUNTER), pause) for series in _COUNTERS
         }
         up = _Series("minisgl_engine_up", "1 while the engine core answers, else 0", "")
         self._up = _metric(families, up, pb_utils.MetricFamily.GAUGE)
         self._shown: dict[_Series, float] = {}
         help = "From the finding that a client has left to the return of its sequence's pages"
-        self._cancellation = _HistogramMetric("minisgl_cancellation_seconds", help, CANCELLATION_BOUNDS_S)
+        self._cancellation = _HistogramMetric("minisgl_cancellation_seconds", help, CANCELLATION_BOUNDS_S, pause)
 
     def report(self, stats: Stats) -> None:
         values = stats.values
+        self._pause()
         self._up.set(1)
         for series, gauge in self._gauges.items():
             value = values.get(series.value)
             if value is not None and self._shown.get(series) != value:
+                self._pause()
                 gauge.set(value)
                 self._shown[series] = value
         for series, counter in self._counters.items():
@@ -137,27 +149,29 @@ class _EngineMetrics:
 class _Counter:
     """A Triton counter that follows a total, which starts again from 0 when the engine restarts."""
 
-    def __init__(self, metric: Any) -> None:
+    def __init__(self, metric: Any, pause: Pause) -> None:
         self._metric = metric
+        self._pause = pause
         self._last = 0.0
 
     def follow(self, total: float) -> None:
         increment = total - self._last if total >= self._last else total
         self._last = total
         if increment > 0:
+            self._pause()
             self._metric.increment(increment)
 
 
 class _HistogramMetric:
-    def __init__(self, name: str, help: str, bounds: Sequence[float]) -> None:
+    def __init__(self, name: str, help: str, bounds: Sequence[float], pause: Pause) -> None:
         families: dict[str, Any] = {}
         counter = pb_utils.MetricFamily.COUNTER
         self._buckets = [
-            _Counter(_metric(families, _Series(f"{name}_bucket", help, "", (("le", bound),)), counter))
+            _Counter(_metric(families, _Series(f"{name}_bucket", help, "", (("le", bound),)), counter), pause)
             for bound in (*(f"{bound:g}" for bound in bounds), "+Inf")
         ]
-        self._count = _Counter(_metric(families, _Series(f"{name}_count", help, ""), counter))
-        self._sum = _Counter(_metric(families, _Series(f"{name}_sum", help, ""), counter))
+        self._count = _Counter(_metric(families, _Series(f"{name}_count", help, ""), counter), pause)
+        self._sum = _Counter(_metric(families, _Series(f"{name}_sum", help, ""), counter), pause)
         self._families = families  # a family must outlive its metrics
 
     def report(self, counts: Sequence[int], sum: float) -> None:
