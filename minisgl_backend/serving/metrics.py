@@ -8,6 +8,7 @@ call into the server for every token would cost more than the token.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -21,7 +22,8 @@ from minisgl_backend.engine.messages import Stats
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.serving.engine_front import EngineFront
 
-REPORT_EVERY_S = 1.0
+REPORT_EVERY_S = 0.25
+LATENCIES_EVERY = 4  # reports: histograms have many values that change
 # Between two values: each is a round trip into the server that holds this process's interpreter, and the engine's
 # figures arrive together with a step's tokens, whose responses must not queue behind all of them.
 PAUSE_S = 0.002
@@ -51,6 +53,7 @@ _GAUGES = (
     _Series(_PAGES, _PAGES_HELP, "pages_leased", (("state", "leased"),)),
     _Series(_PAGES, _PAGES_HELP, "pages_total", (("state", "total"),)),
 )
+_UP = _Series("minisgl_engine_up", "1 while the engine core answers, else 0", "")
 _COUNTERS = (
     _Series("minisgl_prompt_tokens_total", "Prompt tokens of started sequences", "total_prompt_tokens"),
     _Series("minisgl_cached_tokens_total", "Prompt tokens from the prefix cache", "total_cached_tokens"),
@@ -69,7 +72,10 @@ _COUNTERS = (
 
 
 class MetricsReporter:
-    """Reports every `REPORT_EVERY_S`. The leader among the fronts reports the engine, each front its own latencies."""
+    """The leader among the fronts reports the engine, each front its own latencies.
+
+    Totals come before gauges: whoever sees that nothing runs any more finds everything counted.
+    """
 
     def __init__(self, front: EngineFront, *, is_leader: bool) -> None:
         self._front = front
@@ -98,15 +104,18 @@ class MetricsReporter:
         self._thread.join(2.0)
 
     def _run(self) -> None:
-        while not self._stopping.wait(REPORT_EVERY_S):
+        for report in itertools.count(1):
+            if self._stopping.wait(REPORT_EVERY_S):
+                return
             try:
-                self._report()
+                self._report(latencies=report % LATENCIES_EVERY == 0)
             except Exception:  # metrics must never end a server
                 _LOGGER.exception("metrics could not be reported; the next attempt follows")
 
-    def _report(self) -> None:
-        for metric, histogram in self._latency:
-            metric.report(list(histogram.counts), histogram.sum)
+    def _report(self, *, latencies: bool) -> None:
+        if latencies:
+            for metric, histogram in self._latency:
+                metric.report(list(histogram.counts), histogram.sum)
         if self._engine is not None:
             try:
                 self._engine.report(self._front.client.stats())
@@ -121,29 +130,31 @@ class _EngineMetrics:
         self._counters = {
             series: _Counter(_metric(families, series, pb_utils.MetricFamily.COUNTER), pause) for series in _COUNTERS
         }
-        up = _Series("minisgl_engine_up", "1 while the engine core answers, else 0", "")
-        self._up = _metric(families, up, pb_utils.MetricFamily.GAUGE)
+        self._up = _metric(families, _UP, pb_utils.MetricFamily.GAUGE)
         self._shown: dict[_Series, float] = {}
         help = "From the finding that a client has left to the return of its sequence's pages"
         self._cancellation = _HistogramMetric("minisgl_cancellation_seconds", help, CANCELLATION_BOUNDS_S, pause)
 
     def report(self, stats: Stats) -> None:
         values = stats.values
-        self._pause()
-        self._up.set(1)
-        for series, gauge in self._gauges.items():
-            value = values.get(series.value)
-            if value is not None and self._shown.get(series) != value:
-                self._pause()
-                gauge.set(value)
-                self._shown[series] = value
         for series, counter in self._counters.items():
             counter.follow(values.get(series.value, 0.0))
         if (seconds := stats.histograms.get("cancellation_seconds")) is not None:
             self._cancellation.report(seconds.counts, seconds.sum)
+        for series, gauge in self._gauges.items():
+            value = values.get(series.value)
+            if value is not None:
+                self._show(series, gauge, value)
+        self._show(_UP, self._up, 1.0)
 
     def report_dead(self) -> None:
-        self._up.set(0)
+        self._show(_UP, self._up, 0.0)
+
+    def _show(self, series: _Series, gauge: Any, value: float) -> None:
+        if self._shown.get(series) != value:
+            self._pause()
+            gauge.set(value)
+            self._shown[series] = value
 
 
 class _Counter:

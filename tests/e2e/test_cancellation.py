@@ -71,7 +71,7 @@ def test_every_page_is_accounted_for(null_server: Server) -> None:
 
 def test_latency_histograms_count_tokens(null_server: Server) -> None:
     null_server.wait_for(pages_are_free)
-    time.sleep(1)  # counts of the streams before are on their way
+    time.sleep(2.5)  # counts of the streams before are on their way
     before = null_server.metrics()
     null_server.events(**{**ENDLESS, "max_tokens": 50})
 
