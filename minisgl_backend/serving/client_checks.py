@@ -4,8 +4,9 @@ Knows nothing of Triton or of chunks. Times are time.monotonic() seconds.
 
 Only a stream's next chunk can be asked, and the question costs a tenth of what a response costs; three tenths where
 every wake-up finds a processor asleep, as it does with few streams. Theirs come in bursts, one with each step, in which
-the last waits for all: few streams are asked in turn, one in a burst. Clients often leave together: where one was found
-gone, the others are asked at once.
+the last waits for all: few streams are asked in turn, one in every other burst or so. What a client that left still
+costs is one sequence of a small batch. Clients often leave together: where one was found gone, the others are asked at
+once.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ EVERY_S = 0.04  # how often each stream is asked
 LATEST_S = 0.075  # the same where asking that often would take more than SHARE of the time
 SHARE = 0.25
 FEW = 16  # streams
-FEW_PAUSE_S = 0.01  # between questions to few streams: longer than their burst
-FEW_LATEST_S = 0.2  # how often each of them is asked at least
+FEW_PAUSE_S = 0.03  # between questions to few streams: longer than their burst, and than most steps
+FEW_LATEST_S = 0.4  # how often each of them is asked at least
 ALARM_S = 0.1  # after a client was found gone, each stream is asked
 ALARM_EVERY_S = 0.02  # this often
 AGAIN_S = 1.0  # until a client that was found gone is asked for again, should nobody have heard of it

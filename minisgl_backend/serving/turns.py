@@ -20,6 +20,7 @@ from minisgl_backend.serving.stream import SequenceStream
 WINDOW = 4  # responses on their way; more do not make the path faster, but
 WINDOW_OF_FEW = 32  # few streams cannot queue for long: theirs need not gather while the machine is busy elsewhere
 FEW = 256  # window times streams, between the two
+CONFIRM_S = 0.025  # between confirmations while little is on its way: a burst of few streams every 20 ms has one in two
 SLOT_S = 0.025  # a response that is this old holds nobody up: the server drops those of cancelled requests unseen
 
 
@@ -31,6 +32,7 @@ class Turns:
         self._arrivals: queue.SimpleQueue[SequenceStream | None] = queue.SimpleQueue()
         self._ready: deque[SequenceStream] = deque()
         self._sent: deque[tuple[SequenceStream, int, float]] = deque()  # those on their way: number, time
+        self._confirm_at = 0.0  # time.monotonic()
         self._waiting = False
         self._closing = False
 
@@ -60,11 +62,14 @@ class Turns:
     def needs_confirmation(self) -> bool:
         """Whether the response that was noted last has to be confirmed by itself.
 
-        Not while others follow at once and the window is far from full: theirs confirm it as well.
+        Not while the window is far from full and others follow at once, or a confirmation was asked for just before:
+        the next one confirms it as well.
         """
-        if 2 * len(self._sent) >= self._window:
-            return True
-        return not self._ready and self._arrivals.empty()
+        now = self._sent[-1][2]
+        if 2 * len(self._sent) < self._window and (self._ready or not self._arrivals.empty() or now < self._confirm_at):
+            return False
+        self._confirm_at = now + CONFIRM_S
+        return True
 
     def next(self) -> SequenceStream | None:
         """The sequence to serve now; blocks until there is one. None: closed."""

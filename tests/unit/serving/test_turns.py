@@ -11,7 +11,7 @@ import pytest
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.serving import turns as turns_module
 from minisgl_backend.serving.stream import SequenceStream, Stream
-from minisgl_backend.serving.turns import WINDOW_OF_FEW, Turns
+from minisgl_backend.serving.turns import CONFIRM_S, WINDOW_OF_FEW, Turns
 from minisgl_backend.serving.wire import OutputOptions, Spec
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.unit.serving.fake_engine import Recorder
@@ -131,6 +131,15 @@ def test_what_others_follow_is_confirmed_with_them() -> None:
         other.note_sent(other.next(), 2, time.monotonic())
         asked.append(other.needs_confirmation())
     assert asked == [False, True]
+
+
+def test_bursts_in_quick_succession_share_a_confirmation() -> None:
+    turns = Turns(window=100)
+    asked = []
+    for burst in range(6):
+        turns.note_sent(sequence(1), burst, 1.0 + burst * CONFIRM_S * 0.6)
+        asked.append(turns.needs_confirmation())
+    assert asked == [True, False, True, False, True, False]
 
 
 def test_a_full_window_has_asked() -> None:
