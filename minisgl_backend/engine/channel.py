@@ -33,7 +33,6 @@ MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 CORE_SOCKET = "core"
 EVENT_QUEUE = 64  # records that may wait in one front's socket before they merge in the core
 COMMAND_QUEUE = 16384
-CANCELLED = -1  # in place of the number of a chunk: the stream's client has left
 
 Entries = slice | npt.NDArray[np.intp]  # places in parallel arrays; a slice stands for all
 ALL = slice(None)

@@ -18,8 +18,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.engine.channel import CANCELLED, socket_path
-from minisgl_backend.engine.messages import Handled, front_of
+from minisgl_backend.engine.channel import socket_path
+from minisgl_backend.engine.messages import CANCELLED, Handled, front_of
 
 MOST_UNTOLD = 4096  # pairs that may wait for a front; 48 KiB, which fits into a datagram
 _MAX_DATAGRAM = 1 << 17
@@ -80,6 +80,7 @@ class HandledSender:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
         self._socket.setblocking(False)
         self._encoder = msgspec.msgpack.Encoder()
+        self._paths: dict[int, str] = {}  # by front
         self._untold: dict[int, _Untold] = {}
 
     def send(self, uids: Sequence[int], sequence_numbers: Sequence[int], found_at: float = 0.0) -> None:
@@ -117,8 +118,11 @@ class HandledSender:
             sequence_numbers=array.array("i", untold.numbers).tobytes(),
             found_at=untold.found_at,
         )
+        path = self._paths.get(front)
+        if path is None:
+            path = self._paths[front] = _path(self._socket_dir, front)
         try:
-            self._socket.sendto(self._encoder.encode(handled), _path(self._socket_dir, front))
+            self._socket.sendto(self._encoder.encode(handled), path)
         except BlockingIOError:
             return False
         except OSError:  # nobody is there

@@ -16,6 +16,8 @@ import msgspec
 
 from minisgl_backend.request import Request
 
+CANCELLED = -1  # in a Handled, in place of the number of a chunk: the stream's client has left
+
 
 class Hello(msgspec.Struct, frozen=True, tag=True):
     """A front attaches. Its index is the bits above the lowest 47 of every uid that it chooses (see `uid_of`)."""

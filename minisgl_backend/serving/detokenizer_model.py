@@ -12,8 +12,9 @@ from typing import Any
 import msgspec
 import triton_python_backend_utils as pb_utils
 
-from minisgl_backend.engine.channel import CANCELLED, socket_directory
+from minisgl_backend.engine.channel import socket_directory
 from minisgl_backend.engine.handled import HandledSender
+from minisgl_backend.engine.messages import CANCELLED
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.serving.answers import AnswerEncoder, StreamError
 from minisgl_backend.serving.client_checks import ClientChecks
@@ -21,7 +22,7 @@ from minisgl_backend.serving.engine_settings import read_engine_config
 from minisgl_backend.serving.wire import Chunk, Codec
 from minisgl_backend.text.vocabulary import load_vocabulary
 
-MOST_UNTOLD = 256  # chunks; no front leaves as many unconfirmed, but a client of this model alone may
+TELL_AT = 256  # chunks; no front leaves as many unconfirmed, but a client of this model alone may
 
 
 class TritonPythonModel:
@@ -69,7 +70,7 @@ class TritonPythonModel:
             chunk = self._codec.chunk(tensor.as_numpy())
             self._uids.append(chunk.uid)
             self._numbers.append(chunk.number)
-            self._must_tell |= chunk.confirm or len(self._uids) >= MOST_UNTOLD
+            self._must_tell |= chunk.confirm or len(self._uids) >= TELL_AT
             self._look_for_client(request, chunk)
             text = self._answers.encode(chunk)
         except StreamError as error:

@@ -16,11 +16,10 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.channel import CANCELLED
 from minisgl_backend.engine.client import EngineClient
 from minisgl_backend.engine.confirmations import Confirmations
 from minisgl_backend.engine.marks import drain_deadline, drained_mark, lost_at
-from minisgl_backend.engine.messages import Outputs, Rejected, Welcome
+from minisgl_backend.engine.messages import CANCELLED, Outputs, Rejected, Welcome
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.serving.codec import MAX_PRIORITY, status_of

@@ -190,7 +190,7 @@ class Responder:
         if stream.confirmed and not final:
             turns = self._turns[stream.worker]
             turns.note_sent(sequence, sequence.number, time.monotonic())
-            confirm = turns.needs_confirmation() or self._is_at_limit(sequence)
+            confirm = turns.needs_confirmation() or first or self._is_at_limit(sequence)
         chunk = Chunk(
             uid=sequence.uid,
             number=sequence.number,

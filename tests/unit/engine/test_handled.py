@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.engine.channel import CANCELLED
 from minisgl_backend.engine.handled import MOST_UNTOLD, HandledReceiver, HandledSender
-from minisgl_backend.engine.messages import uid_of
+from minisgl_backend.engine.messages import CANCELLED, uid_of
 
 
 @pytest.fixture
@@ -56,12 +55,10 @@ def test_what_finds_no_room_comes_later_and_in_order(sender: HandledSender, rece
         sender.send([1], [count])
     assert 1 < count < 100_000
     sender.send([1, 1], [count + 1, CANCELLED], 7.0)
-    first, second = pairs(receiver), []
-    assert first == [(1, number) for number in range(1, count)]
+    assert pairs(receiver) == [(1, number) for number in range(1, count)]
     sender.send([1], [count + 2])
     uids, numbers, found_at = receiver.receive()
-    second = numbers.tolist()
-    assert (second, found_at) == ([count, count + 1, CANCELLED, count + 2], 7.0)
+    assert (numbers.tolist(), found_at) == ([count, count + 1, CANCELLED, count + 2], 7.0)
     assert set(uids.tolist()) == {1}
     assert not sender.has_untold
 

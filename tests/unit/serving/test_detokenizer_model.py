@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl_backend.engine.channel import CANCELLED
+from minisgl_backend.engine.messages import CANCELLED
 from minisgl_backend.serving.answers import AnswerEncoder
 from minisgl_backend.serving.client_checks import ClientChecks
 from minisgl_backend.serving.wire import Chunk, Codec, Part, TextOptions

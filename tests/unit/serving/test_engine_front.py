@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.channel import CANCELLED
-from minisgl_backend.engine.messages import Rejected, SequenceDetail, TokenLogprobs
+from minisgl_backend.engine.messages import CANCELLED, Rejected, SequenceDetail, TokenLogprobs
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.serving.engine_front import EngineFront
 from minisgl_backend.serving.turns import CONFIRM_S
@@ -104,6 +103,7 @@ def test_a_burst_is_confirmed_with_its_last_chunk(tmp_path: Path) -> None:
     front.client.give(*((uid, 65, 0) for _, uid in asked))
     for sender, _ in asked:
         sender.wait_chunks(1)
+    assert all(sender.chunks[0].confirm for sender, _ in asked)  # an end must know whether a stream has been seen
     time.sleep(2 * CONFIRM_S)  # a confirmation so soon after the last one would do for this burst
     with front.responder.sending[0]:  # the thread is with the first stream while the others line up
         for _, uid in asked:
