@@ -15,6 +15,7 @@ _INVALID_WORDS = r"""allowed:|is\ not\ served|is\ not\ valid|is\ longer\ than|ta
     |chat\ template|guided_decoding_guide|lone\ surrogate|could\ not\ be\ read|send\ requests\ to"""
 # Wording of an error without a status -> the status it most likely had. The first match counts.
 _WORDINGS = (
+    (re.compile(r"\btimeout has passed\b"), "DEADLINE_EXCEEDED"),
     (re.compile(r"\bcancell?ed\b", re.IGNORECASE), "CANCELLED"),
     (re.compile(rf"\b(?:{_UNAVAILABLE_WORDS})\b", re.IGNORECASE | re.VERBOSE), "UNAVAILABLE"),
     (re.compile(r"\bunknown model\b", re.IGNORECASE), "NOT_FOUND"),

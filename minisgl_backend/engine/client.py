@@ -60,9 +60,10 @@ class EngineClient:
     * `on_up(welcome)`: a core is ready; also called for the first one, before `start` returns.
     * `on_confirmed(uids, sequence_numbers)`: the detokenizer has handled these (int64 [n], int32 [n]), after
       `confirmations` has counted them.
+    * `on_lost(uids)`: `confirmations` knows by now that responses of these were dropped on the way.
 
-    Streams that `confirmations` reports as gone are aborted with CANCELLED by the client itself; their last record
-    then arrives through `on_outputs` as any other.
+    Streams that were lost so, or that the detokenizer saw cancelled, are aborted with CANCELLED by the client itself;
+    their last record then arrives through `on_outputs` as any other.
     """
 
     def __init__(
@@ -76,6 +77,7 @@ class EngineClient:
         on_down: Callable[[str], None],
         on_up: Callable[[Welcome], None] | None = None,
         on_confirmed: ConfirmedCallback | None = None,
+        on_lost: Callable[[list[int]], None] | None = None,
     ) -> None:
         """`front` is unique among the clients of `socket_dir`; 0 to 65534."""
         if not 0 <= front <= MAX_FRONT:
@@ -88,6 +90,7 @@ class EngineClient:
         self._on_down = on_down
         self._on_up = on_up
         self._on_confirmed = on_confirmed
+        self._on_lost = on_lost
         self._supervisor = Supervisor(config, socket_dir, self._note_first_failure)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._thread = threading.Thread(target=self._receive_all, name=f"engine-front-{front}", daemon=True)
@@ -271,6 +274,8 @@ class EngineClient:
         gone = self.confirmations.expire(now)
         if gone:
             log.debug("%d streams have no reader any more", len(gone))
+            if self._on_lost is not None:
+                self._call(self._on_lost, gone)
             self.abort(gone, FinishReason.CANCELLED, now)
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:

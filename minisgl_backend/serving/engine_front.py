@@ -74,6 +74,7 @@ class EngineFront:
             on_down=self._on_down,
             on_up=self._on_up,
             on_confirmed=self._on_confirmed,
+            on_lost=self._on_lost,
         )
         # Probes answer within milliseconds; silence alone is no proof on a machine that is busy.
         self.client.confirmations = Confirmations(silence_s=SILENCE_S)
@@ -209,6 +210,11 @@ class EngineFront:
                 self._abandon(sequence.stream)
             else:
                 self.responder.confirm(sequence, number)
+
+    def _on_lost(self, uids: list[int]) -> None:
+        for uid in uids:
+            if (sequence := self._sequences.get(uid)) is not None:
+                self.responder.lose(sequence.stream)
 
     def _abandon(self, stream: Stream) -> None:
         """The client has aborted the sequence whose chunk told of it; its siblings are left."""

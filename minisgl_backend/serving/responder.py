@@ -26,6 +26,7 @@ from minisgl_backend.serving.wire import Chunk, TextOptions
 MAX_UNCONFIRMED = 128  # responses between front and detokenizer, over all streams; each may have one
 
 NO_TEXT = "the requested outputs lack text_output; allowed with stream=true: text_output and others, or none by name"
+LATE = "the request was cancelled: its timeout has passed"
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -95,9 +96,16 @@ class Responder:
         if number > sequence.confirmed_number:
             sequence.confirmed_number = number
             self._turns[sequence.stream.worker].note_confirmed()
-            if sequence.blocked:
+            if sequence.blocked or sequence.reason:
                 sequence.blocked = False
                 self.wake(sequence)
+
+    def lose(self, stream: Stream) -> None:
+        """The server has dropped a chunk of the stream: its client has left, and nobody reads what comes; or, where
+        it dropped them all, the client named its outputs, and an ensemble leaves out a model that nobody asked for."""
+        if not any(sequence.confirmed_number for sequence in stream.sequences):
+            stream.confirmed = False
+            self.fail(stream, "INVALID_ARG", NO_TEXT)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads; what is queued before is still sent."""
@@ -137,12 +145,10 @@ class Responder:
         stream = sequence.stream
         started = [one for one in stream.sequences if one.number]
         if stream.confirmed and not stream.abandoned and started and not any(one.confirmed_number for one in started):
-            # Nothing of it has reached the detokenizer. Its client has left, and nobody reads this; or it named its
-            # outputs, and an ensemble leaves out the model of those that nobody asked for.
-            stream.confirmed = False
-            self._end_with_error(stream, "INVALID_ARG", NO_TEXT)
-        else:
-            self._end_with_error(stream, "CANCELLED", sequence.error or "the request was cancelled")
+            # Whether any of it reaches the detokenizer is known soon, by `confirm` or `lose`: an error behind chunks
+            # that are dropped would be dropped too.
+            return
+        self._end_with_error(stream, "CANCELLED", LATE if stream.is_late else "the request was cancelled")
 
     def _must_wait(self, sequence: SequenceStream, reason: int) -> bool:
         stream = sequence.stream

@@ -96,6 +96,11 @@ class Stream:
         self.worker = 0  # the responder thread that owns the sender
 
     @property
+    def is_late(self) -> bool:
+        """Its deadline has passed."""
+        return self.spec.deadline is not None and time.monotonic() >= self.spec.deadline
+
+    @property
     def uids(self) -> tuple[int, ...]:
         return tuple(sequence.uid for sequence in self.sequences)
 

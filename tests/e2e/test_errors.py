@@ -117,10 +117,11 @@ def test_a_grpc_error_has_its_code(server: Server) -> None:
         assert "INVALID_ARGUMENT" in stream.receive().error
 
 
-def test_a_stream_without_its_text_says_what_is_missing(null_server: Server) -> None:
+@pytest.mark.parametrize("timeout_us", [None, 8000, 60000])
+def test_a_stream_without_its_text_says_what_is_missing(null_server: Server, timeout_us: int | None) -> None:
     with GrpcStream(null_server) as stream:
         tensors = batched(text_input="x", stream=True, max_tokens=1000, return_finish_reason=True)
-        stream.send(tensors, outputs=[grpcclient.InferRequestedOutput("finish_reason")])
+        stream.send(tensors, outputs=[grpcclient.InferRequestedOutput("finish_reason")], timeout=timeout_us)
         last = list(stream.answers())[-1]
     assert "text_output" in last.error
 

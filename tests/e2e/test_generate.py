@@ -183,8 +183,14 @@ def test_many_at_once_answer_as_one_at_a_time(server: Server) -> None:
 def test_a_deadline_ends_a_stream_with_an_error(server: Server) -> None:
     tensors = batched(text_input="Tell me", max_tokens=4000, stream=True, ignore_eos=True)
     chunks = list(server.stream(tensors, timeout=300_000))
-    assert chunks[-1].error
+    assert "timeout" in chunks[-1].error
     assert "".join(chunk.text for chunk in chunks)
+
+
+def test_a_deadline_may_come_with_the_first_token(null_server: Server) -> None:
+    for timeout_us in range(1000, 21000, 1000):
+        tensors = batched(text_input="x", max_tokens=4000, stream=True)
+        assert "timeout" in list(null_server.stream(tensors, timeout=timeout_us))[-1].error
 
 
 def test_bytes_that_are_no_text(server: Server) -> None:

@@ -107,6 +107,7 @@ def test_a_bare_final_flag_is_no_chunk() -> None:
     [
         (400, "in ensemble 'ensemble', max_tokens is 0; allowed: 1 or more", errors.InvalidRequest),
         (400, "in ensemble 'ensemble', request was cancelled", errors.Cancelled),
+        (400, "in ensemble 'ensemble', the request was cancelled: its timeout has passed", errors.TimedOut),
         (400, "the engine is not running at the moment; try again in a few seconds", errors.Unavailable),
         (404, "unknown model", errors.InvalidRequest),
         (404, "Request for unknown model: 'ensemble' has no available versions", errors.Unavailable),

@@ -36,10 +36,11 @@ class FakeEngine:
         on_down: Callable[[str], None],
         on_up: Callable[[Welcome], None],
         on_confirmed: Callable[..., None],
+        on_lost: Callable[[list[int]], None],
     ) -> None:
         self.confirmations = Confirmations()
         self.on_outputs, self.on_rejected, self.on_down = on_outputs, on_rejected, on_down
-        self._on_up, self._on_confirmed = on_up, on_confirmed
+        self._on_up, self._on_confirmed, self.on_lost = on_up, on_confirmed, on_lost
         self.requests: list[Request] = []
         self.aborted: list[tuple[int, FinishReason]] = []
         self.dead = False

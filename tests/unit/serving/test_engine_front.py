@@ -15,6 +15,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.messages import CANCELLED, Rejected, SequenceDetail, TokenLogprobs
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.serving.engine_front import EngineFront
+from minisgl_backend.serving.responder import LATE, NO_TEXT
 from minisgl_backend.serving.turns import CONFIRM_S
 from minisgl_backend.serving.wire import OutputOptions, Spec
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -44,12 +45,13 @@ def ask(
     stream: bool = True,
     include: bool = False,
     wanted: Sequence[str] = (),
+    deadline: float | None = None,
     **params: Any,
 ) -> tuple[Recorder, int]:
     """`wanted`: fields of OutputOptions that are set."""
     sender = Recorder()
     options = OutputOptions(stream=stream, include_stop_string=include, **dict.fromkeys(wanted, True))
-    spec = Spec(params=SamplingParams(**params), options=options)
+    spec = Spec(params=SamplingParams(**params), options=options, deadline=deadline)
     front.submit(sender, np.array([1, 2, 3], dtype=np.int32), spec, confirmed=confirmed)
     return sender, front.client.requests[-1].uid if front.client.requests else 0
 
@@ -213,6 +215,27 @@ def test_failures_end_a_request_once(front: EngineFront) -> None:
     assert front.num_streams == 0
 
 
+def test_a_request_that_ends_before_its_first_chunk_is_confirmed(front: EngineFront) -> None:
+    cancelled = int(FinishReason.CANCELLED)
+    late, uid = ask(front, deadline=time.monotonic())
+    front.client.give((uid, 65, 0))
+    late.wait_chunks(1)
+    front.client.give((uid, -1, cancelled))
+    assert not late.ended, "an error behind a chunk that is dropped would be dropped too"
+    front.client.confirm(uid, 1)
+    late.wait_end()
+    assert late.error == ("CANCELLED", LATE)
+    assert late.chunks[-1].forget == (uid,)
+    unread, uid = ask(front)
+    front.client.give((uid, 65, 0))
+    unread.wait_chunks(1)
+    front.client.give((uid, -1, cancelled))
+    front.client.on_lost([uid])
+    unread.wait_end()
+    assert unread.error == ("INVALID_ARG", NO_TEXT)
+    assert len(unread.chunks) == 1, "nobody would read another"
+
+
 def test_one_failed_sequence_ends_its_siblings(front: EngineFront) -> None:
     sender, uid = ask(front, n=2)
     front.client.give((uid, -1, int(FinishReason.CANCELLED)))
@@ -285,18 +308,6 @@ def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
         gone = front.client.confirmations.expire(time.monotonic())
     assert gone == [uid]
     front.close()
-
-
-def test_a_stream_of_which_the_detokenizer_saw_nothing_ends_past_it(front: EngineFront) -> None:
-    sender, uid = ask(front)
-    front.client.give((uid, 1, 0))
-    sender.wait_chunks(1)
-    front.client.give((uid, -1, int(FinishReason.CANCELLED)))
-    sender.wait_end()
-    assert sender.error is not None
-    assert sender.error[0] == "INVALID_ARG"
-    assert "text_output" in sender.error[1]
-    assert len(sender.chunks) == 1
 
 
 def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> None:
