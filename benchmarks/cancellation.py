@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import select
 import selectors
 import socket
 import sys
@@ -48,7 +49,7 @@ class CoreWatch:
 
     def __init__(self, socket_dir: Path) -> None:
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._channel = FrontChannel(self._context, socket_dir, WATCHER)
+        self._channel = FrontChannel(self._context, socket_dir)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, daemon=True)
         self.seen: list[tuple[float, Stats]] = []  # time.monotonic() seconds, growing
@@ -68,7 +69,7 @@ class CoreWatch:
     def _run(self) -> None:
         while not self._stopping.is_set():
             self._channel.send(GetStats(front=WATCHER))
-            if self._channel.events.poll(1000):
+            if select.select([self._channel], [], [], 1.0)[0]:
                 now = time.monotonic()
                 self.seen += [(now, event) for event in self._channel.receive() if isinstance(event, Stats)]
             time.sleep(0.001)

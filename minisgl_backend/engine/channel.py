@@ -1,9 +1,9 @@
-"""The sockets between fronts and engine core: zmq over ipc in a directory that only the user may enter.
+"""The sockets between fronts and engine core, in a directory that only the user may enter.
 
 Knows nothing of what the messages mean, beyond how step records merge.
 
-    core      ROUTER `core` (events out, Hello in)    PULL `commands`
-    front     DEALER -> `core`                        PUSH -> `commands`
+    core      listens at `events` (events out, Hello in; engine.frames)    zmq PULL `commands`
+    front     connects to `events`                                         zmq PUSH -> `commands`
 
 What the detokenizer tells fronts is in `engine.handled`.
 """
@@ -14,11 +14,12 @@ import contextlib
 import getpass
 import hashlib
 import os
+import socket
 import stat
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -26,13 +27,14 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
+from minisgl_backend.engine.frames import FrameSocket
 from minisgl_backend.engine.messages import Command, Event, Hello, Outputs
 from minisgl_backend.errors import ConfigError, EngineDeadError
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
-CORE_SOCKET = "core"
-EVENT_QUEUE = 64  # records that may wait in one front's socket before they merge in the core
+EVENTS, COMMANDS = "events", "commands"
 COMMAND_QUEUE = 16384
+MAX_UNGREETED = 64  # connections that wait for the core to accept them
 
 Entries = slice | npt.NDArray[np.intp]  # places in parallel arrays; a slice stands for all
 ALL = slice(None)
@@ -121,14 +123,6 @@ def split_by_front(uids: npt.NDArray[np.int64]) -> list[tuple[int, Entries]]:
     return [(int(front), np.flatnonzero(fronts == front)) for front in np.unique(fronts)]
 
 
-@dataclass(slots=True)
-class _Backlog:
-    """What a front has not taken yet, in order."""
-
-    head: bytes = b""  # encoded once, however often it is tried
-    events: list[Event] = field(default_factory=list)
-
-
 def _take_first(events: list[Event]) -> Event:
     """Removes the first event, merged with the Outputs that follow it where it is one."""
     count = 1
@@ -144,24 +138,22 @@ class CoreChannel:
 
     def __init__(self, socket_dir: Path) -> None:
         self._context = zmq.Context(io_threads=1)
-        self._events: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
-        self._events.setsockopt(zmq.ROUTER_MANDATORY, 1)
-        self._events.setsockopt(zmq.SNDHWM, EVENT_QUEUE)
         self._commands: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._commands.setsockopt(zmq.RCVHWM, COMMAND_QUEUE)
-        for socket, name in ((self._events, CORE_SOCKET), (self._commands, "commands")):
-            socket.setsockopt(zmq.LINGER, 200)
-            path = socket_path(socket_dir, name)
-            with contextlib.suppress(FileNotFoundError):
-                path.unlink()  # of a core that was killed
-            socket.bind(f"ipc://{path}")
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        # Fronts that reach the second take the first for granted.
+        self._listener.bind(str(_unbound(socket_path(socket_dir, EVENTS))))
+        self._listener.listen(MAX_UNGREETED)
+        self._commands.bind(f"ipc://{_unbound(socket_path(socket_dir, COMMANDS))}")
         self._poller = zmq.Poller()
-        self._poller.register(self._events, zmq.POLLIN)
-        self._poller.register(self._commands, zmq.POLLIN)
+        for source in (self._commands, self._listener.fileno()):
+            self._poller.register(source, zmq.POLLIN)
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
-        self._identities: dict[int, bytes] = {}
-        self._backlog: dict[int, _Backlog] = {}
+        self._connections: dict[int, FrameSocket] = {}  # by file descriptor
+        self._fronts: dict[int, FrameSocket] = {}  # those of them that said Hello, by front
+        self._backlog: dict[int, list[Event]] = {}  # what a front has not taken yet, in order
         self._lost: list[int] = []
         self.num_malformed = 0
 
@@ -173,19 +165,53 @@ class CoreChannel:
         if self._backlog:
             timeout_ms = 1 if timeout_ms < 0 else min(timeout_ms, 1)
         commands: list[Command] = []
-        ready = dict(self._poller.poll(timeout_ms))
-        if self._events in ready:
-            while (frames := _receive(self._events)) is not None:
-                self._greet(frames, commands)
-        if self._commands in ready:
-            while (frames := _receive(self._commands)) is not None:
-                self._decode(frames[-1], commands)
+        for source, _ in self._poller.poll(timeout_ms):
+            if source is self._commands:
+                self._receive_commands(commands)
+            elif source in self._connections:
+                self._hear(self._connections[source], commands)
+            else:
+                self._accept()
         return commands
 
-    def _greet(self, frames: list[bytes], commands: list[Command]) -> None:
-        if self._decode(frames[-1], commands) and isinstance(hello := commands[-1], Hello):
-            self._identities[hello.front] = frames[0]
-            self._backlog.pop(hello.front, None)
+    def _receive_commands(self, commands: list[Command]) -> None:
+        while True:
+            try:
+                payload = self._commands.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._decode(payload, commands)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it left before its turn came
+            connection = FrameSocket(self._listener.accept()[0])
+            self._connections[connection.fileno()] = connection
+            self._poller.register(connection.fileno(), zmq.POLLIN)
+
+    def _hear(self, connection: FrameSocket, commands: list[Command]) -> None:
+        for payload in connection.receive():
+            if self._decode(payload, commands) and isinstance(hello := commands[-1], Hello):
+                self._attach(hello.front, connection)
+        if connection.ended:
+            self._drop(connection)
+
+    def _attach(self, front: int, connection: FrameSocket) -> None:
+        earlier = self._fronts.pop(front, connection)
+        if earlier is not connection:
+            self._drop(earlier)
+        self._fronts[front] = connection
+        self._backlog.pop(front, None)
+        if front in self._lost:
+            self._lost.remove(front)
+
+    def _drop(self, connection: FrameSocket) -> None:
+        del self._connections[connection.fileno()]
+        self._poller.unregister(connection.fileno())
+        connection.close()
+        for front in [front for front, one in self._fronts.items() if one is connection]:
+            del self._fronts[front]
+            self._backlog.pop(front, None)
+            self._lost.append(front)
 
     def _decode(self, payload: bytes, commands: list[Command]) -> bool:
         try:
@@ -196,9 +222,13 @@ class CoreChannel:
             return False
 
     def send(self, front: int, event: Event) -> None:
-        """Sends to one front, in order; what it cannot take now waits, and neighbouring Outputs merge."""
-        self._backlog.setdefault(front, _Backlog()).events.append(event)
-        self._flush(front)
+        """Sends to one front, in order; what it cannot take now waits, and neighbouring Outputs merge.
+
+        What nobody is attached for is dropped.
+        """
+        if front in self._fronts:
+            self._backlog.setdefault(front, []).append(event)
+            self._flush(front)
 
     def flush(self) -> None:
         """Tries again to send what waits."""
@@ -206,24 +236,15 @@ class CoreChannel:
             self._flush(front)
 
     def _flush(self, front: int) -> None:
-        backlog = self._backlog[front]
+        connection, events = self._fronts[front], self._backlog[front]
         try:
-            identity = self._identities[front]
-            while backlog.head or backlog.events:
-                if not backlog.head:
-                    backlog.head = self._encoder.encode(_take_first(backlog.events))
-                self._events.send_multipart((identity, backlog.head), zmq.DONTWAIT)
-                backlog.head = b""
-        except zmq.Again:
-            return
-        except KeyError:
-            pass  # it has never said Hello, or is gone
-        except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
-                raise
-            del self._identities[front]
-            self._lost.append(front)
-        del self._backlog[front]
+            while connection.flush():
+                if not events:
+                    del self._backlog[front]
+                    return
+                connection.send(self._encoder.encode(_take_first(events)))
+        except OSError:
+            self._drop(connection)
 
     def take_lost(self) -> list[int]:
         """Fronts whose connection was found broken since the last call."""
@@ -232,15 +253,17 @@ class CoreChannel:
 
     def is_attached(self, front: int) -> bool:
         """True from a front's Hello until its connection is found broken."""
-        return front in self._identities
+        return front in self._fronts
 
     @property
     def has_backlog(self) -> bool:
         return bool(self._backlog)
 
     def close(self) -> None:
-        self._events.close()
-        self._commands.close()
+        for connection in self._connections.values():
+            connection.close()
+        self._listener.close()
+        self._commands.close(linger=0)
         self._context.term()
 
 
@@ -250,29 +273,31 @@ class FrontChannel:
     `send` may be called from any thread; everything else belongs to the receive thread.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket_dir: Path, front: int) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket_dir: Path) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
         self._lock = threading.Lock()
+        self._socket_dir = socket_dir
+        self._events = FrameSocket(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
         self._commands: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._commands.setsockopt(zmq.SNDHWM, COMMAND_QUEUE)
-        self.events: zmq.Socket[bytes] = context.socket(zmq.DEALER)
-        self.events.setsockopt(zmq.RCVHWM, EVENT_QUEUE)
-        self.events.setsockopt(zmq.ROUTING_ID, b"f" + front.to_bytes(2, "big") + os.urandom(8))
-        self.monitor = self.events.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        for socket, name in ((self._commands, "commands"), (self.events, CORE_SOCKET)):
-            socket.setsockopt(zmq.LINGER, 0)
-            socket.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits in the socket for a core that is not there
-            socket.setsockopt(zmq.RECONNECT_IVL, 10)
-            socket.connect(f"ipc://{socket_path(socket_dir, name)}")
+        self._commands.setsockopt(zmq.LINGER, 0)
+        self._commands.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits in the socket for a core that is not there
+        self._commands.setsockopt(zmq.RECONNECT_IVL, 10)
+        self._commands.connect(f"ipc://{socket_path(socket_dir, COMMANDS)}")
 
     def greet(self, front: int, timeout_ms: int) -> bool:
         """Says Hello as soon as there is a core to hear it; False where none came in time."""
-        if not self.events.poll(timeout_ms, zmq.POLLOUT):
+        if not self._commands.poll(timeout_ms, zmq.POLLOUT):
             return False
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            self.events.send(self._encoder.encode(Hello(front=front, pid=os.getpid())), zmq.DONTWAIT)
-        except zmq.Again:
+            connection.connect(str(socket_path(self._socket_dir, EVENTS)))
+            self._events = FrameSocket(connection)
+            self._events.send(self._encoder.encode(Hello(front=front, pid=os.getpid())))
+        except OSError:  # it is about to end
+            connection.close()
+            time.sleep(timeout_ms / 1000)
             return False
         return True
 
@@ -285,12 +310,16 @@ class FrontChannel:
             except zmq.ZMQError as error:
                 raise EngineDeadError("the engine core takes no commands at the moment") from error
 
+    def fileno(self) -> int:
+        """For a poller: there is something to receive. After `greet`."""
+        return self._events.fileno()
+
     def receive(self) -> list[Event]:
         """All events that are here by now, neighbouring Outputs merged."""
         events: list[Event] = []
         run: list[Outputs] = []
-        while (frames := _receive(self.events)) is not None:
-            event = self._decoder.decode(frames[-1])
+        for payload in self._events.receive():
+            event = self._decoder.decode(payload)
             if isinstance(event, Outputs):
                 run.append(event)
                 continue
@@ -300,19 +329,21 @@ class FrontChannel:
             events.append(event)
         return [*events, merge_outputs(run)] if run else events
 
+    @property
+    def ended(self) -> bool:
+        """The core is gone, and all that it said before was received."""
+        return self._events.ended
+
     def close(self) -> None:
         with self._lock:
             self._commands.close()
-        self.events.disable_monitor()
-        self.monitor.close()
-        self.events.close()
+        self._events.close()
 
 
-def _receive(socket: zmq.Socket[bytes]) -> list[bytes] | None:
-    try:
-        return socket.recv_multipart(zmq.DONTWAIT)
-    except zmq.Again:
-        return None
+def _unbound(path: Path) -> Path:
+    """The path, free of what a core that was killed has left there."""
+    path.unlink(missing_ok=True)
+    return path
 
 
 def socket_path(socket_dir: Path, name: str) -> Path:

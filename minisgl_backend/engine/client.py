@@ -6,6 +6,7 @@ Knows nothing of Triton, texts or steps; it neither schedules nor computes.
 from __future__ import annotations
 
 import logging
+import select
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -193,7 +194,7 @@ class EngineClient:
         handled = HandledReceiver(self._socket_dir, self._front)
         try:
             while not self._closing:
-                channel = FrontChannel(self._context, self._socket_dir, self._front)
+                channel = FrontChannel(self._context, self._socket_dir)
                 try:
                     self._attend(channel, handled)
                 finally:
@@ -207,17 +208,16 @@ class EngineClient:
         while not channel.greet(self._front, CONNECT_WAIT_MS):
             if self._closing:
                 return
-        poller = zmq.Poller()
-        for socket in (channel.events, channel.monitor, handled.fileno()):
-            poller.register(socket, zmq.POLLIN)
+        poller = select.poll()
+        poller.register(channel, select.POLLIN)
+        poller.register(handled, select.POLLIN)
         while not self._closing:
             ready = dict(poller.poll(EXPIRE_WAIT_MS if self.confirmations.total_unconfirmed() else IDLE_WAIT_MS))
-            # What the core said before it died is read before its death is believed.
-            if channel.events in ready or channel.monitor in ready:
+            if channel.fileno() in ready:
                 for event in channel.receive():
                     self._dispatch(channel, event)
-            if channel.monitor in ready:
-                return
+                if channel.ended:
+                    return
             if handled.fileno() in ready:
                 self._confirm(*handled.receive())
             self._expire()

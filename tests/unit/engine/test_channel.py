@@ -74,7 +74,7 @@ def attach(core: CoreChannel, front: FrontChannel, index: int) -> None:
 
 
 def test_commands_and_events_arrive_in_order(core: CoreChannel, context: zmq.Context, tmp_path: Path) -> None:
-    front = FrontChannel(context, tmp_path, 2)
+    front = FrontChannel(context, tmp_path)
     attach(core, front, 2)
     requests = [make_request(uid_of(2, index), [1, 2, 3], max_tokens=5) for index in range(20)]
     for request in requests:
@@ -94,7 +94,7 @@ def test_commands_and_events_arrive_in_order(core: CoreChannel, context: zmq.Con
 def test_records_of_a_slow_front_merge_and_nothing_is_lost(
     core: CoreChannel, context: zmq.Context, tmp_path: Path
 ) -> None:
-    front = FrontChannel(context, tmp_path, 0)
+    front = FrontChannel(context, tmp_path)
     attach(core, front, 0)
     count, padding = 4000, 200
     for step in range(count):
@@ -131,7 +131,7 @@ def test_records_of_a_slow_front_merge_and_nothing_is_lost(
 def test_a_front_that_is_gone_is_noticed_and_does_not_disturb_others(
     core: CoreChannel, context: zmq.Context, tmp_path: Path
 ) -> None:
-    staying, leaving = FrontChannel(context, tmp_path, 0), FrontChannel(context, tmp_path, 1)
+    staying, leaving = FrontChannel(context, tmp_path), FrontChannel(context, tmp_path)
     attach(core, staying, 0)
     attach(core, leaving, 1)
     leaving.close()
@@ -153,12 +153,28 @@ def test_a_front_that_is_gone_is_noticed_and_does_not_disturb_others(
     staying.close()
 
 
+def test_a_front_that_comes_again_takes_the_place_of_its_earlier_connection(
+    core: CoreChannel, context: zmq.Context, tmp_path: Path
+) -> None:
+    earlier, later = FrontChannel(context, tmp_path), FrontChannel(context, tmp_path)
+    attach(core, earlier, 3)
+    attach(core, later, 3)
+    wait_for(lambda: earlier.receive() == [] and earlier.ended)
+    earlier.close()
+    core.send(3, outputs((1, 1, 0)))
+    assert later.receive() == [outputs((1, 1, 0))]
+    assert core.receive(0) == []
+    assert core.is_attached(3)
+    assert core.take_lost() == [], "its sequences are those of the later one"
+    later.close()
+
+
 def test_a_front_learns_of_the_end_of_the_core(context: zmq.Context, tmp_path: Path) -> None:
     core = CoreChannel(tmp_path)
-    front = FrontChannel(context, tmp_path, 0)
+    front = FrontChannel(context, tmp_path)
     attach(core, front, 0)
     core.close()
-    assert front.monitor.poll(5000)
+    wait_for(lambda: front.receive() == [] and front.ended)
 
     def refused() -> bool:
         try:
@@ -206,7 +222,7 @@ def test_the_directory_is_private_and_shared_by_one_server(tmp_path: Path, monke
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
     stale = base / f"minisgl-{os.getuid()}-{2**22 + 12345}-abc"
     stale.mkdir()
-    (stale / "core").touch()
+    (stale / "events").touch()
     directory = socket_directory(tmp_path / "repository")
     assert directory.stat().st_mode & 0o777 == 0o700
     assert directory == socket_directory(tmp_path / "x" / ".." / "repository", os.getppid())
