@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -24,9 +25,11 @@ from minisgl_backend.serving.engine_front import EngineFront
 
 REPORT_EVERY_S = 0.25
 LATENCIES_EVERY = 4  # reports: histograms have many values that change
-# Between two values: each is a round trip into the server that holds this process's interpreter, and the engine's
-# figures arrive together with a step's tokens, whose responses must not queue behind all of them.
+# Before each value, which is a round trip into the server that holds this process's interpreter: the engine's figures
+# arrive together with a step's tokens, and the responses of these must not queue behind them.
 PAUSE_S = 0.002
+QUIET_S = 0.003  # since the last response: the step's tokens are out
+MOST_PAUSES = 4  # where streams never pause
 
 Pause = Callable[[], object]
 
@@ -82,8 +85,10 @@ class MetricsReporter:
         self._families: dict[str, Any] = {}
         self._stopping = threading.Event()
 
-        def pause() -> object:
-            return self._stopping.wait(PAUSE_S)
+        def pause() -> None:
+            for _ in range(MOST_PAUSES):
+                if self._stopping.wait(PAUSE_S) or time.monotonic() - front.responder.last_sent > QUIET_S:
+                    return
 
         self._engine = _EngineMetrics(self._families, pause) if is_leader else None
         latency = front.latency
