@@ -10,7 +10,6 @@ from __future__ import annotations
 import array
 import contextlib
 import socket
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -67,13 +66,16 @@ class HandledReceiver:
 class _Untold:
     """What one front has to hear, in order."""
 
-    uids: list[int] = field(default_factory=list)
-    numbers: list[int] = field(default_factory=list)
+    uids: array.array[int] = field(default_factory=lambda: array.array("q"))
+    numbers: array.array[int] = field(default_factory=lambda: array.array("i"))
     found_at: float = 0.0
 
 
 class HandledSender:
-    """The detokenizer's side: tells each front what has been handled. Never blocks; used by one thread."""
+    """The detokenizer's side: notes what was handled for each front (the upper bits of a uid), and tells it when asked.
+
+    Never blocks; used by one thread.
+    """
 
     def __init__(self, socket_dir: Path) -> None:
         self._socket_dir = socket_dir
@@ -83,40 +85,42 @@ class HandledSender:
         self._paths: dict[int, str] = {}  # by front
         self._untold: dict[int, _Untold] = {}
 
-    def send(self, uids: Sequence[int], sequence_numbers: Sequence[int], found_at: float = 0.0) -> None:
-        """Splits the pairs by front (the upper bits of the uid) and sends one Handled to each front.
+    def __len__(self) -> int:
+        """Pairs that the fronts have still to hear."""
+        return sum(len(untold.uids) for untold in self._untold.values())
 
-        `found_at`: when those of number -1 were seen cancelled, time.monotonic() seconds.
+    def note(self, uid: int, number: int) -> None:
+        """The stream's chunk of this number was handled."""
+        front = front_of(uid)
+        untold = self._untold.get(front)
+        if untold is None:
+            untold = self._untold[front] = _Untold()
+        untold.uids.append(uid)
+        untold.numbers.append(number)
 
-        What a front has no room for now goes with the next send to it, the oldest dropped beyond MOST_UNTOLD pairs:
+    def note_gone(self, uid: int, found_at: float) -> None:
+        """The stream's client was found gone, at this time.monotonic() second."""
+        self.note(uid, CANCELLED)
+        untold = self._untold[front_of(uid)]
+        untold.found_at = untold.found_at or found_at
+
+    def tell(self) -> bool:
+        """Sends one Handled to each front that has something to hear; True where all went out.
+
+        What a front has no room for now goes with the next one to it, the oldest dropped beyond MOST_UNTOLD pairs:
         later confirmations say the same and more. What a front that is gone should hear is dropped.
         """
-        for uid, number in zip(uids, sequence_numbers, strict=True):
-            front = front_of(uid)
-            untold = self._untold.get(front)
-            if untold is None:
-                untold = self._untold[front] = _Untold()
-            untold.uids.append(uid)
-            untold.numbers.append(number)
-            if number == CANCELLED and not untold.found_at:
-                untold.found_at = found_at
         for front, untold in tuple(self._untold.items()):
-            if self._tell(front, untold):
+            if self._send(front, untold):
                 del self._untold[front]
             else:
                 del untold.uids[:-MOST_UNTOLD], untold.numbers[:-MOST_UNTOLD]
+        return not self._untold
 
-    @property
-    def has_untold(self) -> bool:
-        """Whether a front has still to hear something of what was sent."""
-        return bool(self._untold)
-
-    def _tell(self, front: int, untold: _Untold) -> bool:
+    def _send(self, front: int, untold: _Untold) -> bool:
         """False where there was no room."""
         handled = Handled(
-            uids=array.array("q", untold.uids).tobytes(),
-            sequence_numbers=array.array("i", untold.numbers).tobytes(),
-            found_at=untold.found_at,
+            uids=untold.uids.tobytes(), sequence_numbers=untold.numbers.tobytes(), found_at=untold.found_at
         )
         path = self._paths.get(front)
         if path is None:

@@ -14,7 +14,6 @@ import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.engine.channel import socket_directory
 from minisgl_backend.engine.handled import HandledSender
-from minisgl_backend.engine.messages import CANCELLED
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.serving.answers import AnswerEncoder, StreamError
 from minisgl_backend.serving.client_checks import ClientChecks
@@ -45,20 +44,13 @@ class TritonPythonModel:
         self._checks = checks
         self._handled = handled
         self._codec = Codec()
-        # Not yet told to the fronts: stream and chunk number of what was handled, or CANCELLED.
-        self._uids: list[int] = []
-        self._numbers: list[int] = []
         self._must_tell = False
-        self._found_at = 0.0  # when the last client was found gone, time.monotonic() seconds
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """One response a request; then tells the fronts what was handled and who has left, where that is due."""
         responses = [self._answer(request) for request in requests]
         if self._must_tell:
-            self._handled.send(self._uids, self._numbers, self._found_at)
-            self._uids.clear()
-            self._numbers.clear()
-            self._must_tell = self._handled.has_untold
+            self._must_tell = not self._handled.tell()
         return responses
 
     def finalize(self) -> None:
@@ -68,9 +60,8 @@ class TritonPythonModel:
         tensor = pb_utils.get_input_tensor_by_name(request, "chunk")
         try:
             chunk = self._codec.chunk(tensor.as_numpy())
-            self._uids.append(chunk.uid)
-            self._numbers.append(chunk.number)
-            self._must_tell |= chunk.confirm or len(self._uids) >= TELL_AT
+            self._handled.note(chunk.uid, chunk.number)
+            self._must_tell |= chunk.confirm or len(self._handled) >= TELL_AT
             self._look_for_client(request, chunk)
             text = self._answers.encode(chunk)
         except StreamError as error:
@@ -90,9 +81,7 @@ class TritonPythonModel:
         ended = time.monotonic()
         self._checks.note(chunk.uid, now, ended, gone=gone)
         if gone:
-            self._found_at = ended
-            self._uids.append(chunk.uid)
-            self._numbers.append(CANCELLED)
+            self._handled.note_gone(chunk.uid, ended)
             self._must_tell = True
 
 

@@ -5,6 +5,8 @@ Knows nothing of Triton; each is packed with msgspec into one UINT8 tensor.
 
 from __future__ import annotations
 
+from typing import Annotated
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -64,8 +66,9 @@ class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What one response of a stream needs to become text. Chunks of one uid arrive in order, numbered from 1."""
 
-    uid: int  # of the sequence (of the first one where an answer holds several)
-    number: int
+    # Bounds as of what confirms them.
+    uid: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # of the sequence, the first one where there are several
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
     confirm: bool = True  # False: with a later one, so that few chunks cost a message to the front
     parts: tuple[Part, ...] = ()
     options: TextOptions | None = None  # with number 1

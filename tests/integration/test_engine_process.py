@@ -134,7 +134,8 @@ def test_streams_that_the_detokenizer_does_not_confirm_are_cancelled(make_front:
                 front.client.confirmations.on_sent(uid, sent[uid], time.monotonic())
                 sent[uid] += 1
                 if uid == read or sent[uid] <= 5:  # the client of `left` goes after five responses
-                    sender.send([uid], [sent[uid] - 1])
+                    sender.note(uid, sent[uid] - 1)
+                    sender.tell()
         time.sleep(0.001)
     assert front.reasons == {left: FinishReason.CANCELLED}
     front.client.confirmations.clear()

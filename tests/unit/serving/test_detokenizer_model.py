@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from minisgl_backend.engine.handled import HandledReceiver, HandledSender
 from minisgl_backend.engine.messages import CANCELLED
 from minisgl_backend.serving.answers import AnswerEncoder
 from minisgl_backend.serving.client_checks import ClientChecks
@@ -18,21 +20,9 @@ from minisgl_backend.serving.wire import Chunk, Codec, Part, TextOptions
 from minisgl_backend.text.vocabulary import Vocabulary
 
 
-class Told:
-    """Looks like a HandledSender."""
-
-    has_untold = False
-
-    def __init__(self) -> None:
-        self.messages: list[list[tuple[int, int]]] = []
-
-    def send(self, uids: Sequence[int], numbers: Sequence[int], found_at: float) -> None:
-        self.messages.append(list(zip(uids, numbers, strict=True)))
-
-
 @pytest.fixture
-def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """A detokenizer model whose messages are in `told.messages`."""
+def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    """A detokenizer model whose front listens at `front`."""
     backend = ModuleType("triton_python_backend_utils")
     backend.__dict__.update(
         Tensor=lambda name, array: (name, array),
@@ -45,9 +35,11 @@ def model(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
     made = importlib.import_module(name).TritonPythonModel()
     vocabulary = Vocabulary(lambda ids, skip: "x" * len(ids), [b"x"], frozenset(), byte_exact=True)
-    made.start(AnswerEncoder(vocabulary), ClientChecks(), made_told := Told())
-    made.told = made_told
+    made.front = HandledReceiver(tmp_path, 0)
+    made.start(AnswerEncoder(vocabulary), ClientChecks(), HandledSender(tmp_path))
     yield made
+    made.finalize()
+    made.front.close()
     sys.modules.pop(name)
 
 
@@ -62,28 +54,42 @@ def chunk(uid: int, number: int, *, confirm: bool) -> Chunk:
     return Chunk(uid=uid, number=number, confirm=confirm, parts=(part,), options=options)
 
 
+def told(model: Any) -> list[tuple[int, int]]:
+    """What the front has heard since the last call."""
+    uids, numbers, _ = model.front.receive()
+    return list(zip(uids.tolist(), numbers.tolist(), strict=True))
+
+
 def test_what_need_not_be_confirmed_by_itself_is_told_with_what_must(model: Any) -> None:
     for uid in (1, 2):
         assert model.execute([request(chunk(uid, 1, confirm=False))])[0].error is None
-    assert model.told.messages == []
+    assert told(model) == []
     model.execute([request(chunk(3, 1, confirm=True))])
+    assert told(model) == [(1, 1), (2, 1), (3, 1)]
     model.execute([request(chunk(3, 2, confirm=True))])
-    assert model.told.messages == [[(1, 1), (2, 1), (3, 1)], [(3, 2)]]
+    assert told(model) == [(3, 2)]
 
 
 def test_what_nobody_confirms_does_not_pile_up(model: Any) -> None:
     for uid in range(1000):
         model.execute([request(chunk(uid, 1, confirm=False))])
-    assert [len(message) for message in model.told.messages] == [256, 256, 256]
+    assert len(told(model)) == 3 * 256
 
 
 def test_a_probe_is_told_at_once_with_all_before(model: Any) -> None:
     model.execute([request(chunk(1, 1, confirm=False))])
     model.execute([request(Chunk(uid=9, number=4))])
-    assert model.told.messages == [[(1, 1), (9, 4)]]
+    assert told(model) == [(1, 1), (9, 4)]
+
+
+@pytest.mark.parametrize(("uid", "number"), [(2**63, 1), (-1, 1), (1, 2**31), (1, -1)])
+def test_a_chunk_that_no_front_has_sent_is_refused_and_leaves_nothing(model: Any, uid: int, number: int) -> None:
+    assert model.execute([request(Chunk(uid=uid, number=number))])[0].error is not None
+    assert model.execute([request(chunk(1, 1, confirm=True))])[0].error is None
+    assert told(model) == [(1, 1)]
 
 
 def test_that_a_client_has_left_is_told_at_once(model: Any) -> None:
     model.execute([request(chunk(1, 1, confirm=False))])
     model.execute([request(chunk(1, 2, confirm=False), is_cancelled=lambda: True)])
-    assert model.told.messages == [[(1, 1), (1, 2), (1, CANCELLED)]]
+    assert told(model) == [(1, 1), (1, 2), (1, CANCELLED)]
