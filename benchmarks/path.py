@@ -26,10 +26,12 @@ from threading import Event
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from tritonclient.grpc import service_pb2
 
 from benchmarks.path_answers import Answer, NullAnswers, Question
 from benchmarks.path_client import run_exchanges
+from benchmarks.steal_watch import StealWatch
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.serving.engine_settings import read_engine_config
 from minisgl_backend.serving.processes import descendants, process_table
@@ -126,11 +128,12 @@ def _parse_arguments() -> argparse.Namespace:
 def _run(load: Load, answers: NullAnswers, target: Target) -> dict[str, Any]:
     questions = load.questions(answers, "Stream")
     requests = [[_request(question) for question in stream] for stream in questions]
-    before, stolen_before = _cpu_seconds(target.pid), _stolen_ticks()
-    exchanges = run_exchanges(
-        HOST, target.port, requests, connections=min(target.connections, load.streams), give_up_s=GIVE_UP_SECONDS
-    )
-    after, stolen_after = _cpu_seconds(target.pid), _stolen_ticks()
+    before = _cpu_seconds(target.pid)
+    with StealWatch() as steal:
+        exchanges = run_exchanges(
+            HOST, target.port, requests, connections=min(target.connections, load.streams), give_up_s=GIVE_UP_SECONDS
+        )
+    after = _cpu_seconds(target.pid)
     flat = [question for stream in questions for question in stream]
     asked = list(zip(flat, exchanges, strict=True))
     emissions = np.fromfile(target.step_log, dtype="<f8")
@@ -142,12 +145,12 @@ def _run(load: Load, answers: NullAnswers, target: Target) -> dict[str, Any]:
     ended = max(exchange.done for exchange in exchanges)
     tokens = sum(answer.num_tokens for answer in checked)
     cpu = {name: after[name] - before.get(name, 0.0) for name in after}
-    stolen, total = (new - old for old, new in zip(stolen_before, stolen_after, strict=True))
     return {
         **_figures(checked, ended - started),
         "wrong_streams": len(wrong),
         **_costs(cpu, tokens, checked),
-        "stolen_percent": round(100 * stolen / max(1, total), 1),
+        "stolen_percent": round(steal.percent, 1),
+        "undisturbed": _undisturbed(checked, steal),
     }
 
 
@@ -159,16 +162,27 @@ def _figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         "tokens_per_s": round(tokens / seconds, 1),
         "responses_per_s": round(responses / seconds, 1),
         "tokens_per_response": round(tokens / max(1, responses), 3),
-        "added_latency_ms": {
-            f"p{percent}": round(float(np.percentile(delays, percent)), 2) if len(delays) else None
-            for percent in (50, 99)
-        },
+        "added_latency_ms": _percentiles(delays),
         "first_token_ms": {
             f"p{percent}": round(float(np.percentile([a.first_token_s * 1e3 for a in answers], percent)), 2)
             for percent in (50, 99)
         },
         "seconds": round(seconds, 2),
         "tokens": tokens,
+    }
+
+
+def _undisturbed(answers: Sequence[Answer], steal: StealWatch) -> dict[str, Any]:
+    """The added latency of tokens made in half seconds in which the hypervisor took nothing, and their share."""
+    kept = [answer.delays[steal.undisturbed(answer.emitted)] for answer in answers]
+    delays = np.concatenate(kept) * 1e3
+    total = sum(len(answer.delays) for answer in answers)
+    return {"added_latency_ms": _percentiles(delays), "share": round(len(delays) / max(1, total), 2)}
+
+
+def _percentiles(values: npt.NDArray[np.float64]) -> dict[str, float | None]:
+    return {
+        f"p{percent}": round(float(np.percentile(values, percent)), 2) if len(values) else None for percent in (50, 99)
     }
 
 
@@ -251,12 +265,6 @@ def _cpu_seconds(server: int) -> dict[str, float]:
         name = _part_of(pid, server, command)
         ticks[name] = ticks.get(name, 0) + int(fields[11]) + int(fields[12])
     return {name: count / os.sysconf("SC_CLK_TCK") for name, count in ticks.items()}
-
-
-def _stolen_ticks() -> tuple[int, int]:
-    """Of all processors' time, what a hypervisor gave to others, and the whole; since boot."""
-    values = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
-    return values[7], sum(values)
 
 
 def _part_of(pid: int, server: int, command: str) -> str:

@@ -31,6 +31,7 @@ class Answer:
     num_responses: int = 0
     first_token_s: float = 0.0  # from the sending of the request
     delays: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # [num_tokens] seconds
+    emitted: npt.NDArray[np.float64] = field(default_factory=lambda: np.zeros(0))  # [num_tokens] time.monotonic()
 
 
 class NullAnswers:
@@ -91,7 +92,9 @@ class Question:
             self._check_usage(outputs, ends, answer)
         answer.first_token_s = data[0][0] - exchange.sent
         if "first_token_time_ns" in outputs[-1]:
-            answer.delays = _delays([moment for moment, _ in data], ends, outputs[-1]["first_token_time_ns"], emissions)
+            arrivals = np.repeat([moment for moment, _ in data], np.diff(ends, prepend=0))
+            answer.emitted = _emitted(len(arrivals), outputs[-1]["first_token_time_ns"], emissions)
+            answer.delays = arrivals[: len(answer.emitted)] - answer.emitted
         else:
             answer.faults.append(f"{self.name}: the last response has no perf metrics")
         return answer
@@ -133,19 +136,15 @@ class Question:
             answer.faults.append(f"{self.name}: finish_reason is not length with the last response alone")
 
 
-def _delays(
-    moments: Sequence[float], ends: npt.NDArray[np.int64], first_token_ns: int, emissions: npt.NDArray[np.float64]
-) -> npt.NDArray[np.float64]:
-    """Seconds from when the core had each token to its arrival; float64 [num_tokens], fewer where emissions lack.
+def _emitted(num_tokens: int, first_token_ns: int, emissions: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+    """When the core had each token, time.monotonic() seconds; float64 [num_tokens], fewer where emissions lack.
 
     The core says when it had the first token, which is after the step that made it and before the next one. From there
     on every step makes one.
     """
-    arrivals = np.repeat(np.asarray(moments), np.diff(ends, prepend=0))
     first = first_token_ns / 1e9 - (time.time() - time.monotonic())
     step = int(np.searchsorted(emissions, first, side="right")) - 1
-    emitted = emissions[step : step + len(arrivals)]
-    return arrivals[: len(emitted)] - emitted
+    return emissions[step : step + num_tokens]
 
 
 _FORMATS = {"INT32": "<i", "INT64": "<q", "FP32": "<f"}
