@@ -4,8 +4,9 @@ Knows nothing of models' speed: it answers "what does the serving path carry, an
 
     python -m benchmarks.path [--json] [--streams 256] [--rate 400] [--seconds 8] [--fronts N] [-o OPTION=VALUE ...]
 
-docs/path.md explains the figures. With --json the last line is one JSON object. The exit code is 1 where a stream was
-wrong.
+docs/path.md explains the figures. With --json the last line is one JSON object. On a machine that is shared with others
+the load runs up to --attempts times; the report is that of the run of which the hypervisor took the least, whatever it
+shows, and lists all of them. The exit code is 1 where a stream was wrong in any of them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ USAGE_EVERY = 8  # every so many streams asks for usage counts and a finish reas
 LONGEST_ANSWER = 2000  # tokens of one request; a stream that lasts longer asks again
 WARM_UP_SECONDS = 1.0
 SHOWN_FAULTS = 5
+UNDISTURBED_PERCENT = 0.3  # of all processors' time: a run that lost no more need not be repeated
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def main() -> int:
             with _running_server(repository, options.server_argument, options.verbose) as (pid, port):
                 target = Target(pid, port, step_log, options.connections)
                 _run(Load(load.streams, load.rate, WARM_UP_SECONDS), answers, target)
-                report = _run(load, answers, target)
+                report = _least_disturbed(load, answers, target, options.attempts)
     except ConfigError as error:
         sys.exit(f"error: {error}")
     _show(report, options.json)
@@ -112,6 +114,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=400.0, help="tokens a second of each stream [%(default)s]")
     parser.add_argument("--seconds", type=float, default=8.0, help="how long a stream lasts [%(default)s]")
     parser.add_argument("--connections", type=int, default=4, help="TCP connections of the client [%(default)s]")
+    parser.add_argument("--attempts", type=int, default=5, help="runs while the machine is disturbed [%(default)s]")
     parser.add_argument("--fronts", type=int, default=0, help="engine front instances [as the repository says]")
     parser.add_argument("-o", "--option", action="append", default=[], metavar="OPTION=VALUE", help="of the engine")
     parser.add_argument(
@@ -120,9 +123,25 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--json", action="store_true", help="the report as one JSON object on the last line")
     parser.add_argument("--verbose", action="store_true", help="tritonserver's whole log")
     options = parser.parse_args()
-    if options.streams < 1 or options.rate <= 0 or options.seconds <= 0 or options.connections < 1:
-        parser.error("--streams, --rate, --seconds and --connections: allowed: above 0")
+    given = (options.streams, options.rate, options.seconds, options.connections, options.attempts)
+    if any(value <= 0 for value in given):
+        parser.error("--streams, --rate, --seconds, --connections and --attempts: allowed: above 0")
     return options
+
+
+def _least_disturbed(load: Load, answers: NullAnswers, target: Target, attempts: int) -> dict[str, Any]:
+    """The report of the run of which the hypervisor took the least, with the wrong streams of all of them."""
+    reports: list[dict[str, Any]] = []
+    while len(reports) < attempts:
+        reports.append(_run(load, answers, target))
+        if reports[-1]["stolen_percent"] <= UNDISTURBED_PERCENT:
+            break
+    listed = ("stolen_percent", "tokens_per_s", "tokens_per_response", "added_latency_ms", "wrong_streams")
+    return {
+        **min(reports, key=lambda report: float(report["stolen_percent"])),
+        "wrong_streams": sum(report["wrong_streams"] for report in reports),
+        "attempts": [{name: report[name] for name in listed} for report in reports],
+    }
 
 
 def _run(load: Load, answers: NullAnswers, target: Target) -> dict[str, Any]:
