@@ -221,6 +221,10 @@ def test_a_request_that_ends_before_its_first_chunk_is_confirmed(front: EngineFr
     front.client.give((uid, 65, 0))
     late.wait_chunks(1)
     front.client.give((uid, -1, cancelled))
+    front.client.new_uid()  # the next stream is of the same sender thread, and comes after what it has to do by now
+    other, other_uid = ask(front)
+    front.client.give((other_uid, 66, 0))
+    other.wait_chunks(1)
     assert not late.ended, "an error behind a chunk that is dropped would be dropped too"
     front.client.confirm(uid, 1)
     late.wait_end()
