@@ -182,10 +182,7 @@ def _figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
         "responses_per_s": round(responses / seconds, 1),
         "tokens_per_response": round(tokens / max(1, responses), 3),
         "added_latency_ms": _percentiles(delays),
-        "first_token_ms": {
-            f"p{percent}": round(float(np.percentile([a.first_token_s * 1e3 for a in answers], percent)), 2)
-            for percent in (50, 99)
-        },
+        "first_token_ms": _percentiles(np.array([answer.first_token_s * 1e3 for answer in answers])),
         "seconds": round(seconds, 2),
         "tokens": tokens,
     }

@@ -34,6 +34,7 @@ from minisgl_backend.errors import ConfigError, EngineDeadError
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 EVENTS, COMMANDS = "events", "commands"
 COMMAND_QUEUE = 16384
+RETRY_S = 0.01  # until the next try to reach a core that takes commands but no connection
 MAX_UNGREETED = 64  # connections that wait for the core to accept them
 
 Entries = slice | npt.NDArray[np.intp]  # places in parallel arrays; a slice stands for all
@@ -278,7 +279,8 @@ class FrontChannel:
         self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
         self._lock = threading.Lock()
         self._socket_dir = socket_dir
-        self._events = FrameSocket(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._events = FrameSocket(self._connection)
         self._commands: zmq.Socket[bytes] = context.socket(zmq.PUSH)
         self._commands.setsockopt(zmq.SNDHWM, COMMAND_QUEUE)
         self._commands.setsockopt(zmq.LINGER, 0)
@@ -290,15 +292,13 @@ class FrontChannel:
         """Says Hello as soon as there is a core to hear it; False where none came in time."""
         if not self._commands.poll(timeout_ms, zmq.POLLOUT):
             return False
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            connection.connect(str(socket_path(self._socket_dir, EVENTS)))
-            self._events = FrameSocket(connection)
-            self._events.send(self._encoder.encode(Hello(front=front, pid=os.getpid())))
+            self._connection.connect(str(socket_path(self._socket_dir, EVENTS)))
         except OSError:  # it is about to end
-            connection.close()
-            time.sleep(timeout_ms / 1000)
+            time.sleep(RETRY_S)
             return False
+        with contextlib.suppress(OSError):  # it has just ended, as `receive` will say
+            self._events.send(self._encoder.encode(Hello(front=front, pid=os.getpid())))
         return True
 
     def send(self, command: Command) -> None:

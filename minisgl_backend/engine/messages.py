@@ -4,7 +4,7 @@ Knows nothing of sockets or Triton. Nothing here is ever pickled.
 
     front -> core         Hello, Submit, Abort, GetStats            (Command)
     core  -> front        Welcome, Outputs, Rejected, Stats         (Event)
-    detokenizer -> front  Handled                                   (one message per execute call)
+    detokenizer -> front  Handled                                   (of one chunk or several)
     core -> its parent    StartReport                               (once, on a pipe)
 """
 
