@@ -6,7 +6,7 @@ only the step plans are made here, and what the sampler chose is overwritten by 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -208,6 +208,9 @@ class _TappedModel:
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         self.hidden = self._model(input_ids, positions, ctx)
         return self.hidden
+
+    def prepare(self, batch_sizes: Sequence[int]) -> None:
+        self._model.prepare(batch_sizes)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)

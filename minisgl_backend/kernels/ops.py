@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 
 import torch
 
@@ -36,6 +37,12 @@ class Ops(ABC):
         norm_weight [size_in]: RMSNorm of x with `eps` first. bias [size_out]. residual [num_tokens, size_out] is
         added to the result and may be overwritten. gated: weight holds gate rows, then as many up rows; the result is
         silu(gate) * up, [num_tokens, size_out / 2]; not together with bias or residual.
+        """
+
+    def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> None:  # noqa: B027  optional
+        """Chooses how `linear` does products of these weights, all of one shape, with so many rows; may measure it.
+
+        Called once before anything is captured, or not at all: `linear` needs it for speed only.
         """
 
     @abstractmethod

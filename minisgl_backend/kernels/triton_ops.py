@@ -1,15 +1,21 @@
 """`Ops` on a GPU: Triton-language kernels where they beat a chain of library calls, cuBLAS elsewhere.
 
-Knows nothing of models. Which product takes which way was measured on an H200 with benchmarks/kernels.py.
+Knows nothing of models. Which product takes which way was measured on an H200 with benchmarks/kernels.py; with which
+algorithm cuBLAS does it is measured at start, for the row counts of decode steps.
 """
 
 from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels import fused, moe, small_linear
 from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.tuned_linear import TunedLinear
 
 
 class TritonOps(TorchOps):
@@ -19,6 +25,10 @@ class TritonOps(TorchOps):
         properties = torch.cuda.get_device_properties(device)
         self.pdl = properties.major >= 9
         self._workspace = small_linear.LinearWorkspace(device)
+        self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "products.json")
+
+    def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
+        self._tuned.tune(weights, rows)
 
     def linear(
         self,
@@ -38,6 +48,8 @@ class TritonOps(TorchOps):
             )  # fmt: skip
         if norm_weight is not None:
             x = self.rms_norm(x, norm_weight, eps)
+        if bias is None and (out := self._tuned.linear(x, weight, residual)) is not None:
+            return fused.silu_mul(out, self._pdl(x)) if gated else out
         if residual is not None:
             # In place: torch would copy the residual first, a kernel more.
             out = residual.addmm_(x, weight.t())
@@ -94,3 +106,8 @@ class TritonOps(TorchOps):
         down: torch.Tensor,
     ) -> torch.Tensor:
         return moe.moe(x, expert_ids, expert_weights, gate_up, down)
+
+
+def _cache_folder() -> Path:
+    """Where the Triton language keeps compiled kernels: one variable moves all caches, one deletion empties them."""
+    return Path(os.environ.get("TRITON_CACHE_DIR") or os.path.expanduser("~/.triton/cache"))

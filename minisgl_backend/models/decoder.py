@@ -5,7 +5,7 @@ Knows nothing of what tells the architectures apart: each of their files gives i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch import nn
 from minisgl_backend.layers.attention import AttentionShape, SelfAttention
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, OutputProjection
+from minisgl_backend.layers.linear import ColumnLinear, RowLinear
 from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.moe import MoeMLP
 from minisgl_backend.layers.norm import RMSNorm
@@ -68,6 +69,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, placement: Placement, max_seq_len: int) -> None:
         super().__init__()
         self.config = config
+        self._ops = placement.ops
         cos_sin = rope_table(config.rope, config.head_dim, max_seq_len, placement.device)
         layers = (self.make_layer(config, index, cos_sin, placement) for index in range(config.num_layers))
         self.model = Decoder(config, layers, placement)
@@ -85,6 +87,15 @@ class CausalLM(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's number format."""
         return self.lm_head(hidden)
+
+    def prepare(self, batch_sizes: Sequence[int]) -> None:
+        """Lets the products choose their kernels for decode steps of these sizes; to be called before a capture."""
+        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
+        for module in self.modules():
+            if isinstance(module, (ColumnLinear, RowLinear, OutputProjection)):
+                by_shape.setdefault(module.weight.shape, []).append(module.weight)
+        for weights in by_shape.values():
+            self._ops.prepare_linear(weights, batch_sizes)
 
 
 def attention_shape(config: ModelConfig, *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> AttentionShape:

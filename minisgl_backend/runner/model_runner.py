@@ -6,6 +6,7 @@ same plans in the same order, and rank 0's sampled tokens are everyone's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -32,6 +33,8 @@ class Model(Protocol):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def prepare(self, batch_sizes: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class ModelRunner:
     @torch.inference_mode()
     def use_graphs(self, graphs: GraphRunner) -> None:
         """Captures the decode step; from now on it serves the steps without a prefill part that fit its sizes."""
+        self._model.prepare(graphs.sizes)
         graphs.capture(self._decode_plain, self._builder, self.attention)
         self._graphs = graphs
 

@@ -1,0 +1,262 @@
+"""Matrix products of decode steps by the cuBLASLt algorithm that was measured fastest on this device.
+
+Knows nothing of models: it is given weights of one shape and the numbers of rows that they will meet.
+
+At 16 to 256 rows a product of a large model is two or three waves of blocks over the device, so its speed is decided
+by how well the tiles fill the last wave: 88 x 192 tiles cut [34816 outputs, 192 rows] into 396 blocks, three full waves
+of 132 multiprocessors. The library has hundreds of tile sizes, but its own choice tries few of them: on an H200 the
+four products of a Qwen3-14B layer take 247 us at 192 rows as torch calls them, 213 us with the best tiles, against a
+floor of 161. So candidates are the library's suggestions and the tiles that a simple count of waves favours; all are
+measured, once for a device and a version of the library, then read from a file.
+
+Only algorithms without atomics: results do not depend on timing. Sums run over size_in in the same order in every tile
+size, so that a sequence's tokens do not depend on the size of its batch more than they do with torch's choice.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import statistics
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from minisgl_backend.kernels.cublaslt import CLUSTERS, CublasLt, Product, tile_sizes
+
+log = logging.getLogger(__name__)
+
+ROWS_STEP = 16  # one choice serves so many numbers of rows
+SUGGESTIONS = 8
+TILES = 12  # that are measured beside the suggestions
+WORTH = 0.98  # of torch's time: a smaller gain is noise
+_COLD_BYTES = 200 << 20  # of weights, one after the other: none of them stays in the L2 cache
+_ALIGNMENT = 16  # bytes, of all addresses
+
+Shape = tuple[int, int]  # size_out, size_in
+Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
+_T = TypeVar("_T")
+
+
+class TunedLinear:
+    """The choices of one device. `tune` first; what was not tuned, or gains nothing, is left to the caller."""
+
+    def __init__(self, device: torch.device, choices: Path | None) -> None:
+        """`choices`: the file that remembers them; None: they are measured anew."""
+        self._device = device
+        self._file = choices
+        self._lt: CublasLt | None = None
+        self._algorithms: dict[tuple[Shape, torch.dtype, int], bytes] = {}  # by rows, rounded up to ROWS_STEP
+        self._launchers: dict[tuple[Shape, torch.dtype, int], Launch | None] = {}  # by rows
+
+    def tune(self, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
+        """Chooses for weights [size_out, size_in] of one shape and type, and for each number of rows.
+
+        Takes some milliseconds for each ROWS_STEP of rows where nothing is remembered; synchronises with the device.
+        """
+        weight = weights[0]
+        if weight.element_size() != 2 or not weight.is_contiguous() or weight.data_ptr() % _ALIGNMENT:
+            return
+        shape, dtype = (weight.shape[0], weight.shape[1]), weight.dtype
+        if shape[0] % 8 or shape[1] % 8:
+            return
+        lt = self._library()
+        if lt is None:
+            return
+        known = _read(self._file)
+        name = f"{torch.cuda.get_device_name(self._device)} cublasLt {lt.version} {dtype} {shape[0]}x{shape[1]}"
+        remembered = known.get(name, {})
+        steps = sorted({-(-count // ROWS_STEP) * ROWS_STEP for count in rows})
+        missing = [step for step in steps if str(step) not in remembered]
+        if missing:
+            remembered = {**remembered, **self._measure(lt, weights, missing)}
+            _write(self._file, name, remembered)
+        for step in steps:
+            if remembered[str(step)]:
+                self._algorithms[shape, dtype, step] = bytes.fromhex(remembered[str(step)])
+
+    def linear(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """x [rows, size_in] @ weight.T, added into `residual` where it is given; None: somebody else should."""
+        if not self._algorithms:
+            return None
+        launch = self._launcher((weight.shape[0], weight.shape[1]), weight.dtype, x.shape[0])
+        if launch is None or not x.is_contiguous() or x.data_ptr() % _ALIGNMENT:
+            return None
+        if residual is None:
+            out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
+        elif not residual.is_contiguous() or residual.data_ptr() % _ALIGNMENT:
+            return None
+        else:
+            out = residual
+        launch(weight, x, out, residual is not None)
+        return out
+
+    def _launcher(self, shape: Shape, dtype: torch.dtype, rows: int) -> Launch | None:
+        key = (shape, dtype, rows)
+        if key not in self._launchers:
+            algorithm = self._algorithms.get((shape, dtype, -(-rows // ROWS_STEP) * ROWS_STEP))
+            launch = None
+            if algorithm is not None and self._lt is not None:
+                product = Product(self._lt, rows, *shape, dtype)
+                launch = product.launcher(algorithm) if product.allows(algorithm) else None
+            self._launchers[key] = launch
+        return self._launchers[key]
+
+    def _library(self) -> CublasLt | None:
+        if self._lt is None:
+            try:
+                self._lt = CublasLt(self._device)
+            except (OSError, RuntimeError) as error:
+                log.warning("matrix products are left to torch: %s", error)
+        return self._lt
+
+    def _measure(self, lt: CublasLt, weights: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[str, str]:
+        """The fastest algorithm in hexadecimal digits for each number of rows; empty where torch's is."""
+        weight = weights[0]
+        cold = weights[: 1 + _COLD_BYTES // (weight.numel() * weight.element_size())]
+        # Not torch's global generator, whose state belongs to the caller.
+        generator = torch.Generator(self._device).manual_seed(0)
+        x = torch.randn(steps[-1], weight.shape[1], generator=generator, device=self._device).to(weight.dtype)
+        best = {}
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.device(self._device), torch.cuda.stream(stream):
+            for rows in steps:
+                best[str(rows)] = _fastest(lt, x[:rows], cold)
+        torch.cuda.current_stream(self._device).wait_stream(stream)
+        return best
+
+
+def _fastest(lt: CublasLt, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:
+    (rows, size_in), size_out = x.shape, weights[0].shape[0]
+    product = Product(lt, rows, size_out, size_in, x.dtype)
+    out = torch.empty(rows, size_out, dtype=x.dtype, device=x.device)
+    expected = x @ weights[0].t()
+
+    def by(algorithm: bytes) -> _Timed | None:
+        launch = product.launcher(algorithm)
+        try:
+            launch(weights[0], x, out.fill_(float("nan")), False)  # libraries load kernels now, not under capture
+        except RuntimeError:
+            return None
+        # A norm, not the largest difference: it may not depend on the single number that was rounded worst.
+        if not (out.float() - expected.float()).norm() < 1e-2 * expected.float().norm():
+            return None
+        return _Timed([partial(launch, weight, x, out, False) for weight in weights])
+
+    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
+    found = [(timed, algorithm) for algorithm in candidates(product, num_sms) if (timed := by(algorithm)) is not None]
+    found = sorted(found, key=lambda pair: pair[0].first)[:4]
+    torch_timed = _Timed([partial(torch.mm, x, weight.t(), out=out) for weight in weights])
+    for _ in range(5):  # in turns, so that whatever disturbs one disturbs all
+        for timed in (torch_timed, *(timed for timed, _ in found)):
+            timed.again()
+    if not found:
+        return ""
+    best, algorithm = min(found, key=lambda pair: pair[0].median)
+    log.debug(
+        "[%d, %d] x %d rows: %.1f us by torch, %.1f us by %s", size_out, size_in, rows, torch_timed.median,
+        best.median, algorithm[:32].hex(),
+    )  # fmt: skip
+    return algorithm.hex() if best.median < WORTH * torch_timed.median else ""
+
+
+def candidates(product: Product, num_sms: int) -> list[bytes]:
+    """The library's suggestions, then those variants of its first one whose tiles fill the device best."""
+    suggested = product.suggestions(SUGGESTIONS)
+    if not suggested:
+        return []
+    sizes = tile_sizes()
+    tiles = [tile for tile in product.tiles(suggested[0]) if tile in sizes]
+    tiles.sort(key=lambda tile: predicted_us(product.rows, product.size_out, product.size_in, sizes[tile], num_sms))
+    variants = (
+        [variant for cluster in CLUSTERS if (variant := product.with_tile(suggested[0], tile, cluster)) is not None]
+        for tile in tiles
+    )
+    return list(dict.fromkeys([*suggested, *(v for some in _first(filter(None, variants), TILES) for v in some[:2])]))
+
+
+def predicted_us(rows: int, size_out: int, size_in: int, tile: tuple[int, int], num_sms: int) -> float:
+    """A rough time, good enough to rank tiles (outputs, rows): whole waves of blocks, or the weights' share of memory.
+
+    The figures are an H200's: 6 TFLOP/s for each multiprocessor, 4.6 TB/s for all of them.
+    """
+    tile_out, tile_rows = tile
+    if tile_out * tile_rows < 1024 or min(tile) > max(64, 2 * rows):
+        return float("inf")
+    blocks = -(-size_out // tile_out) * -(-rows // tile_rows)
+    waves = -(-blocks // num_sms)
+    # A small tile loads more for each product.
+    compute = waves * 2 * tile_out * tile_rows * size_in / 6e6 * (1 + 24 / tile_out + 24 / tile_rows)
+    idle = waves * num_sms / blocks if blocks >= num_sms else max(1.0, 0.8 * num_sms / blocks)
+    return max(compute, size_out * size_in * 2 / 4.6e6 * idle)
+
+
+def _first(values: Iterator[_T], count: int) -> Iterator[_T]:
+    for value, _ in zip(values, range(count), strict=False):
+        yield value
+
+
+class _Timed:
+    """Calls captured as one graph, so that launching them takes no time of its own. Runs on the current stream."""
+
+    def __init__(self, calls: Sequence[Callable[[], object]]) -> None:
+        self._graph = torch.cuda.CUDAGraph()
+        calls[0]()
+        self._graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            for call in calls:
+                call()
+        finally:
+            self._graph.capture_end()
+        self._calls = len(calls)
+        self._times: list[float] = []
+        self.again()
+        self.again()
+        self.first = min(self._times)  # the very first run may have to bring things to the device
+        self._times.clear()
+
+    def again(self) -> None:
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        self._graph.replay()
+        end.record()
+        end.synchronize()
+        self._times.append(start.elapsed_time(end) * 1000 / self._calls)
+
+    @property
+    def median(self) -> float:
+        """Microseconds of one call, over all turns since the first two."""
+        return statistics.median(self._times)
+
+
+def _read(path: Path | None) -> dict[str, dict[str, str]]:
+    """All that is remembered; nothing where the file is missing or broken: it is a cache."""
+    if path is None:
+        return {}
+    try:
+        content = json.loads(path.read_text())
+        return {str(name): dict(choices) for name, choices in content.items()}
+    except (OSError, ValueError, AttributeError, TypeError):
+        return {}
+
+
+def _write(path: Path | None, name: str, choices: dict[str, str]) -> None:
+    """Adds one product's choices to what others may have written meanwhile."""
+    if path is None:
+        return
+    with contextlib.suppress(OSError):  # a disk that cannot be written costs a measurement at the next start
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = json.dumps({**_read(path), name: choices}, indent=1)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(descriptor, "w") as file:
+            file.write(content)
+        os.replace(temporary, path)
