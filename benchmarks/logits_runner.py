@@ -7,7 +7,7 @@ only the step plans are made here, and what the sampler chose is overwritten by 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -199,15 +199,15 @@ class LogitsRunner:
 
 
 class _TappedModel:
-    """The model, remembering the hidden states of the last step that ran without a graph."""
+    """The model, remembering the hidden states of all tokens of the last step that ran without a graph."""
 
     def __init__(self, model: CausalLM) -> None:
         self._model = model
         self.hidden: torch.Tensor | None = None  # [num_tokens, hidden_size]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        self.hidden = self._model(input_ids, positions, ctx)
-        return self.hidden
+        self.hidden = self._model(input_ids, positions, replace(ctx, wanted=None))
+        return self.hidden if ctx.wanted is None else self.hidden[ctx.wanted]
 
     def prepare(self, batch_sizes: Sequence[int]) -> None:
         self._model.prepare(batch_sizes)

@@ -38,6 +38,7 @@ TILES = 12  # that are measured beside the suggestions
 WORTH = 0.98  # of torch's time: a smaller gain is noise
 _COLD_BYTES = 200 << 20  # of weights, one after the other: none of them stays in the L2 cache
 _ALIGNMENT = 16  # bytes, of all addresses
+_SMALL_BYTES = 2 << 20  # of one weight: such a product takes no longer than its launch, whatever its tiles are
 
 Shape = tuple[int, int]  # size_out, size_in
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
@@ -61,10 +62,10 @@ class TunedLinear:
         Takes some milliseconds for each ROWS_STEP of rows where nothing is remembered; synchronises with the device.
         """
         weight = weights[0]
-        if weight.element_size() != 2 or not weight.is_contiguous() or weight.data_ptr() % _ALIGNMENT:
-            return
         shape, dtype = (weight.shape[0], weight.shape[1]), weight.dtype
-        if shape[0] % 8 or shape[1] % 8:
+        if dtype not in (torch.float16, torch.bfloat16) or weight.nbytes < _SMALL_BYTES or shape[0] % 8 or shape[1] % 8:
+            return
+        if not all(weight.is_contiguous() and weight.data_ptr() % _ALIGNMENT == 0 for weight in weights):
             return
         lt = self._library()
         if lt is None:
@@ -121,7 +122,7 @@ class TunedLinear:
     def _measure(self, lt: CublasLt, weights: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[str, str]:
         """The fastest algorithm in hexadecimal digits for each number of rows; empty where torch's is."""
         weight = weights[0]
-        cold = weights[: 1 + _COLD_BYTES // (weight.numel() * weight.element_size())]
+        cold = weights[: 1 + _COLD_BYTES // weight.nbytes]
         # Not torch's global generator, whose state belongs to the caller.
         generator = torch.Generator(self._device).manual_seed(0)
         x = torch.randn(steps[-1], weight.shape[1], generator=generator, device=self._device).to(weight.dtype)

@@ -50,9 +50,19 @@ class SelfAttention(nn.Module):
         )
 
     def forward(
-        self, hidden: torch.Tensor, norm: RMSNorm, positions: torch.Tensor, ctx: ForwardContext
+        self,
+        hidden: torch.Tensor,
+        norm: RMSNorm,
+        positions: torch.Tensor,
+        ctx: ForwardContext,
+        wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """hidden + attention(norm(hidden)), both [num_tokens, hidden_size]; positions int [num_tokens]."""
+        """hidden + attention(norm(hidden)), both [num_tokens, hidden_size]; positions int [num_tokens].
+
+        `wanted`, int [num_wanted]: only these lines are returned; keys and values are stored for all tokens.
+        """
         qkv = self.qkv_proj(hidden, norm_weight=norm.weight, eps=norm.eps)
         attended = ctx.attend(self._layer_index, qkv, positions, self._rotation, self._ops)
+        if wanted is not None:
+            attended, hidden = attended[wanted], hidden[wanted]
         return self.o_proj(attended.flatten(1), hidden)

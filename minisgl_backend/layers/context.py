@@ -23,6 +23,7 @@ class ForwardContext:
     slots: torch.Tensor  # int [num_tokens], device; where each token's keys and values go
     attention: HybridAttention
     plan: HybridPlan
+    wanted: torch.Tensor | None = None  # int [num_wanted], lines that the model is asked for; None: all of them
 
     def attend(
         self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: HeadRotation, ops: Ops

@@ -40,9 +40,15 @@ class DecoderLayer(nn.Module):
         )
         self.mlp = mlp
 
-    def forward(self, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """hidden [num_tokens, hidden_size], positions int [num_tokens] -> same shape as hidden."""
-        hidden = self.self_attn(hidden, self.input_layernorm, positions, ctx)
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        ctx: ForwardContext,
+        wanted: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """hidden [num_tokens, hidden_size], positions int [num_tokens] -> the same, or its `wanted` lines."""
+        hidden = self.self_attn(hidden, self.input_layernorm, positions, ctx, wanted)
         return self.mlp(hidden, self.post_attention_layernorm)
 
 
@@ -56,11 +62,16 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm", placement)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_tokens, hidden_size]."""
+        """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_wanted, hidden_size].
+
+        `ctx.wanted` says of which tokens. Of the others the last layer computes keys and values only: of a long
+        prompt's prefill that saves most of one layer.
+        """
         hidden = self.embed_tokens(input_ids)
-        for layer in self.layers:
+        *earlier, last = self.layers
+        for layer in earlier:
             hidden = layer(hidden, positions, ctx)
-        return self.norm(hidden)
+        return self.norm(last(hidden, positions, ctx, ctx.wanted))
 
 
 class CausalLM(nn.Module):
@@ -81,7 +92,7 @@ class CausalLM(nn.Module):
         raise NotImplementedError
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_tokens, hidden_size]."""
+        """input_ids and positions int [num_tokens] -> hidden states after the final norm, of the tokens ctx.wanted."""
         return self.model(input_ids, positions, ctx)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

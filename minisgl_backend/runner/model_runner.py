@@ -68,6 +68,7 @@ class ModelRunner:
         self._sampler = sampler or Sampler(table, sampling.penalties)
         self._reader = ResultReader(table.device)
         self._graphs: GraphRunner | None = None
+        self._one_line = torch.zeros(1, dtype=torch.int32, device=table.device)
 
     @property
     def num_pages(self) -> int:
@@ -119,18 +120,28 @@ class ModelRunner:
     def _forward(self, batch: Batch) -> torch.Tensor:
         assert batch.attention is not None, "only graphs run without an attention plan"
         rows, positions = batch.step.tokens()
-        return self._hidden_states(rows, positions, batch.attention)
+        return self._hidden_states(rows, positions, batch.attention, self._wanted(batch.step))
 
-    def _hidden_states(self, rows: torch.Tensor, positions: torch.Tensor, plan: HybridPlan) -> torch.Tensor:
+    def _wanted(self, step: StepTensors) -> torch.Tensor | None:
+        """The lines of the hidden states that somebody will read; None: all of them."""
+        if step.prompt_logprobs or step.sampled_lines is None:
+            return None
+        # A chunk that does not end its prompt samples nothing. One line then, which nobody reads: products have some.
+        return step.sampled_lines if step.num_sampled else self._one_line
+
+    def _hidden_states(
+        self, rows: torch.Tensor, positions: torch.Tensor, plan: HybridPlan, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
         token_ids, slots = self._table.lookup(rows, positions)
-        ctx = ForwardContext(pool=self._pool, slots=slots, attention=self.attention, plan=plan)
+        ctx = ForwardContext(pool=self._pool, slots=slots, attention=self.attention, plan=plan, wanted=wanted)
         return self._model.forward(token_ids, positions, ctx)
 
     def _sample(self, step: StepTensors, hidden: torch.Tensor) -> Sampled:
         if not step.num_sampled:
             return Sampled(self._no_tokens(0), None)
-        chosen = hidden if step.sampled_lines is None else hidden[step.sampled_lines]
-        return self._sample_logits(step, self._model.logits(chosen))
+        if step.prompt_logprobs and step.sampled_lines is not None:
+            hidden = hidden[step.sampled_lines]  # else they are all that there is
+        return self._sample_logits(step, self._model.logits(hidden))
 
     def _sample_logits(self, step: StepTensors, logits: torch.Tensor) -> Sampled:
         if self._tp.rank == 0:

@@ -60,10 +60,12 @@ class PagedModel:
         self.tokens[target] = self.tokens[source][: self.lengths[target]]
 
     @torch.inference_mode()
-    def step(self, prefill: dict[int, list[int]], decode: dict[int, int]) -> dict[int, torch.Tensor]:
+    def step(
+        self, prefill: dict[int, list[int]], decode: dict[int, int], *, last_only: bool = False
+    ) -> dict[int, torch.Tensor]:
         """Computes chunks (`prefill`, by row) and single tokens (`decode`, by row) in one mixed forward pass.
 
-        Returns the logits of every token, [num_tokens of the row, vocab_size], by row.
+        Returns the logits of every token, [num_tokens of the row, vocab_size], by row; `last_only`: of the last one.
         """
         new = {**prefill, **{row: [token] for row, token in decode.items()}}
         positions = {row: range(self.lengths[row], self.lengths[row] + len(tokens)) for row, tokens in new.items()}
@@ -76,16 +78,19 @@ class PagedModel:
             for row in new
             for position in positions[row]
         ]
+        counts = [len(tokens) for tokens in new.values()]
+        wanted = torch.tensor(counts, device=self.device).cumsum(0) - 1 if last_only else None
         ctx = ForwardContext(
             pool=self.pool,
             slots=torch.tensor(slots, device=self.device),
             attention=self.attention,
             plan=self.attention.plan(self._prefill_inputs(prefill), self._decode_inputs(list(decode))),
+            wanted=wanted,
         )
         input_ids = torch.tensor([token for tokens in new.values() for token in tokens], device=self.device)
         flat_positions = torch.tensor([position for row in new for position in positions[row]], device=self.device)
         logits = self.model.logits(self.model(input_ids, flat_positions, ctx)).cpu()
-        return dict(zip(new, logits.split([len(tokens) for tokens in new.values()]), strict=True))
+        return dict(zip(new, logits.split([1] * len(new) if last_only else counts), strict=True))
 
     def _prefill_inputs(self, prefill: dict[int, list[int]]) -> PrefillInputs | None:
         if not prefill:

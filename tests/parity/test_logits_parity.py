@@ -60,6 +60,16 @@ def test_chunked_prompts(pair: Pair) -> None:
             pair.check(logits, prompts[row][:end], begin)
 
 
+def test_only_the_wanted_tokens_leave_the_last_layer(pair: Pair) -> None:
+    paged = PagedModel(pair.folder, page_size=16)
+    prompts = {1: _tokens(90, 4), 2: _tokens(40, 5), 5: _tokens(1, 6)}
+    for row, logits in paged.step(prompts, {}, last_only=True).items():
+        pair.check(logits, prompts[row], len(prompts[row]) - 1)
+    # The next tokens see the last layer's keys and values of all the others.
+    for row, logits in paged.step({2: _tokens(20, 7)}, {1: 7, 5: 8}).items():
+        pair.check(logits, paged.tokens[row], len(paged.tokens[row]) - len(logits))
+
+
 def test_cached_prefix(pair: Pair) -> None:
     paged = PagedModel(pair.folder, page_size=16)
     shared = _tokens(70, 6)
