@@ -16,6 +16,7 @@ from collections.abc import Callable
 import torch
 
 WORKSPACE_BYTES = 32 << 20  # what NVIDIA advises on Hopper, and what torch gives cuBLAS there
+ALIGNMENT = 256  # bytes, of all addresses: what the library counts on unless it is told otherwise
 
 _DATA_TYPES = {torch.float16: 2, torch.bfloat16: 14}
 _FLOAT32 = 0
@@ -23,7 +24,7 @@ _COMPUTE_FLOAT32 = 68
 _TRANSPOSE_A = 3  # attribute of a product
 _MAX_WORKSPACE_BYTES, _REDUCTION_SCHEMES = 1, 3  # attributes of a preference
 _REDUCE_IN_FLOAT32 = 2  # partial sums in the workspace, added in a fixed order
-_TILE, _SPLIT, _CLUSTER = (1, 4), (2, 4), (8, 2)  # attributes of an algorithm, and their bytes
+_TILE, _SPLIT, _REDUCTION, _CLUSTER = (1, 4), (2, 4), (3, 4), (8, 2)  # attributes of an algorithm, and their bytes
 _TILES_OF_ALGORITHM = 6  # a capability
 _PLAIN_TILES = (
     "8x8 8x16 16x8 8x32 16x16 32x8 8x64 16x32 32x16 64x8 32x32 32x64 64x32 32x128 64x64 128x32 64x128 128x64 64x256 "
@@ -146,7 +147,7 @@ class Product:
     def with_tile(self, algorithm: bytes, tile: int, cluster: int) -> bytes | None:
         """`algorithm` with another tile and cluster and no split; None where the library has no such kernel."""
         changed = _buffer(algorithm)
-        for (attribute, size), value in ((_TILE, tile), (_SPLIT, 1), (_CLUSTER, cluster)):
+        for (attribute, size), value in ((_TILE, tile), (_SPLIT, 1), (_REDUCTION, 0), (_CLUSTER, cluster)):
             number = ctypes.create_string_buffer(value.to_bytes(size, "little"), size)
             if self._lt.library.cublasLtMatmulAlgoConfigSetAttribute(changed, attribute, number, ctypes.c_size_t(size)):
                 return None

@@ -9,8 +9,8 @@ four products of a Qwen3-14B layer take 250 us at 192 rows as torch calls them, 
 floor of 161 (docs/performance.md has more). So candidates are the library's suggestions and the tiles that a simple
 count of waves favours; all are measured, once for a device and a version of the library, then read from a file.
 
-Only algorithms without atomics: results do not depend on timing. Sums run over size_in in the same order in every tile
-size, so that a sequence's tokens do not depend on the size of its batch more than they do with torch's choice.
+Only algorithms without atomics, so that results do not depend on timing. As with torch's choice, they may depend on the
+number of rows by a rounding, since some algorithms add partial sums and others do not.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import contextlib
 import json
 import logging
 import os
+import re
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -28,7 +29,7 @@ from typing import TypeVar
 
 import torch
 
-from minisgl_backend.kernels.cublaslt import CLUSTERS, CublasLt, Product, tile_sizes
+from minisgl_backend.kernels.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Product, tile_sizes
 
 log = logging.getLogger(__name__)
 
@@ -37,12 +38,13 @@ SUGGESTIONS = 8
 TILES = 12  # that are measured beside the suggestions
 WORTH = 0.98  # of torch's time: a smaller gain is noise
 _COLD_BYTES = 200 << 20  # of weights, one after the other: none of them stays in the L2 cache
-_ALIGNMENT = 16  # bytes, of all addresses
 _SMALL_BYTES = 2 << 20  # of one weight: such a product takes no longer than its launch, whatever its tiles are
 
 Shape = tuple[int, int]  # size_out, size_in
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
 _T = TypeVar("_T")
+
+_ALGORITHM = re.compile(r"([0-9a-f]{128})?")  # 64 bytes; or nothing, where torch's choice is the fastest
 
 
 class TunedLinear:
@@ -53,22 +55,23 @@ class TunedLinear:
         self._device = device
         self._file = choices
         self._lt: CublasLt | None = None
+        self._failed = False
+        self._stream: torch.cuda.Stream | None = None  # one for all measurements: libraries keep workspaces for each
         self._algorithms: dict[tuple[Shape, torch.dtype, int], bytes] = {}  # by rows, rounded up to ROWS_STEP
-        self._launchers: dict[tuple[Shape, torch.dtype, int], Launch | None] = {}  # by rows
+        self._launchers: dict[tuple[Shape, torch.dtype, int], Launch | None] = {}  # by rows; None: not allowed
 
     def tune(self, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
         """Chooses for weights [size_out, size_in] of one shape and type, and for each number of rows.
 
         Takes some milliseconds for each ROWS_STEP of rows where nothing is remembered; synchronises with the device.
+        Where the library or the memory for measuring is missing, torch keeps these products: that is no error.
         """
         weight = weights[0]
         shape, dtype = (weight.shape[0], weight.shape[1]), weight.dtype
         if dtype not in (torch.float16, torch.bfloat16) or weight.nbytes < _SMALL_BYTES or shape[0] % 8 or shape[1] % 8:
             return
-        if not all(weight.is_contiguous() and weight.data_ptr() % _ALIGNMENT == 0 for weight in weights):
-            return
         lt = self._library()
-        if lt is None:
+        if lt is None or not all(map(_is_plain, weights)):
             return
         known = _read(self._file)
         name = f"{torch.cuda.get_device_name(self._device)} cublasLt {lt.version} {dtype} {shape[0]}x{shape[1]}"
@@ -76,8 +79,15 @@ class TunedLinear:
         steps = sorted({-(-count // ROWS_STEP) * ROWS_STEP for count in rows})
         missing = [step for step in steps if str(step) not in remembered]
         if missing:
-            remembered = {**remembered, **self._measure(lt, weights, missing)}
-            _write(self._file, name, remembered)
+            try:
+                measured = self._measure(lt, weights, missing)
+            except RuntimeError as error:  # out of memory is one of them
+                torch.cuda.synchronize(self._device)  # raises what nobody could go on after
+                torch.cuda.empty_cache()
+                log.warning("products of %d x %d are left to torch: %s", *shape, error)
+                return
+            remembered = {**remembered, **measured}
+            _write(self._file, name, measured)
         for step in steps:
             if remembered[str(step)]:
                 self._algorithms[shape, dtype, step] = bytes.fromhex(remembered[str(step)])
@@ -89,33 +99,38 @@ class TunedLinear:
         if not self._algorithms:
             return None
         launch = self._launcher((weight.shape[0], weight.shape[1]), weight.dtype, x.shape[0])
-        if launch is None or not x.is_contiguous() or x.data_ptr() % _ALIGNMENT:
+        if launch is None or not _is_plain(x) or not _is_plain(weight):
             return None
         if residual is None:
             out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
-        elif not residual.is_contiguous() or residual.data_ptr() % _ALIGNMENT:
-            return None
-        else:
+        elif _is_plain(residual):
             out = residual
-        launch(weight, x, out, residual is not None)
+        else:
+            return None
+        try:
+            launch(weight, x, out, residual is not None)
+        except RuntimeError as error:  # the library's check does not promise that it will start; nothing was written
+            log.warning("a product of %d x %d, %d rows, is left to torch: %s", *weight.shape, x.shape[0], error)
+            self._launchers[(weight.shape[0], weight.shape[1]), weight.dtype, x.shape[0]] = None
+            return None
         return out
 
     def _launcher(self, shape: Shape, dtype: torch.dtype, rows: int) -> Launch | None:
+        algorithm = self._algorithms.get((shape, dtype, -(-rows // ROWS_STEP) * ROWS_STEP))
+        if algorithm is None or self._lt is None:
+            return None
         key = (shape, dtype, rows)
         if key not in self._launchers:
-            algorithm = self._algorithms.get((shape, dtype, -(-rows // ROWS_STEP) * ROWS_STEP))
-            launch = None
-            if algorithm is not None and self._lt is not None:
-                product = Product(self._lt, rows, *shape, dtype)
-                launch = product.launcher(algorithm) if product.allows(algorithm) else None
-            self._launchers[key] = launch
+            product = Product(self._lt, rows, *shape, dtype)
+            self._launchers[key] = product.launcher(algorithm) if product.allows(algorithm) else None
         return self._launchers[key]
 
     def _library(self) -> CublasLt | None:
-        if self._lt is None:
+        if self._lt is None and not self._failed:
             try:
                 self._lt = CublasLt(self._device)
             except (OSError, RuntimeError) as error:
+                self._failed = True
                 log.warning("matrix products are left to torch: %s", error)
         return self._lt
 
@@ -127,7 +142,7 @@ class TunedLinear:
         generator = torch.Generator(self._device).manual_seed(0)
         x = torch.randn(steps[-1], weight.shape[1], generator=generator, device=self._device).to(weight.dtype)
         best = {}
-        stream = torch.cuda.Stream(self._device)
+        stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
             for rows in steps:
@@ -149,12 +164,15 @@ def _fastest(lt: CublasLt, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> 
         except RuntimeError:
             return None
         # A norm, not the largest difference: it may not depend on the single number that was rounded worst.
-        if not (out.float() - expected.float()).norm() < 1e-2 * expected.float().norm():
+        if not _norm(out - expected) < 1e-2 * _norm(expected):
             return None
         return _Timed([partial(launch, weight, x, out, False) for weight in weights])
 
     num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    found = [(timed, algorithm) for algorithm in candidates(product, num_sms) if (timed := by(algorithm)) is not None]
+    tried = candidates(product, num_sms)
+    found = [(timed, algorithm) for algorithm in tried if (timed := by(algorithm)) is not None]
+    if tried and not found:
+        raise RuntimeError("no candidate gave the right result")
     found = sorted(found, key=lambda pair: pair[0].first)[:4]
     torch_timed = _Timed([partial(torch.mm, x, weight.t(), out=out) for weight in weights])
     for _ in range(5):  # in turns, so that whatever disturbs one disturbs all
@@ -239,25 +257,45 @@ class _Timed:
         return statistics.median(self._times)
 
 
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.data_ptr() % ALIGNMENT == 0
+
+
+def _norm(values: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(values, dtype=torch.float32)
+
+
 def _read(path: Path | None) -> dict[str, dict[str, str]]:
-    """All that is remembered; nothing where the file is missing or broken: it is a cache."""
+    """All that is remembered and makes sense; nothing where the file is missing or broken: it is a cache."""
     if path is None:
         return {}
     try:
         content = json.loads(path.read_text())
-        return {str(name): dict(choices) for name, choices in content.items()}
-    except (OSError, ValueError, AttributeError, TypeError):
+        return {
+            name: {
+                step: choice
+                for step, choice in choices.items()
+                if isinstance(choice, str) and _ALGORITHM.fullmatch(choice)
+            }
+            for name, choices in content.items()
+        }
+    except (OSError, ValueError, AttributeError, RecursionError):
         return {}
 
 
 def _write(path: Path | None, name: str, choices: dict[str, str]) -> None:
-    """Adds one product's choices to what others may have written meanwhile."""
+    """Adds one product's choices to what is there. Of two processes that write at once one measures again later."""
     if path is None:
         return
     with contextlib.suppress(OSError):  # a disk that cannot be written costs a measurement at the next start
         path.parent.mkdir(parents=True, exist_ok=True)
-        content = json.dumps({**_read(path), name: choices}, indent=1)
+        known = _read(path)
+        content = json.dumps({**known, name: {**known.get(name, {}), **choices}}, indent=1)
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
-        with os.fdopen(descriptor, "w") as file:
-            file.write(content)
-        os.replace(temporary, path)
+        try:
+            with os.fdopen(descriptor, "w") as file:
+                file.write(content)
+            os.replace(temporary, path)
+        except OSError:
+            os.unlink(temporary)
+            raise

@@ -103,7 +103,8 @@ class CausalLM(nn.Module):
         """Lets the products choose their kernels for decode steps of these sizes; to be called before a capture."""
         by_shape: dict[torch.Size, list[torch.Tensor]] = {}
         for module in self.modules():
-            if isinstance(module, (ColumnLinear, RowLinear, OutputProjection)):
+            # Products with a bias stay with torch, which adds it on the way.
+            if isinstance(module, (ColumnLinear, RowLinear, OutputProjection)) and module.bias is None:
                 by_shape.setdefault(module.weight.shape, []).append(module.weight)
         for weights in by_shape.values():
             self._ops.prepare_linear(weights, batch_sizes)

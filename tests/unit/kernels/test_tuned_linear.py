@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from minisgl_backend.kernels import tuned_linear
 from minisgl_backend.kernels.cublaslt import tile_sizes
 from minisgl_backend.kernels.tuned_linear import TunedLinear, _read, _write, predicted_us
+
+ALGORITHM = "42" + "0f" * 63
 
 
 @pytest.mark.parametrize(
@@ -44,20 +50,26 @@ def test_tiles_that_won_on_an_h200_rank_high(rows, size_out, size_in, winner):
 def test_what_is_remembered_grows_by_products(tmp_path: Path):
     path = tmp_path / "new" / "products.json"
     assert _read(path) == {}
-    _write(path, "a", {"16": "00"})
+    _write(path, "a", {"16": ALGORITHM})
     _write(path, "b", {"16": ""})
-    _write(path, "a", {"16": "00", "32": "11"})
-    assert _read(path) == {"a": {"16": "00", "32": "11"}, "b": {"16": ""}}
+    _write(path, "a", {"32": "0" * 128})
+    assert _read(path) == {"a": {"16": ALGORITHM, "32": "0" * 128}, "b": {"16": ""}}
     assert [file.name for file in path.parent.iterdir()] == ["products.json"]
 
 
-@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', json.dumps({"a": ["b"]})])
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": 1}', json.dumps({"a": ["b"]}), "[" * 100_000])
 def test_a_broken_file_is_an_empty_one(tmp_path: Path, content: str):
     path = tmp_path / "products.json"
     path.write_text(content)
     assert _read(path) == {}
-    _write(path, "a", {"16": "00"})
-    assert _read(path) == {"a": {"16": "00"}}
+    _write(path, "a", {"16": ALGORITHM})
+    assert _read(path) == {"a": {"16": ALGORITHM}}
+
+
+def test_choices_that_are_none_are_measured_again(tmp_path: Path):
+    path = tmp_path / "products.json"
+    path.write_text(json.dumps({"a": {"16": ALGORITHM, "32": 5, "48": "abc", "64": "ab" * 65, "80": ["a"], "96": ""}}))
+    assert _read(path) == {"a": {"16": ALGORITHM, "96": ""}}
 
 
 def test_a_folder_that_cannot_be_written_is_no_error(tmp_path: Path):
@@ -71,3 +83,136 @@ def test_products_that_were_not_tuned_are_left_to_the_caller():
     tuned = TunedLinear(torch.device("cpu"), None)
     tuned.tune([torch.zeros(16, 16)], [8])  # four bytes a number: nothing to choose
     assert tuned.linear(torch.zeros(8, 16), torch.zeros(16, 16)) is None
+
+
+class FakeProduct:
+    """A library with two algorithms, one of them wrong, whose products are torch's own."""
+
+    refuses = False
+
+    def __init__(self, lt: object, rows: int, size_out: int, size_in: int, dtype: torch.dtype) -> None:
+        self.rows, self.size_out, self.size_in = rows, size_out, size_in
+
+    def suggestions(self, most: int) -> list[bytes]:
+        return [b"w" * 64, b"r" * 64]
+
+    def tiles(self, algorithm: bytes) -> list[int]:
+        return []
+
+    def allows(self, algorithm: bytes) -> bool:
+        return True
+
+    def launcher(self, algorithm: bytes) -> Callable[..., None]:
+        def launch(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor, add: bool) -> None:
+            if self.refuses:
+                raise RuntimeError("cublasLtMatmul returned status 15")
+            result = x @ weight.t() * (2 if algorithm.startswith(b"w") else 1)
+            out.copy_(out + result if add else result)
+
+        return launch
+
+
+class FakeTimed:
+    """torch is always slower."""
+
+    count = 0
+
+    def __init__(self, calls: object) -> None:
+        FakeTimed.count += 1
+        self.first = self.median = 0.0 if isinstance(calls, list) and calls[0].func is not torch.mm else 1.0
+
+    def again(self) -> None:
+        pass
+
+
+@pytest.fixture
+def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library and the device replaced by the processor."""
+    nothing = contextlib.nullcontext()
+    stream = SimpleNamespace(wait_stream=lambda other: None)
+    for name, value in (
+        ("get_device_name", "CPU"), ("Stream", stream), ("current_stream", stream), ("device", nothing),
+        ("stream", nothing), ("synchronize", None), ("empty_cache", None),
+        ("get_device_properties", SimpleNamespace(multi_processor_count=132)),
+    ):  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
+    monkeypatch.setattr(tuned_linear, "CublasLt", lambda device: SimpleNamespace(version=1))
+    monkeypatch.setattr(tuned_linear, "Product", FakeProduct)
+    monkeypatch.setattr(tuned_linear, "_Timed", FakeTimed)
+    monkeypatch.setattr(tuned_linear, "_is_plain", lambda tensor: tensor.is_contiguous())
+    monkeypatch.setattr(FakeProduct, "refuses", False)
+    FakeTimed.count = 0
+
+
+def two_weights() -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    return [torch.randn(2048, 1024).bfloat16() for _ in range(2)]
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_the_fastest_right_algorithm_is_chosen_used_and_remembered(tmp_path: Path):
+    weights, path = two_weights(), tmp_path / "products.json"
+    tuned = TunedLinear(torch.device("cpu"), path)
+    tuned.tune(weights, [1, 8, 24])
+    assert _read(path) == {"CPU cublasLt 1 torch.bfloat16 2048x1024": dict.fromkeys(("16", "32"), (b"r" * 64).hex())}
+    measured = FakeTimed.count
+    x, residual = torch.randn(24, 1024).bfloat16(), torch.randn(24, 2048).bfloat16()
+    expected = x @ weights[1].t()
+    assert torch.equal(tuned.linear(x, weights[1]), expected)
+    added = tuned.linear(x, weights[1], residual.clone())
+    assert torch.equal(added, residual + expected)
+    assert tuned.linear(torch.randn(40, 1024).bfloat16(), weights[1]) is None  # no such row count was asked for
+    assert tuned.linear(torch.randn(24, 2048).bfloat16()[:, :1024], weights[1]) is None
+    again = TunedLinear(torch.device("cpu"), path)
+    again.tune(weights, [8, 24])
+    assert torch.equal(again.linear(x, weights[0]), x @ weights[0].t())
+    assert FakeTimed.count == measured
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_what_fails_while_it_is_measured_is_left_to_torch_and_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    weights, path = two_weights(), tmp_path / "products.json"
+    tuned = TunedLinear(torch.device("cpu"), path)
+
+    def out_of_memory(*_: object) -> list[bytes]:
+        raise torch.OutOfMemoryError("tried to allocate 1 GiB")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeProduct, "suggestions", out_of_memory)
+        tuned.tune(weights, [8])
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeProduct, "suggestions", lambda self, most: [b"w" * 64])  # all of them are wrong
+        tuned.tune(weights, [8])
+    assert not path.exists()
+    assert tuned.linear(torch.randn(8, 1024).bfloat16(), weights[0]) is None
+    tuned.tune(weights, [8])
+    assert tuned.linear(torch.randn(8, 1024).bfloat16(), weights[0]) is not None
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_launch_that_the_library_refuses_is_left_to_torch(monkeypatch: pytest.MonkeyPatch):
+    weights = two_weights()
+    tuned = TunedLinear(torch.device("cpu"), None)
+    tuned.tune(weights, [8])
+    x = torch.randn(8, 1024).bfloat16()
+    monkeypatch.setattr(FakeProduct, "refuses", True)
+    assert tuned.linear(x, weights[0]) is None
+    monkeypatch.setattr(FakeProduct, "refuses", False)
+    assert tuned.linear(x, weights[0]) is None  # it is not tried for each layer of each step
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_where_the_library_is_missing_it_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def missing(device: torch.device) -> object:
+        raise OSError("libcublasLt.so.: cannot open shared object file")
+
+    monkeypatch.setattr(tuned_linear, "CublasLt", missing)
+    tuned = TunedLinear(torch.device("cpu"), None)
+    for _ in range(3):
+        tuned.tune(two_weights(), [8])
+    assert len(caplog.records) == 1
+    assert tuned.linear(torch.randn(8, 1024).bfloat16(), two_weights()[0]) is None
