@@ -169,6 +169,7 @@ def _run(load: Load, answers: NullAnswers, target: Target) -> dict[str, Any]:
         "wrong_streams": len(wrong),
         **_costs(cpu, tokens, checked),
         "stolen_percent": round(steal.percent, 1),
+        "wake_up_limit_us": steal.wake_up_limit_us,
         "undisturbed": _undisturbed(checked, steal),
     }
 

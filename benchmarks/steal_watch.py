@@ -1,7 +1,8 @@
-"""When a hypervisor gave this machine's processors to others, from /proc/stat."""
+"""When a hypervisor gave this machine's processors to others, from /proc/stat, and whether idle ones might sleep."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from pathlib import Path
@@ -11,6 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 EVERY_S = 0.5
+WAKE_UP_DEVICE = Path("/dev/cpu_dma_latency")  # reads as the longest wake-up time that anybody can bear now
+NO_LIMIT_US = 2_000_000_000
 
 
 class StealWatch:
@@ -18,6 +21,7 @@ class StealWatch:
 
     def __init__(self) -> None:
         self._seen: list[tuple[float, int, int]] = []  # time.monotonic() seconds, stolen ticks, all ticks; since boot
+        self._wake_up_us: list[int] = []
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="steal-watch", daemon=True)
 
@@ -39,6 +43,12 @@ class StealWatch:
         first, last = self._seen[0], self._seen[-1]
         return 100 * (last[1] - first[1]) / max(1, last[2] - first[2])
 
+    @property
+    def wake_up_limit_us(self) -> int | None:
+        """The shortest wake-up time that somebody asked of idle processors meanwhile; 0: they poll. None: no limit."""
+        shortest = min(self._wake_up_us, default=NO_LIMIT_US)
+        return shortest if shortest < NO_LIMIT_US else None
+
     def undisturbed(self, moments: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
         """Whether each moment, time.monotonic() seconds [n], lies in a half second in which nothing was stolen.
 
@@ -57,3 +67,5 @@ class StealWatch:
     def _look(self) -> None:
         values = [int(value) for value in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
         self._seen.append((time.monotonic(), values[7], sum(values)))
+        with contextlib.suppress(OSError):
+            self._wake_up_us.append(int.from_bytes(WAKE_UP_DEVICE.read_bytes()[:4], "little"))

@@ -37,6 +37,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "schedule_policy",
     ),
     "Several devices": ("tp", "disable_pynccl"),
+    "Processors": ("idle_cpus",),
     "Measuring": ("runner", "null_runner_rate"),
 }
 

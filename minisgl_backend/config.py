@@ -165,6 +165,13 @@ class EngineConfig:
     trust_remote_code: bool = _option(
         False, "let the tokenizer run Python code found in the model folder", "true or false"
     )
+    idle_cpus: str = _option(
+        "auto",
+        "idle processors while sequences run: poll for work, which shortens the way of each token, or sleep as the "
+        "kernel likes; auto: poll in a virtual machine, if the process may ask for it",
+        "auto, poll, sleep",
+        ("auto", "poll", "sleep").__contains__,
+    )
     runner: str = _option(
         "model",
         "null replaces the model by a runner that returns tokens without computing, to measure everything else",

@@ -24,6 +24,7 @@ from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import build_engine
 from minisgl_backend.engine.channel import CoreChannel
 from minisgl_backend.engine.child import TIED, begin_child, log_to_stderr
+from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.engine.messages import StartReport
 from minisgl_backend.engine.service import CoreService
 from minisgl_backend.errors import ConfigError, EngineDeadError
@@ -50,7 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
         config = EngineConfig(**msgspec.json.decode(options.config))
         engine = build_engine(config, environment, on_follower_death=_end_at_once)
         channel = CoreChannel(options.socket_dir)
-        service = CoreService(engine.core, channel, engine.welcome, on_alive=lambda: _show_life(options.status_fd))
+        service = CoreService(
+            engine.core,
+            channel,
+            engine.welcome,
+            idle_cpus=IdleCpus(config.idle_cpus),
+            on_alive=lambda: _show_life(options.status_fd),
+        )
     except ConfigError as error:
         _report(options.status_fd, StartReport(kind="ConfigError", message=str(error)))
         return EXIT_CONFIG

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from minisgl_backend.engine.cancellations import Cancellations
 from minisgl_backend.engine.channel import ALL, CoreChannel, Entries, split_by_front
 from minisgl_backend.engine.core import EngineCore
+from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.engine.messages import (
     Abort,
     Command,
@@ -51,6 +52,7 @@ class CoreService:
         channel: CoreChannel,
         welcome: Welcome,
         *,
+        idle_cpus: IdleCpus | None = None,
         on_alive: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -58,6 +60,7 @@ class CoreService:
         self._core = core
         self._channel = channel
         self._welcome = welcome
+        self._idle_cpus = idle_cpus or IdleCpus("sleep")
         self._on_alive = on_alive
         self._clock = clock
         self._started = clock()
@@ -139,6 +142,7 @@ class CoreService:
 
     def _housekeep(self, busy: bool) -> None:
         now = self._clock()
+        self._idle_cpus.note(busy, now)
         if now - self._last_alive >= ALIVE_EVERY_S:
             self._last_alive = now
             self._on_alive()

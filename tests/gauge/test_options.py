@@ -30,6 +30,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "disable_pynccl": ("yes", 1, None),
     "dummy_weights": ("maybe", 0),
     "trust_remote_code": ("no", 2),
+    "idle_cpus": ("awake", True),
     "runner": ("vllm",),
     "null_runner_rate": (-1.0, "fast", float("nan")),
 }

@@ -26,3 +26,19 @@ def test_moments_are_judged_by_the_half_second_they_lie_in(monkeypatch: pytest.M
     moments = np.array([9.9, 10.0, 10.4, 10.6, 11.1])
     assert watch.undisturbed(moments).tolist() == [False, True, True, False, False]
     assert watch.percent == 100 * 3 / 200
+
+
+@pytest.mark.parametrize(
+    ("reads", "limit"), [([2_000_000_000, 0, 2_000_000_000], 0), ([2_000_000_000], None), ([5], 5), ([], None)]
+)
+def test_the_shortest_wake_up_time_that_was_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reads: list[int], limit: int | None
+) -> None:
+    device = tmp_path / "cpu_dma_latency"
+    monkeypatch.setattr(steal_watch, "WAKE_UP_DEVICE", device)
+    watch = StealWatch()
+    watch._look()  # nobody may read it
+    for value in reads:
+        device.write_bytes(value.to_bytes(4, "little"))
+        watch._look()
+    assert watch.wake_up_limit_us == limit

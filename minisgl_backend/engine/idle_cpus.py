@@ -1,0 +1,71 @@
+"""Keeps idle processors awake while sequences run, through the interface that the Linux kernel has for it (PM QoS).
+
+Knows nothing of the engine. A token passes some nine threads on its way to a client, and each may find the processor
+that it is to run on asleep. In a virtual machine a sleeping processor belongs to the hypervisor, and to get it back
+takes 0.2 ms, on a busy host several (docs/path.md has figures); elsewhere the deeper states take 0.1 ms. While a file
+stays open that holds the longest wake-up time that somebody can bear, the kernel lets no processor sleep deeper; 0
+lets it poll. When the process ends, however it does, the kernel forgets its wish.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+log = logging.getLogger(__name__)
+
+DEVICE = Path("/dev/cpu_dma_latency")
+DRIVER = Path("/sys/devices/system/cpu/cpuidle/current_driver")
+VIRTUAL_DRIVER = "haltpoll"  # of virtual machines on KVM
+LINGER_S = 1.0  # the next sequence often comes soon
+
+
+class IdleCpus:
+    """One process's wish. `mode`: "poll", "sleep" (the kernel decides), or "auto": poll in a virtual machine."""
+
+    def __init__(self, mode: str, *, device: Path = DEVICE, driver: Path = DRIVER) -> None:
+        self._device = device
+        self._wanted = mode == "poll" or (mode == "auto" and _driver(driver) == VIRTUAL_DRIVER)
+        self._loud = mode == "poll"
+        self._file: int | None = None
+        self._last_busy = 0.0
+
+    @property
+    def awake(self) -> bool:
+        return self._file is not None
+
+    def note(self, busy: bool, now: float) -> None:
+        """To be called again and again, `now` in seconds of any steady clock. Costs nothing while nothing changes."""
+        if busy:
+            self._last_busy = now
+            if self._file is None and self._wanted:
+                self._open()
+        elif self._file is not None and now - self._last_busy >= LINGER_S:
+            self.close()
+
+    def close(self) -> None:
+        """Lets the processors sleep again."""
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _open(self) -> None:
+        try:
+            self._file = os.open(self._device, os.O_WRONLY | os.O_CLOEXEC)
+            os.write(self._file, bytes(4))  # an int32: microseconds
+        except OSError as error:
+            self.close()
+            self._wanted = False
+            log.log(
+                logging.WARNING if self._loud else logging.INFO,
+                "idle processors sleep while sequences run (idle_cpus): %s. Run as root; in a container, with "
+                "--device %s", error, self._device,
+            )  # fmt: skip
+
+
+def _driver(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""
