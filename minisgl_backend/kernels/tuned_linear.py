@@ -18,14 +18,15 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import chain, islice
 from pathlib import Path
-from typing import TypeVar
 
 import torch
 
@@ -35,15 +36,13 @@ log = logging.getLogger(__name__)
 
 ROWS_STEP = 16  # one choice serves so many numbers of rows
 SUGGESTIONS = 8
-TILES = 12  # that are measured beside the suggestions
+TILES, CLUSTERS_EACH = 12, 2  # that are measured beside the suggestions
 WORTH = 0.98  # of torch's time: a smaller gain is noise
 _COLD_BYTES = 200 << 20  # of weights, one after the other: none of them stays in the L2 cache
-_SMALL_BYTES = 2 << 20  # of one weight: such a product takes no longer than its launch, whatever its tiles are
+_SMALL_BYTES = 16 << 20  # of one weight: such a product takes 8 us on an H200, of which tiles decide 0.3
 
 Shape = tuple[int, int]  # size_out, size_in
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
-_T = TypeVar("_T")
-
 _ALGORITHM = re.compile(r"([0-9a-f]{128})?")  # 64 bytes; or nothing, where torch's choice is the fastest
 
 
@@ -193,14 +192,18 @@ def candidates(product: Product, num_sms: int) -> list[bytes]:
     suggested = product.suggestions(SUGGESTIONS)
     if not suggested:
         return []
-    sizes = tile_sizes()
-    tiles = [tile for tile in product.tiles(suggested[0]) if tile in sizes]
-    tiles.sort(key=lambda tile: predicted_us(product.rows, product.size_out, product.size_in, sizes[tile], num_sms))
-    variants = (
-        [variant for cluster in CLUSTERS if (variant := product.with_tile(suggested[0], tile, cluster)) is not None]
-        for tile in tiles
-    )
-    return list(dict.fromkeys([*suggested, *(v for some in _first(filter(None, variants), TILES) for v in some[:2])]))
+    sizes, rows, size_out, size_in = tile_sizes(), product.rows, product.size_out, product.size_in
+    known = (tile for tile in product.tiles(suggested[0]) if tile in sizes)
+    costs = {tile: predicted_us(rows, size_out, size_in, sizes[tile], num_sms) for tile in known}
+    likely = sorted((tile for tile in costs if math.isfinite(costs[tile])), key=costs.__getitem__)
+    # Most tiles have no kernel with most clusters, and asking takes time: not more is asked than is measured.
+    variants = (list(islice(_variants(product, suggested[0], tile), CLUSTERS_EACH)) for tile in likely)
+    return list(dict.fromkeys([*suggested, *chain.from_iterable(islice(filter(None, variants), TILES))]))
+
+
+def _variants(product: Product, algorithm: bytes, tile: int) -> Iterator[bytes]:
+    """`algorithm` with this tile and each cluster that there is a kernel for."""
+    return filter(None, (product.with_tile(algorithm, tile, cluster) for cluster in CLUSTERS))
 
 
 def predicted_us(rows: int, size_out: int, size_in: int, tile: tuple[int, int], num_sms: int) -> float:
@@ -210,18 +213,13 @@ def predicted_us(rows: int, size_out: int, size_in: int, tile: tuple[int, int], 
     """
     tile_out, tile_rows = tile
     if tile_out * tile_rows < 1024 or min(tile) > max(64, 2 * rows):
-        return float("inf")
+        return math.inf
     blocks = -(-size_out // tile_out) * -(-rows // tile_rows)
     waves = -(-blocks // num_sms)
     # A small tile loads more for each product.
     compute = waves * 2 * tile_out * tile_rows * size_in / 6e6 * (1 + 24 / tile_out + 24 / tile_rows)
     idle = waves * num_sms / blocks if blocks >= num_sms else max(1.0, 0.8 * num_sms / blocks)
     return max(compute, size_out * size_in * 2 / 4.6e6 * idle)
-
-
-def _first(values: Iterator[_T], count: int) -> Iterator[_T]:
-    for value, _ in zip(values, range(count), strict=False):
-        yield value
 
 
 class _Timed:

@@ -40,7 +40,6 @@ class OutputProjection(WeightedLayer):
         self._start = min(placement.tp.rank * self._rows_per_rank, vocab_size)
         rows = min(self._rows_per_rank, vocab_size - self._start)
         self._is_tied = tied is not None
-        self.bias = None  # no served architecture has one here
         if tied is None:
             self.weight = placement.parameter(rows, hidden_size)
         else:

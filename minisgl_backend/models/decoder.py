@@ -101,11 +101,11 @@ class CausalLM(nn.Module):
 
     def prepare(self, batch_sizes: Sequence[int]) -> None:
         """Lets the products choose their kernels for decode steps of these sizes; to be called before a capture."""
+        # Products with a bias stay with torch, which adds it on the way.
+        linear = (m for m in self.modules() if isinstance(m, (ColumnLinear, RowLinear)) and m.bias is None)
         by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-        for module in self.modules():
-            # Products with a bias stay with torch, which adds it on the way.
-            if isinstance(module, (ColumnLinear, RowLinear, OutputProjection)) and module.bias is None:
-                by_shape.setdefault(module.weight.shape, []).append(module.weight)
+        for module in (*linear, self.lm_head):
+            by_shape.setdefault(module.weight.shape, []).append(module.weight)
         for weights in by_shape.values():
             self._ops.prepare_linear(weights, batch_sizes)
 

@@ -139,7 +139,7 @@ class ModelRunner:
     def _sample(self, step: StepTensors, hidden: torch.Tensor) -> Sampled:
         if not step.num_sampled:
             return Sampled(self._no_tokens(0), None)
-        if step.prompt_logprobs and step.sampled_lines is not None:
+        if step.sampled_lines is not None and self._wanted(step) is None:
             hidden = hidden[step.sampled_lines]  # else they are all that there is
         return self._sample_logits(step, self._model.logits(hidden))
 

@@ -73,7 +73,7 @@ def test_choices_are_measured_once_and_then_read(tmp_path):
 def test_an_algorithm_of_another_library_is_not_used(tmp_path):
     from minisgl_backend.kernels.tuned_linear import TunedLinear
 
-    weights = weights_of(4096, 1024, torch.bfloat16)
+    weights = weights_of(34816, 1024, torch.bfloat16)
     path = tmp_path / "products.json"
     TunedLinear(DEVICE, path).tune(weights, [64])
     (name,) = json.loads(path.read_text())

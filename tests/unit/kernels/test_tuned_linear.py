@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 
 from minisgl_backend.kernels import tuned_linear
-from minisgl_backend.kernels.cublaslt import tile_sizes
-from minisgl_backend.kernels.tuned_linear import TunedLinear, _read, _write, predicted_us
+from minisgl_backend.kernels.cublaslt import CLUSTERS, tile_sizes
+from minisgl_backend.kernels.tuned_linear import TunedLinear, _read, _write, candidates, predicted_us
 
 ALGORITHM = "42" + "0f" * 63
 
@@ -45,6 +47,34 @@ def test_each_tile_size_has_one_number():
 def test_tiles_that_won_on_an_h200_rank_high(rows, size_out, size_in, winner):
     sizes = sorted(tile_sizes().values(), key=lambda tile: predicted_us(rows, size_out, size_in, tile, 132))
     assert sizes.index(winner) < 12
+
+
+class TiledProduct:
+    """Has kernels for one cluster of half of the tiles, and counts what it is asked."""
+
+    rows, size_out, size_in = 192, 34816, 5120
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def suggestions(self, most: int) -> list[bytes]:
+        return [b"a", b"b"]
+
+    def tiles(self, algorithm: bytes) -> list[int]:
+        return [*tile_sizes(), 10_000]
+
+    def with_tile(self, algorithm: bytes, tile: int, cluster: int) -> bytes | None:
+        self.asked += 1
+        return b"%d/%d" % (tile, cluster) if tile % 2 == 0 and cluster != CLUSTERS[0] else None
+
+
+def test_candidates_are_the_suggestions_and_the_likeliest_tiles_that_there_are_kernels_for():
+    product = TiledProduct()
+    found = candidates(product, 132)
+    sizes = sorted(tile_sizes(), key=lambda tile: predicted_us(192, 34816, 5120, tile_sizes()[tile], 132))
+    tiles = [tile for tile in sizes if tile % 2 == 0][:12]
+    assert found == [b"a", b"b", *(b"%d/%d" % (tile, cluster) for tile in tiles for cluster in CLUSTERS[1:3])]
+    assert product.asked <= 3 * 12 + 4 * sizes.index(tiles[-1])
 
 
 def test_what_is_remembered_grows_by_products(tmp_path: Path):
@@ -86,7 +116,7 @@ def test_products_that_were_not_tuned_are_left_to_the_caller():
 
 
 class FakeProduct:
-    """A library with two algorithms, one of them wrong, whose products are torch's own."""
+    """A library with three algorithms, the fastest of them wrong, whose products are torch's own."""
 
     refuses = False
 
@@ -94,7 +124,7 @@ class FakeProduct:
         self.rows, self.size_out, self.size_in = rows, size_out, size_in
 
     def suggestions(self, most: int) -> list[bytes]:
-        return [b"w" * 64, b"r" * 64]
+        return [SLOW, WRONG, RIGHT]
 
     def tiles(self, algorithm: bytes) -> list[int]:
         return []
@@ -106,20 +136,25 @@ class FakeProduct:
         def launch(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor, add: bool) -> None:
             if self.refuses:
                 raise RuntimeError("cublasLtMatmul returned status 15")
-            result = x @ weight.t() * (2 if algorithm.startswith(b"w") else 1)
+            result = x @ weight.t() * (2 if algorithm == WRONG else 1)
             out.copy_(out + result if add else result)
 
+        launch.algorithm = algorithm
         return launch
 
 
-class FakeTimed:
-    """torch is always slower."""
+SLOW, WRONG, RIGHT = (letter * 64 for letter in (b"s", b"w", b"r"))
 
+
+class FakeTimed:
+    """Microseconds by algorithm, torch's 10."""
+
+    times: ClassVar[dict[bytes | None, float]] = {WRONG: 1.0, RIGHT: 7.0, SLOW: 9.0, None: 10.0}
     count = 0
 
-    def __init__(self, calls: object) -> None:
+    def __init__(self, calls: list[functools.partial[None]]) -> None:
         FakeTimed.count += 1
-        self.first = self.median = 0.0 if isinstance(calls, list) and calls[0].func is not torch.mm else 1.0
+        self.first = self.median = self.times[getattr(calls[0].func, "algorithm", None)]
 
     def again(self) -> None:
         pass
@@ -146,7 +181,7 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def two_weights() -> list[torch.Tensor]:
     torch.manual_seed(0)
-    return [torch.randn(2048, 1024).bfloat16() for _ in range(2)]
+    return [torch.randn(8192, 1024).bfloat16() for _ in range(2)]
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -154,9 +189,9 @@ def test_the_fastest_right_algorithm_is_chosen_used_and_remembered(tmp_path: Pat
     weights, path = two_weights(), tmp_path / "products.json"
     tuned = TunedLinear(torch.device("cpu"), path)
     tuned.tune(weights, [1, 8, 24])
-    assert _read(path) == {"CPU cublasLt 1 torch.bfloat16 2048x1024": dict.fromkeys(("16", "32"), (b"r" * 64).hex())}
+    assert _read(path) == {"CPU cublasLt 1 torch.bfloat16 8192x1024": dict.fromkeys(("16", "32"), RIGHT.hex())}
     measured = FakeTimed.count
-    x, residual = torch.randn(24, 1024).bfloat16(), torch.randn(24, 2048).bfloat16()
+    x, residual = torch.randn(24, 1024).bfloat16(), torch.randn(24, 8192).bfloat16()
     expected = x @ weights[1].t()
     assert torch.equal(tuned.linear(x, weights[1]), expected)
     added = tuned.linear(x, weights[1], residual.clone())
@@ -167,6 +202,16 @@ def test_the_fastest_right_algorithm_is_chosen_used_and_remembered(tmp_path: Pat
     again.tune(weights, [8, 24])
     assert torch.equal(again.linear(x, weights[0]), x @ weights[0].t())
     assert FakeTimed.count == measured
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_torch_keeps_what_gains_too_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    weights, path = two_weights(), tmp_path / "products.json"
+    monkeypatch.setattr(FakeTimed, "times", {WRONG: 1.0, RIGHT: 9.9, SLOW: 11.0, None: 10.0})
+    tuned = TunedLinear(torch.device("cpu"), path)
+    tuned.tune(weights, [8])
+    assert list(_read(path).values()) == [{"16": ""}]
+    assert tuned.linear(torch.randn(8, 1024).bfloat16(), weights[0]) is None
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -183,7 +228,7 @@ def test_what_fails_while_it_is_measured_is_left_to_torch_and_not_remembered(
         patch.setattr(FakeProduct, "suggestions", out_of_memory)
         tuned.tune(weights, [8])
     with monkeypatch.context() as patch:
-        patch.setattr(FakeProduct, "suggestions", lambda self, most: [b"w" * 64])  # all of them are wrong
+        patch.setattr(FakeProduct, "suggestions", lambda self, most: [WRONG])  # all of them are wrong
         tuned.tune(weights, [8])
     assert not path.exists()
     assert tuned.linear(torch.randn(8, 1024).bfloat16(), weights[0]) is None
