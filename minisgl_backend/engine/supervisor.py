@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 FIRST_BACKOFF_S = 0.1
 MAX_BACKOFF_S = 10.0
-STABLE_AFTER_S = 30.0  # a core that served this long starts the back-off anew
+STABLE_AFTER_S = 10.0  # a core that served this long starts the back-off anew; its start, however long, does not count
 LOCK_POLL_S = 0.1
 STOP_GRACE_S = 3.0
 
@@ -92,7 +92,7 @@ class Supervisor:
     def _keep_running(self) -> None:
         backoff, served_before = FIRST_BACKOFF_S, False
         while not self._stopped():
-            started = time.monotonic()
+            ready_at: float | None = None
             try:
                 self._process = process = CoreProcess(self._config, self._socket_dir)
             except EngineDeadError as error:
@@ -100,7 +100,7 @@ class Supervisor:
                 return
             try:
                 process.wait_ready(self._stop_read)
-                served_before = True
+                ready_at, served_before = time.monotonic(), True
                 process.wait_dead(self._stop_read)
             except MinisglError as error:
                 if not served_before:
@@ -110,11 +110,12 @@ class Supervisor:
                     return
                 log.error("the engine core did not start again: %s", error)
             finally:
+                served_s = 0.0 if ready_at is None else time.monotonic() - ready_at
                 status = process.stop()
                 self._process = None
             if self._stopped():
                 return
-            backoff = FIRST_BACKOFF_S if time.monotonic() - started > STABLE_AFTER_S else backoff
+            backoff = FIRST_BACKOFF_S if served_s > STABLE_AFTER_S else backoff
             log.error("the engine core ended (%s); it starts again in %.1f s", status, backoff)
             if self._stopped(backoff):
                 return

@@ -46,8 +46,12 @@ class Scripted:
             raise ConfigError("page_size is 3")
         if self.starts[-1] == "fail":
             raise EngineDeadError("it ended while it started")
+        if self.starts[-1] == "start slowly":
+            time.sleep(0.1)
 
     def wait_dead(self, stop_fd: int) -> None:
+        if self.starts[-1] == "serve a while":
+            time.sleep(0.1)
         if self.starts[-1] == "serve":
             select.select([stop_fd], [], [])
 
@@ -80,6 +84,21 @@ def test_a_core_that_keeps_dying_is_started_ever_less_often(
     assert script.starts == ["die", "fail", "refuse", "die", "serve"]
     assert failures == [], "only the first start is the caller's business"
     assert len(re.findall(r"it starts again in", caplog.text)) == 4
+
+
+def test_only_a_core_that_served_a_while_starts_the_backoff_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: list[MinisglError], caplog: pytest.LogCaptureFixture
+) -> None:
+    script = Scripted("die", "start slowly", "start slowly", "serve a while", "die", "serve")
+    monkeypatch.setattr(module, "CoreProcess", script)
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(module, "STABLE_AFTER_S", 0.05)
+    monkeypatch.setattr(logging.getLogger("minisgl_backend"), "propagate", True)
+    supervisor = Supervisor(EngineConfig(), tmp_path, failures.append)
+    supervisor.start()
+    wait_for(lambda: len(script.starts) == 6)
+    supervisor.close()
+    assert re.findall(r"it starts again in (\S+) s", caplog.text) == ["0.1", "0.2", "0.4", "0.1", "0.2"]
 
 
 @pytest.mark.parametrize(("outcome", "kind"), [("refuse", ConfigError), ("fail", EngineDeadError)])
