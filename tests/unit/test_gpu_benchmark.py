@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.gpu import busy_and_idle, offline_load
+from benchmarks.gpu import busy_and_idle, offline_load, online_load
 
 
 def test_overlapping_kernels_count_once():
@@ -15,3 +15,10 @@ def test_offline_load_is_that_of_the_peers():
     assert len(load) == 256
     assert sum(len(prompt) for prompt, _ in load) == 142_827
     assert sum(length for _, length in load) == 133_966
+
+
+def test_online_loads_have_the_same_lengths_and_no_prompt_in_common():
+    first, second = online_load(seed=1), online_load(seed=2)
+    assert [(len(prompt), length) for prompt, length in first] == [(len(prompt), length) for prompt, length in second]
+    assert not {tuple(prompt[:16]) for prompt, _ in first} & {tuple(prompt[:16]) for prompt, _ in second}
+    assert first == online_load(seed=1)
