@@ -163,6 +163,7 @@ def _gauge_cells() -> list[tuple[str, dict[str, Any], int]]:
                 continue
             cells.append((f"{backend}_page{page_size}", {"attention_backend": backend, "page_size": page_size}, 50))
     cells.append(("eager", {"cuda_graph_max_bs": 0}, 50))
+    cells.append(("pieces", {"cuda_graph_max_tokens": 1024}, 50))
     cells.append(("naive_cache", {"cache_type": "naive"}, 50))
     cells.append(("chunks_of_64", {"max_prefill_length": 64, "mixed_prefill_length": 32}, 50))
     return cells

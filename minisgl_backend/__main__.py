@@ -28,6 +28,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "memory_ratio",
         "cache_type",
         "cuda_graph_max_bs",
+        "cuda_graph_max_tokens",
     ),
     "Scheduling": (
         "max_running_requests",

@@ -150,6 +150,13 @@ class EngineConfig:
         "0 or more",
         lambda value: value >= 0,
     )
+    cuda_graph_max_tokens: int = _option(
+        0,
+        "largest step with prompt tokens whose layers run as CUDA graphs from one attention to the next; 0: launched "
+        "kernel by kernel; experimental, not run on a GPU yet",
+        "0 or more",
+        lambda value: value >= 0,
+    )
     cache_type: str = _option("radix", "prefix cache", ", ".join(CACHE_TYPES), CACHE_TYPES.__contains__, "--cache")
     schedule_policy: str = _option(
         "fcfs",
@@ -296,4 +303,5 @@ class RuntimeConfig:
     max_seq_len: int
     overlap: bool
     cuda_graph_max_bs: int | None  # None: chosen from free memory once the weights are loaded
+    cuda_graph_max_tokens: int  # 0: steps with prompt tokens run without graphs
     flashinfer_tensor_cores: bool | None

@@ -38,14 +38,24 @@ class HybridAttention:
 
     def attend(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: HybridPlan) -> torch.Tensor:
         """q [num_tokens, num_q_heads, head_dim] -> output of the same shape, for one layer."""
-        if plan.prefill is None:
-            return self.decode_backend.decode(q, k_cache, v_cache, plan.decode)
-        if plan.decode is None:
-            return self.prefill_backend.prefill(q, k_cache, v_cache, plan.prefill)
-        q_prefill, q_decode = q[: plan.num_prefill_tokens], q[plan.num_prefill_tokens :]
-        prefilled = self.prefill_backend.prefill(q_prefill, k_cache, v_cache, plan.prefill)
-        decoded = self.decode_backend.decode(q_decode, k_cache, v_cache, plan.decode)
-        return torch.cat([prefilled, decoded])
+        parts = self._attend_parts(q, k_cache, v_cache, plan)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_into(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: HybridPlan, out: torch.Tensor
+    ) -> None:
+        """`attend` with its result in `out`, of the shape of q."""
+        torch.cat(self._attend_parts(q, k_cache, v_cache, plan), out=out)
+
+    def _attend_parts(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: HybridPlan
+    ) -> list[torch.Tensor]:
+        first, parts = plan.num_prefill_tokens, []
+        if plan.prefill is not None:
+            parts.append(self.prefill_backend.prefill(q[:first], k_cache, v_cache, plan.prefill))
+        if plan.decode is not None:
+            parts.append(self.decode_backend.decode(q[first:], k_cache, v_cache, plan.decode))
+        return parts
 
     def rotates(self, plan: HybridPlan) -> bool:
         """Whether `attend_rotating` serves this step: decode alone, on a backend that has a kernel for it."""

@@ -5,6 +5,7 @@ Knows nothing of requests. Built anew for every step and passed down as an argum
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 
 import torch
@@ -16,15 +17,14 @@ from minisgl_backend.kernels.ops import Ops
 
 
 @dataclass(frozen=True, kw_only=True)
-class ForwardContext:
+class ForwardContext(ABC):
     """Tokens are in step order: prefill first, decode after them."""
 
     pool: KVPool
     slots: torch.Tensor  # int [num_tokens], device; where each token's keys and values go
-    attention: HybridAttention
-    plan: HybridPlan
     wanted: torch.Tensor | None = None  # int [num_wanted], lines that the model is asked for; None: all of them
 
+    @abstractmethod
     def attend(
         self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: HeadRotation, ops: Ops
     ) -> torch.Tensor:
@@ -33,10 +33,27 @@ class ForwardContext:
         qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim], which may be overwritten; positions int
         [num_tokens]. Returns [num_tokens, num_q_heads, head_dim].
         """
+
+    def rotate_and_store(
+        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: HeadRotation, ops: Ops
+    ) -> torch.Tensor:
+        """All of `attend` but attention; returns the queries, [num_tokens, num_q_heads, head_dim]."""
+        k, v, r = self.pool.k(layer_index), self.pool.v(layer_index), rotation
+        num_q_heads = qkv.shape[1] // k.shape[3] - 2 * k.shape[1]
+        return ops.rope_store(qkv, r.q_norm, r.k_norm, r.cos_sin, positions, self.slots, k, v, num_q_heads, r.eps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepContext(ForwardContext):
+    """Attends at once, with what was planned for this step."""
+
+    attention: HybridAttention
+    plan: HybridPlan
+
+    def attend(
+        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: HeadRotation, ops: Ops
+    ) -> torch.Tensor:
         k, v = self.pool.k(layer_index), self.pool.v(layer_index)
         if self.attention.rotates(self.plan):
             return self.attention.attend_rotating(qkv, rotation, k, v, self.plan)
-        r = rotation
-        num_q_heads = qkv.shape[1] // k.shape[3] - 2 * k.shape[1]
-        q = ops.rope_store(qkv, r.q_norm, r.k_norm, r.cos_sin, positions, self.slots, k, v, num_q_heads, r.eps)
-        return self.attention.attend(q, k, v, self.plan)
+        return self.attention.attend(self.rotate_and_store(layer_index, qkv, positions, rotation, ops), k, v, self.plan)

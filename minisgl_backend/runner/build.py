@@ -24,6 +24,7 @@ from minisgl_backend.runner.cuda_graph import CudaGraphRunner, graph_sizes
 from minisgl_backend.runner.device import free_bytes, is_out_of_memory
 from minisgl_backend.runner.memory import choose_num_pages, measure_steps
 from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.piecewise import CudaPieces, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampler import Sampler, fused_sampler
 from minisgl_backend.runner.sampling_rows import SamplingRows
@@ -79,12 +80,15 @@ def _build(
     spec, runner_with = _load(runtime, model_config, device, tp, progress)
     step_bytes = 0
     if device.type == "cuda":
-        step_bytes = measure_steps(runner_with(1), runtime.config, runtime.max_seq_len, device)
+        step_bytes = measure_steps(runner_with(1), runtime, device)
     num_pages = tp.minimum(choose_num_pages(runtime, spec, free_at_start, step_bytes))
     runner = runner_with(num_pages)
-    sizes = _graph_sizes(runtime, runner.attention)
+    sizes, pieces = _graph_sizes(runtime, runner.attention), piece_sizes(runtime.cuda_graph_max_tokens)
+    total = len(sizes) + len(pieces)
     if sizes:
-        runner.use_graphs(CudaGraphRunner(sizes, progress.graphs))
+        runner.use_graphs(CudaGraphRunner(sizes, lambda done, _: progress.graphs(done, total)))
+    if pieces:
+        runner.use_pieces(CudaPieces(pieces, lambda done, _: progress.graphs(len(sizes) + done, total)))
     log.info("%d pages of %d tokens, graphs up to %d sequences", num_pages, runtime.page_size, max(sizes, default=0))
     return runner
 
@@ -152,6 +156,7 @@ def _out_of_memory(runtime: RuntimeConfig, device: torch.device, error: Exceptio
     pages = "" if config.num_pages is None else f" num_pages ({config.num_pages}),"
     return (
         f"out of memory on {device} while starting; lower{pages} max_prefill_length ({config.max_prefill_length}), "
-        f"max_running_requests ({config.max_running_requests}), cuda_graph_max_bs or memory_ratio "
-        f"({config.memory_ratio}), or raise tp. The failed allocation: {str(error).splitlines()[0]}"
+        f"max_running_requests ({config.max_running_requests}), cuda_graph_max_bs, cuda_graph_max_tokens "
+        f"({config.cuda_graph_max_tokens}) or memory_ratio ({config.memory_ratio}), or raise tp. "
+        f"The failed allocation: {str(error).splitlines()[0]}"
     )

@@ -10,7 +10,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.kv_pool import KVPool
-from minisgl_backend.config import EngineConfig, RuntimeConfig
+from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.device import free_bytes
@@ -53,15 +53,20 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
     return pages
 
 
-def measure_steps(runner: ModelRunner, config: EngineConfig, max_seq_len: int, device: torch.device) -> int:
-    """Peak bytes beyond what is allocated now, of the largest mixed step and of the graphs of the largest decode step.
+def measure_steps(runner: ModelRunner, runtime: RuntimeConfig, device: torch.device) -> int:
+    """Peak bytes beyond what is allocated now: of the largest mixed step, and of what graphs keep for themselves, the
+    largest decode step and the largest mixed step that is captured.
 
-    Both are executed for real, with every token on the padding page.
+    All are executed for real, with every token on the padding page.
     """
+    max_running = runtime.config.max_running_requests
+    plans = [*worst_plans(max_running, runtime.config.max_prefill_length, runtime.max_seq_len)]
+    if runtime.cuda_graph_max_tokens:
+        plans.append(worst_plans(max_running, runtime.cuda_graph_max_tokens, runtime.max_seq_len)[0])
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     peaks = []
-    for plan in worst_plans(config.max_running_requests, config.max_prefill_length, max_seq_len):
+    for plan in plans:
         torch.cuda.reset_peak_memory_stats(device)
         runner.execute(runner.prepare(plan)).result()
         torch.cuda.synchronize(device)

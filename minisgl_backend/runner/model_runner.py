@@ -15,11 +15,12 @@ import torch
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.attention.kv_pool import KVPool
-from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.context import ForwardContext, StepContext
 from minisgl_backend.runner import logprobs
 from minisgl_backend.runner.batch import BatchBuilder, StepTensors
 from minisgl_backend.runner.cuda_graph import DecodeOutputs, GraphRunner
 from minisgl_backend.runner.pending import PendingStep, ResultReader
+from minisgl_backend.runner.piecewise import PiecewiseRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampler import Sampled, Sampler
 from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingRows
@@ -68,6 +69,7 @@ class ModelRunner:
         self._sampler = sampler or Sampler(table, sampling.penalties)
         self._reader = ResultReader(table.device)
         self._graphs: GraphRunner | None = None
+        self._pieces: PiecewiseRunner | None = None
         self._one_line = torch.zeros(1, dtype=torch.int32, device=table.device)
 
     @property
@@ -82,11 +84,19 @@ class ModelRunner:
         graphs.capture(self._decode_plain, self._builder, self.attention)
         self._graphs = graphs
 
+    @torch.inference_mode()
+    def use_pieces(self, pieces: PiecewiseRunner) -> None:
+        """Captures the forward pass; from now on it serves the steps with a prefill part that fit its sizes."""
+        pieces.capture(self._model.forward, self.attention, self._pool)
+        self._pieces = pieces
+
     def close(self) -> None:
         """Frees the captured graphs, which may hold collectives: before the ranks part."""
-        graphs, self._graphs = self._graphs, None
-        if graphs is not None:
-            graphs.close()
+        captured: list[GraphRunner | PiecewiseRunner | None] = [self._graphs, self._pieces]
+        self._graphs = self._pieces = None
+        for one in captured:
+            if one is not None:
+                one.close()
 
     @torch.inference_mode()
     def prepare(self, plan: StepPlan, masks: GrammarMasks | None = None) -> Batch:
@@ -118,9 +128,15 @@ class ModelRunner:
         return self._reader.start(step, sampled, prompt_logprobs)
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        assert batch.attention is not None, "only graphs run without an attention plan"
+        """The hidden states of the wanted lines."""
+        plan, wanted = batch.attention, self._wanted(batch.step)
+        assert plan is not None, "only graphs run without an attention plan"
         rows, positions = batch.step.tokens()
-        return self._hidden_states(rows, positions, batch.attention, self._wanted(batch.step))
+        if self._pieces is None or plan.prefill is None or not self._pieces.fits(len(rows)):
+            return self._hidden_states(rows, positions, plan, wanted)
+        token_ids, slots = self._table.lookup(rows, positions)
+        hidden = self._pieces.run(token_ids, positions, slots, plan)
+        return hidden if wanted is None else hidden[wanted]
 
     def _wanted(self, step: StepTensors) -> torch.Tensor | None:
         """The lines of the hidden states that somebody will read; None: all of them."""
@@ -133,7 +149,7 @@ class ModelRunner:
         self, rows: torch.Tensor, positions: torch.Tensor, plan: HybridPlan, wanted: torch.Tensor | None = None
     ) -> torch.Tensor:
         token_ids, slots = self._table.lookup(rows, positions)
-        ctx = ForwardContext(pool=self._pool, slots=slots, attention=self.attention, plan=plan, wanted=wanted)
+        ctx = StepContext(pool=self._pool, slots=slots, attention=self.attention, plan=plan, wanted=wanted)
         return self._model.forward(token_ids, positions, ctx)
 
     def _sample(self, step: StepTensors, hidden: torch.Tensor) -> Sampled:

@@ -48,6 +48,7 @@ def resolve(
         max_seq_len=_max_seq_len(config.max_seq_len_override, model.max_position),
         overlap=environment.overlap,
         cuda_graph_max_bs=_graph_max_bs(config, device),
+        cuda_graph_max_tokens=0 if device.kind == "cpu" else min(config.cuda_graph_max_tokens, _most_tokens(config)),
         flashinfer_tensor_cores=environment.flashinfer_tensor_cores,
     )
 
@@ -79,6 +80,11 @@ def _graph_max_bs(config: EngineConfig, device: DeviceFacts) -> int | None:
     if config.cuda_graph_max_bs is None:
         return None
     return min(config.cuda_graph_max_bs, config.max_running_requests)
+
+
+def _most_tokens(config: EngineConfig) -> int:
+    """Of one step with prompt tokens."""
+    return config.max_prefill_length + config.max_running_requests
 
 
 def _check_tensor_parallel(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:

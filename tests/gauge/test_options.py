@@ -24,6 +24,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "max_waiting_requests": (0, None),
     "max_seq_len_override": (1, -5),
     "cuda_graph_max_bs": (-1, "all"),
+    "cuda_graph_max_tokens": (-1, "all"),
     "cache_type": ("lru", None),
     "schedule_policy": ("sjf", ""),
     "tp": (0, -2, None),

@@ -13,7 +13,7 @@ import torch
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.attention.registry import create_attention
-from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.context import StepContext
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -80,7 +80,7 @@ class PagedModel:
         ]
         counts = [len(tokens) for tokens in new.values()]
         wanted = torch.tensor(counts, device=self.device).cumsum(0) - 1 if last_only else None
-        ctx = ForwardContext(
+        ctx = StepContext(
             pool=self.pool,
             slots=torch.tensor(slots, device=self.device),
             attention=self.attention,

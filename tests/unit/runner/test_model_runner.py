@@ -19,6 +19,7 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.cuda_graph import EagerGraphRunner
 from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.piecewise import EagerPieces, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampling_rows import SamplingRows
 from minisgl_backend.step import StepPlan, StepResult
@@ -36,7 +37,9 @@ MakeRunner = Callable[..., ModelRunner]
 def make_runner(tiny_model_dir: Path) -> MakeRunner:
     config = ModelConfig.load(tiny_model_dir)
 
-    def make(page_size: int = 4, max_running: int = 6, graph_sizes: tuple[int, ...] = ()) -> ModelRunner:
+    def make(
+        page_size: int = 4, max_running: int = 6, graph_sizes: tuple[int, ...] = (), pieces: tuple[int, ...] = ()
+    ) -> ModelRunner:
         model = build_model(config, tiny_model_dir, dtype=torch.float32, device=CPU, max_seq_len=MAX_SEQ_LEN)
         spec = attention_spec(
             config,
@@ -58,6 +61,8 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
         )
         if graph_sizes:
             runner.use_graphs(EagerGraphRunner(graph_sizes))
+        if pieces:
+            runner.use_pieces(EagerPieces(pieces))
         return runner
 
     return make
@@ -108,8 +113,12 @@ def test_padded_static_inputs_change_nothing(make_runner: MakeRunner, expected: 
     assert generate(make_runner(graph_sizes=(1, 2)), PROMPTS[:1], [GREEDY]) == expected[:1]
 
 
-def test_chunks_and_mixed_steps_change_nothing(make_runner: MakeRunner, expected: list[list[int]]) -> None:
-    runner, driver = make_runner(), Driver(4)
+@pytest.mark.parametrize("pieces", [(), (8, 64), (8, 16), (21,)])
+def test_chunks_and_mixed_steps_change_nothing(
+    make_runner: MakeRunner, expected: list[list[int]], pieces: tuple[int, ...]
+) -> None:
+    """Also in pieces, where some steps are padded, some fit exactly (21 tokens) and some are too large."""
+    runner, driver = make_runner(pieces=pieces), Driver(4)
     driver.admit(0, PROMPTS[0], GREEDY)
     run(runner, driver, driver.plan(prefill={0: 4}))
     driver.admit(3, PROMPTS[2], GREEDY)
@@ -123,6 +132,28 @@ def test_chunks_and_mixed_steps_change_nothing(make_runner: MakeRunner, expected
         run(runner, driver, driver.plan(decode=(0,)))
     found = [driver.tokens[row][len(PROMPTS[p]) :] for row, p in ((0, 0), (1, 1), (3, 2))]
     assert found == [expected[0], expected[1], expected[2]]
+
+
+def test_padding_of_pieces_writes_no_page_of_a_step_before(make_runner: MakeRunner) -> None:
+    """The slots of the long step would be left in the padding of the short one."""
+    runner, driver = make_runner(pieces=(64,)), Driver(4)
+    driver.admit(0, PROMPTS[2], GREEDY)
+    run(runner, driver, driver.plan(prefill={0: len(PROMPTS[2])}))
+    before = [(runner._pool.k(layer)[1:].clone(), runner._pool.v(layer)[1:].clone()) for layer in (0, 1)]
+    taken = driver.next_page - 1
+    driver.admit(1, PROMPTS[0], GREEDY)
+    run(runner, driver, driver.plan(prefill={1: len(PROMPTS[0])}))
+    for layer, (k, v) in enumerate(before):
+        assert torch.equal(runner._pool.k(layer)[1 : taken + 1], k[:taken])
+        assert torch.equal(runner._pool.v(layer)[1 : taken + 1], v[:taken])
+
+
+def test_piece_sizes() -> None:
+    assert piece_sizes(0) == ()
+    assert piece_sizes(10) == (10,)
+    assert piece_sizes(100) == (16, 32, 48, 64, 96, 100)
+    assert piece_sizes(512) == (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
+    assert piece_sizes(1536)[-7:] == (512, 640, 768, 896, 1024, 1280, 1536)
 
 
 def test_a_step_may_be_launched_before_the_last_one_is_read(make_runner: MakeRunner, expected: list[list[int]]) -> None:
@@ -162,7 +193,7 @@ SAMPLED = [
 def test_a_seed_gives_the_same_text_in_any_company(make_runner: MakeRunner) -> None:
     together = generate(make_runner(), PROMPTS, SAMPLED)
     alone = [generate(make_runner(), [prompt], [wish])[0] for prompt, wish in zip(PROMPTS, SAMPLED, strict=True)]
-    padded = generate(make_runner(graph_sizes=(1, 2, 6)), PROMPTS, SAMPLED)
+    padded = generate(make_runner(graph_sizes=(1, 2, 6), pieces=(32, 64)), PROMPTS, SAMPLED)
     assert together == alone == padded
 
 
@@ -184,12 +215,13 @@ def test_different_seeds_differ(make_runner: MakeRunner) -> None:
     assert len({tuple(answer) for answer in answers}) == 4
 
 
-def test_logprobs_equal_transformers(make_runner: MakeRunner, tiny_model_dir: Path) -> None:
+@pytest.mark.parametrize("pieces", [(), (64,)])
+def test_logprobs_equal_transformers(make_runner: MakeRunner, tiny_model_dir: Path, pieces: tuple[int, ...]) -> None:
     from transformers import Qwen3ForCausalLM
 
     reference = Qwen3ForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
     wish = SamplingParams(temperature=1.0, seed=8, logprobs=3, prompt_logprobs=2)
-    runner, driver = make_runner(), Driver(4)
+    runner, driver = make_runner(pieces=pieces), Driver(4)
     prompt = PROMPTS[2]
     driver.admit(0, PROMPTS[0], GREEDY)
     driver.admit(1, prompt, wish)

@@ -1,0 +1,187 @@
+"""Forward passes with a prompt part, captured in pieces: all that lies between two attentions is one CUDA graph.
+
+Such a pass is some ten launches a layer, and the shorter it is the more it waits for the host. Attention stays outside
+of the graphs: its shape is another one in every step. Everything else depends on the number of tokens alone, which is
+padded to one of a few sizes. vLLM and SGLang cut their passes the same way, with a compiler; here the model's own
+forward pass runs once for each size, and its context, asked to attend, ends one graph and begins the next.
+
+Knows nothing of models or of what the tokens are.
+"""
+
+from __future__ import annotations
+
+import gc
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from minisgl_backend.attention.base import HeadRotation
+from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
+from minisgl_backend.attention.kv_pool import KVPool
+from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.layers.context import ForwardContext
+
+Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # that of models.decoder.CausalLM
+AtAttention = Callable[[int], None]  # what to do between two pieces, with the layer's index
+Progress = Callable[[int, int], None]  # (sizes captured so far, sizes to capture)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CutContext(ForwardContext):
+    """Leaves the queries of a layer in one static buffer and takes what was attended from another."""
+
+    queries: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
+    attended: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
+    at_attention: AtAttention
+
+    def attend(
+        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: HeadRotation, ops: Ops
+    ) -> torch.Tensor:
+        # Copied, since the projection's memory is another one in each layer, and would have to live on in all of them.
+        self.queries.copy_(self.rotate_and_store(layer_index, qkv, positions, rotation, ops))
+        self.at_attention(layer_index)
+        return self.attended
+
+
+class PiecewiseRunner(ABC):
+    """Passes of up to `sizes[-1]` tokens, padded to the next of `sizes` (ascending) with tokens on the padding page."""
+
+    def __init__(self, sizes: tuple[int, ...], on_progress: Progress | None = None) -> None:
+        self.sizes = sizes
+        self._on_progress = on_progress or (lambda done, total: None)
+
+    def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool) -> None:
+        """Makes all sizes ready; called once, before anything runs. The largest comes first: the others fit into it."""
+        spec = attention.prefill_backend.spec
+        heads = (self.sizes[-1], spec.num_q_heads, spec.head_dim)
+        self._forward, self._attention, self._pool = forward, attention, pool
+        self._inputs = torch.zeros(3, self.sizes[-1], dtype=torch.int32, device=spec.device)  # ids, positions, slots
+        self._queries = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
+        self._attended = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
+        for done, size in enumerate(reversed(self.sizes)):
+            self._capture(size)
+            self._on_progress(done + 1, len(self.sizes))
+
+    def fits(self, num_tokens: int) -> bool:
+        return num_tokens <= self.sizes[-1]
+
+    def run(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: HybridPlan
+    ) -> torch.Tensor:
+        """Token ids, positions and slots, int32 [num_tokens] each -> hidden states [num_tokens, hidden_size].
+
+        These are overwritten by the next run. `plan` is that of attention for these tokens.
+        """
+        num_tokens = len(token_ids)
+        size = self.sizes[int(np.searchsorted(self.sizes, num_tokens))]
+        torch.stack([token_ids, positions, slots], out=self._inputs[:, :num_tokens])
+        self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; of an earlier step it would be taken
+        queries, attended = self._queries[:num_tokens], self._attended[:num_tokens]
+
+        def attend(layer_index: int) -> None:
+            k, v = self._pool.k(layer_index), self._pool.v(layer_index)
+            self._attention.attend_into(queries, k, v, plan, attended)
+
+        return self._replay(size, attend)[:num_tokens]
+
+    def close(self) -> None:  # noqa: B027  not every runner has something to free
+        """Frees what was captured; nothing can be run afterwards."""
+
+    @abstractmethod
+    def _capture(self, size: int) -> None:
+        """Makes one size ready."""
+
+    @abstractmethod
+    def _replay(self, size: int, at_attention: AtAttention) -> torch.Tensor:
+        """Runs the pass on the first `size` inputs; returns its hidden states, [size, hidden_size]."""
+
+    def _pass(self, size: int, at_attention: AtAttention) -> torch.Tensor:
+        """The model's own forward pass over the static buffers."""
+        token_ids, positions, slots = self._inputs[:, :size]
+        context = CutContext(
+            pool=self._pool,
+            slots=slots,
+            queries=self._queries[:size],
+            attended=self._attended[:size],
+            at_attention=at_attention,
+        )
+        return self._forward(token_ids, positions, context)
+
+
+class CudaPieces(PiecewiseRunner):
+    """The real thing. All graphs share one memory pool: they always run one after the other, on one stream."""
+
+    def __init__(self, sizes: tuple[int, ...], on_progress: Progress | None = None) -> None:
+        super().__init__(sizes, on_progress)
+        self._memory = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream()
+        self._captured: dict[int, tuple[list[torch.cuda.CUDAGraph], torch.Tensor]] = {}
+
+    def _capture(self, size: int) -> None:
+        # The inputs are filled on this stream, in memory that may hold anything before.
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            self._pass(size, lambda layer_index: None)  # libraries choose kernels now, not under capture
+            self._stream.synchronize()
+            gc.collect()  # a graph that is collected during a capture would break it
+            with self._pieces() as (graphs, cut):
+                hidden = self._pass(size, cut)
+        self._captured[size] = (graphs, hidden)
+        torch.cuda.current_stream().wait_stream(self._stream)
+
+    @contextmanager
+    def _pieces(self) -> Iterator[tuple[list[torch.cuda.CUDAGraph], AtAttention]]:
+        """Captures what runs inside, cut into graphs at each call of the function it gives.
+
+        torch.cuda.graph would empty the allocator's caches at every cut.
+        """
+        graphs = [torch.cuda.CUDAGraph()]
+
+        def cut(layer_index: int) -> None:
+            graphs[-1].capture_end()
+            graphs.append(torch.cuda.CUDAGraph())
+            graphs[-1].capture_begin(pool=self._memory)
+
+        graphs[-1].capture_begin(pool=self._memory)
+        try:
+            yield graphs, cut
+        finally:
+            graphs[-1].capture_end()
+
+    def _replay(self, size: int, at_attention: AtAttention) -> torch.Tensor:
+        graphs, hidden = self._captured[size]
+        for layer_index, graph in enumerate(graphs[:-1]):
+            graph.replay()
+            at_attention(layer_index)
+        graphs[-1].replay()
+        return hidden
+
+    def close(self) -> None:
+        for graphs, _ in self._captured.values():
+            for graph in graphs:
+                graph.reset()
+        self._captured.clear()
+
+
+class EagerPieces(PiecewiseRunner):
+    """The same padding and static buffers without graphs: for tests and for devices that have none."""
+
+    def _capture(self, size: int) -> None:
+        self._pass(size, lambda layer_index: None)
+
+    def _replay(self, size: int, at_attention: AtAttention) -> torch.Tensor:
+        return self._pass(size, at_attention)
+
+
+def piece_sizes(largest: int) -> tuple[int, ...]:
+    """Every 16 up to 64, 32 up to 128, 64 up to 512, 128 up to 1,024, then every 256, and `largest` itself.
+
+    Products compute 64 or 128 rows at a time, so that padding to less than that would save nothing.
+    """
+    steps = (*range(16, 64, 16), *range(64, 128, 32), *range(128, 512, 64), *range(512, 1024, 128))
+    sizes = [size for size in (*steps, *range(1024, largest, 256)) if size < largest]
+    return (*sizes, largest) if largest > 0 else ()
