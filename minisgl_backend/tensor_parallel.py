@@ -6,6 +6,7 @@ Knows nothing of models or steps. There is no default group: whoever needs a col
 from __future__ import annotations
 
 import logging
+import os
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -119,3 +120,14 @@ def _leave(leave: Callable[[], None]) -> None:
         leave()
     except RuntimeError as error:  # the others may have gone first
         log.debug("leaving the group: %s", error)
+
+
+def device_of_rank(kind: str, rank: int) -> torch.device:
+    """`kind`: "cpu" or "cuda"."""
+    return torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+
+
+def share_cores(kind: str, size: int) -> None:
+    """On the CPU the ranks are neighbours: each takes its share of the cores."""
+    if kind == "cpu":
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))

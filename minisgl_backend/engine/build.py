@@ -11,12 +11,13 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig, SchedulerLimits
 from minisgl_backend.engine.core import EngineCore, StepRunner
+from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.engine.messages import Welcome
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
@@ -24,6 +25,10 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.runner.null_runner import NullRunner
 from minisgl_backend.scheduler.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from minisgl_backend.runner.model_runner import ModelRunner
+    from minisgl_backend.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 
@@ -109,32 +114,47 @@ def _model_runner(
     model: ModelConfig,
     on_follower_death: Callable[[str], None],
 ) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
-    # Imported late: the null runner needs no torch, whose import takes seconds.
-    from minisgl_backend.engine.follower import Followers, LeaderRunner
-    from minisgl_backend.runner.build import build_runner
-    from minisgl_backend.runner.device import DeviceFacts
-    from minisgl_backend.runner.resolve import resolve
-
-    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment)
-    description = (
-        f"{config.model} ({model.architecture}), {runtime.dtype} on {runtime.device}"
-        f"{f' x {config.tp}' if config.tp > 1 else ''}, attention {runtime.prefill_backend},{runtime.decode_backend}, "
-        f"pages of {runtime.page_size} tokens"
-    )
     if config.tp == 1:
-        runner = build_runner(runtime, model, progress=start_progress())
+        runtime, description = _resolve(config, environment, model_dir, model)
+        runner = _build_runner(runtime, model)
         return runner, _limits(runtime, model, runner.num_pages), description, lambda: None
-    followers = Followers.start(config, runtime.device)
+    model.check_tensor_parallel(config.tp)  # before any process is started for what cannot be
+    followers = Followers.start(config)
     try:
-        tp = followers.connect()
+        runtime, description = _resolve(config, environment, model_dir, model)
+        tp = followers.connect(runtime.device)
         followers.watch(on_follower_death)
-        runner = build_runner(runtime, model, tp, start_progress())
+        runner = _build_runner(runtime, model, tp)
         followers.note_ready()
     except BaseException:
         followers.close()
         raise
     leader = LeaderRunner(runner, followers)
     return leader, _limits(runtime, model, runner.num_pages), description, leader.close
+
+
+# Both import torch, which takes seconds: the null runner needs none, and followers import theirs at the same time.
+
+
+def _resolve(
+    config: EngineConfig, environment: Environment, model_dir: Path, model: ModelConfig
+) -> tuple[RuntimeConfig, str]:
+    """What the options come to on this machine, and in words."""
+    from minisgl_backend.runner.device import DeviceFacts
+    from minisgl_backend.runner.resolve import resolve
+
+    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment)
+    return runtime, (
+        f"{config.model} ({model.architecture}), {runtime.dtype} on {runtime.device}"
+        f"{f' x {config.tp}' if config.tp > 1 else ''}, attention {runtime.prefill_backend},{runtime.decode_backend}, "
+        f"pages of {runtime.page_size} tokens"
+    )
+
+
+def _build_runner(runtime: RuntimeConfig, model: ModelConfig, tp: TensorParallel | None = None) -> ModelRunner:
+    from minisgl_backend.runner.build import build_runner
+
+    return build_runner(runtime, model, tp, start_progress())
 
 
 def _limits(runtime: RuntimeConfig, model: ModelConfig, num_pages: int) -> SchedulerLimits:

@@ -1,198 +1,33 @@
-"""Tensor-parallel followers: processes that mirror each step plan of rank 0, which alone schedules.
+"""A tensor-parallel follower: `python -m minisgl_backend.engine.follower`, started by rank 0, which alone schedules.
 
-Knows nothing of requests or of why a step is as it is. `python -m minisgl_backend.engine.follower` is a follower.
-
-Plans travel over one socket pair a follower; the tensors of a step over the ranks' own collectives. A rank that
-fails cannot be replaced in mid-step, since the others wait in a collective: the whole engine starts again.
+Knows nothing of requests or of why a step is as it is: it mirrors each step plan that comes over its link.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import dataclasses
 import logging
 import os
-import queue
-import select
 import socket
-import struct
-import subprocess
 import sys
-import threading
-from collections.abc import Callable
-from typing import Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
-import torch
 
 from minisgl_backend.config import EngineConfig, Environment
-from minisgl_backend.engine.child import TIED, begin_child, log_to_stderr, start_child
+from minisgl_backend.engine.child import TIED, begin_child, log_to_stderr
 from minisgl_backend.engine.core import PendingStep
-from minisgl_backend.engine.plan_codec import pack_plan, unpack_plan
-from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.engine.followers import HOST, LENGTH
+from minisgl_backend.engine.plan_codec import unpack_plan
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.runner.build import build_runner
 from minisgl_backend.runner.device import DeviceFacts
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.resolve import resolve
-from minisgl_backend.step import StepPlan
-from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank, share_cores
 
 log = logging.getLogger("minisgl_backend.engine.follower")  # __name__ is __main__ here
-
-HOST = "127.0.0.1"
-STOP_GRACE_S = 2.0
-START_GRACE_S = 5.0
-_LENGTH = struct.Struct("<I")
-
-
-class Followers:
-    """The follower processes of one engine, as rank 0 sees them."""
-
-    def __init__(self, size: int, device: str, port: int) -> None:
-        self._size = size
-        self._device = device
-        self._port = port
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._links: list[socket.socket] = []
-        self._tp: TensorParallel | None = None
-        self._ready = threading.Event()
-        self._closed = threading.Event()
-
-    @classmethod
-    def start(cls, config: EngineConfig, device: str) -> Followers:
-        """Starts ranks 1 to tp - 1. `device`: "cpu" or "cuda"."""
-        with socket.create_server((HOST, 0)) as probe:
-            port = probe.getsockname()[1]
-        followers = cls(config.tp, device, port)
-        options = msgspec.json.encode(dataclasses.asdict(config)).decode()
-        try:
-            for rank in range(1, config.tp):
-                followers._start_rank(rank, options)
-        except BaseException:
-            followers.close()
-            raise
-        return followers
-
-    def _start_rank(self, rank: int, options: str) -> None:
-        ours, theirs = socket.socketpair()
-        self._links.append(ours)
-        arguments = ["--rank", str(rank), "--port", str(self._port), "--link-fd", str(theirs.fileno())]
-        arguments += ["--config", options]
-        tied = threading.current_thread() is threading.main_thread()
-        with theirs:
-            self._processes.append(
-                start_child("minisgl_backend.engine.follower", arguments, fds=(theirs.fileno(),), tied=tied)
-            )
-
-    def connect(self) -> TensorParallel:
-        """Rank 0's collectives, once all followers have come. Raises ConfigError where one ended instead."""
-        _share_cores(self._device, self._size)
-        outcome: queue.SimpleQueue[TensorParallel | Exception] = queue.SimpleQueue()
-        # Nothing can interrupt the rendezvous: it has a thread of its own, which is left behind where it is in vain.
-        threading.Thread(target=self._rendezvous, args=(outcome,), daemon=True).start()
-        while True:
-            with contextlib.suppress(queue.Empty):
-                tp = outcome.get(timeout=0.1)
-                if isinstance(tp, Exception):
-                    raise tp
-                self._tp = tp
-                return tp
-            for rank, process in enumerate(self._processes, start=1):
-                if process.poll() is not None:
-                    raise ConfigError(f"rank {rank} of {self._size} ended while it started; its log says why")
-
-    def _rendezvous(self, outcome: queue.SimpleQueue[TensorParallel | Exception]) -> None:
-        try:
-            outcome.put(TensorParallel.connect(0, self._size, HOST, self._port, _device(self._device, 0)))
-        except Exception as error:
-            outcome.put(error)
-
-    def watch(self, on_death: Callable[[str], None]) -> None:
-        """Calls `on_death` with a reason, on a thread of its own, when a follower ends before `close`."""
-        threading.Thread(target=self._watch, args=(on_death,), name="follower-watch", daemon=True).start()
-
-    def note_ready(self) -> None:
-        """All ranks are built."""
-        self._ready.set()
-
-    def _watch(self, on_death: Callable[[str], None]) -> None:
-        # Followers never say anything: their end of the link becomes readable when they end.
-        readable = select.select(self._links, [], [])[0]
-        if not self._ready.is_set():
-            # What stops a follower from starting mostly stops rank 0 too, in clearer words.
-            self._closed.wait(START_GRACE_S)
-        if not self._closed.is_set():
-            rank = self._links.index(readable[0]) + 1
-            on_death(f"tensor-parallel rank {rank} of {self._size} ended")
-
-    def send(self, plan: StepPlan) -> None:
-        """Hands the plan to every follower. Raises EngineDeadError where one is gone."""
-        packed = pack_plan(plan)
-        frame = _LENGTH.pack(len(packed)) + packed
-        try:
-            for link in self._links:
-                link.sendall(frame)
-        except OSError as error:
-            raise EngineDeadError(f"a tensor-parallel rank ended: {error}") from error
-
-    def close(self) -> None:
-        """Ends the followers."""
-        self._closed.set()
-        for link in self._links:
-            with contextlib.suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(STOP_GRACE_S)
-            if process.poll() is None:
-                process.kill()
-                process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
-        for link in self._links:
-            link.close()
-        if self._tp is not None:
-            self._tp.close()
-        self._processes, self._links, self._tp = [], [], None
-
-
-class LeaderRunner:
-    """Rank 0's runner: every plan goes to the followers before it is prepared here."""
-
-    def __init__(self, runner: ModelRunner, followers: Followers) -> None:
-        self._runner = runner
-        self._followers = followers
-
-    def close(self) -> None:
-        """Ends the followers and leaves the group."""
-        try:
-            self._runner.close()
-        except RuntimeError as error:  # a device that failed can free nothing
-            log.warning("the captured graphs were not freed: %s", error)
-        self._followers.close()
-
-    def prepare(self, plan: StepPlan, masks: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None) -> Any:
-        self._followers.send(plan)
-        try:
-            return self._runner.prepare(plan, masks)
-        except Exception as error:
-            raise _out_of_step(error) from error
-
-    def execute(self, batch: Any) -> PendingStep:
-        try:
-            return self._runner.execute(batch)
-        except Exception as error:
-            raise _out_of_step(error) from error
-
-
-def _out_of_step(error: Exception) -> EngineDeadError:
-    """The followers have executed, or wait in the middle of, what rank 0 has not."""
-    return EngineDeadError(f"rank 0 failed in a step that other ranks execute too: {type(error).__name__}: {error}")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -225,8 +60,8 @@ def _build(config: EngineConfig, environment: Environment, rank: int, port: int)
     model_dir = find_model_dir(config.model)
     model = ModelConfig.load(model_dir)
     runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment)
-    _share_cores(runtime.device, config.tp)
-    tp = TensorParallel.connect(rank, config.tp, HOST, port, _device(runtime.device, rank))
+    share_cores(runtime.device, config.tp)
+    tp = TensorParallel.connect(rank, config.tp, HOST, port, device_of_rank(runtime.device, rank))
     return build_runner(runtime, model, tp)
 
 
@@ -240,8 +75,8 @@ def _mirror(runner: ModelRunner, link: socket.socket) -> None:
 
 
 def _read_frame(link: socket.socket) -> bytes | None:
-    header = _read_exactly(link, _LENGTH.size)
-    return None if header is None else _read_exactly(link, _LENGTH.unpack(header)[0])
+    header = _read_exactly(link, LENGTH.size)
+    return None if header is None else _read_exactly(link, LENGTH.unpack(header)[0])
 
 
 def _read_exactly(link: socket.socket, count: int) -> bytes | None:
@@ -252,16 +87,6 @@ def _read_exactly(link: socket.socket, count: int) -> bytes | None:
             return None
         data += piece
     return bytes(data)
-
-
-def _device(kind: str, rank: int) -> torch.device:
-    return torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
-
-
-def _share_cores(device: str, size: int) -> None:
-    """On the CPU the ranks are neighbours: each takes its share of the cores."""
-    if device == "cpu":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
 
 
 if __name__ == "__main__":
