@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable
 from datetime import timedelta
@@ -38,11 +39,20 @@ class TensorParallel:
 
     @classmethod
     def connect(
-        cls, rank: int, size: int, host: str, port: int, device: torch.device, timeout_s: float = 600.0
+        cls,
+        rank: int,
+        size: int,
+        host: str,
+        port: int,
+        device: torch.device,
+        *,
+        listener: socket.socket | None = None,
+        timeout_s: float = 600.0,
     ) -> TensorParallel:
         """Meets the other ranks at `host:port`, where rank 0 listens. NCCL for a cuda device, gloo for the CPU.
 
-        Raises ConfigError where the other ranks do not come in time.
+        `listener`: rank 0's socket, where it listens there already; it is taken over. Raises ConfigError where the
+        other ranks do not come in time.
         """
         if not 0 <= rank < size:
             raise ConfigError(f"tensor-parallel rank is {rank}; allowed: 0 to {size - 1}")
@@ -50,7 +60,8 @@ class TensorParallel:
             return cls.single()
         timeout = timedelta(seconds=timeout_s)
         try:
-            store = dist.TCPStore(host, port, size, is_master=rank == 0, timeout=timeout)
+            listen_fd = None if listener is None else listener.detach()
+            store = dist.TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=listen_fd)
             if device.type == "cuda":
                 torch.cuda.set_device(device)
                 options = dist.ProcessGroupNCCL.Options()

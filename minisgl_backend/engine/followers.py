@@ -46,11 +46,13 @@ START_GRACE_S = 5.0
 class Followers:
     """The follower processes of one engine, as rank 0 sees them."""
 
-    def __init__(self, size: int, port: int) -> None:
+    def __init__(self, size: int) -> None:
         self._size = size
-        self._port = port
+        # Open from the start: a follower may be there first, and waits in the queue then.
+        self._listener = socket.create_server((HOST, 0), backlog=size)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[socket.socket] = []
+        self._port = self._listener.getsockname()[1]
         self._tp: TensorParallel | None = None
         self._ready = threading.Event()
         self._closed = threading.Event()
@@ -58,9 +60,7 @@ class Followers:
     @classmethod
     def start(cls, config: EngineConfig) -> Followers:
         """Starts ranks 1 to tp - 1."""
-        with socket.create_server((HOST, 0)) as probe:
-            port = probe.getsockname()[1]
-        followers = cls(config.tp, port)
+        followers = cls(config.tp)
         options = msgspec.json.encode(dataclasses.asdict(config)).decode()
         try:
             for rank in range(1, config.tp):
@@ -107,7 +107,8 @@ class Followers:
         from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
 
         try:
-            outcome.put(TensorParallel.connect(0, self._size, HOST, self._port, device_of_rank(device, 0)))
+            rank_device = device_of_rank(device, 0)
+            outcome.put(TensorParallel.connect(0, self._size, HOST, self._port, rank_device, listener=self._listener))
         except Exception as error:
             outcome.put(error)
 
@@ -142,6 +143,10 @@ class Followers:
     def close(self) -> None:
         """Ends the followers."""
         self._closed.set()
+        self._listener.close()
+        if self._tp is None:  # they are still starting: there is nothing that they could end in good order
+            for process in self._processes:
+                process.kill()
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)

@@ -88,7 +88,9 @@ def _build(
     if sizes:
         runner.use_graphs(CudaGraphRunner(sizes, lambda done, _: progress.graphs(done, total)))
     if pieces:
-        runner.use_pieces(CudaPieces(pieces, lambda done, _: progress.graphs(len(sizes) + done, total)))
+        runner.use_pieces(
+            CudaPieces(pieces, model_config.hidden_size, lambda done, _: progress.graphs(len(sizes) + done, total))
+        )
     log.info("%d pages of %d tokens, graphs up to %d sequences", num_pages, runtime.page_size, max(sizes, default=0))
     return runner
 

@@ -56,7 +56,8 @@ def free_bytes(device: torch.device) -> int:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """True for torch's ways of saying that an allocation failed, on either kind of device."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    ways = ("can't allocate memory", "CUDA error: out of memory")  # the second: a graph, outside of torch's allocator
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(way in str(error) for way in ways)
 
 
 def _host_memory() -> tuple[int, int]:

@@ -55,14 +55,14 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
 
 def measure_steps(runner: ModelRunner, runtime: RuntimeConfig, device: torch.device) -> int:
     """Peak bytes beyond what is allocated now: of the largest mixed step, and of what graphs keep for themselves, the
-    largest decode step and the largest mixed step that is captured.
+    largest decode step and the largest forward pass that is captured in pieces.
 
     All are executed for real, with every token on the padding page.
     """
     max_running = runtime.config.max_running_requests
     plans = [*worst_plans(max_running, runtime.config.max_prefill_length, runtime.max_seq_len)]
     if runtime.cuda_graph_max_tokens:
-        plans.append(worst_plans(max_running, runtime.cuda_graph_max_tokens, runtime.max_seq_len)[0])
+        plans.append(prompt_plan(runtime.cuda_graph_max_tokens, max_running, runtime.max_seq_len))
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     peaks = []
@@ -89,6 +89,16 @@ def worst_plans(max_running: int, max_prefill: int, max_seq_len: int) -> tuple[S
             left -= length
     mixed = _plan(tuple(admitted), tuple(chunks), np.arange(num_chunks, max_running, dtype=np.int32))
     return mixed, _plan((), (), np.arange(max_running, dtype=np.int32))
+
+
+def prompt_plan(num_tokens: int, max_running: int, max_seq_len: int) -> StepPlan:
+    """A step of so many prompt tokens, as far as the rows hold them, of which none is sampled. No page is written."""
+    longest = min(num_tokens, max_seq_len - 1)
+    lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)][:max_running]
+    prompts = [np.zeros(length, dtype=np.int32) for length in lengths]
+    admitted = tuple(AdmittedRow(row, row, _WORST_PARAMS, len(ids), ids, 0) for row, ids in enumerate(prompts))
+    chunks = tuple(PrefillChunk(row, 0, ids, samples=False) for row, ids in enumerate(prompts))
+    return _plan(admitted, chunks, np.zeros(0, dtype=np.int32))
 
 
 def _plan(admitted: tuple[AdmittedRow, ...], chunks: tuple[PrefillChunk, ...], decode_rows: np.ndarray) -> StepPlan:

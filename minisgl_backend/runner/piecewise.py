@@ -2,8 +2,9 @@
 
 Such a pass is some ten launches a layer, and the shorter it is the more it waits for the host. Attention stays outside
 of the graphs: its shape is another one in every step. Everything else depends on the number of tokens alone, which is
-padded to one of a few sizes. vLLM and SGLang cut their passes the same way, with a compiler; here the model's own
-forward pass runs once for each size, and its context, asked to attend, ends one graph and begins the next.
+padded to one of a few sizes. vLLM and SGLang call it piecewise graphs and let a compiler cut; here, as in SGLang's
+breakable graphs, the model's own forward pass runs once for each size, and its context, asked to attend, ends one graph
+and begins the next.
 
 Knows nothing of models or of what the tokens are.
 """
@@ -13,7 +14,7 @@ from __future__ import annotations
 import gc
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,8 +51,9 @@ class CutContext(ForwardContext):
 class PiecewiseRunner(ABC):
     """Passes of up to `sizes[-1]` tokens, padded to the next of `sizes` (ascending) with tokens on the padding page."""
 
-    def __init__(self, sizes: tuple[int, ...], on_progress: Progress | None = None) -> None:
+    def __init__(self, sizes: tuple[int, ...], hidden_size: int, on_progress: Progress | None = None) -> None:
         self.sizes = sizes
+        self._hidden_size = hidden_size
         self._on_progress = on_progress or (lambda done, total: None)
 
     def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool) -> None:
@@ -62,6 +64,7 @@ class PiecewiseRunner(ABC):
         self._inputs = torch.zeros(3, self.sizes[-1], dtype=torch.int32, device=spec.device)  # ids, positions, slots
         self._queries = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
         self._attended = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
+        self._hidden = torch.zeros(self.sizes[-1], self._hidden_size, dtype=spec.dtype, device=spec.device)
         for done, size in enumerate(reversed(self.sizes)):
             self._capture(size)
             self._on_progress(done + 1, len(self.sizes))
@@ -80,13 +83,15 @@ class PiecewiseRunner(ABC):
         size = self.sizes[int(np.searchsorted(self.sizes, num_tokens))]
         torch.stack([token_ids, positions, slots], out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; of an earlier step it would be taken
+        self._attended[num_tokens:size].zero_()  # what is not a number there would reach the padding page
         queries, attended = self._queries[:num_tokens], self._attended[:num_tokens]
 
         def attend(layer_index: int) -> None:
             k, v = self._pool.k(layer_index), self._pool.v(layer_index)
             self._attention.attend_into(queries, k, v, plan, attended)
 
-        return self._replay(size, attend)[:num_tokens]
+        self._replay(size, attend)
+        return self._hidden[:num_tokens]
 
     def close(self) -> None:  # noqa: B027  not every runner has something to free
         """Frees what was captured; nothing can be run afterwards."""
@@ -96,11 +101,11 @@ class PiecewiseRunner(ABC):
         """Makes one size ready."""
 
     @abstractmethod
-    def _replay(self, size: int, at_attention: AtAttention) -> torch.Tensor:
-        """Runs the pass on the first `size` inputs; returns its hidden states, [size, hidden_size]."""
+    def _replay(self, size: int, at_attention: AtAttention) -> None:
+        """Runs the pass of one size."""
 
-    def _pass(self, size: int, at_attention: AtAttention) -> torch.Tensor:
-        """The model's own forward pass over the static buffers."""
+    def _pass(self, size: int, at_attention: AtAttention) -> None:
+        """The model's own forward pass, from static buffers into a static buffer."""
         token_ids, positions, slots = self._inputs[:, :size]
         context = CutContext(
             pool=self._pool,
@@ -109,17 +114,17 @@ class PiecewiseRunner(ABC):
             attended=self._attended[:size],
             at_attention=at_attention,
         )
-        return self._forward(token_ids, positions, context)
+        self._hidden[:size].copy_(self._forward(token_ids, positions, context))
 
 
 class CudaPieces(PiecewiseRunner):
     """The real thing. All graphs share one memory pool: they always run one after the other, on one stream."""
 
-    def __init__(self, sizes: tuple[int, ...], on_progress: Progress | None = None) -> None:
-        super().__init__(sizes, on_progress)
+    def __init__(self, sizes: tuple[int, ...], hidden_size: int, on_progress: Progress | None = None) -> None:
+        super().__init__(sizes, hidden_size, on_progress)
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
-        self._captured: dict[int, tuple[list[torch.cuda.CUDAGraph], torch.Tensor]] = {}
+        self._captured: dict[int, list[torch.cuda.CUDAGraph]] = {}
 
     def _capture(self, size: int) -> None:
         # The inputs are filled on this stream, in memory that may hold anything before.
@@ -128,9 +133,10 @@ class CudaPieces(PiecewiseRunner):
             self._pass(size, lambda layer_index: None)  # libraries choose kernels now, not under capture
             self._stream.synchronize()
             gc.collect()  # a graph that is collected during a capture would break it
+            torch.cuda.empty_cache()  # this stream's memory is of no use to the one that serves
             with self._pieces() as (graphs, cut):
-                hidden = self._pass(size, cut)
-        self._captured[size] = (graphs, hidden)
+                self._pass(size, cut)
+        self._captured[size] = graphs
         torch.cuda.current_stream().wait_stream(self._stream)
 
     @contextmanager
@@ -149,19 +155,21 @@ class CudaPieces(PiecewiseRunner):
         graphs[-1].capture_begin(pool=self._memory)
         try:
             yield graphs, cut
-        finally:
-            graphs[-1].capture_end()
+        except BaseException:
+            with suppress(RuntimeError):  # where the capture itself failed, which is what the caller is to hear
+                graphs[-1].capture_end()
+            raise
+        graphs[-1].capture_end()
 
-    def _replay(self, size: int, at_attention: AtAttention) -> torch.Tensor:
-        graphs, hidden = self._captured[size]
-        for layer_index, graph in enumerate(graphs[:-1]):
+    def _replay(self, size: int, at_attention: AtAttention) -> None:
+        *before, last = self._captured[size]
+        for layer_index, graph in enumerate(before):
             graph.replay()
             at_attention(layer_index)
-        graphs[-1].replay()
-        return hidden
+        last.replay()
 
     def close(self) -> None:
-        for graphs, _ in self._captured.values():
+        for graphs in self._captured.values():
             for graph in graphs:
                 graph.reset()
         self._captured.clear()
@@ -173,8 +181,8 @@ class EagerPieces(PiecewiseRunner):
     def _capture(self, size: int) -> None:
         self._pass(size, lambda layer_index: None)
 
-    def _replay(self, size: int, at_attention: AtAttention) -> torch.Tensor:
-        return self._pass(size, at_attention)
+    def _replay(self, size: int, at_attention: AtAttention) -> None:
+        self._pass(size, at_attention)
 
 
 def piece_sizes(largest: int) -> tuple[int, ...]:

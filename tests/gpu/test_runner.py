@@ -78,9 +78,9 @@ def test_graphs_change_nothing() -> None:
     assert [answer[0] for answer in eager] == [answer[0] for answer in graphs]
 
 
-@pytest.mark.parametrize("largest", [64, 256])
+@pytest.mark.parametrize("largest", [153, 256])
 def test_pieces_change_nothing(largest: int) -> None:
-    """153 tokens of prompts: too many for the smaller runner, padded in the larger one. See above for the tolerance."""
+    """153 tokens of prompts, without and with padding. See above for the tolerance."""
     eager = generate(make_runner(num_pages=200), WISHES)
     pieces = generate(make_runner(num_pages=200, cuda_graph_max_tokens=largest), WISHES)
     assert sum(a == b for a, b in zip(eager, pieces, strict=True)) >= len(PROMPTS) - 1

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.errors import EngineDeadError
+from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.llm import LLM
 from tests.integration.conftest import Front, alive, wait_for
 
@@ -59,6 +59,13 @@ def test_the_death_of_a_follower_restarts_the_whole_engine(make_front: Callable[
     (new_follower,) = followers_of(new_core)
     front.client.close()
     wait_for(lambda: not alive(new_core) and not alive(new_follower), 10)
+
+
+def test_options_that_the_device_refuses_leave_no_rank() -> None:
+    """By rank 0 alone, while the others are still starting."""
+    with pytest.raises(ConfigError, match="attention_backend"):
+        LLM("demo", tp=4, attention_backend="fi", **OPTIONS)
+    assert followers_of(os.getpid()) == []
 
 
 def test_an_engine_in_process_says_that_a_rank_died() -> None:

@@ -18,7 +18,7 @@ from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner import memory
 from minisgl_backend.runner.build import StartProgress, build_runner
 from minisgl_backend.runner.device import DeviceFacts
-from minisgl_backend.runner.memory import choose_num_pages, worst_plans
+from minisgl_backend.runner.memory import choose_num_pages, prompt_plan, worst_plans
 from minisgl_backend.runner.resolve import resolve
 
 CPU = torch.device("cpu")
@@ -84,3 +84,13 @@ def test_worst_plans_fill_the_step(tiny_model_dir: Path, max_running: int, max_p
     runner = build_runner(runtime, model)
     for plan in (mixed, decode):
         assert len(runner.execute(runner.prepare(plan)).result().token_ids) == max_running
+
+
+@pytest.mark.parametrize(
+    ("tokens", "max_running", "lengths"), [(100, 8, [100]), (300, 8, [127, 127, 46]), (900, 2, [127, 127])]
+)
+def test_a_prompt_plan_samples_nothing(tokens: int, max_running: int, lengths: list[int]) -> None:
+    plan = prompt_plan(tokens, max_running, max_seq_len=128)
+    assert [len(chunk.token_ids) for chunk in plan.prefill] == lengths
+    assert [len(admitted.token_ids) for admitted in plan.admitted] == lengths
+    assert len(plan.sampled_rows) == len(plan.decode_rows) == 0

@@ -62,7 +62,7 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
         if graph_sizes:
             runner.use_graphs(EagerGraphRunner(graph_sizes))
         if pieces:
-            runner.use_pieces(EagerPieces(pieces))
+            runner.use_pieces(EagerPieces(pieces, config.hidden_size))
         return runner
 
     return make
