@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -31,9 +33,9 @@ WISHES = [
 ]
 
 
-def make_runner(**options: object) -> ModelRunner:
+def make_runner(model_name: str = "demo", **options: object) -> ModelRunner:
     config = EngineConfig(max_running_requests=8, page_size=PAGE_SIZE, attention_backend="triton", **options)
-    folder = find_model_dir("demo")
+    folder = find_model_dir(model_name)
     model = ModelConfig.load(folder)
     environment = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
     return build_runner(resolve(config, folder, model, DeviceFacts.detect(), environment), model)
@@ -70,6 +72,17 @@ def generate_mixed(runner: ModelRunner, chunk: int = 20, steps: int = 24) -> lis
     return [driver.tokens[row][len(prompt) :] for row, prompt in enumerate(PROMPTS)]
 
 
+def prompt_logprobs(runner: ModelRunner) -> list[float]:
+    """Of the longest prompt, beside one that decodes."""
+    driver = Driver(PAGE_SIZE)
+    driver.admit(0, PROMPTS[2], WISHES[0])
+    driver.admit(1, PROMPTS[3], SamplingParams(temperature=0.0, prompt_logprobs=1))
+    plans = [driver.plan(prefill={0: len(PROMPTS[2]), 1: 20})]
+    plans += [driver.plan(prefill={1: count}, decode=(0,)) for count in (50, len(PROMPTS[3]) - 70)]
+    results = [runner.execute(runner.prepare(plan)).result() for plan in plans]
+    return [entry.token for result in results for entry in result.prompt_logprobs[1]]
+
+
 def test_graphs_change_nothing() -> None:
     """Padding may change the rounding of products, so one sequence in five may take another way at a near tie."""
     eager = generate(make_runner(num_pages=200, cuda_graph_max_bs=0), WISHES)
@@ -91,6 +104,19 @@ def test_mixed_steps_in_pieces_change_nothing() -> None:
     eager = generate_mixed(make_runner(num_pages=200))
     pieces = generate_mixed(make_runner(num_pages=200, cuda_graph_max_tokens=128))
     assert sum(a == b for a, b in zip(eager, pieces, strict=True)) >= len(PROMPTS) - 1
+
+
+@pytest.mark.parametrize("name", ["demo", "qwen3_moe"])
+def test_pieces_compute_what_eager_steps_compute(name: str, tmp_path: Path) -> None:
+    """Log-probabilities of a prompt in three chunks, the last two beside a decoding row and padded."""
+    if name != "demo":
+        from tests.parity.checkpoints import save_checkpoint
+
+        save_checkpoint(name, tmp_path)
+        name = str(tmp_path)
+    eager, pieces = (prompt_logprobs(make_runner(name, num_pages=200, cuda_graph_max_tokens=n)) for n in (0, 64))
+    assert len(eager) == len(PROMPTS[3]) - 1
+    assert pieces == pytest.approx(eager, abs=0.1)
 
 
 def test_the_same_runner_twice_gives_the_same() -> None:
