@@ -19,17 +19,19 @@ def lookup(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids and KV slots at (row, position): int32 [n] each; tokens and page_table as in runner.RowTable."""
     n = rows.shape[0]
-    out = torch.empty((2, n), dtype=torch.int32, device=rows.device)
+    # Two tensors and not one: kernels are compiled anew for pointers that are no multiple of 16 bytes.
+    token_ids = torch.empty(n, dtype=torch.int32, device=rows.device)
+    slots = torch.empty(n, dtype=torch.int32, device=rows.device)
     _lookup_kernel[(triton.cdiv(n, _TILE),)](
-        rows, positions, tokens, page_table, out, n, tokens.stride(0), page_table.stride(0),
+        rows, positions, tokens, page_table, token_ids, slots, n, tokens.stride(0), page_table.stride(0),
         PAGE_SIZE=page_size, TILE=_TILE, num_warps=4,
     )  # fmt: skip
-    return out[0], out[1]
+    return token_ids, slots
 
 
 @triton.jit(do_not_specialize=["n"])
 def _lookup_kernel(
-    rows_ptr, positions_ptr, tokens_ptr, table_ptr, out_ptr, n, tokens_stride, table_stride,
+    rows_ptr, positions_ptr, tokens_ptr, table_ptr, ids_ptr, slots_ptr, n, tokens_stride, table_stride,
     PAGE_SIZE: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -38,8 +40,8 @@ def _lookup_kernel(
     position = tl.load(positions_ptr + i, mask=ok, other=0)
     token = tl.load(tokens_ptr + row * tokens_stride + position, mask=ok, other=0)
     page = tl.load(table_ptr + row * table_stride + position // PAGE_SIZE, mask=ok, other=0)
-    tl.store(out_ptr + i, token, mask=ok)
-    tl.store(out_ptr + n + i, page * PAGE_SIZE + position % PAGE_SIZE, mask=ok)
+    tl.store(ids_ptr + i, token, mask=ok)
+    tl.store(slots_ptr + i, page * PAGE_SIZE + position % PAGE_SIZE, mask=ok)
 
 
 def write_tokens(tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:

@@ -1,7 +1,7 @@
 """Builds a ready runner from resolved settings: model, attention, KV pool of the right size, captured graphs.
 
 Knows nothing of schedulers. The build order is that of the memory: weights first, then a measured worst-case step,
-then pages in what is left, then graphs.
+then pages in what is left, then graphs, then the steps that load and compile what is left.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from minisgl_backend.runner.piecewise import CudaPieces, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampler import Sampler, fused_sampler
 from minisgl_backend.runner.sampling_rows import SamplingRows
+from minisgl_backend.runner.warm_up import warm_up
 from minisgl_backend.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -91,6 +92,9 @@ def _build(
         runner.use_pieces(
             CudaPieces(pieces, model_config.hidden_size, lambda done, _: progress.graphs(len(sizes) + done, total))
         )
+    if device.type == "cuda":
+        limits = runtime.config
+        warm_up(runner, limits.max_running_requests, limits.max_prefill_length, runtime.max_seq_len)
     log.info("%d pages of %d tokens, graphs up to %d sequences", num_pages, runtime.page_size, max(sizes, default=0))
     return runner
 

@@ -17,6 +17,10 @@ Int32Array = npt.NDArray[np.int32]
 
 ORDINARY_EXTRA = 1 << 18  # int32 words beside the decode part; a step that needs more gets a buffer of its own
 
+# Every array begins at a multiple of 16 bytes. Triton compiles a kernel once for pointers that do, and once more for
+# each choice of those that do not, while streams wait.
+ALIGNMENT = 4  # int32 words
+
 
 @dataclass(frozen=True)
 class Staged:
@@ -45,14 +49,14 @@ class Staging:
     lengths: torch.Tensor  # int32 [max_rows], device, fixed address: the decode lengths
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._max_rows = max_rows
+        self._lengths_at, self._extra_at = _aligned(max_rows), 2 * _aligned(max_rows)
         self._device = device
-        size = 2 * max_rows + ORDINARY_EXTRA
+        size = self._extra_at + ORDINARY_EXTRA
         self._hosts = [_HostBuffer(size, pinned=device.type == "cuda") for _ in range(2)]
         self._next = 0
         self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
         self.rows = self._on_device[:max_rows]
-        self.lengths = self._on_device[max_rows : 2 * max_rows]
+        self.lengths = self._on_device[self._lengths_at : self._lengths_at + max_rows]
 
     def fill(self, rows: Int32Array, lengths: Int32Array, arrays: dict[str, Int32Array]) -> Staged:
         """Copies the decode part and the named arrays into the next host buffer, once its last upload is over."""
@@ -61,17 +65,17 @@ class Staging:
         if host.uploaded is not None:
             host.uploaded.synchronize()
         host.array[: len(rows)] = rows
-        host.array[self._max_rows : self._max_rows + len(lengths)] = lengths
-        total = sum(array.size for array in arrays.values())
+        host.array[self._lengths_at : self._lengths_at + len(lengths)] = lengths
+        total = sum(_aligned(array.size) for array in arrays.values())
         fits = total <= ORDINARY_EXTRA
         target = host.array if fits else np.empty(total, dtype=np.int32)
-        offset = 2 * self._max_rows if fits else 0
+        offset = self._extra_at if fits else 0
         places = {}
         for name, array in arrays.items():
             target[offset : offset + array.size] = array.reshape(-1)
             places[name] = (offset, array.shape)
-            offset += array.size
-        used = offset if fits else 2 * self._max_rows
+            offset += _aligned(array.size)
+        used = offset if fits else self._extra_at
         return Staged(index, used, None if fits else target, places)
 
     def upload(self, staged: Staged) -> dict[str, torch.Tensor]:
@@ -85,6 +89,10 @@ class Staging:
             name: source[offset : offset + math.prod(shape)].view(shape)
             for name, (offset, shape) in staged.places.items()
         }
+
+
+def _aligned(words: int) -> int:
+    return -(-words // ALIGNMENT) * ALIGNMENT
 
 
 def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:

@@ -108,6 +108,23 @@ def test_an_upload_larger_than_the_staging_buffer(monkeypatch: pytest.MonkeyPatc
         check(builder.upload(builder.build_host(plan)), plan, table, mirror, 4)
 
 
+@pytest.mark.parametrize("extra", [staging.ORDINARY_EXTRA, 8])
+def test_every_array_is_aligned(monkeypatch: pytest.MonkeyPatch, extra: int) -> None:
+    """To 16 bytes: kernels are compiled anew for pointers that are not. Also where a step has a buffer of its own."""
+    monkeypatch.setattr(staging, "ORDINARY_EXTRA", extra)
+    buffer = staging.Staging(5, torch.device("cpu"))
+    counts = np.arange(4, dtype=np.int32)
+    arrays = {"one": counts[:1], "three": counts[:3], "none": counts[:0], "lines": np.ones((3, 3), dtype=np.int32)}
+    for _ in range(2):
+        uploaded = buffer.upload(buffer.fill(counts, counts + 1, arrays))
+        assert {name: tensor.tolist() for name, tensor in uploaded.items()} == {
+            name: array.tolist() for name, array in arrays.items()
+        }
+        begins = [buffer.rows, buffer.lengths, *uploaded.values()]
+        assert len({tensor.data_ptr() % 16 for tensor in begins if tensor.numel()}) == 1
+        assert (buffer.rows[:4].tolist(), buffer.lengths[:4].tolist()) == ([0, 1, 2, 3], [1, 2, 3, 4])
+
+
 def test_the_decode_part_never_moves() -> None:
     """Captured graphs read it where it was at capture."""
     _, builder = make_builder()

@@ -22,6 +22,7 @@ from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.piecewise import EagerPieces, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampling_rows import SamplingRows
+from minisgl_backend.runner.warm_up import warm_up, warm_up_plans
 from minisgl_backend.step import StepPlan, StepResult
 
 CPU = torch.device("cpu")
@@ -154,6 +155,23 @@ def test_piece_sizes() -> None:
     assert piece_sizes(100) == (16, 32, 48, 64, 96, 100)
     assert piece_sizes(512) == (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
     assert piece_sizes(1536)[-7:] == (512, 640, 768, 896, 1024, 1280, 1536)
+
+
+def test_a_runner_that_warmed_up_has_forgotten_it(make_runner: MakeRunner, expected: list[list[int]]) -> None:
+    runner = make_runner(graph_sizes=(1, 6), pieces=(64,))
+    warm_up(runner, 6, 100, MAX_SEQ_LEN)
+    assert not runner._pool.k(0)[1:].any(), "only the padding page was written"
+    assert generate(runner, PROMPTS, [GREEDY] * 4) == expected
+
+
+@pytest.mark.parametrize(("max_running", "max_prefill", "max_seq_len"), [(1, 1, 2), (2, 16, 64), (256, 8192, 4096)])
+def test_warming_up_stays_within_the_limits(max_running: int, max_prefill: int, max_seq_len: int) -> None:
+    plans = warm_up_plans(max_running, max_prefill, max_seq_len)
+    assert plans
+    for plan in plans:
+        assert len(plan.prefill[0].token_ids) <= min(max_prefill, max_seq_len - 1)
+        assert {0, *plan.decode_rows.tolist()} <= set(range(max_running))
+        assert len(plan.admitted) == 1 + len(plan.decode_rows)
 
 
 def test_a_step_may_be_launched_before_the_last_one_is_read(make_runner: MakeRunner, expected: list[list[int]]) -> None:

@@ -1,0 +1,57 @@
+"""Steps that a runner executes before its first request, so that no stream waits for what happens only once.
+
+Kernels in the Triton language are compiled for each way in which a launch is shaped, which takes seconds the first time
+on a machine; libraries load their kernels at the first product of a size. Decode steps have all that behind them when
+they are captured as graphs; steps with a prompt part have not. Knows nothing of requests: no page is written.
+"""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import numpy as np
+
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+
+# Sequences that decode beside a short prompt: attention is cut in another way for each of these ranges.
+DECODING = (0, 1, 2, 3, 5, 9, 31, 65, 129)
+# Tokens of a prompt beside one of them: about the sizes for which products take other kernels.
+PROMPT_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+
+_PARAMS = SamplingParams(temperature=1.0, seed=0)
+
+
+def warm_up(runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int) -> None:
+    """Executes steps of the common shapes, within the limits of one step."""
+    for plan in warm_up_plans(max_running, max_prefill, max_seq_len):
+        runner.execute(runner.prepare(plan)).result()
+
+
+def warm_up_plans(max_running: int, max_prefill: int, max_seq_len: int) -> list[StepPlan]:
+    """Row 0 has the prompt, the rows after it decode their first token."""
+    longest = min(max_prefill, max_seq_len - 1)
+    decoding = list(takewhile(lambda rows: rows < max_running, DECODING))
+    tokens = list(takewhile(lambda count: count <= longest, PROMPT_TOKENS)) or [longest]
+    shapes = [(tokens[0], rows) for rows in decoding]
+    shapes += [(count, decoding[min(1, len(decoding) - 1)]) for count in tokens[1:]]
+    return [_plan(count, rows) for count, rows in shapes]
+
+
+def _plan(prompt_tokens: int, decoding: int) -> StepPlan:
+    prompt, one, none = np.zeros(prompt_tokens, np.int32), np.zeros(1, np.int32), np.zeros(0, np.int32)
+    decode_rows = np.arange(1, 1 + decoding, dtype=np.int32)
+    admitted = [AdmittedRow(0, 0, _PARAMS, prompt_tokens, prompt, 0)]
+    admitted += [AdmittedRow(row, row, _PARAMS, 1, one, 0) for row in decode_rows.tolist()]
+    return StepPlan(
+        step=0,
+        admitted=tuple(admitted),
+        page_rows=none,
+        page_columns=none,
+        page_ids=none,
+        prefill=(PrefillChunk(0, 0, prompt, samples=True),),
+        decode_rows=decode_rows,
+        decode_lengths=np.ones(decoding, dtype=np.int32),
+        decode_uids=decode_rows.astype(np.int64),
+    )
