@@ -1,12 +1,14 @@
 """Steps that a runner executes before its first request, so that no stream waits for what happens only once.
 
 Kernels in the Triton language are compiled for each way in which a launch is shaped, which takes seconds the first time
-on a machine; libraries load their kernels at the first product of a size. Decode steps have all that behind them when
-they are captured as graphs; steps with a prompt part have not. Knows nothing of requests: no page is written.
+on a machine; libraries load their kernels at the first product of a size. Decode steps that are captured as graphs have
+that behind them; steps with a prompt part have not. Knows nothing of requests: no page is written.
 """
 
 from __future__ import annotations
 
+import logging
+import time
 from itertools import takewhile
 
 import numpy as np
@@ -15,8 +17,11 @@ from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
-# Sequences that decode beside a short prompt: attention is cut in another way for each of these ranges.
-DECODING = (0, 1, 2, 3, 5, 9, 31, 65, 129)
+log = logging.getLogger(__name__)
+
+# Sequences that decode beside a short prompt. kernels.decode_attention cuts them in another way from each of these
+# numbers on, for 8, 4, 2 or 1 KV heads on the 132 multiprocessors of an H200.
+DECODING = (0, 1, 2, 3, 5, 9, 17, 31, 34, 62, 65, 132)
 # Tokens of a prompt beside one of them: about the sizes for which products take other kernels.
 PROMPT_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
@@ -25,18 +30,20 @@ _PARAMS = SamplingParams(temperature=1.0, seed=0)
 
 def warm_up(runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int) -> None:
     """Executes steps of the common shapes, within the limits of one step."""
+    started = time.monotonic()
     for plan in warm_up_plans(max_running, max_prefill, max_seq_len):
         runner.execute(runner.prepare(plan)).result()
+    log.info("mixed steps warmed up in %.1f s", time.monotonic() - started)
 
 
 def warm_up_plans(max_running: int, max_prefill: int, max_seq_len: int) -> list[StepPlan]:
-    """Row 0 has the prompt, the rows after it decode their first token."""
+    """Row 0 has the prompt, the rows after it decode their first token. The largest comes first: others fit into it."""
     longest = min(max_prefill, max_seq_len - 1)
     decoding = list(takewhile(lambda rows: rows < max_running, DECODING))
     tokens = list(takewhile(lambda count: count <= longest, PROMPT_TOKENS)) or [longest]
     shapes = [(tokens[0], rows) for rows in decoding]
     shapes += [(count, decoding[min(1, len(decoding) - 1)]) for count in tokens[1:]]
-    return [_plan(count, rows) for count, rows in shapes]
+    return [_plan(count, rows) for count, rows in sorted(shapes, key=sum, reverse=True)]
 
 
 def _plan(prompt_tokens: int, decoding: int) -> StepPlan:

@@ -24,11 +24,13 @@ from minisgl_backend.kernels.decode_attention import (
     DecodeShape,
     DecodeWorkspace,
     decode_attention,
+    decode_shape,
     rotating_decode_attention,
 )
 from minisgl_backend.kernels.moe import moe, route
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 from minisgl_backend.runner.noise import gumbel, row_keys
+from minisgl_backend.runner.warm_up import DECODING
 
 CPU = torch.device("cpu")
 
@@ -222,3 +224,13 @@ def test_moe(num_tokens, experts):
     gate_up, down = torch.randn(experts, 96, 64) * 0.1, torch.randn(experts, 64, 48) * 0.1
     expected = TorchOps().moe(x, ids, weights, gate_up, down)
     torch.testing.assert_close(moe(x, ids, weights, gate_up, down), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
+def test_warming_up_meets_every_cut_of_decode_attention(num_kv_heads: int) -> None:
+    """Of up to 247 sequences: the few larger cuts are met where memory is measured."""
+
+    def compiled(batch: int) -> tuple[DecodeShape, bool]:
+        return decode_shape(batch, num_kv_heads, 132), batch <= 64  # see TritonBackend for the second
+
+    assert {compiled(batch) for batch in range(1, 248)} == {compiled(batch) for batch in DECODING if batch}
