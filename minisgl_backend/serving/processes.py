@@ -22,6 +22,7 @@ class Process:
 
     pid: int
     parent: int
+    session: int  # pid of the process that began it; children stay in it when their parent dies
     state: str  # one letter, as in ps; Z: dead and not yet collected by its parent
     start_ticks: int  # since boot; tells a process from a later one with the same pid
 
@@ -105,7 +106,7 @@ class ServerProcesses:
         table = process_table()
         self._others = {pid: process for pid, process in self._others.items() if _same(process, table.get(pid))}
         dead, had_stubs = set(), bool(self._stubs)
-        for process in descendants(self._server_pid, table):
+        for process in self._started(table):
             known = self._stubs.get(process.pid)
             if known is None or known.process.start_ticks != process.start_ticks:
                 stub = _as_stub(process)
@@ -120,6 +121,13 @@ class ServerProcesses:
             self._environment_folder = environment_folder(table[self._server_pid], first)
         confirmed, self._dead_once = dead & self._dead_once, dead
         return {self._stubs[pid].model for pid in confirmed}
+
+    def _started(self, table: dict[int, Process]) -> list[Process]:
+        """All that the server started. Of a server that died between two looks, only the session still tells: what it
+        started last has another parent by now."""
+        found = {process.pid: process for process in descendants(self._server_pid, table)}
+        members = {p.pid: p for p in table.values() if p.session == self._server_pid and p.pid != self._server_pid}
+        return list((found | members).values())
 
     def dead_now(self) -> set[str]:
         """The models of which a stub seen before is a zombie at this moment. Changes nothing; any thread may ask."""
@@ -163,7 +171,13 @@ def _read(entry: Path) -> Process | None:
         return None
     if len(fields) < 20:
         return None
-    return Process(pid=int(entry.name), state=fields[0], parent=int(fields[1]), start_ticks=int(fields[19]))
+    return Process(
+        pid=int(entry.name),
+        parent=int(fields[1]),
+        session=int(fields[3]),
+        state=fields[0],
+        start_ticks=int(fields[19]),
+    )
 
 
 def _as_stub(process: Process) -> Stub | None:

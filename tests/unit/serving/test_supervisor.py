@@ -127,6 +127,29 @@ def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
             assert not folder.exists()
 
 
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_stub_that_started_just_before_the_server_died_is_ended(tmp_path: Path) -> None:
+    """Nobody had seen it, and it is no longer the server's child: a server that dies of a reload leaves such a one."""
+    model = tmp_path / "repository" / "detokenizer" / "1" / "model.py"
+    model.parent.mkdir(parents=True)
+    model.write_text("import time\ntime.sleep(600)\n")
+    command = [sys.executable, "-c", FAKE_SERVER, "triton_python_backend_stub", str(model)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as server:
+        processes = ServerProcesses(server.pid)
+        assert server.stdout is not None
+        Path(server.stdout.readline().strip()).rmdir()
+        stub_pid = int(server.stdout.readline())
+        server.kill()
+        server.wait()
+    assert not process_table()[stub_pid].dead
+    processes.scan()
+    processes.kill_all()
+    deadline = time.monotonic() + 30
+    while (stub := process_table().get(stub_pid)) is not None and not stub.dead and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert stub is None or stub.dead
+
+
 def wait_for_zombie(pid: int) -> None:
     deadline = time.monotonic() + 30
     while not process_table()[pid].dead and time.monotonic() < deadline:
