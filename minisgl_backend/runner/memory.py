@@ -87,8 +87,8 @@ def worst_plans(max_running: int, max_prefill: int, max_seq_len: int) -> tuple[S
         if row < num_chunks:
             chunks.append(PrefillChunk(row, 0, tokens, samples=True))
             left -= length
-    mixed = _plan(tuple(admitted), tuple(chunks), np.arange(num_chunks, max_running, dtype=np.int32))
-    return mixed, _plan((), (), np.arange(max_running, dtype=np.int32))
+    mixed = padding_plan(tuple(admitted), tuple(chunks), np.arange(num_chunks, max_running, dtype=np.int32))
+    return mixed, padding_plan((), (), np.arange(max_running, dtype=np.int32))
 
 
 def prompt_plan(num_tokens: int, max_running: int, max_seq_len: int) -> StepPlan:
@@ -98,10 +98,14 @@ def prompt_plan(num_tokens: int, max_running: int, max_seq_len: int) -> StepPlan
     prompts = [np.zeros(length, dtype=np.int32) for length in lengths]
     admitted = tuple(AdmittedRow(row, row, _WORST_PARAMS, len(ids), ids, 0) for row, ids in enumerate(prompts))
     chunks = tuple(PrefillChunk(row, 0, ids, samples=False) for row, ids in enumerate(prompts))
-    return _plan(admitted, chunks, np.zeros(0, dtype=np.int32))
+    return padding_plan(admitted, chunks, np.zeros(0, dtype=np.int32))
 
 
-def _plan(admitted: tuple[AdmittedRow, ...], chunks: tuple[PrefillChunk, ...], decode_rows: np.ndarray) -> StepPlan:
+def padding_plan(
+    admitted: tuple[AdmittedRow, ...], chunks: tuple[PrefillChunk, ...], decode_rows: np.ndarray
+) -> StepPlan:
+    """A step before the first request: no page is written, so that all is on the padding page; `decode_rows`, int32,
+    decode their first token."""
     none = np.zeros(0, dtype=np.int32)
     return StepPlan(
         step=0,

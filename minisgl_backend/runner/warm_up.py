@@ -14,6 +14,7 @@ from itertools import takewhile
 import numpy as np
 
 from minisgl_backend.request import SamplingParams
+from minisgl_backend.runner.memory import padding_plan
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
@@ -47,18 +48,8 @@ def warm_up_plans(max_running: int, max_prefill: int, max_seq_len: int) -> list[
 
 
 def _plan(prompt_tokens: int, decoding: int) -> StepPlan:
-    prompt, one, none = np.zeros(prompt_tokens, np.int32), np.zeros(1, np.int32), np.zeros(0, np.int32)
+    prompt, one = np.zeros(prompt_tokens, np.int32), np.zeros(1, np.int32)
     decode_rows = np.arange(1, 1 + decoding, dtype=np.int32)
     admitted = [AdmittedRow(0, 0, _PARAMS, prompt_tokens, prompt, 0)]
     admitted += [AdmittedRow(row, row, _PARAMS, 1, one, 0) for row in decode_rows.tolist()]
-    return StepPlan(
-        step=0,
-        admitted=tuple(admitted),
-        page_rows=none,
-        page_columns=none,
-        page_ids=none,
-        prefill=(PrefillChunk(0, 0, prompt, samples=True),),
-        decode_rows=decode_rows,
-        decode_lengths=np.ones(decoding, dtype=np.int32),
-        decode_uids=decode_rows.astype(np.int64),
-    )
+    return padding_plan(tuple(admitted), (PrefillChunk(0, 0, prompt, samples=True),), decode_rows)

@@ -47,11 +47,11 @@ class Scripted:
         if self.starts[-1] == "fail":
             raise EngineDeadError("it ended while it started")
         if self.starts[-1] == "start slowly":
-            time.sleep(0.1)
+            time.sleep(0.6)
 
     def wait_dead(self, stop_fd: int) -> None:
         if self.starts[-1] == "serve a while":
-            time.sleep(0.1)
+            time.sleep(0.6)
         if self.starts[-1] == "serve":
             select.select([stop_fd], [], [])
 
@@ -92,7 +92,7 @@ def test_only_a_core_that_served_a_while_starts_the_backoff_anew(
     script = Scripted("die", "start slowly", "start slowly", "serve a while", "die", "serve")
     monkeypatch.setattr(module, "CoreProcess", script)
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.1)
-    monkeypatch.setattr(module, "STABLE_AFTER_S", 0.05)
+    monkeypatch.setattr(module, "STABLE_AFTER_S", 0.5)
     monkeypatch.setattr(logging.getLogger("minisgl_backend"), "propagate", True)
     supervisor = Supervisor(EngineConfig(), tmp_path, failures.append)
     supervisor.start()

@@ -95,13 +95,17 @@ time.sleep(600)
 """
 
 
+def fake_server(folder: Path, model: str) -> list[str]:
+    """The command that starts one whose stub serves `model`."""
+    file = folder / "repository" / model / "1" / "model.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("import time\ntime.sleep(600)\n")
+    return [sys.executable, "-c", FAKE_SERVER, "triton_python_backend_stub", str(file)]
+
+
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
-    model = tmp_path / "repository" / "tokenizer" / "1" / "model.py"
-    model.parent.mkdir(parents=True)
-    model.write_text("import time\ntime.sleep(600)\n")
-    command = [sys.executable, "-c", FAKE_SERVER, "triton_python_backend_stub", str(model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+    with subprocess.Popen(fake_server(tmp_path, "tokenizer"), stdout=subprocess.PIPE, text=True) as server:
         try:
             assert server.stdout is not None
             folder = Path(server.stdout.readline().strip())
@@ -130,11 +134,9 @@ def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
 def test_a_stub_that_started_just_before_the_server_died_is_ended(tmp_path: Path) -> None:
     """Nobody had seen it, and it is no longer the server's child: a server that dies of a reload leaves such a one."""
-    model = tmp_path / "repository" / "detokenizer" / "1" / "model.py"
-    model.parent.mkdir(parents=True)
-    model.write_text("import time\ntime.sleep(600)\n")
-    command = [sys.executable, "-c", FAKE_SERVER, "triton_python_backend_stub", str(model)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as server:
+    with subprocess.Popen(
+        fake_server(tmp_path, "detokenizer"), stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as server:
         processes = ServerProcesses(server.pid)
         assert server.stdout is not None
         Path(server.stdout.readline().strip()).rmdir()
