@@ -39,6 +39,7 @@ class Stub:
     process: Process
     model: str
     shared_memory: str  # name below /dev/shm
+    server_pid: int
 
 
 def process_table(proc: Path = Path("/proc")) -> dict[int, Process]:
@@ -123,11 +124,22 @@ class ServerProcesses:
         return {self._stubs[pid].model for pid in confirmed}
 
     def _started(self, table: dict[int, Process]) -> list[Process]:
-        """All that the server started. Of a server that died between two looks, only the session still tells: what it
-        started last has another parent by now."""
+        """All that the server started. What it started last has another parent once it is dead; then the session
+        tells (a server that a shell started has none of its own), or the server's pid among a stub's arguments."""
         found = {process.pid: process for process in descendants(self._server_pid, table)}
-        members = {p.pid: p for p in table.values() if p.session == self._server_pid and p.pid != self._server_pid}
-        return list((found | members).values())
+        server = table.get(self._server_pid)
+        if server is None or server.dead:
+            for process in table.values():
+                if process.pid != self._server_pid and process.pid not in found and self._is_left(process):
+                    found[process.pid] = process
+                    found |= {below.pid: below for below in descendants(process.pid, table)}
+        return list(found.values())
+
+    def _is_left(self, process: Process) -> bool:
+        if process.session == self._server_pid:
+            return True
+        stub = _as_stub(process)
+        return stub is not None and stub.server_pid == self._server_pid and _shares_pids(process)
 
     def dead_now(self) -> set[str]:
         """The models of which a stub seen before is a zombie at this moment. Changes nothing; any thread may ask."""
@@ -146,6 +158,7 @@ class ServerProcesses:
 
     def kill_all(self) -> None:
         """End what the ended server left behind, this process excepted; remove its shared memory and folder."""
+        self.scan()  # it may have started stubs since the last look
         for process in [*self._others.values(), *(stub.process for stub in self._stubs.values())]:
             if process.pid != os.getpid():
                 _kill(process)
@@ -187,9 +200,18 @@ def _as_stub(process: Process) -> Stub | None:
         return None
     if len(arguments) < 3 or Path(arguments[0]).name != _STUB_NAME:
         return None
-    # STUB REPOSITORY/MODEL/VERSION/model.py SHARED_MEMORY_NAME ...
+    # STUB REPOSITORY/MODEL/VERSION/model.py SHARED_MEMORY_NAME SIZE GROWTH SERVER_PID ...
     name = arguments[2].lstrip("/")
-    return Stub(process, Path(arguments[1]).parent.parent.name, name if "/" not in name else "")
+    server_pid = int(arguments[5]) if len(arguments) > 5 and arguments[5].isdecimal() else 0
+    return Stub(process, Path(arguments[1]).parent.parent.name, name if "/" not in name else "", server_pid)
+
+
+def _shares_pids(process: Process) -> bool:
+    """Whether pids mean the same to it as here: another container's server may have the pid of this one's."""
+    try:
+        return os.readlink(f"/proc/{process.pid}/ns/pid") == os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return False
 
 
 def _same(process: Process, current: Process | None) -> bool:

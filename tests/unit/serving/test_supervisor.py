@@ -87,9 +87,9 @@ def test_health_tells_the_reason() -> None:
 
 # A stand-in for tritonserver: starts one "stub" with the arguments that the real one gives it, and never collects it.
 FAKE_SERVER = """
-import subprocess, sys, tempfile, time
+import os, subprocess, sys, tempfile, time
 print(tempfile.mkdtemp(prefix="python_env_", dir="/tmp"), flush=True)
-stub = subprocess.Popen([sys.argv[1], sys.argv[2], "no_such_region"], executable=sys.executable)
+stub = subprocess.Popen([*sys.argv[1:3], "no_such_region", "1", "1", str(os.getpid())], executable=sys.executable)
 print(stub.pid, flush=True)
 time.sleep(600)
 """
@@ -132,10 +132,11 @@ def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
-def test_a_stub_that_started_just_before_the_server_died_is_ended(tmp_path: Path) -> None:
+@pytest.mark.parametrize("session", [True, False])
+def test_a_stub_that_started_just_before_the_server_died_is_ended(tmp_path: Path, session: bool) -> None:
     """Nobody had seen it, and it is no longer the server's child: a server that dies of a reload leaves such a one."""
     with subprocess.Popen(
-        fake_server(tmp_path, "detokenizer"), stdout=subprocess.PIPE, text=True, start_new_session=True
+        fake_server(tmp_path, "detokenizer"), stdout=subprocess.PIPE, text=True, start_new_session=session
     ) as server:
         processes = ServerProcesses(server.pid)
         assert server.stdout is not None
@@ -144,7 +145,6 @@ def test_a_stub_that_started_just_before_the_server_died_is_ended(tmp_path: Path
         server.kill()
         server.wait()
     assert not process_table()[stub_pid].dead
-    processes.scan()
     processes.kill_all()
     deadline = time.monotonic() + 30
     while (stub := process_table().get(stub_pid)) is not None and not stub.dead and time.monotonic() < deadline:
