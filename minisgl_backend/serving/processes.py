@@ -14,6 +14,7 @@ from pathlib import Path
 
 _STUB_NAME = "triton_python_backend_stub"
 _CLOCK_SLACK = 0.1  # seconds; times of files and processes are rounded
+_KILL_SECONDS = 10.0  # a killed process gives back what it holds before it is gone
 
 
 @dataclass(frozen=True)
@@ -157,11 +158,18 @@ class ServerProcesses:
                 _kill(stub.process)
 
     def kill_all(self) -> None:
-        """End what the ended server left behind, this process excepted; remove its shared memory and folder."""
+        """End what the ended server left behind, this process excepted; remove its shared memory and folder.
+
+        Returns when all have ended, so that what they held (ports, a GPU's memory) is free.
+        """
         self.scan()  # it may have started stubs since the last look
-        for process in [*self._others.values(), *(stub.process for stub in self._stubs.values())]:
-            if process.pid != os.getpid():
-                _kill(process)
+        found = [*self._others.values(), *(stub.process for stub in self._stubs.values())]
+        ending = [process for process in found if process.pid != os.getpid()]
+        for process in ending:
+            _kill(process)
+        deadline = time.monotonic() + _KILL_SECONDS
+        while time.monotonic() < deadline and any(_lives(process) for process in ending):
+            time.sleep(0.01)
         for stub in self._stubs.values():
             if stub.shared_memory:
                 Path("/dev/shm", stub.shared_memory).unlink(missing_ok=True)
@@ -216,6 +224,11 @@ def _shares_pids(process: Process) -> bool:
 
 def _same(process: Process, current: Process | None) -> bool:
     return current is not None and current.start_ticks == process.start_ticks
+
+
+def _lives(process: Process) -> bool:
+    current = process_of(process.pid)
+    return current is not None and _same(process, current) and not current.dead
 
 
 def _kill(process: Process) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 
 from minisgl_backend.engine.channel import socket_directory
 from minisgl_backend.engine.marks import ask_to_drain, fronts_not_drained, fronts_without_core, has_fronts, note_lost
-from minisgl_backend.serving.drain import LAST_CHUNK_SECONDS
+from minisgl_backend.serving.drain import ANSWER_SECONDS, LAST_CHUNK_SECONDS
 from minisgl_backend.serving.processes import ServerProcesses
 from minisgl_backend.serving.server_log import LogFilter
 from minisgl_backend.serving.triton_server import DIE_WITH_PARENT
@@ -65,6 +65,7 @@ class ServerProcess:
         # Loading and unloading models over the network needs this secret, which only this process knows.
         self._control_key = secrets.token_hex(16)
         self._log = LogFilter(verbose=settings.verbose)
+        self._decoupled: dict[str, bool] = {}
         self._unloadable_models = 0  # left behind by reloads: an instance whose stub died never unloads
         read_end, write_end = _open_log()
         self._process = subprocess.Popen(
@@ -112,10 +113,20 @@ class ServerProcess:
         """True if the server has loaded this model."""
         return self._request(f"v2/models/{model}/ready", timeout=1.0) is not None
 
+    def learn_models(self) -> None:
+        """To be called once it is ready: later, beside a death, a slow answer could be taken for none."""
+        for entry in json.loads(self._request("v2/repository/index", timeout=5.0, post={}) or "[]"):
+            self.is_decoupled(entry["name"])
+
     def is_decoupled(self, model: str) -> bool:
-        """True for a model whose streams hang, rather than fail, when its stub has died."""
-        reply = self._request(f"v2/models/{model}/config", timeout=5.0)
-        return reply is None or bool(json.loads(reply).get("model_transaction_policy", {}).get("decoupled"))
+        """True for a model whose streams hang, rather than fail, when its stub has died, and for one not known."""
+        if model not in self._decoupled:
+            reply = self._request(f"v2/models/{model}/config", timeout=5.0)
+            if reply is None:
+                return True
+            policy = json.loads(reply).get("model_transaction_policy", {})
+            self._decoupled[model] = bool(policy.get("decoupled"))
+        return self._decoupled[model]
 
     def reload(self, model: str, timeout: float) -> bool:
         """Replace all instances of a model, and so the ensembles that use it. False if that failed.
@@ -157,7 +168,7 @@ class ServerProcess:
         given = 0.8 * self._settings.exit_timeout
         ask_to_drain(directory, start + given)
         while self.exit_code is None and fronts_not_drained(directory) and not abandon.wait(0.05):
-            if self._processes.dead_now() or time.monotonic() > start + given + LAST_CHUNK_SECONDS:
+            if self._processes.dead_now() or time.monotonic() > start + given + ANSWER_SECONDS:
                 return False
         abandon.wait(LAST_CHUNK_SECONDS)
         return has_fronts(directory)

@@ -116,6 +116,7 @@ class Supervisor:
             server.dead_models(confirmed=True)  # so that what has started is known, should the server die now
             if server.ready():
                 server.dead_models(confirmed=True)
+                server.learn_models()
                 self._busy = None
                 self._announce(server)
                 return time.monotonic()
