@@ -41,7 +41,7 @@ from minisgl_backend.serving.server_process import ServerProcess, ServerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
-START_SECONDS = 120.0
+START_SECONDS = 240.0
 GIVE_UP_SECONDS = 20.0  # without a byte from the server
 USAGE_EVERY = 8  # every so many streams asks for usage counts and a finish reason with each response
 LONGEST_ANSWER = 2000  # tokens of one request; a stream that lasts longer asks again

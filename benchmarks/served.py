@@ -25,6 +25,7 @@ from minisgl_backend.serving.processes import Process, descendants, environment_
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 120.0  # far above what anything needs: the machine may be busy
+START_SECONDS = 240.0  # the first start on a machine also reads torch from disk
 
 
 class Served:
@@ -63,7 +64,7 @@ class Served:
                 [*command, *self._options], cwd=ROOT, stdout=output, stderr=output, env=self._environment
             )
         try:
-            self.wait(self.ready)
+            self.wait(self.ready, START_SECONDS)
         except BaseException:
             self.stop()
             raise

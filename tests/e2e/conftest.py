@@ -21,6 +21,7 @@ from tests.e2e.wire import Server
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0  # a busy machine; an idle one needs ten
+STOP_SECONDS = 50.0  # beside the exit timeout
 
 
 @pytest.fixture(scope="session")
@@ -40,10 +41,12 @@ def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 class RunningServer:
     """A server for the length of a `with` block; its log is shown where it does not start or leaves work behind."""
 
-    def __init__(self, folder: Path, parameters: dict[str, str], *, fronts: int = 1) -> None:
+    def __init__(self, folder: Path, parameters: dict[str, str], *, fronts: int = 1, exit_seconds: int = 10) -> None:
+        """`exit_seconds`: how long it waits at its end for requests that are not finished."""
         self._folder = folder
         self._parameters = parameters
         self._fronts = fronts
+        self._exit_seconds = exit_seconds
 
     def __enter__(self) -> Server:
         try:
@@ -59,7 +62,7 @@ class RunningServer:
         config.write_text(text.replace("count: 1 kind", f"count: {self._fronts} kind"), encoding="utf-8")
         self._log = self._folder / "log"
         http, grpc, metrics = free_ports(3)
-        arguments = ["--model-repository", str(repository), "--exit-timeout-secs", "10"]
+        arguments = ["--model-repository", str(repository), "--exit-timeout-secs", str(self._exit_seconds)]
         for kind, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
             arguments += [f"--{kind}-port", str(port)]
         arguments += ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1"]
@@ -78,7 +81,7 @@ class RunningServer:
     def __exit__(self, *_: object) -> None:
         self._process.send_signal(signal.SIGTERM)
         try:
-            self._process.wait(60)
+            self._process.wait(self._exit_seconds + STOP_SECONDS)
         except subprocess.TimeoutExpired:
             os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait()

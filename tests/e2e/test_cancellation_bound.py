@@ -1,11 +1,12 @@
 """64 streams, half of them cancelled in each way a client has: each is gone, with its pages, within the bound.
 
 The bound is two steps and 50 ms from the moment at which the server finds that the client has left. The engine counts
-who stays longer (`minisgl_requests_cancelled_late_total`), in steps as long as they were. What is seen from outside
-ends with the page /metrics, which is up to 0.25 s old. The other half must bring its whole text.
+who stays longer (`minisgl_requests_cancelled_late_total`), in steps as long as they were, and this count is judged;
+the page /metrics follows in its own time. The other half must bring its whole text.
 
 A machine that is busy elsewhere, or stops a process for 50 ms, only ever adds to these times. So the best of some
-attempts counts, and where the machine was late for the test's own thread in each of them, nothing can be said.
+attempts counts. One bad attempt may be such a stop that the test's own thread did not feel; two are not. Where the
+machine was late for that thread in nearly all of them, nothing can be said.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from dataclasses import dataclass
 import pytest
 
 from client import Client, TextStream
-from tests.e2e.wire import Server
+from tests.e2e.wire import Server, all_pages_are_back
 
 pytestmark = pytest.mark.e2e
 
 STREAMS = 64
-SEEN_SECONDS = 0.6  # from leaving to the page: 0.1 s, the page's age of 0.25 s, and the time to ask for it
-HOPELESS_SECONDS = 60.0  # the streams would run for 20 s
-ATTEMPTS = 5
+SEEN_SECONDS = 5.0  # from leaving to the page; an idle machine needs half a second, and the streams would run for 20
+HOPELESS_SECONDS = 60.0
+ATTEMPTS = 10
+BAD_ATTEMPTS = 2  # that the machine does not excuse
 STALL_SECONDS = 0.02  # a machine on which a thread is called this late does not keep 50 ms either
 LONG, SHORT = 4000, 300
 PROMPT = "Tell me a long story."
@@ -44,6 +46,10 @@ class Attempt:
     @property
     def good(self) -> bool:
         return not self.late and self.seconds < SEEN_SECONDS
+
+    @property
+    def bad(self) -> bool:
+        return not self.good and self.stall <= STALL_SECONDS
 
 
 class Yardstick:
@@ -129,12 +135,13 @@ def test_half_of_64_streams_leave(
 ) -> None:
     expected = client.generate(PROMPT, max_tokens=SHORT, ignore_eos=True).text
     attempts: list[Attempt] = []
-    while len(attempts) < ATTEMPTS and not any(attempt.good for attempt in attempts):
+    for _ in range(ATTEMPTS):
         attempts.append(half_leave(null_server, client, way, beside, expected))
         print(f"{way.__name__}, {beside} beside: {attempts[-1]}")
-    if not any(attempt.good for attempt in attempts) and all(attempt.stall > STALL_SECONDS for attempt in attempts):
-        pytest.skip(f"the machine was too busy to tell: {attempts}")
-    assert any(attempt.good for attempt in attempts), attempts
+        if attempts[-1].good:
+            return
+        assert sum(attempt.bad for attempt in attempts) < BAD_ATTEMPTS, attempts
+    pytest.skip(f"the machine was too busy to tell: {attempts}")
 
 
 def half_leave(
@@ -161,10 +168,7 @@ def half_leave(
             )
         for stream in others:
             assert stream.result().text == expected
-    server.wait_for(lambda found: found['minisgl_kv_pages{state="leased"}'] == 0)
-    found = server.metrics()
+    found = server.metrics_when(all_pages_are_back)
     assert change(found, "minisgl_requests_cancelled_total") == STREAMS // 2
     assert change(found, "minisgl_cancellation_seconds_count") == STREAMS // 2
-    pages = {state: found[f'minisgl_kv_pages{{state="{state}"}}'] for state in ("free", "cached", "total")}
-    assert pages["free"] + pages["cached"] == pages["total"]
     return Attempt(change(found, "minisgl_requests_cancelled_late_total"), seconds, yardstick.stall)

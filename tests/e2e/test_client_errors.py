@@ -18,7 +18,8 @@ pytestmark = pytest.mark.e2e
 
 REQUESTS = 50
 AT_ONCE = 8
-EXIT_SECONDS = 10.0  # RunningServer's --exit-timeout-secs: a server in which a call is left waits for all of it
+EXIT_SECONDS = 60  # a server in which a call is left waits for all of it
+ENDED_SECONDS = 20.0  # an idle machine needs two; the engine waits this long for a sequence that it believes to run
 MODELS = ("ensemble", "vllm_model", "tokenizer", "engine", "detokenizer")
 
 
@@ -54,7 +55,7 @@ async def ask_from_a_loop(server: Server) -> list[float]:
 
 @pytest.mark.parametrize("kind", ["sync", "async"])
 def test_failed_requests_do_not_keep_a_bare_server_from_ending(tmp_path: Path, kind: str) -> None:
-    with RunningServer(tmp_path, {}) as server:
+    with RunningServer(tmp_path, {}, exit_seconds=EXIT_SECONDS) as server:
         seconds = ask_from_threads(server) if kind == "sync" else asyncio.run(ask_from_a_loop(server))
         stopped = time.monotonic()
     took = time.monotonic() - stopped
@@ -63,4 +64,4 @@ def test_failed_requests_do_not_keep_a_bare_server_from_ending(tmp_path: Path, k
     log = (tmp_path / "log").read_text(errors="replace")
     # Each call that is left holds its model; the exit timeout ends the waiting, and nothing is said of what was left.
     assert [model for model in MODELS if f"successfully unloaded '{model}'" not in log] == []
-    assert took < 0.8 * EXIT_SECONDS
+    assert took < ENDED_SECONDS

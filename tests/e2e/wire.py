@@ -70,14 +70,15 @@ class Server:
         return [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: ")]
 
     def open_stream(self, **body: Any) -> socket.socket:
-        """A `generate_stream` whose first events have arrived; close the socket to disconnect."""
+        """A `generate_stream` whose first events have arrived and are not yet read; close the socket to disconnect."""
         connection = socket.create_connection(("127.0.0.1", self.http), timeout=PATIENCE_SECONDS)
         payload = json.dumps({"stream": True, **body}).encode()
         head = f"POST /v2/models/ensemble/generate_stream HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
         connection.sendall(head.encode() + payload)
-        received = b""
-        while received.count(b"data: ") < 3:
-            received += connection.recv(65536)
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while (arrived := connection.recv(65536, socket.MSG_PEEK)).count(b"data: ") < 3:
+            assert time.monotonic() < deadline, arrived
+            time.sleep(0.005)  # looking again at what is there does not wait for more
         return connection
 
     def stream(self, tensors: Sequence[Tensor], **options: Any) -> Iterator[Chunk]:
@@ -96,10 +97,24 @@ class Server:
     def wait_for(self, condition: Callable[[dict[str, float]], bool], seconds: float = PATIENCE_SECONDS) -> float:
         """Seconds until the metrics fulfil the condition."""
         start = time.monotonic()
+        self.metrics_when(condition, seconds)
+        return time.monotonic() - start
+
+    def metrics_when(
+        self, condition: Callable[[dict[str, float]], bool], seconds: float = PATIENCE_SECONDS
+    ) -> dict[str, float]:
+        """The first metrics that fulfil the condition. Another look may find some of the next report's among them."""
+        start = time.monotonic()
         while not condition(found := self.metrics()):
             assert time.monotonic() - start < seconds, found
             time.sleep(0.02)
-        return time.monotonic() - start
+        return found
+
+
+def all_pages_are_back(found: dict[str, float]) -> bool:
+    """No page is leased, and the others add up. The states are set one by one: while they change, they may not."""
+    pages = {state: found[f'minisgl_kv_pages{{state="{state}"}}'] for state in ("free", "cached", "leased", "total")}
+    return pages["leased"] == 0 and pages["free"] + pages["cached"] == pages["total"] > 0
 
 
 @dataclass(frozen=True)

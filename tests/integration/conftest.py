@@ -18,6 +18,8 @@ from minisgl_backend.engine.client import EngineClient
 from minisgl_backend.engine.messages import Outputs, Rejected
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 
+START_SECONDS = 120.0  # for a core to start, on a machine with much else to do
+
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     end = time.monotonic() + seconds
@@ -29,9 +31,10 @@ def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
 def alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
-    except ProcessLookupError:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii")
+    except OSError:  # there is none, or none any more
         return False
-    return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
+    return stat.rpartition(")")[2].split()[0] != "Z"
 
 
 class Front:
@@ -89,7 +92,7 @@ def make_front(socket_dir: Path) -> Iterator[Callable[..., Front]]:
     def make(config: EngineConfig, index: int = 0) -> Front:
         front = Front(config, socket_dir, index)
         fronts.append(front)
-        pids.add(front.client.start(timeout_s=120).pid)
+        pids.add(front.client.start(timeout_s=START_SECONDS).pid)
         return front
 
     yield make

@@ -88,16 +88,16 @@ def test_measure_runs_the_binary_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "timeout", "message"),
     [
-        ("echo 'error: failed to reach it'; echo more; exit 1", "^perf_analyzer: error: failed to reach it$"),
-        ("exit 3", "^perf_analyzer: exit status 3$"),
-        ("exec sleep 30", r"^perf_analyzer did not end within 0\.2 s$"),
+        ("echo 'error: failed to reach it'; echo more; exit 1", 30.0, "^perf_analyzer: error: failed to reach it$"),
+        ("exit 3", 30.0, "^perf_analyzer: exit status 3$"),
+        ("exec sleep 30", 0.2, r"^perf_analyzer did not end within 0\.2 s$"),
     ],
 )
-def test_failures_take_one_line(tmp_path: Path, body: str, message: str) -> None:
+def test_failures_take_one_line(tmp_path: Path, body: str, timeout: float, message: str) -> None:
     with pytest.raises(PerfAnalyzerError, match=message):
-        PerfAnalyzer(_script(tmp_path / "perf_analyzer", body)).run([], timeout=0.2)
+        PerfAnalyzer(_script(tmp_path / "perf_analyzer", body)).run([], timeout=timeout)
 
 
 def test_the_named_one_wins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

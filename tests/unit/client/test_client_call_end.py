@@ -18,6 +18,7 @@ from client import AsyncClient, Cancelled, Client, ClientError, InvalidRequest
 
 WAIT = 10.0  # seconds; generous, nothing here measures time
 LATE_SECONDS = 0.1  # how long after an error the server ends the call
+DEADLINE_SECONDS = 3.0  # enough for the error to arrive on a slow machine; the call would go on for WAIT
 ERROR = "in ensemble 'ensemble', top_p is 7; allowed: above 0 and at most 1"
 
 
@@ -138,8 +139,9 @@ def test_the_bound_is_about_a_second() -> None:
 @pytest.mark.usefixtures("long_bound")
 def test_a_deadline_behind_the_error_changes_nothing(servicer: Servicer, ask: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
-        ask("never ends", timeout=5 * LATE_SECONDS)
+        ask("never ends", timeout=DEADLINE_SECONDS)
     assert is_first_error(caught.value)
+    assert servicer.cancelled.wait(WAIT), "the deadline did not end the call"
 
 
 @pytest.mark.usefixtures("long_bound")

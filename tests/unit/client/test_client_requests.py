@@ -309,13 +309,13 @@ def test_async_nobody_listens(scheme: str) -> None:
 def test_async_cancellation(url: str, record: Record, way: str) -> None:
     async def use() -> None:
         async with AsyncClient(url) as client:
-            await _stop(client, way)
+            await _stop(client, record, way)
             assert await asyncio.get_running_loop().run_in_executor(None, record.cancelled.wait, WAIT)
 
     asyncio.run(use())
 
 
-async def _stop(client: AsyncClient, way: str) -> None:
+async def _stop(client: AsyncClient, record: Record, way: str) -> None:
     if way == "break":
         async for _ in client.stream("forever"):
             break
@@ -330,7 +330,10 @@ async def _stop(client: AsyncClient, way: str) -> None:
             await stream.result()
     else:
         task = asyncio.ensure_future(client.stream("forever").result())
-        await asyncio.sleep(0.2)
+        # Of a request that has not reached it the server would see no end.
+        while not record.requests and not task.done():
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)  # responses come meanwhile
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task

@@ -11,12 +11,13 @@ import pytest
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.serving import turns as turns_module
 from minisgl_backend.serving.stream import SequenceStream, Stream
-from minisgl_backend.serving.turns import CONFIRM_S, WINDOW_OF_FEW, Turns
+from minisgl_backend.serving.turns import CONFIRM_S, Turns
 from minisgl_backend.serving.wire import OutputOptions, Spec
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.unit.serving.fake_engine import Recorder
 
 PATIENCE_S = 20.0
+WINDOWS = ((1, 32), (8, 32), (32, 8), (64, 4), (1000, 4))  # of streams, of responses on their way
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +56,8 @@ class Waiter:
         self.found.append(self._turns.next())
 
     def waits(self) -> bool:
-        time.sleep(0.05)
+        """A machine that does not let the thread run makes this true as well: only to be asserted."""
+        self._thread.join(0.1)
         return self._thread.is_alive()
 
     def result(self) -> SequenceStream | None:
@@ -99,7 +101,7 @@ def test_a_confirmation_gives_the_turn() -> None:
 
 
 def test_the_fewer_streams_the_more_responses_on_their_way() -> None:
-    for num_streams, expected in ((1, 32), (8, 32), (32, 8), (64, 4), (1000, 4)):
+    for num_streams, expected in WINDOWS:
         turns = Turns()
         turns.fit(num_streams)
         turns.put(sequence(1))
@@ -143,15 +145,17 @@ def test_bursts_in_quick_succession_share_a_confirmation() -> None:
 
 
 def test_a_full_window_has_asked() -> None:
-    for num_streams in (1, 8, 32, 64, 1000):
+    for num_streams, window in WINDOWS:
         turns = Turns()
         turns.fit(num_streams)
         asked = False
-        for _ in range(WINDOW_OF_FEW + 1):
+        for _ in range(window + 1):
             turns.put(sequence(1))
-        while not Waiter(turns).waits():
+        for _ in range(window):
+            assert Waiter(turns).result() is not None
             turns.note_sent(sequence(2), 2, time.monotonic())
             asked = turns.needs_confirmation()
+        assert Waiter(turns).waits()
         assert asked
 
 
