@@ -105,8 +105,15 @@ class MetricsReporter:
         self._thread.start()
 
     def stop(self) -> None:
+        """The last report has been made. To be called while the server still answers: the metrics leave its page."""
         self._stopping.set()
         self._thread.join(2.0)
+        if self._thread.is_alive():
+            return
+        # A Python stub that still has metrics when it ends dies of SIGSEGV: a metric's end is a message to the server.
+        self._engine = None
+        self._latency.clear()
+        self._families.clear()  # last: a family must outlive its metrics
 
     def _run(self) -> None:
         for report in itertools.count(1):
