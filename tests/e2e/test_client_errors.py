@@ -19,7 +19,7 @@ pytestmark = pytest.mark.e2e
 REQUESTS = 50
 AT_ONCE = 8
 EXIT_SECONDS = 60  # a server in which a call is left waits for all of it
-ENDED_SECONDS = 20.0  # an idle machine needs two; the engine waits this long for a sequence that it believes to run
+ENDED_SECONDS = 20.0  # an idle machine needs four; the engine waits this long for a sequence that it believes to run
 MODELS = ("ensemble", "vllm_model", "tokenizer", "engine", "detokenizer")
 
 

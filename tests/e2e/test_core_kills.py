@@ -21,7 +21,7 @@ pytestmark = pytest.mark.e2e
 STREAMS = 64
 KILLS = 3
 EXIT_SECONDS = 60  # a server in which a request is left waits for all of it
-ENDED_SECONDS = 20.0  # an idle machine needs two; the engine waits this long for a sequence that it believes to run
+ENDED_SECONDS = 20.0  # an idle machine needs four; the engine waits this long for a sequence that it believes to run
 MODELS = ("ensemble", "vllm_model", "tokenizer", "engine", "detokenizer")
 
 
