@@ -28,11 +28,12 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.model_shapes import make_folder
+from minisgl_backend.config import EngineConfig
 
 ONE_GPU = ("q06", "q14", "q30", "start", "online", "parity", "gauge")
 PARTS = (*ONE_GPU, "tp")
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
-GAUGE_PROCESSES = 8
+GAUGE_PROCESSES = 12
 ENGINE_OPTIONS: dict[str, Any] = {"max_running_requests": 256, "max_prefill_length": 16384, "mixed_prefill_length": 0}
 
 
@@ -68,8 +69,10 @@ def part_q30() -> dict[str, float]:
 
 
 def part_tp() -> dict[str, float]:
-    """Qwen3-14B over two GPUs: the same, and the demo gauge on both."""
-    return {**_large_model("qwen3-14b", "q14_tp2", tp=2), "gauge_tp2": _gauge_cell(("tp2", {"tp": 2}, 50))}
+    """Qwen3-14B over two GPUs: the same, and the demo gauge on both, without and with prompts in pieces."""
+    cells = (("tp2", {"tp": 2}, 50), ("tp2_pieces", {"tp": 2, "cuda_graph_max_tokens": 1024}, 50))
+    gauges = {f"gauge_{cell[0]}": _gauge_cell(cell) for cell in cells}
+    return {**_large_model("qwen3-14b", "q14_tp2", tp=2), **gauges}
 
 
 def part_parity() -> dict[str, float | None]:
@@ -104,7 +107,7 @@ def part_online() -> dict[str, float]:
     """Poisson arrivals at 60% of capacity: time to first token and between tokens, mixed steps on and off."""
     results: dict[str, float] = {}
     rate = 0.0
-    for name, mixed in (("mixed", 512), ("unmixed", 0)):
+    for name, mixed in (("mixed", EngineConfig.mixed_prefill_length), ("unmixed", 0)):
         driver = _driver("qwen3-14b", mixed_prefill_length=mixed)
         if not rate:
             load = online_load(seed=1)
@@ -163,7 +166,7 @@ def _gauge_cells() -> list[tuple[str, dict[str, Any], int]]:
                 continue
             cells.append((f"{backend}_page{page_size}", {"attention_backend": backend, "page_size": page_size}, 50))
     cells.append(("eager", {"cuda_graph_max_bs": 0}, 50))
-    cells.append(("pieces", {"cuda_graph_max_tokens": 1024}, 50))
+    cells.append(("decode_graphs_only", {"cuda_graph_max_tokens": 0}, 50))
     cells.append(("naive_cache", {"cache_type": "naive"}, 50))
     cells.append(("chunks_of_64", {"max_prefill_length": 64, "mixed_prefill_length": 32}, 50))
     return cells

@@ -26,7 +26,7 @@ from minisgl_backend.request import Request
 WARM_UP_STEPS = 30  # the streams alone, before the long prompt comes
 STREAM_PROMPT, STREAM_ANSWER = 20, 500  # tokens; the streams outlast the long prompt
 LAYOUTS: dict[str, dict[str, Any]] = {
-    "mixed, chunks of 512": {"mixed_prefill_length": 512},
+    "mixed, chunks of 384": {"mixed_prefill_length": 384},
     "mixed, chunks of 128": {"mixed_prefill_length": 128},
     "prompts first, chunks of 512": {"mixed_prefill_length": 0, "max_prefill_length": 512},
     "prompts first, at once": {"mixed_prefill_length": 0},

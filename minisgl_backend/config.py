@@ -128,8 +128,8 @@ class EngineConfig:
         8192, "token budget of one step; longer prompts are computed in chunks", "1 or more", _positive
     )
     mixed_prefill_length: int = _option(
-        512,
-        "prompt tokens computed beside running streams in one step, so that a long prompt does not freeze them; "
+        384,
+        "most prompt tokens computed beside running streams in one step, so that a long prompt does not freeze them; "
         "0: prompts first, streams wait",
         "0 or more",
         lambda value: value >= 0,
@@ -150,10 +150,10 @@ class EngineConfig:
         "0 or more",
         lambda value: value >= 0,
     )
-    cuda_graph_max_tokens: int = _option(
-        0,
+    cuda_graph_max_tokens: int | None = _option(
+        None,
         "largest step with prompt tokens whose layers run as CUDA graphs from one attention to the next; 0: launched "
-        "kernel by kernel; experimental, not run on a GPU yet",
+        "kernel by kernel; unset: 1024, but 0 with tp above 1 or where cuda_graph_max_bs is 0",
         "0 or more",
         lambda value: value >= 0,
     )

@@ -163,6 +163,6 @@ def _out_of_memory(runtime: RuntimeConfig, device: torch.device, error: Exceptio
     return (
         f"out of memory on {device} while starting; lower{pages} max_prefill_length ({config.max_prefill_length}), "
         f"max_running_requests ({config.max_running_requests}), cuda_graph_max_bs, cuda_graph_max_tokens "
-        f"({config.cuda_graph_max_tokens}) or memory_ratio ({config.memory_ratio}), or raise tp. "
+        f"({runtime.cuda_graph_max_tokens}) or memory_ratio ({config.memory_ratio}), or raise tp. "
         f"The failed allocation: {str(error).splitlines()[0]}"
     )

@@ -126,14 +126,23 @@ class CudaPieces(PiecewiseRunner):
         self._stream = torch.cuda.Stream()
         self._captured: dict[int, list[torch.cuda.CUDAGraph]] = {}
 
+    def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool) -> None:
+        gc.collect()
+        collects = gc.isenabled()
+        gc.disable()  # a graph that is collected during a capture would break it
+        try:
+            super().capture(forward, attention, pool)
+        finally:
+            if collects:
+                gc.enable()
+        torch.cuda.empty_cache()  # the capturing stream's memory is of no use to the one that serves
+
     def _capture(self, size: int) -> None:
         # The inputs are filled on this stream, in memory that may hold anything before.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             self._pass(size, lambda layer_index: None)  # libraries choose kernels now, not under capture
             self._stream.synchronize()
-            gc.collect()  # a graph that is collected during a capture would break it
-            torch.cuda.empty_cache()  # this stream's memory is of no use to the one that serves
             with self._pieces() as (graphs, cut):
                 self._pass(size, cut)
         self._captured[size] = graphs

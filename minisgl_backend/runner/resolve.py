@@ -17,6 +17,9 @@ from minisgl_backend.runner.device import DeviceFacts
 
 log = logging.getLogger(__name__)
 
+# Steps of more tokens keep even a small model's device busy for longer than the host needs to launch them.
+DEFAULT_GRAPH_TOKENS = 1024
+
 
 def resolve(
     config: EngineConfig,
@@ -48,7 +51,7 @@ def resolve(
         max_seq_len=_max_seq_len(config.max_seq_len_override, model.max_position),
         overlap=environment.overlap,
         cuda_graph_max_bs=_graph_max_bs(config, device),
-        cuda_graph_max_tokens=0 if device.kind == "cpu" else min(config.cuda_graph_max_tokens, _most_tokens(config)),
+        cuda_graph_max_tokens=_graph_max_tokens(config, device),
         flashinfer_tensor_cores=environment.flashinfer_tensor_cores,
     )
 
@@ -82,9 +85,13 @@ def _graph_max_bs(config: EngineConfig, device: DeviceFacts) -> int | None:
     return min(config.cuda_graph_max_bs, config.max_running_requests)
 
 
-def _most_tokens(config: EngineConfig) -> int:
-    """Of one step with prompt tokens."""
-    return config.max_prefill_length + config.max_running_requests
+def _graph_max_tokens(config: EngineConfig, device: DeviceFacts) -> int:
+    if device.kind == "cpu":
+        return 0
+    wanted = config.cuda_graph_max_tokens
+    if wanted is None:
+        wanted = 0 if config.cuda_graph_max_bs == 0 or config.tp > 1 else DEFAULT_GRAPH_TOKENS
+    return min(wanted, config.max_prefill_length + config.max_running_requests)  # the most that a step can have
 
 
 def _check_tensor_parallel(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:

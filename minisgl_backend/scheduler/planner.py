@@ -24,6 +24,9 @@ IndexArray = npt.NDArray[np.intp]
 # more than they compute.
 MIN_LATER_CHUNK = 64
 
+# Matrix products compute so many tokens at a time on a GPU: a step of 402 takes as long as one of 512.
+TILE_TOKENS = 128
+
 
 class Planner:
     """Makes plans. Changes the running set and takes from the queue; both belong to the scheduler."""
@@ -46,18 +49,24 @@ class Planner:
         """The step with this number, or None when nothing can run now."""
         draft = StepDraft()
         self._admits = True
-        most, mixed = self._limits.max_prefill_length, self._limits.mixed_prefill_length
-        if mixed == 0:
-            self._plan_prefill(draft, most, step)
+        if self._limits.mixed_prefill_length == 0:
+            self._plan_prefill(draft, self._limits.max_prefill_length, step)
             if draft.empty:
                 self._plan_decode(draft, step)
         else:
             self._plan_decode(draft, step)
-            self._plan_prefill(draft, min(mixed, most) if len(draft.decode_rows) else most, step)
+            self._plan_prefill(draft, self._prompt_budget(len(draft.decode_rows)), step)
         if draft.empty:
             return None
         self._running.send_swaps(draft)
         return draft.build(step)
+
+    def _prompt_budget(self, num_decoding: int) -> int:
+        """Prompt tokens of a step in which so many rows decode; of several tiles' worth, what fills the last one."""
+        if not num_decoding:
+            return self._limits.max_prefill_length
+        budget = min(self._limits.mixed_prefill_length, self._limits.max_prefill_length)
+        return budget - num_decoding % TILE_TOKENS if budget >= 2 * TILE_TOKENS else budget
 
     def _plan_decode(self, draft: StepDraft, step: int) -> None:
         running = self._running
@@ -131,11 +140,7 @@ class Planner:
         """Where a chunk that begins at `start` ends; `start` itself when it is not worth beginning."""
         if start + budget >= total:
             return total
-        end = start + budget
-        aligned = end // self._limits.page_size * self._limits.page_size
-        if aligned > start:
-            end = aligned
-        return end if not draft.prefill or end - start >= MIN_LATER_CHUNK else start
+        return start + budget if not draft.prefill or budget >= MIN_LATER_CHUNK else start
 
     def _add_chunk(self, draft: StepDraft, sequence: Sequence, start: int, end: int, step: int) -> None:
         state, row = self._running.rows, sequence.row

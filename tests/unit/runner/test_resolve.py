@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -72,6 +73,24 @@ def test_on_a_gpu() -> None:
     assert runtime.cuda_graph_max_bs == 8
     assert runtime.max_seq_len == 500
     assert resolved(HOPPER).cuda_graph_max_bs is None
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, 1024),
+        ({"cuda_graph_max_bs": 8}, 1024),
+        ({"cuda_graph_max_bs": 0}, 0),
+        ({"cuda_graph_max_bs": 0, "cuda_graph_max_tokens": 64}, 64),
+        ({"cuda_graph_max_tokens": 0}, 0),
+        ({"tp": 4}, 0),
+        ({"tp": 4, "cuda_graph_max_tokens": 512}, 512),
+        ({"max_prefill_length": 100, "max_running_requests": 8}, 108),
+    ],
+)
+def test_graphs_of_steps_with_prompt_tokens(options: dict[str, Any], expected: int) -> None:
+    assert resolved(HOPPER, **options).cuda_graph_max_tokens == expected
+    assert resolved(CPU, **{**options, "tp": 1}).cuda_graph_max_tokens == 0
 
 
 @pytest.mark.parametrize(

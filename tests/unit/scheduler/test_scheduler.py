@@ -90,6 +90,20 @@ def test_budgets_and_policies_change_no_answer(policy: str, most: int, mixed: in
         assert prompt_tokens <= (min(mixed, most) if len(plan.decode_rows) else most)
 
 
+@pytest.mark.parametrize(("mixed", "expected"), [(384, 381), (256, 253), (250, 250), (200, 200)])
+def test_mixed_steps_fill_the_tiles_of_a_gpu(mixed: int, expected: int) -> None:
+    """Three streams and a long prompt: together a multiple of 128 tokens, where that is worth it."""
+    loop = make_loop(limits(num_pages=1000, max_seq_len=3000, mixed_prefill_length=mixed, max_prefill_length=2048))
+    for uid in range(3):
+        loop.scheduler.add(make_request(uid, [uid], max_tokens=40, ignore_eos=True))
+    loop.step()
+    loop.scheduler.add(make_request(3, [1] * 2501, max_tokens=1))
+    loop.run()
+    chunks = [len(plan.prefill[0].token_ids) for plan in loop.runner.plans if plan.prefill and len(plan.decode_rows)]
+    full, rest = divmod(2501, expected)
+    assert chunks == [*[expected] * full, rest]
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("cache_type", ["radix", "naive"])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
