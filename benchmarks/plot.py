@@ -1,6 +1,6 @@
 """Draws what benchmarks.gpu measured on one GPU, beside peers and what the hardware allows, as one SVG.
 
-    python -m benchmarks.plot benchmarks/results/h200-2026-11-22-3ccc302.json [--out docs/performance.svg]
+    python -m benchmarks.plot benchmarks/results/h200-2026-11-22-25505ff.json [--out docs/performance.svg]
 
 Peers' figures and floors come from benchmarks/results/peers.json, under the names of benchmarks.gpu. A panel or a bar
 without figures is left out. The same figures give the same bytes, so that a picture's diff is that of its figures.
