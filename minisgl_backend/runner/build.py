@@ -95,7 +95,13 @@ def _build(
     if device.type == "cuda":
         limits = runtime.config
         warm_up(runner, limits.max_running_requests, limits.max_prefill_length, runtime.max_seq_len)
-    log.info("%d pages of %d tokens, graphs up to %d sequences", num_pages, runtime.page_size, max(sizes, default=0))
+    log.info(
+        "%d pages of %d tokens, graphs up to %d sequences, in pieces up to %d tokens",
+        num_pages,
+        runtime.page_size,
+        max(sizes, default=0),
+        max(pieces, default=0),
+    )
     return runner
 
 

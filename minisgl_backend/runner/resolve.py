@@ -17,7 +17,8 @@ from minisgl_backend.runner.device import DeviceFacts
 
 log = logging.getLogger(__name__)
 
-# Steps of more tokens keep even a small model's device busy for longer than the host needs to launch them.
+# Covers steps beside streams and short prompts. A longer step of a large model keeps the device busy for longer than
+# the host needs to launch it; with a small model it does so from several thousand tokens on only.
 DEFAULT_GRAPH_TOKENS = 1024
 
 

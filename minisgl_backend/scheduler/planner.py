@@ -62,11 +62,13 @@ class Planner:
         return draft.build(step)
 
     def _prompt_budget(self, num_decoding: int) -> int:
-        """Prompt tokens of a step in which so many rows decode; of several tiles' worth, what fills the last one."""
+        """Prompt tokens of a step in which so many rows decode; from two tiles on, so many that all tiles are full."""
         if not num_decoding:
             return self._limits.max_prefill_length
         budget = min(self._limits.mixed_prefill_length, self._limits.max_prefill_length)
-        return budget - num_decoding % TILE_TOKENS if budget >= 2 * TILE_TOKENS else budget
+        if budget < 2 * TILE_TOKENS:
+            return budget
+        return (budget + num_decoding) // TILE_TOKENS * TILE_TOKENS - num_decoding
 
     def _plan_decode(self, draft: StepDraft, step: int) -> None:
         running = self._running

@@ -90,7 +90,7 @@ def test_budgets_and_policies_change_no_answer(policy: str, most: int, mixed: in
         assert prompt_tokens <= (min(mixed, most) if len(plan.decode_rows) else most)
 
 
-@pytest.mark.parametrize(("mixed", "expected"), [(384, 381), (256, 253), (250, 250), (200, 200)])
+@pytest.mark.parametrize(("mixed", "expected"), [(384, 381), (300, 253), (256, 253), (250, 250), (200, 200)])
 def test_mixed_steps_fill_the_tiles_of_a_gpu(mixed: int, expected: int) -> None:
     """Three streams and a long prompt: together a multiple of 128 tokens, where that is worth it."""
     loop = make_loop(limits(num_pages=1000, max_seq_len=3000, mixed_prefill_length=mixed, max_prefill_length=2048))
