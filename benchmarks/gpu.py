@@ -33,7 +33,7 @@ from minisgl_backend.config import EngineConfig
 ONE_GPU = ("q06", "q14", "q30", "start", "online", "parity", "gauge")
 PARTS = (*ONE_GPU, "tp")
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
-GAUGE_PROCESSES = 12
+GAUGE_PROCESSES = 8
 ENGINE_OPTIONS: dict[str, Any] = {"max_running_requests": 256, "max_prefill_length": 16384, "mixed_prefill_length": 0}
 
 

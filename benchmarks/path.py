@@ -32,6 +32,7 @@ from tritonclient.grpc import service_pb2
 
 from benchmarks.path_answers import Answer, NullAnswers, Question
 from benchmarks.path_client import run_exchanges
+from benchmarks.served import START_SECONDS
 from benchmarks.steal_watch import StealWatch
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.serving.engine_settings import read_engine_config
@@ -41,7 +42,6 @@ from minisgl_backend.serving.server_process import ServerProcess, ServerSettings
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"
-START_SECONDS = 240.0
 GIVE_UP_SECONDS = 20.0  # without a byte from the server
 USAGE_EVERY = 8  # every so many streams asks for usage counts and a finish reason with each response
 LONGEST_ANSWER = 2000  # tokens of one request; a stream that lasts longer asks again

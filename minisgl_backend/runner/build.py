@@ -1,7 +1,7 @@
 """Builds a ready runner from resolved settings: model, attention, KV pool of the right size, captured graphs.
 
-Knows nothing of schedulers. The build order is that of the memory: weights first, then a measured worst-case step,
-then pages in what is left, then graphs, then the steps that load and compile what is left.
+Knows nothing of schedulers. The build order is that of the memory: weights first, then measured worst-case steps, then
+pages in what they leave, then graphs, then the steps that load and compile what is left.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.cuda_graph import CudaGraphRunner, graph_sizes
 from minisgl_backend.runner.device import free_bytes, is_out_of_memory
-from minisgl_backend.runner.memory import choose_num_pages, measure_steps
+from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages, measure_steps
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.piecewise import CudaPieces, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
@@ -32,8 +32,6 @@ from minisgl_backend.runner.warm_up import warm_up
 from minisgl_backend.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
-
-LARGEST_DEFAULT_GRAPH = 256  # sequences; beyond it a step takes so long that launches no longer matter
 
 Progress = Callable[[int, int], None]  # (done, of how many)
 
@@ -79,12 +77,17 @@ def _build(
 ) -> ModelRunner:
     free_at_start = free_bytes(device)
     spec, runner_with = _load(runtime, model_config, device, tp, progress)
-    step_bytes = 0
+    max_running = runtime.config.max_running_requests
+    step_bytes, graph_max_bs = 0, runtime.cuda_graph_max_bs
     if device.type == "cuda":
-        step_bytes = measure_steps(runner_with(1), runtime, device)
+        steps = measure_steps(runner_with(1), runtime, device)
+        if graph_max_bs is None:
+            graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, max_running, free_bytes(device)))
+        step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running
     num_pages = tp.minimum(choose_num_pages(runtime, spec, free_at_start, step_bytes))
     runner = runner_with(num_pages)
-    sizes, pieces = _graph_sizes(runtime, runner.attention), piece_sizes(runtime.cuda_graph_max_tokens)
+    sizes = _graph_sizes(graph_max_bs or 0, runtime, runner.attention)
+    pieces = piece_sizes(runtime.cuda_graph_max_tokens)
     total = len(sizes) + len(pieces)
     if sizes:
         runner.use_graphs(CudaGraphRunner(sizes, lambda done, _: progress.graphs(done, total)))
@@ -93,8 +96,7 @@ def _build(
             CudaPieces(pieces, model_config.hidden_size, lambda done, _: progress.graphs(len(sizes) + done, total))
         )
     if device.type == "cuda":
-        limits = runtime.config
-        warm_up(runner, limits.max_running_requests, limits.max_prefill_length, runtime.max_seq_len)
+        warm_up(runner, max_running, runtime.config.max_prefill_length, runtime.max_seq_len)
     log.info(
         "%d pages of %d tokens, graphs up to %d sequences, in pieces up to %d tokens",
         num_pages,
@@ -153,10 +155,7 @@ def _load(
     return spec, runner_with
 
 
-def _graph_sizes(runtime: RuntimeConfig, attention: HybridAttention) -> tuple[int, ...]:
-    largest = runtime.cuda_graph_max_bs
-    if largest is None:
-        largest = min(runtime.config.max_running_requests, LARGEST_DEFAULT_GRAPH)
+def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: HybridAttention) -> tuple[int, ...]:
     if largest and type(attention.decode_backend).allocate_graph is AttentionBackend.allocate_graph:
         log.warning("attention backend %s has no CUDA graphs; decode runs without them", runtime.decode_backend)
         return ()

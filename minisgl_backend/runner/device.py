@@ -1,4 +1,4 @@
-"""Facts about the device of this process: what it is, how much memory it has.
+"""Facts about the device of this process: what it is, how much memory is free.
 
 Knows nothing of models or options.
 """
@@ -21,20 +21,16 @@ class DeviceFacts:
     capability: tuple[int, int] | None  # (9, 0) for Hopper; None on the CPU
     count: int  # devices of this kind that the process sees; 1 on the CPU
     bfloat16: bool  # computes in bfloat16 at full speed
-    total_bytes: int
-    free_bytes: int
 
     @classmethod
     def detect(cls) -> DeviceFacts:
         """The first CUDA device where there is one, else the CPU."""
         if torch.cuda.is_available():
             return cls._of_cuda()
-        total, free = _host_memory()
-        return cls(kind="cpu", name="CPU", capability=None, count=1, bfloat16=False, total_bytes=total, free_bytes=free)
+        return cls(kind="cpu", name="CPU", capability=None, count=1, bfloat16=False)
 
     @classmethod
     def _of_cuda(cls) -> DeviceFacts:
-        free, total = torch.cuda.mem_get_info()
         major, minor = torch.cuda.get_device_capability()
         return cls(
             kind="cuda",
@@ -42,8 +38,6 @@ class DeviceFacts:
             capability=(major, minor),
             count=torch.cuda.device_count(),
             bfloat16=(major, minor) >= (8, 0),
-            total_bytes=total,
-            free_bytes=free,
         )
 
 
@@ -51,7 +45,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory of the device that nobody uses now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return _host_memory()[1]
+    return _free_host_bytes()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -60,19 +54,17 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(way in str(error) for way in ways)
 
 
-def _host_memory() -> tuple[int, int]:
-    """Total and available bytes, within the limit of the control group that the process runs in."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    total = page * os.sysconf("SC_PHYS_PAGES")
-    free = page * os.sysconf("SC_AVPHYS_PAGES")
+def _free_host_bytes() -> int:
+    """Within the limit of the control group that the process runs in."""
+    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     for line in _lines(Path("/proc/meminfo")):
         if line.startswith("MemAvailable:"):
             free = int(line.split()[1]) * 1024
     limit = _number(Path("/sys/fs/cgroup/memory.max"))
-    if limit is not None and limit < total:
+    if limit is not None:
         used = _number(Path("/sys/fs/cgroup/memory.current")) or 0
-        total, free = limit, min(free, max(limit - used, 0))
-    return total, free
+        free = min(free, max(limit - used, 0))
+    return free
 
 
 def _lines(path: Path) -> list[str]:

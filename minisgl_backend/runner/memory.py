@@ -1,9 +1,11 @@
-"""How many KV pages fit: what weights and a worst-case step leave of the device's memory.
+"""How many KV pages fit and how large a decode step is captured: what weights and worst-case steps leave of a device.
 
 Knows nothing of who will use the pages.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -21,8 +23,30 @@ from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 CPU_POOL_BYTES = 1 << 30
 CPU_POOL_SHARE = 2  # times what running sequences can use: the rest is for prefixes
 
+# A decode step of more sequences takes so long that its launches no longer matter.
+LARGEST_DEFAULT_GRAPH = 256
+GRAPH_SHARE = 0.1  # of the memory that weights leave, for the largest captured step: pages need the rest
+
 # The sampler's most expensive wish: every row sorted.
 _WORST_PARAMS = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
+
+
+@dataclass(frozen=True)
+class StepBytes:
+    """Peak bytes of worst-case steps, beyond what is allocated before them."""
+
+    mixed: int  # of the most tokens
+    decode: int  # of max_running_requests sequences
+    pieces: int = 0  # of the largest forward pass that is captured in pieces
+
+
+def choose_graph_max_bs(decode_bytes: int, max_running: int, free_now: int) -> int:
+    """The largest decode batch to capture where nobody says; graphs keep their memory.
+
+    `decode_bytes`: what a step of `max_running` sequences takes; `free_now`: what the weights leave, in bytes.
+    """
+    fitting = int(GRAPH_SHARE * free_now) * max_running // max(1, decode_bytes)
+    return min(max_running, LARGEST_DEFAULT_GRAPH, fitting)
 
 
 def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start: int, step_bytes: int) -> int:
@@ -53,9 +77,8 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
     return pages
 
 
-def measure_steps(runner: ModelRunner, runtime: RuntimeConfig, device: torch.device) -> int:
-    """Peak bytes beyond what is allocated now: of the largest mixed step, and of what graphs keep for themselves, the
-    largest decode step and the largest forward pass that is captured in pieces.
+def measure_steps(runner: ModelRunner, runtime: RuntimeConfig, device: torch.device) -> StepBytes:
+    """What the largest steps take, and so what graphs of them would keep for themselves.
 
     All are executed for real, with every token on the padding page.
     """
@@ -72,7 +95,7 @@ def measure_steps(runner: ModelRunner, runtime: RuntimeConfig, device: torch.dev
         torch.cuda.synchronize(device)
         peaks.append(max(0, torch.cuda.max_memory_allocated(device) - before))
     torch.cuda.empty_cache()
-    return sum(peaks)
+    return StepBytes(*peaks)
 
 
 def worst_plans(max_running: int, max_prefill: int, max_seq_len: int) -> tuple[StepPlan, StepPlan]:

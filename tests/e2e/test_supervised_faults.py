@@ -20,6 +20,7 @@ from benchmarks.served import Served, Traces, fetch
 from client import Client, ClientError, Unavailable
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.serving.triton_server import find_triton_server
+from tests.e2e.wire import DEATH
 
 pytestmark = pytest.mark.e2e
 
@@ -27,7 +28,6 @@ SECRET = "xyzzy plugh"  # a prompt that no log may hold
 BACK_SECONDS = 100.0  # an idle machine needs five to ten
 NOTICED_SECONDS = 15.0  # an idle machine needs a tenth of one
 EXIT_SECONDS = 20  # of these, four fifths are for what can be finished
-DEATH = r"a process of model \w+ died|the server died"
 
 
 @pytest.fixture(scope="module")

@@ -27,12 +27,12 @@ import pytest
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.serving.processes import descendants, environment_folder, process_table
 from minisgl_backend.serving.triton_server import find_triton_server
+from tests.e2e.wire import DEATH
 
 pytestmark = pytest.mark.e2e
 
 ROOT = Path(__file__).resolve().parents[2]
 PATIENCE_SECONDS = 120.0  # far above what is ever needed: the machine may be busy
-DEATH = r"a process of model \w+ died|the server died"
 
 PLAIN = """
 import numpy as np

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
+DEATH = r"a process of model \w+ died|the server died"  # in the supervisor's log
 PATIENCE_SECONDS = 120.0  # far above what is ever needed: the machine may be busy
 
 _NUMPY = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_, "UINT32": np.uint32}

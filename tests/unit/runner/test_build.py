@@ -10,16 +10,20 @@ import torch
 from hand_made_plans import Driver
 
 from minisgl_backend.attention.kv_pool import KVPool
+from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import SamplingParams
-from minisgl_backend.runner import memory
+from minisgl_backend.runner import build, memory
 from minisgl_backend.runner.build import StartProgress, build_runner
+from minisgl_backend.runner.cuda_graph import EagerGraphRunner
 from minisgl_backend.runner.device import DeviceFacts
-from minisgl_backend.runner.memory import choose_num_pages, prompt_plan, worst_plans
+from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages, prompt_plan, worst_plans
+from minisgl_backend.runner.piecewise import EagerPieces
 from minisgl_backend.runner.resolve import resolve
+from minisgl_backend.tensor_parallel import TensorParallel
 
 CPU = torch.device("cpu")
 
@@ -27,9 +31,7 @@ CPU = torch.device("cpu")
 def runtime_for(folder: Path, **options: object) -> tuple[RuntimeConfig, ModelConfig]:
     model = ModelConfig.load(folder)
     config = EngineConfig(**{"max_running_requests": 4, **options})  # type: ignore[arg-type]
-    facts = DeviceFacts(
-        kind="cpu", name="CPU", capability=None, count=1, bfloat16=False, total_bytes=1 << 33, free_bytes=1 << 32
-    )
+    facts = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, bfloat16=False)
     environment = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
     return resolve(config, folder, model, facts, environment), model
 
@@ -67,6 +69,74 @@ def test_pages_follow_from_memory(tiny_model_dir: Path, monkeypatch: pytest.Monk
     with pytest.raises(ConfigError, match="memory_ratio"):
         choose_num_pages(runtime, on_gpu, free_at_start=1000 * page, step_bytes=399 * page)
     assert choose_num_pages(runtime, spec, free_at_start=0, step_bytes=0) == 450 - 1
+
+
+@pytest.mark.parametrize(
+    ("max_running", "free_now", "expected"),
+    [(256, 139 << 30, 256), (1000, 139 << 30, 256), (100, 139 << 30, 100), (256, 5 << 30, 128), (256, 1 << 20, 0)],
+)
+def test_the_largest_graph_follows_from_memory(max_running: int, free_now: int, expected: int) -> None:
+    """A step of 256 sequences that takes 1 GiB."""
+    assert choose_graph_max_bs((max_running << 30) // 256, max_running, free_now) == expected
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """A device on which mixed steps take 100 bytes, decode steps 80 and pieces 10; the sizes of graphs as captured."""
+    captured: list[tuple[int, ...]] = []
+    peaks = iter((100, 80, 10))
+    load = build._load
+
+    class Graphs(EagerGraphRunner):
+        def __init__(self, sizes: tuple[int, ...], on_progress: object) -> None:
+            super().__init__(sizes)
+            captured.append(sizes)
+
+    for name, value in (("synchronize", None), ("memory_allocated", 1000), ("reset_peak_memory_stats", None)):
+        monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + next(peaks))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(TorchBackend, "allocate_graph", lambda self, size: None, raising=False)
+    monkeypatch.setattr(build, "_load", lambda runtime, model, device, *rest: load(runtime, model, CPU, *rest))
+    monkeypatch.setattr(build, "CudaGraphRunner", Graphs)
+    monkeypatch.setattr(build, "CudaPieces", EagerPieces)
+    return captured
+
+
+@pytest.mark.parametrize(
+    ("largest", "tokens", "free", "sizes", "reserved"),
+    [
+        (None, 64, 10_000, [(1, 2, 4, 8)], 100 + 80 + 10),
+        (None, 64, 500, [(1, 2, 4, 5)], 100 + 50 + 10),
+        (None, 64, 50, [], 100 + 10),
+        (2, 64, 50, [(1, 2)], 100 + 20 + 10),
+        (0, 0, 10_000, [], 100),
+    ],
+)
+def test_a_start_reserves_memory_for_the_graphs_that_it_captures(
+    tiny_model_dir: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    fake_gpu: list[tuple[int, ...]],
+    largest: int | None,
+    tokens: int,
+    free: int,
+    sizes: list[tuple[int, ...]],
+    reserved: int,
+) -> None:
+    """Eight sequences at most."""
+    asked: list[int] = []
+
+    def num_pages(runtime: object, spec: object, free_at_start: int, step_bytes: int) -> int:
+        asked.append(step_bytes)
+        return 9
+
+    runtime, model = runtime_for(tiny_model_dir, max_running_requests=8, max_prefill_length=64)
+    runtime = dataclasses.replace(runtime, cuda_graph_max_bs=largest, cuda_graph_max_tokens=tokens)
+    monkeypatch.setattr(build, "free_bytes", lambda device: free)
+    monkeypatch.setattr(build, "choose_num_pages", num_pages)
+    build._build(runtime, model, torch.device("cuda"), TensorParallel.single(), StartProgress())
+    assert fake_gpu == sizes
+    assert asked == [reserved]
 
 
 @pytest.mark.parametrize(
