@@ -1,8 +1,5 @@
 """How fast clients that leave are gone from the engine: the real server, the null runner, half of the streams leaving.
 
-Knows nothing of how the server notices: it compares the moments of leaving with the core's own count of cancelled
-sequences, for which it asks between all steps.
-
     python -m benchmarks.cancellation [--json] [--streams 64] [--leave 32] [--rate 200] [--rounds 5] [--way WAY ...]
 
 docs/operations.md explains the figures. With --json the last line is one JSON object. The exit code is 1 where a
@@ -32,9 +29,9 @@ from tritonclient.grpc import service_pb2
 from benchmarks.path_client import Connection, Exchange
 from benchmarks.served import Served, command_line
 from minisgl_backend.engine.cancellations import BOUNDS_S
-from minisgl_backend.engine.channel import FrontChannel
-from minisgl_backend.engine.messages import GetStats, Stats
 from minisgl_backend.errors import EngineDeadError
+from minisgl_backend.ipc.channel import FrontChannel
+from minisgl_backend.ipc.messages import GetStats, Stats
 
 HOST = "127.0.0.1"
 WATCHER = 60000  # the index of a front that nobody else has

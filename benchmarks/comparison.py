@@ -1,7 +1,4 @@
-"""What benchmarks.gpu measured, beside peers' figures and floors: one set of figures by name for each system.
-
-Knows nothing of pictures.
-"""
+"""What benchmarks.gpu measured, beside peers' figures and floors: one set of figures by name for each system."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Generated conversations whose answers can be checked: what the demo model learns and is graded on.
-
-Knows nothing of models, tokenizers or servers: it deals in chat messages and plain text.
-"""
+"""Generated conversations whose answers can be checked: what the demo model learns and is graded on."""
 
 from __future__ import annotations
 
@@ -314,7 +311,7 @@ _SMALL_TALK = (
 
 
 def _mixed_turns(rng: Random, budget: int, small_talk: bool) -> list[Turn]:
-    """Turns of several kinds, about `budget` tokens together, on the training side of the split.
+    """SendQueue of several kinds, about `budget` tokens together, on the training side of the split.
 
     Facts are told early and now and then; some are asked for between other turns, and all at the end.
     """

@@ -1,6 +1,6 @@
 """The words that the demo model's tasks are made of, and what a fact may be about.
 
-Knows nothing of the tasks. Kept apart from them because changing a word changes what was learned.
+Kept apart from them because changing a word changes what was learned.
 """
 
 from __future__ import annotations

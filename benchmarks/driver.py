@@ -1,7 +1,4 @@
-"""Drives an engine core directly, step by step, with token ids: what every engine benchmark stands on.
-
-Knows nothing of texts or servers.
-"""
+"""Drives an engine core directly, step by step, with token ids: what every engine benchmark stands on."""
 
 from __future__ import annotations
 

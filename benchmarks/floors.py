@@ -3,7 +3,7 @@
     python -m benchmarks.floors [--model qwen3-30b-a3b] [--json]
 
 Counts what must be read (bf16 weights once a step, the keys and values of the context) and the products that must be
-computed; activations, launches and sampling are free. Knows nothing of engines, and needs no GPU.
+computed; activations, launches and sampling are free.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Streams that run beside a long prompt: how long they wait for a token while it is read.
 
-Knows nothing of servers: the engine runs in this process, and its steps are counted.
-
     python -m benchmarks.interference [--streams 8] [--prompt-tokens 3000] [--json]
 
 A wait of 1 step means that every step brought every stream a token. `--json` prints one JSON object as the last line.

@@ -1,7 +1,7 @@
 """A model runner that is fed known tokens and gives the logits of every position: what parity is measured on.
 
-Knows nothing of transformers. The runner, its operations, its attention and its captured graphs are the engine's own;
-only the step plans are made here, and what the sampler chose is overwritten by the known tokens after every step.
+The runner, its operations, its attention and its captured graphs are the engine's own; only the step plans are made
+here, and what the sampler chose is overwritten by the known tokens after every step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """Conversations of several turns, each sent again whole with its history: what the prefix cache saves.
 
-Knows nothing of servers: the engine runs in this process.
-
     python -m benchmarks.multi_turn [--conversations 16] [--turns 10] [--json]
 
 All conversations run at once; each sends its next turn when the answer to the last one is complete. The same load is
@@ -58,7 +56,7 @@ class _Conversation:
 
 
 def make_turns(count: int, rng: Random) -> list[Turn]:
-    """Turns that the demo model can answer, some 60 to 150 tokens each with their answers."""
+    """SendQueue that the demo model can answer, some 60 to 150 tokens each with their answers."""
     makers = (repeat_turn, reverse_turn, arithmetic_turn, lambda r: counting_turn(r, span=LONGEST_COUNT))
     return [rng.choice(makers)(rng) for _ in range(count)]
 

@@ -1,7 +1,5 @@
 """What parity is measured against: a random checkpoint in a model's real shape, and transformers' logits of it.
 
-Knows nothing of engines.
-
 Weights with the usual standard deviation of 0.02 would give nearly uniform distributions (logits with a standard
 deviation of 0.6, an entropy 0.2 nats below the vocabulary's 11.9), whose KL hardly notices an error. So each product
 keeps the size of what it is given, queries are scaled until attention prefers some tokens to others, no norm is all

@@ -1,7 +1,5 @@
 """The path of tokens from the engine core to clients: the real server, the null runner behind it, every text checked.
 
-Knows nothing of models' speed: it answers "what does the serving path carry, and how late", and needs no GPU.
-
     python -m benchmarks.path [--json] [--streams 256] [--rate 400] [--seconds 8] [--fronts N] [-o OPTION=VALUE ...]
 
 docs/path.md explains the figures. With --json the last line is one JSON object. On a machine that is shared with others
@@ -35,10 +33,10 @@ from benchmarks.path_client import run_exchanges
 from benchmarks.served import START_SECONDS
 from benchmarks.steal_watch import StealWatch
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.engine_settings import read_engine_config
-from minisgl_backend.serving.processes import descendants, process_table
-from minisgl_backend.serving.repository import parse_options, render_repository
-from minisgl_backend.serving.server_process import ServerProcess, ServerSettings
+from minisgl_backend.host.processes import descendants, process_table
+from minisgl_backend.host.repository import parse_options, render_repository
+from minisgl_backend.host.server_process import ServerProcess, ServerSettings
+from minisgl_backend.serving.settings import read_engine_config
 
 ROOT = Path(__file__).resolve().parents[1]
 HOST = "127.0.0.1"

@@ -1,7 +1,4 @@
-"""What the null runner must answer, and whether it did: order, completeness, counts, and how late each token was.
-
-Knows nothing of servers or sockets: it reads messages that came.
-"""
+"""What the null runner must answer, and whether it did: order, completeness, counts, and how late each token was."""
 
 from __future__ import annotations
 

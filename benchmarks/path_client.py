@@ -1,7 +1,5 @@
 """A gRPC client that costs next to nothing: requests packed before, responses noted as bytes and read after the run.
 
-Knows nothing of texts or rates: it sends given messages to one method and says when which bytes came.
-
 It speaks as much HTTP/2 (RFC 9113) as a streaming gRPC call needs, over plain TCP: a client on gRPC's own Python
 library would take as much of two cores as the server that it measures.
 """

@@ -1,12 +1,10 @@
 """Host time of a decode step: plan, the host part of prepare, commit and outputs, with a runner that computes nothing.
 
-Knows nothing of models or devices: it answers "how long is the host busy with a step", never "how fast is a model".
-
     python -m benchmarks.scheduler [--json] [--sizes 1,64,256,1024] [--steps 50] [--repeats 40] [--profile 256]
     python -m benchmarks.scheduler --churn 256       requests that come and go, instead of streams that only decode
 
-Each size runs that many sequences at different lengths, so that in every step some of them need a new page. Reported
-is the lowest of the repeats' means, each over few steps: other load on the machine only adds to it.
+Each size runs that many sequences at different lengths, so that in every step some of them need a new page. Reported is
+the lowest of the repeats' means, each over few steps: other load on the machine only adds to it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A real server of this checkout for tests and load runs: started on free ports, watched, stopped without a trace.
-
-Knows nothing of requests: its users bring their own clients.
-"""
+"""A real server of this checkout for tests and load runs: started on free ports, watched, stopped without a trace."""
 
 from __future__ import annotations
 
@@ -21,7 +18,7 @@ from typing import Any
 
 from client.metrics import Metrics, fetch_metrics
 from minisgl_backend.errors import EngineDeadError
-from minisgl_backend.serving.processes import Process, descendants, environment_folder, process_table
+from minisgl_backend.host.processes import Process, descendants, environment_folder, process_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 120.0  # far above what anything needs: the machine may be busy
@@ -56,7 +53,7 @@ class Served:
         return self._process
 
     def __enter__(self) -> Served:
-        command = [sys.executable, "-m", "minisgl_backend.serving.supervisor"]
+        command = [sys.executable, "-m", "minisgl_backend.host.server_supervisor"]
         for name in ("http", "grpc", "metrics", "health"):
             command += [f"--{name}-port", str(getattr(self, f"{name}_port"))]
         with self.log.open("wb") as output:

@@ -31,7 +31,7 @@ from benchmarks.served import Served, Traces
 from benchmarks.soak_kills import Killer, figures
 from client import Client, ClientError, InvalidRequest, Result, Unavailable
 from minisgl_backend.errors import ConfigError, EngineDeadError
-from minisgl_backend.serving.triton_server import find_triton_server
+from minisgl_backend.host.triton_server import find_triton_server
 
 TIMEOUT_SECONDS = 120.0  # of a request; one that reaches it hung
 PROMPTS = ("What is 17 + 25?", "Count from 1 to 40.", "Count from 7 to 60.", "Repeat: 猫 🐱 déjà vu")

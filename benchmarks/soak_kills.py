@@ -1,7 +1,4 @@
-"""Who kills what during a soak, and how long everybody else waits because of it.
-
-Knows nothing of what the clients ask for: they say when one of their requests was told that the engine is away.
-"""
+"""Who kills what during a soak, and how long everybody else waits because of it."""
 
 from __future__ import annotations
 

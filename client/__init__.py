@@ -1,7 +1,4 @@
-"""A Python client for the model repository, and the command `minisgl`.
-
-Knows nothing of the engine: it speaks Triton's protocols and the tensors of the model `ensemble`.
-"""
+"""A Python client for the model repository, and the command `minisgl`."""
 
 from __future__ import annotations
 

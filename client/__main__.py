@@ -1,7 +1,4 @@
-"""`python -m client`: the command `minisgl` where it is not installed.
-
-Knows nothing else.
-"""
+"""`python -m client`: the command `minisgl` where it is not installed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Measures a running server with perf_analyzer: writes its input, reads its reports.
 
-Knows nothing of terminals. Requests a second and latencies are perf_analyzer's own figures; what it does not report for
-streams (time to first token, between tokens, tokens a second) is computed from the time stamps that it exports.
+Requests a second and latencies are perf_analyzer's own figures; what it does not report for streams (time to first
+token, between tokens, tokens a second) is computed from the time stamps that it exports.
 """
 
 from __future__ import annotations

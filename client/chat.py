@@ -1,7 +1,4 @@
-"""A conversation: its history, and one turn at a time.
-
-Knows nothing of terminals.
-"""
+"""A conversation: its history, and one turn at a time."""
 
 from __future__ import annotations
 

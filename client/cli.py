@@ -1,7 +1,4 @@
-"""The command `minisgl`: generate, chat, bench, status.
-
-Knows nothing of protocols: `client.Client` does the work.
-"""
+"""The command `minisgl`: generate, chat, bench, status."""
 
 from __future__ import annotations
 

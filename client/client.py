@@ -1,7 +1,4 @@
-"""The two clients: `Client` for threads, `AsyncClient` for an event loop.
-
-Knows nothing of how a request travels; the transports do.
-"""
+"""The two clients: `Client` for threads, `AsyncClient` for an event loop."""
 
 from __future__ import annotations
 

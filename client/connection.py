@@ -1,7 +1,4 @@
-"""Which server, over which protocol: a URL or its absence -> an address.
-
-Knows nothing of requests.
-"""
+"""Which server, over which protocol: a URL or its absence -> an address."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What can go wrong with a request, as types; and how Triton's statuses and messages become them.
-
-Knows nothing of sockets or tensors.
-"""
+"""What can go wrong with a request, as types; and how Triton's statuses and messages become them."""
 
 from __future__ import annotations
 

@@ -1,11 +1,10 @@
 """Requests over gRPC, with tritonclient's messages and stubs.
 
-Knows nothing of prompts or options. Every request has a stream of its own (they share one connection): each then
-has its own deadline and can be cancelled alone, which a stream that several requests share does not allow.
+Every request has a stream of its own (they share one connection): each then has its own deadline and can be cancelled
+alone, which a stream that several requests share does not allow.
 
-Errors come as texts inside the stream. The metadata `triton_grpc_error` would bring their status too, but
-tritonserver 2.51 dies of it: a failed request beside other streams ends it with a segmentation fault, one in some
-hundred times.
+Errors come as texts inside the stream. The metadata `triton_grpc_error` would bring their status too, but tritonserver
+2.51 dies of it: a failed request beside other streams ends it with a segmentation fault, one in some hundred times.
 
 A call is never cancelled right behind such a text but read on to its end: tritonserver 2.51 keeps the handler of a call
 that is cancelled while it ends, and with it the model, for ever. The end comes at once since one request is all that a

@@ -1,6 +1,6 @@
 """Requests over HTTP: Triton's `generate` for whole answers, `generate_stream` (server-sent events) for streams.
 
-Knows nothing of prompts or options. Closing the connection is the only way to cancel a request here.
+Closing the connection is the only way to cancel a request here.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The server's metrics as numbers.
 
-Knows nothing of what they mean. Format: https://prometheus.io/docs/instrumenting/exposition_formats/
+Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 """
 
 from __future__ import annotations

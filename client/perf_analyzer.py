@@ -1,8 +1,7 @@
 """Finds NVIDIA's perf_analyzer, or fetches it, and runs it.
 
-Knows nothing of language models. PyPI's package `perf-analyzer` is an empty placeholder; the binary is inside the
-wheels of tritonclient up to 2.60. It needs two libraries that few machines have and that the wheel nvidia-pytriton
-brings.
+PyPI's package `perf-analyzer` is an empty placeholder; the binary is inside the wheels of tritonclient up to 2.60. It
+needs two libraries that few machines have and that the wheel nvidia-pytriton brings.
 """
 
 from __future__ import annotations

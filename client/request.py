@@ -1,6 +1,6 @@
 """A request as Triton tensors: which option travels under which name and type.
 
-Knows nothing of protocols. The server judges the values; only types are judged here.
+The server judges the values; only types are judged here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""What comes back: pieces of a stream, and whole answers.
-
-Knows nothing of protocols; a `Reply` is one response of the server, whatever carried it.
-"""
+"""What comes back: pieces of a stream, and whole answers."""
 
 from __future__ import annotations
 

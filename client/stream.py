@@ -1,7 +1,4 @@
-"""An answer in pieces, and how to stop it.
-
-Knows nothing of protocols: it reads from a `Call`.
-"""
+"""An answer in pieces, and how to stop it."""
 
 from __future__ import annotations
 

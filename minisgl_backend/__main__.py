@@ -1,7 +1,4 @@
-"""`python -m minisgl_backend`: try the engine, look at its options, check what they come to, without a server.
-
-Knows nothing of Triton; the options are those of `config.OPTIONS`, under the same names.
-"""
+"""`python -m minisgl_backend`: try the engine, look at its options, check what they come to, without a server."""
 
 from __future__ import annotations
 
@@ -16,8 +13,8 @@ from rich.console import Console
 from rich.table import Table
 
 from minisgl_backend.config import OPTIONS, EngineConfig, Environment, Option
-from minisgl_backend.engine.child import log_to_stderr
 from minisgl_backend.errors import MinisglError
+from minisgl_backend.host.spawn import log_to_stderr
 
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Model": ("model", "dtype", "max_seq_len_override", "dummy_weights", "trust_remote_code"),

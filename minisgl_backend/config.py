@@ -1,10 +1,8 @@
 """Every engine option, once: the user's settings, and what they resolve to on a given model and machine.
 
-Knows nothing of torch, Triton or files: facts about model and device come in as plain values.
-
-`EngineConfig` is what the user wrote. The same names are `parameters` of model_repository/engine/config.pbtxt,
-fields of this class and command-line flags of the offline tools. `resolve` turns it into a `RuntimeConfig`, in
-which no "auto" is left.
+`EngineConfig` is what the user wrote. The same names are `parameters` of model_repository/engine/config.pbtxt, fields
+of this class and command-line flags of the offline tools. `resolve` turns it into a `RuntimeConfig`, in which no "auto"
+is left.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """The errors this project raises, and who is to blame for each.
 
-Knows nothing of Triton: `serving.codec` alone maps these to Triton status codes.
-
     MinisglError
-    ├── ConfigError            a wrong option, model or machine; raised at start; names the key and the remedy
-    ├── InvalidRequestError    the client's fault; one request fails       -> INVALID_ARGUMENT
-    ├── CapacityError          a queue is full; one request fails          -> UNAVAILABLE
-    ├── RequestCancelled       the client left, or its deadline passed     -> CANCELLED
-    └── EngineDeadError        the core or a follower died; all fail       -> UNAVAILABLE
+├── ConfigError            a wrong option, model or machine; raised at start; names the key and the remedy
+├── InvalidRequestError    the client's fault; one request fails       -> INVALID_ARGUMENT
+├── CapacityError          a queue is full; one request fails          -> UNAVAILABLE
+├── RequestCancelled       the client left, or its deadline passed     -> CANCELLED
+└── EngineDeadError        the core or a follower died; all fail       -> UNAVAILABLE
 """
 
 from __future__ import annotations
@@ -35,3 +33,16 @@ class RequestCancelled(MinisglError):
 
 class EngineDeadError(MinisglError):
     """The engine process that held this request died."""
+
+
+_STATUS = (
+    (InvalidRequestError, "INVALID_ARG"),
+    (CapacityError, "UNAVAILABLE"),
+    (EngineDeadError, "UNAVAILABLE"),
+    (RequestCancelled, "CANCELLED"),
+)
+
+
+def status_of(error: Exception) -> str:
+    """The name of the Triton error code that an error is answered with: an attribute of pb_utils.TritonError."""
+    return next((name for kind, name in _STATUS if isinstance(error, kind)), "INTERNAL")

@@ -1,6 +1,6 @@
 """The engine in this process: prompts in, finished answers out.
 
-Knows nothing of Triton, sockets or fronts. With tensor parallelism the followers are child processes.
+With tensor parallelism the followers are child processes.
 
     with LLM("demo") as llm:
         print(llm.chat([{"role": "user", "content": "What is 17 + 25?"}], temperature=0)[0].text)

@@ -1,6 +1,6 @@
 """What enters the engine (Request) and why it leaves (FinishReason).
 
-Knows nothing of pages, devices or Triton. All values are immutable and serialise with msgspec.
+All values are immutable and serialise with msgspec.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import msgspec
 
 from minisgl_backend.errors import InvalidRequestError
 
+MAX_PRIORITY = 1000
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORDS = 1024

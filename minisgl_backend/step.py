@@ -1,7 +1,7 @@
 """What scheduler and runner share: the plan of one step and its result. Plain integers in NumPy arrays.
 
-Knows nothing of tensors, requests' texts or page ownership. A plan is born complete and never changes; rank 0
-makes it, every tensor-parallel rank executes it, and `StepPlan` is all a follower ever hears of a step.
+A plan is born complete and never changes; rank 0 makes it, every tensor-parallel rank executes it, and `StepPlan` is
+all a follower ever hears of a step.
 """
 
 from __future__ import annotations

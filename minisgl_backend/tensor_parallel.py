@@ -1,6 +1,6 @@
 """One model over several devices: this process's rank, and the collectives it shares with the other ranks.
 
-Knows nothing of models or steps. There is no default group: whoever needs a collective holds this object.
+There is no default group: whoever needs a collective holds this object.
 """
 
 from __future__ import annotations

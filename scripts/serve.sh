@@ -7,4 +7,4 @@
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 bash "$root/scripts/setup.sh"
-exec "$root/.venv/bin/python" -m minisgl_backend.serving.supervisor --repository "$root/model_repository" "$@"
+exec "$root/.venv/bin/python" -m minisgl_backend.host.server_supervisor --repository "$root/model_repository" "$@"

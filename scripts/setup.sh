@@ -123,9 +123,9 @@ fi
 
 # --- the server's own needs
 if [[ $extras == *server* ]]; then
-  "$venv/bin/python" -c 'import sys; from minisgl_backend.serving.triton_server import find_libpython; sys.exit(find_libpython() is None)' ||
+  "$venv/bin/python" -c 'import sys; from minisgl_backend.host.triton_server import find_libpython; sys.exit(find_libpython() is None)' ||
     apt "libpython$version" || say "warning: without libpython$version.so.1.0 the server cannot start"
-  "$venv/bin/python" -m minisgl_backend.serving.triton_server --install-launcher
+  "$venv/bin/python" -m minisgl_backend.host.triton_server --install-launcher
 fi
 echo "$fingerprint" > "$stamp"
 say "ready: . .venv/bin/activate"

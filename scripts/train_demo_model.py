@@ -1,10 +1,8 @@
 """Train the demo model: a small Qwen3 chat model, on conversations generated as it trains.
 
-Knows nothing of the serving engine: it writes a plain Hugging Face folder and grades it with its own decoder.
-
-One GPU, under ten minutes:  python scripts/train_demo_model.py --checkpoint checkpoint.pt
-Go on, here on a CPU:        python scripts/train_demo_model.py --resume checkpoint.pt --device cpu --rows 1
-Grade a finished folder:     python scripts/train_demo_model.py --eval-only --questions 500
+One GPU, under ten minutes:  python scripts/train_demo_model.py --checkpoint checkpoint.pt Go on, here on a CPU:
+python scripts/train_demo_model.py --resume checkpoint.pt --device cpu --rows 1 Grade a finished folder:     python
+scripts/train_demo_model.py --eval-only --questions 500
 """
 
 from __future__ import annotations

@@ -1,8 +1,4 @@
-"""Fakes that other tests drive: a deterministic runner, and what a single request must produce with it.
-
-Knows nothing of models: the next token is a hash of the position and the last token, so it depends neither on uid,
-row, page nor on what else is in the batch.
-"""
+"""Fakes that other tests drive: a deterministic runner, and what a single request must produce with it."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
 """The one interface of all attention backends, and what they are given.
 
-Knows nothing of layers, models or scheduling.
+Metadata is prepared once a step (`plan_*`), never once a layer; prefill and decode are separate. For CUDA graphs there
+are three methods: `allocate_graph` once, `plan_capture` before a batch size is captured, `plan_replay` before each
+replay, which is on the critical path and must neither synchronise nor allocate.
 
-Metadata is prepared once a step (`plan_*`), never once a layer; prefill and decode are separate. For CUDA graphs
-there are three methods: `allocate_graph` once, `plan_capture` before a batch size is captured, `plan_replay`
-before each replay, which is on the critical path and must neither synchronise nor allocate.
-
-Keys and values are read here and written by `Ops.rope_store`, except where `decode_rotating` stores the new token's
+Keys and values are read here and written by `Ops.rope_store`, except where `decode_with_rope` stores the new token's
 itself; `KVPool` hands both the same tensors.
 
     K or V of one layer   [num_pages, num_kv_heads, page_size, head_dim]   (head-major pages)
@@ -89,7 +87,7 @@ class DecodeInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadRotation:
+class QKNormRope:
     """What turns projected queries and keys into those of attention: a norm of each head, then the rotary embedding."""
 
     q_norm: torch.Tensor | None  # [head_dim]; None: no norm
@@ -120,12 +118,12 @@ class AttentionBackend(ABC):
     def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> torch.Tensor:
         """q [batch, num_q_heads, head_dim] -> attention output of the same shape. Never plans, never syncs."""
 
-    def rotates(self, plan: Plan) -> bool:
-        """Whether decode_rotating serves this decode plan, and is worth it."""
+    def supports_fused_rope(self, plan: Plan) -> bool:
+        """Whether decode_with_rope serves this decode plan, and is worth it."""
         return False
 
-    def decode_rotating(
-        self, qkv: torch.Tensor, rotation: HeadRotation, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan
+    def decode_with_rope(
+        self, qkv: torch.Tensor, rotation: QKNormRope, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan
     ) -> torch.Tensor:
         """`Ops.rope_store` and `decode` at once, for backends that have a kernel for both.
 

@@ -1,7 +1,7 @@
 """The `fa` backend: FlashAttention through sgl-kernel (FA3 on Hopper, FA2 kernels where the package has them).
 
-Knows nothing of layers or scheduling. Every page size works; the kernels take the head-major pool through a
-transposed view. FlashAttention-3: Shah et al., 2024.
+Every page size works; the kernels take the head-major pool through a transposed view. FlashAttention-3: Shah et al.,
+2024.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The `fi` backend: FlashInfer's paged prefill and decode (Ye et al., 2025), any power-of-two page size.
 
-Knows nothing of layers or scheduling. FlashInfer plans on the host: lengths come from the host arrays of the
-inputs, page ids are gathered on the device, and nothing waits for the device.
+FlashInfer plans on the host: lengths come from the host arrays of the inputs, page ids are gathered on the device, and
+nothing waits for the device.
 """
 
 from __future__ import annotations

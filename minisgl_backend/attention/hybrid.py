@@ -1,6 +1,6 @@
 """Attention of a whole step: one backend for its prefill part and one, often the same, for its decode part.
 
-Knows nothing of kernels. In a step's tokens the prefill part comes first.
+In a step's tokens the prefill part comes first.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend, DecodeInputs, HeadRotation, Plan, PrefillInputs
+from minisgl_backend.attention.base import AttentionBackend, DecodeInputs, Plan, PrefillInputs, QKNormRope
 
 
 @dataclass(frozen=True)
@@ -57,15 +57,15 @@ class HybridAttention:
             parts.append(self.decode_backend.decode(q[first:], k_cache, v_cache, plan.decode))
         return parts
 
-    def rotates(self, plan: HybridPlan) -> bool:
+    def supports_fused_rope(self, plan: HybridPlan) -> bool:
         """Whether `attend_rotating` serves this step: decode alone, on a backend that has a kernel for it."""
-        return plan.prefill is None and self.decode_backend.rotates(plan.decode)
+        return plan.prefill is None and self.decode_backend.supports_fused_rope(plan.decode)
 
     def attend_rotating(
-        self, qkv: torch.Tensor, rotation: HeadRotation, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: HybridPlan
+        self, qkv: torch.Tensor, rotation: QKNormRope, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: HybridPlan
     ) -> torch.Tensor:
-        """See AttentionBackend.decode_rotating; only where `rotates` says so."""
-        return self.decode_backend.decode_rotating(qkv, rotation, k_cache, v_cache, plan.decode)
+        """See AttentionBackend.decode_with_rope; only where `supports_fused_rope` says so."""
+        return self.decode_backend.decode_with_rope(qkv, rotation, k_cache, v_cache, plan.decode)
 
     def allocate_graph(self, max_batch_size: int) -> None:
         """See AttentionBackend: only decode runs under graphs."""

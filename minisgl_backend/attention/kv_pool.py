@@ -1,4 +1,4 @@
-"""Keys and values of all layers, in pages. Knows nothing of who owns which page.
+"""Keys and values of all layers, in pages.
 
 The layout is that of `attention.base`: [num_pages, num_kv_heads, page_size, head_dim] for K and for V of a layer.
 """

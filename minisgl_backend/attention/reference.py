@@ -1,8 +1,7 @@
 """The `torch` backend: torch's scaled dot product attention over gathered pages, on CPU and GPU.
 
-Knows nothing of speed records: it is what every other backend is tested against, and what CPU serving runs.
-It gathers the pages of a batch into contiguous keys and values once a layer. Sequences of very different length
-are computed in separate groups, so that a long one does not pad all others. It does not run under CUDA graphs.
+It gathers the pages of a batch into contiguous keys and values once a layer. Sequences of very different length are
+computed in separate groups, so that a long one does not pad all others. It does not run under CUDA graphs.
 """
 
 from __future__ import annotations

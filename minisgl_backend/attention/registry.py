@@ -1,7 +1,6 @@
 """Names of attention backends: which to use on which machine, what each needs, and the page size that they share.
 
-Knows nothing of models. Backends are imported only when they are chosen, so that a missing package matters only to
-those who ask for it.
+Backends are imported only when they are chosen, so that a missing package matters only to those who ask for it.
 """
 
 from __future__ import annotations

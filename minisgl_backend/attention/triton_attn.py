@@ -1,8 +1,7 @@
 """The `triton` backend: this project's own Triton-language kernels, no package beyond torch.
 
-Knows nothing of layers or scheduling. Serves every power-of-two page size and head sizes to 256, on any GPU that
-Triton compiles for. Nothing needs planning on the host: the kernels read lengths and page table on the device, so
-captured graphs are replayed as they are.
+Serves every power-of-two page size and head sizes to 256, on any GPU that Triton compiles for. Nothing needs planning
+on the host: the kernels read lengths and page table on the device, so captured graphs are replayed as they are.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, HeadRotation, PrefillInputs
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs, QKNormRope
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.decode_attention import (
     DecodeShape,
@@ -75,11 +74,11 @@ class TritonBackend(AttentionBackend):
             self.spec.softmax_scale, pdl=self._overlaps(plan),
         )  # fmt: skip
 
-    def rotates(self, plan: _DecodePlan) -> bool:
+    def supports_fused_rope(self, plan: _DecodePlan) -> bool:
         return rotation_pays(plan.inputs.batch_size, self.spec.num_kv_heads, self._num_sms)
 
-    def decode_rotating(
-        self, qkv: torch.Tensor, rotation: HeadRotation, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _DecodePlan
+    def decode_with_rope(
+        self, qkv: torch.Tensor, rotation: QKNormRope, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _DecodePlan
     ) -> torch.Tensor:
         i = plan.inputs
         return rotating_decode_attention(

@@ -1,7 +1,7 @@
 """The `trtllm` backend: TensorRT-LLM's fused attention as FlashInfer exposes it; pages of 16, 32 or 64 tokens.
 
-Knows nothing of layers or scheduling. Decode is XQA on Hopper and trtllm-gen on Blackwell; prefill has kernels on
-Blackwell only, so on Hopper this backend serves as the second of a pair (`fa,trtllm`).
+Decode is XQA on Hopper and trtllm-gen on Blackwell; prefill has kernels on Blackwell only, so on Hopper this backend
+serves as the second of a pair (`fa,trtllm`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""Pages of the KV cache: which are free, which hold a known prefix, and who may use them.
-
-Knows nothing of tensors, requests or steps; imports NumPy only.
-"""
+"""Pages of the KV cache: which are free, which hold a known prefix, and who may use them."""

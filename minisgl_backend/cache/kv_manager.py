@@ -1,6 +1,6 @@
 """Who may use which pages: leases, and the page table that they make up.
 
-Knows nothing of steps, requests or devices. A lease belongs to a row; that row of the page table is its page list.
+A lease belongs to a row; that row of the page table is its page list.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Which pages are free.
-
-Knows nothing of tokens, sequences or devices.
-"""
+"""Which pages are free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a prefix cache does, and the one that does nothing.
-
-Knows nothing of sequences or the free list: pages are handed in and handed out as ids.
-"""
+"""What a prefix cache does, and the one that does nothing."""
 
 from __future__ import annotations
 

@@ -1,7 +1,5 @@
 """A prefix cache as a radix tree whose edges are whole pages.
 
-Knows nothing of sequences, the free list or devices.
-
 The idea of a radix tree of KV pages is from SGLang (Zheng et al. 2024, "SGLang: Efficient Execution of Structured
 Language Model Programs", section 3). Here an edge holds any number of whole pages; children are told apart by the
 tokens of their first page, so a node is split only on a page border.

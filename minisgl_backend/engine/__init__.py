@@ -1,1 +1,1 @@
-"""The engine: the loop that joins scheduler and runner, its process, and the handles to it."""
+"""The engine core's process: the loop that joins scheduler and runner, its commands, grammars and followers."""

@@ -1,7 +1,6 @@
 """Puts an engine together: options -> model and device facts -> runner (with followers) -> scheduler -> EngineCore.
 
-Knows nothing of sockets to fronts. The build order is in the calls: the page count comes out of the runner and goes
-into the scheduler.
+The build order is in the calls: the page count comes out of the runner and goes into the scheduler.
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig, Sch
 from minisgl_backend.engine.core import EngineCore, StepRunner
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.grammar import Grammars
-from minisgl_backend.engine.messages import Welcome
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
+from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.runner.null_runner import NullRunner

@@ -1,7 +1,4 @@
-"""How long sequences stay after their client was found gone, and which of them stayed too long.
-
-Knows nothing of why a client left or of how a sequence is ended.
-"""
+"""How long sequences stay after their client was found gone, and which of them stayed too long."""
 
 from __future__ import annotations
 
@@ -9,9 +6,8 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 
-from minisgl_backend.engine.histogram import Histogram
+from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S, Histogram
 
-BOUNDS_S = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1.0, 5.0)
 ALLOWED_STEPS = 2
 ALLOWED_S = 0.05  # beside those steps
 _REMEMBERED_STEPS = 1024
@@ -21,7 +17,7 @@ class Cancellations:
     """All times are time.monotonic() seconds, which the processes of one machine share."""
 
     def __init__(self) -> None:
-        self.seconds = Histogram(BOUNDS_S)  # from the finding to the return of the sequence's pages
+        self.seconds = Histogram(CANCELLATION_BOUNDS_S)  # from the finding to the return of the sequence's pages
         self.num_late = 0  # more than ALLOWED_STEPS steps and ALLOWED_S
         self._found: dict[int, float] = {}  # by uid, until the engine loop's turn ends
         self._step_ends: deque[float] = deque(maxlen=_REMEMBERED_STEPS)

@@ -1,7 +1,4 @@
-"""The loop that joins scheduler and runner: commands between steps, plan, prepare, execute, commit, outputs.
-
-Knows nothing of sockets, processes or texts; whoever holds an EngineCore calls `step` and takes what comes out.
-"""
+"""The loop that joins scheduler and runner: commands between steps, plan, prepare, execute, commit, outputs."""
 
 from __future__ import annotations
 
@@ -14,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.engine.grammar import Grammars
-from minisgl_backend.engine.messages import Rejected
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, MinisglError
+from minisgl_backend.ipc.messages import Rejected
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.outputs import SequenceDetail, SequenceOutputs
 from minisgl_backend.step import StepPlan, StepResult, StepStats

@@ -1,7 +1,4 @@
-"""A tensor-parallel follower: `python -m minisgl_backend.engine.follower`, started by rank 0, which alone schedules.
-
-Knows nothing of requests or of why a step is as it is: it mirrors each step plan that comes over its link.
-"""
+"""A tensor-parallel follower: `python -m minisgl_backend.engine.follower`, started by rank 0, which alone schedules."""
 
 from __future__ import annotations
 
@@ -14,11 +11,11 @@ import sys
 import msgspec
 
 from minisgl_backend.config import EngineConfig, Environment
-from minisgl_backend.engine.child import TIED, begin_child, log_to_stderr
 from minisgl_backend.engine.core import PendingStep
 from minisgl_backend.engine.followers import HOST, LENGTH
-from minisgl_backend.engine.plan_codec import unpack_plan
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
+from minisgl_backend.ipc.plan_codec import unpack_plan
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.runner.build import build_runner

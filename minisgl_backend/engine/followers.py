@@ -1,9 +1,9 @@
 """Rank 0's side of tensor parallelism: starts the follower processes, hands each step plan to them, watches them.
 
-Knows nothing of requests. Imports torch only once the followers are on their way: they import it at the same time.
+Imports torch only once the followers are on their way: they import it at the same time.
 
-Plans travel over one socket pair a follower; the tensors of a step over the ranks' own collectives. A rank that
-fails cannot be replaced in mid-step, since the others wait in a collective: the whole engine starts again.
+Plans travel over one socket pair a follower; the tensors of a step over the ranks' own collectives. A rank that fails
+cannot be replaced in mid-step, since the others wait in a collective: the whole engine starts again.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.child import start_child
 from minisgl_backend.engine.core import PendingStep
-from minisgl_backend.engine.plan_codec import pack_plan
 from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.host.spawn import start_child
+from minisgl_backend.ipc.plan_codec import pack_plan
 from minisgl_backend.step import StepPlan
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Which tokens a grammar allows next: compiles with xgrammar beside the step loop, follows each sequence by uid.
 
-Knows nothing of sampling or scheduling. Sequences with a grammar are never planned while they are in flight, so
-the mask of a step always rests on committed tokens and nothing is ever rolled back.
+Sequences with a grammar are never planned while they are in flight, so the mask of a step always rests on committed
+tokens and nothing is ever rolled back.
 """
 
 from __future__ import annotations

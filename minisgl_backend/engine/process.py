@@ -1,10 +1,8 @@
 """The engine core's own process: `python -m minisgl_backend.engine.process`, started by a front.
 
-Knows nothing of fronts beyond its parent, which it does not outlive.
-
-The parent passes the options as JSON and one end of a pipe; the process says on it when it is ready, or why it
-cannot start, and then a dot every second; the parent sees the process end when the pipe closes. Logs and progress go
-to stderr.
+The parent passes the options as JSON and one end of a pipe; the process says on it when it is ready, or why it cannot
+start, and then a dot every second; the parent sees the process end when the pipe closes. Logs and progress go to
+stderr.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ import msgspec
 
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import build_engine
-from minisgl_backend.engine.channel import CoreChannel
-from minisgl_backend.engine.child import TIED, begin_child, log_to_stderr
+from minisgl_backend.engine.core_server import CoreServer
 from minisgl_backend.engine.idle_cpus import IdleCpus
-from minisgl_backend.engine.messages import StartReport
-from minisgl_backend.engine.service import CoreService
 from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
+from minisgl_backend.ipc.channel import CoreChannel
+from minisgl_backend.ipc.messages import StartReport
 
 log = logging.getLogger("minisgl_backend.engine.process")  # __name__ is __main__ here
 
@@ -51,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         config = EngineConfig(**msgspec.json.decode(options.config))
         engine = build_engine(config, environment, on_follower_death=_end_at_once)
         channel = CoreChannel(options.socket_dir)
-        service = CoreService(
+        service = CoreServer(
             engine.core,
             channel,
             engine.welcome,

@@ -1,7 +1,4 @@
-"""Progress of a start on stderr: a bar on a terminal, a line now and then in a log.
-
-Knows nothing of what is being done.
-"""
+"""Progress of a start on stderr: a bar on a terminal, a line now and then in a log."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""One line in the log now and then: what the engine does.
-
-Knows nothing of how the counters come about.
-"""
+"""One line in the log now and then: what the engine does."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """cuBLASLt through ctypes, where the caller chooses the algorithm of a product; torch only takes the library's guess.
 
-Knows nothing of which algorithm is fast: `tuned_linear` measures that. An algorithm is the library's own 64 bytes,
-which NVIDIA's documentation allows to be stored and used again with the same version of the library. torch's own tuning
-(torch.cuda.tunable) chooses among algorithms on AMD devices only, and never leaves the library's list.
+An algorithm is the library's own 64 bytes, which NVIDIA's documentation allows to be stored and used again with the
+same version of the library. torch's own tuning (torch.cuda.tunable) chooses among algorithms on AMD devices only, and
+never leaves the library's list.
 
 Constants and structures are those of cublasLt.h in CUDA 12 and 13: enumerations there only ever grow.
 """

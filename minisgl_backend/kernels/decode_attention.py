@@ -1,11 +1,9 @@
 """Decode attention over the paged KV cache, in the Triton language: one query token a sequence.
 
-Knows nothing of layers, graphs or scheduling.
-
-Flash decoding (Dao et al., 2023): a sequence's cache is cut into at most `num_splits` parts, each computed by its
-own program for all query heads of one KV head; the program that finishes a sequence last merges the partial
-results, so that no second kernel is needed. The parts adapt to each sequence's length, hence one captured graph
-serves every length and long sequences do not keep one multiprocessor busy alone.
+Flash decoding (Dao et al., 2023): a sequence's cache is cut into at most `num_splits` parts, each computed by its own
+program for all query heads of one KV head; the program that finishes a sequence last merges the partial results, so
+that no second kernel is needed. The parts adapt to each sequence's length, hence one captured graph serves every length
+and long sequences do not keep one multiprocessor busy alone.
 
 `rotating_decode_attention` starts from the projected qkv rows: head norms, the rotary embedding and the store of the
 new token's keys and values happen in the same kernel. The new token then never comes back from the cache, so all that

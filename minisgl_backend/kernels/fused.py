@@ -1,7 +1,7 @@
 """Elementwise chains between matrix products, one kernel each, in the Triton language.
 
-Knows nothing of models or the page table. `torch_ops` holds the same functions in plain torch; tests compare them.
-`pdl`: programmatic dependent launch (Hopper and later), whose rules stand in small_linear.py.
+`torch_ops` holds the same functions in plain torch; tests compare them. `pdl`: programmatic dependent launch (Hopper
+and later), whose rules stand in small_linear.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The few places where a fused kernel may replace a chain of torch calls, and the one choice of who serves them.
 
-Knows nothing of models or of the page table. `Ops` is the contract; `torch_ops.TorchOps` serves it on every device
-and is the reference that other implementations are tested against.
+`Ops` is the contract; `torch_ops.TorchOps` serves it on every device and is the reference that other implementations
+are tested against.
 """
 
 from __future__ import annotations

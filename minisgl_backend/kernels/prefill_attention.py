@@ -1,6 +1,6 @@
 """Prefill attention over the paged KV cache, in the Triton language: ragged queries, cached prefixes, causal.
 
-Knows nothing of layers or scheduling. Online softmax over tiles of keys (FlashAttention-2, Dao 2023).
+Online softmax over tiles of keys (FlashAttention-2, Dao 2023).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Reads and writes of the row tables around a forward pass, one kernel each, in the Triton language.
 
-Knows nothing of models. In plain torch these are a dozen launches of tiny kernels, which a decode step at small
-batch pays for in full. They are launched without `pdl`, on purpose: `lookup` begins the chain of kernels of a step, see
-small_linear.py.
+In plain torch these are a dozen launches of tiny kernels, which a decode step at small batch pays for in full. They are
+launched without `pdl`, on purpose: `lookup` begins the chain of kernels of a step, see small_linear.py.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Temperature and greedy sampling in one pass over the logits, in the Triton language.
 
-Knows nothing of requests. The noise is that of `runner.noise`, bit for bit in its hash: a token depends on seed,
-position and logits only. Each program finds the best token of one slice of the vocabulary; the program of a row
-that arrives last picks the row's winner, so that no second kernel and no copy of the logits is needed.
+The noise is that of `runner.gumbel`, bit for bit in its hash: a token depends on seed, position and logits only. Each
+program finds the best token of one slice of the vocabulary; the program of a row that arrives last picks the row's
+winner, so that no second kernel and no copy of the logits is needed.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Matrix products with few rows (decode at small batch), bound by reading the weights, in the Triton language.
 
-Knows nothing of models. A step at batch 1 to 16 spends most of its time in launches and in ramping up and down, so
-each function here does what would otherwise be two or three kernels: the norm before the product, the activation
-or the residual addition after it. The norm needs no pass of its own: y = (x * w_norm) @ W / rms(x), and the sum of
-squares is gathered by the same loop that reads x.
+A step at batch 1 to 16 spends most of its time in launches and in ramping up and down, so each function here does what
+would otherwise be two or three kernels: the norm before the product, the activation or the residual addition after it.
+The norm needs no pass of its own: y = (x * w_norm) @ W / rms(x), and the sum of squares is gathered by the same loop
+that reads x.
 
 Two kernels. `_vector_kernel`, for one or two rows, multiplies in registers and keeps whole weight rows in flight.
 `_linear_kernel` uses tensor cores; products whose output is too narrow to fill the device are split along the input

@@ -1,7 +1,4 @@
-"""Every function of `Ops` in plain torch, for any device: what CPU serving runs and what kernels are tested against.
-
-Knows nothing of devices: tensors bring their own.
-"""
+"""Every function of `Ops` in plain torch, for any device: what CPU serving runs and what kernels are tested against."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`Ops` on a GPU: Triton-language kernels where they beat a chain of library calls, cuBLAS elsewhere.
 
-Knows nothing of models. Which product takes which way was measured on an H200 with benchmarks/kernels.py; with which
-algorithm cuBLAS does it is measured at start, for the row counts of decode steps.
+Which product takes which way was measured on an H200 with benchmarks/kernels.py; with which algorithm cuBLAS does it is
+measured at start, for the row counts of decode steps.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """Matrix products of decode steps by the cuBLASLt algorithm that was measured fastest on this device.
 
-Knows nothing of models: it is given weights of one shape and the numbers of rows that they will meet.
-
-At 16 to 256 rows a product of a large model is two or three waves of blocks over the device, so its speed is decided
-by how well the tiles fill the last wave: 88 x 192 tiles cut [34816 outputs, 192 rows] into 396 blocks, three full waves
-of 132 multiprocessors. The library has hundreds of tile sizes, but its own choice tries few of them: on an H200 the
-four products of a Qwen3-14B layer take 250 us at 192 rows as torch calls them, 225 us with the best tiles, against a
-floor of 161 (docs/performance.md has more). So candidates are the library's suggestions and the tiles that a simple
-count of waves favours; all are measured, once for a device and a version of the library, then read from a file.
+At 16 to 256 rows a product of a large model is two or three waves of blocks over the device, so its speed is decided by
+how well the tiles fill the last wave: 88 x 192 tiles cut [34816 outputs, 192 rows] into 396 blocks, three full waves of
+132 multiprocessors. The library has hundreds of tile sizes, but its own choice tries few of them: on an H200 the four
+products of a Qwen3-14B layer take 250 us at 192 rows as torch calls them, 225 us with the best tiles, against a floor
+of 161 (docs/performance.md has more). So candidates are the library's suggestions and the tiles that a simple count of
+waves favours; all are measured, once for a device and a version of the library, then read from a file.
 
 Only algorithms without atomics, so that results do not depend on timing. As with torch's choice, they may depend on the
 number of rows by a rounding, since some algorithms add partial sums and others do not.

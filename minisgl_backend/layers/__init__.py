@@ -1,1 +1,1 @@
-"""What models are made of. Everything a layer needs comes to it as an argument: `Placement` once, context per step."""
+"""What models are made of. All that a layer needs is an argument: `LayerContext` once, `ForwardContext` each step."""

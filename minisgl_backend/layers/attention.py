@@ -1,7 +1,4 @@
-"""Self-attention: products, norms and rotation around the attention kernels.
-
-Knows nothing of pages, nor of which kernels rotate and attend: `ForwardContext.attend` does.
-"""
+"""Self-attention: products, norms and rotation around the attention kernels."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from minisgl_backend.attention.base import HeadRotation
+from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.layers.context import ForwardContext
-from minisgl_backend.layers.linear import ColumnLinear, RowLinear
+from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
-from minisgl_backend.layers.weights import Placement
+from minisgl_backend.layers.weights import LayerContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,17 +29,17 @@ class AttentionShape:
 
 
 class SelfAttention(nn.Module):
-    def __init__(self, shape: AttentionShape, layer_index: int, cos_sin: torch.Tensor, placement: Placement) -> None:
+    def __init__(self, shape: AttentionShape, layer_index: int, cos_sin: torch.Tensor, placement: LayerContext) -> None:
         super().__init__()
         self._layer_index = layer_index
         self._ops = placement.ops
         q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = ColumnLinear(shape.hidden_size, outputs, shape.qkv_bias, placement)
-        self.o_proj = RowLinear(q_size, shape.hidden_size, "o_proj", shape.output_bias, placement)
+        self.qkv_proj = ColumnParallelLinear(shape.hidden_size, outputs, shape.qkv_bias, placement)
+        self.o_proj = RowParallelLinear(q_size, shape.hidden_size, "o_proj", shape.output_bias, placement)
         self.q_norm = RMSNorm(shape.head_dim, shape.eps, "q_norm", placement) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.eps, "k_norm", placement) if shape.qk_norm else None
-        self._rotation = HeadRotation(  # weights are loaded in place; the table is that of all layers
+        self._rotation = QKNormRope(  # weights are loaded in place; the table is that of all layers
             q_norm=self.q_norm.weight if self.q_norm is not None else None,
             k_norm=self.k_norm.weight if self.k_norm is not None else None,
             cos_sin=cos_sin,

@@ -1,6 +1,6 @@
 """What one forward pass needs beside its tokens: where keys and values go, and how attention was planned.
 
-Knows nothing of requests. Built anew for every step and passed down as an argument.
+Built anew for every step and passed down as an argument.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import HeadRotation
+from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.kernels.ops import Ops
@@ -26,7 +26,7 @@ class ForwardContext(ABC):
 
     @abstractmethod
     def attend(
-        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: HeadRotation, ops: Ops
+        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops
     ) -> torch.Tensor:
         """Norm and rotation of each head, the store of keys and values into the pool, then attention.
 
@@ -35,7 +35,7 @@ class ForwardContext(ABC):
         """
 
     def rotate_and_store(
-        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: HeadRotation, ops: Ops
+        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops
     ) -> torch.Tensor:
         """All of `attend` but attention; returns the queries, [num_tokens, num_q_heads, head_dim]."""
         k, v, r = self.pool.k(layer_index), self.pool.v(layer_index), rotation
@@ -51,9 +51,9 @@ class StepContext(ForwardContext):
     plan: HybridPlan
 
     def attend(
-        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: HeadRotation, ops: Ops
+        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops
     ) -> torch.Tensor:
         k, v = self.pool.k(layer_index), self.pool.v(layer_index)
-        if self.attention.rotates(self.plan):
+        if self.attention.supports_fused_rope(self.plan):
             return self.attention.attend_rotating(qkv, rotation, k, v, self.plan)
         return self.attention.attend(self.rotate_and_store(layer_index, qkv, positions, rotation, ops), k, v, self.plan)

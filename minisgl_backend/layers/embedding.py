@@ -1,7 +1,6 @@
 """Token ids to vectors, and vectors to logits.
 
-Knows nothing of sampling. The embedding is whole on every rank, which saves an all-reduce a step; the output
-projection is split by vocabulary.
+The embedding is whole on every rank, which saves an all-reduce a step; the output projection is split by vocabulary.
 """
 
 from __future__ import annotations
@@ -9,11 +8,11 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.layers.weights import Placement, WeightedLayer, WeightPart
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 
 
 class Embedding(WeightedLayer):
-    def __init__(self, vocab_size: int, hidden_size: int, name: str, placement: Placement) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, name: str, placement: LayerContext) -> None:
         super().__init__()
         self._name = name
         self.weight = placement.parameter(vocab_size, hidden_size)
@@ -26,11 +25,11 @@ class Embedding(WeightedLayer):
         return [WeightPart(name=f"{self._name}.weight", shape=tuple(self.weight.shape), target=self.weight)]
 
 
-class OutputProjection(WeightedLayer):
+class ParallelLMHead(WeightedLayer):
     """Hidden states to logits. `tied` shares the embedding's weight: each rank uses its rows of it."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, name: str, placement: Placement, tied: Embedding | None
+        self, vocab_size: int, hidden_size: int, name: str, placement: LayerContext, tied: Embedding | None
     ) -> None:
         super().__init__()
         self._placement = placement

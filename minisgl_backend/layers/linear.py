@@ -1,7 +1,7 @@
 """Matrix products, split over tensor-parallel ranks by their outputs (column) or their inputs (row).
 
-Knows nothing of what the products mean. A column layer followed by a row layer needs one all-reduce, at the end:
-the scheme of Megatron-LM (Shoeybi et al., 2019).
+A column layer followed by a row layer needs one all-reduce, at the end: the scheme of Megatron-LM (Shoeybi et al.,
+2019).
 """
 
 from __future__ import annotations
@@ -10,16 +10,16 @@ from collections.abc import Mapping
 
 import torch
 
-from minisgl_backend.layers.weights import Placement, WeightedLayer, WeightPart
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 
 
-class ColumnLinear(WeightedLayer):
+class ColumnParallelLinear(WeightedLayer):
     """One or more products of the same input, stacked in one weight; each output is split evenly over the ranks.
 
     `outputs` maps the name of each product in the checkpoint to its full output size.
     """
 
-    def __init__(self, input_size: int, outputs: Mapping[str, int], bias: bool, placement: Placement) -> None:
+    def __init__(self, input_size: int, outputs: Mapping[str, int], bias: bool, placement: LayerContext) -> None:
         super().__init__()
         self._placement = placement
         self._outputs = dict(outputs)
@@ -47,10 +47,10 @@ class ColumnLinear(WeightedLayer):
         return parts
 
 
-class RowLinear(WeightedLayer):
+class RowParallelLinear(WeightedLayer):
     """A product whose input is split over the ranks; the ranks' partial results are summed."""
 
-    def __init__(self, input_size: int, output_size: int, name: str, bias: bool, placement: Placement) -> None:
+    def __init__(self, input_size: int, output_size: int, name: str, bias: bool, placement: LayerContext) -> None:
         super().__init__()
         self._placement = placement
         self._name = name

@@ -1,7 +1,6 @@
 """Mixture of experts: a router picks a few gated MLPs for each token.
 
-Knows nothing of how experts are picked and computed (`Ops.route`, `Ops.moe`). With tensor parallelism every rank holds
-a slice of every expert, so that no tokens travel.
+With tensor parallelism every rank holds a slice of every expert, so that no tokens travel.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from minisgl_backend.layers.norm import RMSNorm
-from minisgl_backend.layers.weights import Placement, WeightedLayer, WeightPart
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 
 
 class MoeMLP(WeightedLayer):
@@ -24,7 +23,7 @@ class MoeMLP(WeightedLayer):
         experts_per_token: int,
         norm_topk_prob: bool,
         name: str,
-        placement: Placement,
+        placement: LayerContext,
     ) -> None:
         super().__init__()
         self._placement = placement

@@ -1,19 +1,16 @@
-"""RMSNorm weights. The norm itself is an argument of the product that follows it (`Ops.linear`) or `Ops.rms_norm`.
-
-Knows nothing of where a norm stands.
-"""
+"""RMSNorm weights. The norm itself is an argument of the product that follows it (`Ops.linear`) or `Ops.rms_norm`."""
 
 from __future__ import annotations
 
 import torch
 
-from minisgl_backend.layers.weights import Placement, WeightedLayer, WeightPart
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 
 
 class RMSNorm(WeightedLayer):
     """Root mean square norm (Zhang and Sennrich, 2019), the same on every rank."""
 
-    def __init__(self, size: int, eps: float, name: str, placement: Placement) -> None:
+    def __init__(self, size: int, eps: float, name: str, placement: LayerContext) -> None:
         super().__init__()
         self._placement = placement
         self._name = name

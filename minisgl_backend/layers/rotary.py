@@ -1,7 +1,4 @@
-"""The table of rotary position embedding (Su et al., 2021), with the two ways of stretching it that are served.
-
-Knows nothing of heads or caches: `Ops.rope_store` and rotating attention kernels apply the table.
-"""
+"""The table of rotary position embedding (Su et al., 2021), with the two ways of stretching it that are served."""
 
 from __future__ import annotations
 

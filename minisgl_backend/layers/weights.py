@@ -1,7 +1,4 @@
-"""What a layer wants from a checkpoint: named tensors, the part that this rank needs, and where it goes.
-
-Knows nothing of files: `models.build` reads them and fills the targets.
-"""
+"""What a layer wants from a checkpoint: named tensors, the part that this rank needs, and where it goes."""
 
 from __future__ import annotations
 
@@ -15,7 +12,7 @@ from minisgl_backend.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True, kw_only=True)
-class Placement:
+class LayerContext:
     """Where a layer's weights live and what computes with them; the same object for every layer of a model."""
 
     device: torch.device

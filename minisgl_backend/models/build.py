@@ -1,7 +1,7 @@
 """From a model folder to a model on its device: finds the folder, builds the modules, streams the weights in.
 
-Knows nothing of progress bars or steps. Weights go shard by shard, tensor by tensor from the file to their place on
-the device; a tensor-parallel rank reads only its own slices.
+Weights go shard by shard, tensor by tensor from the file to their place on the device; a tensor-parallel rank reads
+only its own slices.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.ops import Ops, select_ops
-from minisgl_backend.layers.weights import Placement, WeightedLayer, WeightPart
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.models.llama import LlamaForCausalLM
@@ -57,7 +57,7 @@ def build_model(
     """
     tp = tp or TensorParallel.single()
     config.check_tensor_parallel(tp.size)
-    placement = Placement(device=device, dtype=dtype, ops=ops or select_ops(device), tp=tp)
+    placement = LayerContext(device=device, dtype=dtype, ops=ops or select_ops(device), tp=tp)
     model = MODELS[config.architecture](config, placement, max_seq_len).eval()
     if dummy_weights:
         _fill_with_noise(model)

@@ -1,8 +1,5 @@
 """What a model folder says about its model: architecture, sizes, rope, stop tokens, sampling defaults.
 
-Knows nothing of torch or weights: it reads config.json and generation_config.json, and refuses by name whatever
-this engine would compute differently from the model's authors.
-
 Both spellings of transformers are read: `rope_theta` and `rope_scaling` of 4.x, `rope_parameters` of 5.x.
 """
 

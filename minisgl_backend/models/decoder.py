@@ -1,7 +1,4 @@
-"""The skeleton that all served architectures share: embedding, layers, final norm, output projection.
-
-Knows nothing of what tells the architectures apart: each of their files gives its own layer.
-"""
+"""The skeleton that all served architectures share: embedding, layers, final norm, output projection."""
 
 from __future__ import annotations
 
@@ -12,8 +9,8 @@ from torch import nn
 
 from minisgl_backend.layers.attention import AttentionShape, SelfAttention
 from minisgl_backend.layers.context import ForwardContext
-from minisgl_backend.layers.embedding import Embedding, OutputProjection
-from minisgl_backend.layers.linear import ColumnLinear, RowLinear
+from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
+from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.moe import MoeMLP
 from minisgl_backend.layers.norm import RMSNorm
@@ -24,14 +21,16 @@ from minisgl_backend.layers.rotary import (
     yarn_attention_factor,
     yarn_frequencies,
 )
-from minisgl_backend.layers.weights import Placement
+from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.models.config import ModelConfig, RopeConfig
 
 
 class DecoderLayer(nn.Module):
     """Attention, then an MLP, each with a norm before and the residual added after it."""
 
-    def __init__(self, config: ModelConfig, attention: SelfAttention, mlp: GatedMLP | MoeMLP, place: Placement) -> None:
+    def __init__(
+        self, config: ModelConfig, attention: SelfAttention, mlp: GatedMLP | MoeMLP, place: LayerContext
+    ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, "input_layernorm", place)
         self.self_attn = attention
@@ -55,11 +54,11 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm: what checkpoints call `model`."""
 
-    def __init__(self, config: ModelConfig, layers: Iterable[DecoderLayer], placement: Placement) -> None:
+    def __init__(self, config: ModelConfig, layers: Iterable[DecoderLayer], place: LayerContext) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", placement)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", place)
         self.layers = nn.ModuleList(layers)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm", placement)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm", place)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_wanted, hidden_size].
@@ -77,17 +76,17 @@ class Decoder(nn.Module):
 class CausalLM(nn.Module):
     """A decoder-only language model. Module names follow the checkpoint's, so that weights find their places."""
 
-    def __init__(self, config: ModelConfig, placement: Placement, max_seq_len: int) -> None:
+    def __init__(self, config: ModelConfig, place: LayerContext, max_seq_len: int) -> None:
         super().__init__()
         self.config = config
-        self._ops = placement.ops
-        cos_sin = rope_table(config.rope, config.head_dim, max_seq_len, placement.device)
-        layers = (self.make_layer(config, index, cos_sin, placement) for index in range(config.num_layers))
-        self.model = Decoder(config, layers, placement)
+        self._ops = place.ops
+        cos_sin = rope_table(config.rope, config.head_dim, max_seq_len, place.device)
+        layers = (self.make_layer(config, index, cos_sin, place) for index in range(config.num_layers))
+        self.model = Decoder(config, layers, place)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = OutputProjection(config.vocab_size, config.hidden_size, "lm_head", placement, tied)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, "lm_head", place, tied)
 
-    def make_layer(self, config: ModelConfig, index: int, cos_sin: torch.Tensor, placement: Placement) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int, cos_sin: torch.Tensor, place: LayerContext) -> DecoderLayer:
         """The one thing that an architecture has to say. `cos_sin` is the rope table that all layers share."""
         raise NotImplementedError
 
@@ -102,7 +101,9 @@ class CausalLM(nn.Module):
     def prepare(self, batch_sizes: Sequence[int]) -> None:
         """Lets the products choose their kernels for decode steps of these sizes; to be called before a capture."""
         # Products with a bias stay with torch, which adds it on the way.
-        linear = (m for m in self.modules() if isinstance(m, (ColumnLinear, RowLinear)) and m.bias is None)
+        linear = (
+            m for m in self.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear)) and m.bias is None
+        )
         by_shape: dict[torch.Size, list[torch.Tensor]] = {}
         for module in (*linear, self.lm_head):
             by_shape.setdefault(module.weight.shape, []).append(module.weight)

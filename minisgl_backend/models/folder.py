@@ -1,7 +1,4 @@
-"""Where a model's files are: a folder, the model that comes with the project, or a download from the hub.
-
-Knows nothing of what the files hold.
-"""
+"""Where a model's files are: a folder, the model that comes with the project, or a download from the hub."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Llama 3 and Mistral: no norms on heads; biases only where `attention_bias` asks for them.
-
-Knows nothing of checkpoints or parallelism.
-"""
+"""Llama 3 and Mistral: no norms on heads; biases only where `attention_bias` asks for them."""
 
 from __future__ import annotations
 
@@ -9,16 +6,16 @@ import torch
 
 from minisgl_backend.layers.attention import SelfAttention
 from minisgl_backend.layers.mlp import GatedMLP
-from minisgl_backend.layers.weights import Placement
+from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM, DecoderLayer, attention_shape
 
 
 class LlamaForCausalLM(CausalLM):
-    def make_layer(self, config: ModelConfig, index: int, cos_sin: torch.Tensor, placement: Placement) -> DecoderLayer:
+    def make_layer(self, config: ModelConfig, index: int, cos_sin: torch.Tensor, place: LayerContext) -> DecoderLayer:
         shape = attention_shape(
             config, qkv_bias=config.attention_bias, output_bias=config.attention_bias, qk_norm=False
         )
-        attention = SelfAttention(shape, index, cos_sin, placement)
-        mlp = GatedMLP(config.hidden_size, config.intermediate_size, placement)
-        return DecoderLayer(config, attention, mlp, placement)
+        attention = SelfAttention(shape, index, cos_sin, place)
+        mlp = GatedMLP(config.hidden_size, config.intermediate_size, place)
+        return DecoderLayer(config, attention, mlp, place)

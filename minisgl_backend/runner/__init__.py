@@ -1,4 +1,1 @@
-"""Executes plans on one device: row table, batches, sampling, graphs.
-
-Knows nothing of queues, of who owns which page, or of clients.
-"""
+"""Executes plans on one device: row table, batches, sampling, graphs."""

@@ -1,7 +1,7 @@
 """From a step plan to device tensors: `build_host` on the host, `upload` to the device.
 
-Knows nothing of models, attention kernels or sampling methods. The host part is NumPy on whole arrays, with loops
-only over what is rare in a step: admitted sequences and prefill chunks.
+The host part is NumPy on whole arrays, with loops only over what is rare in a step: admitted sequences and prefill
+chunks.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.runner.logprobs import PromptLogprobsRequest
 from minisgl_backend.runner.row_table import NUM_PARAMS, RowTable, RowUpdates, encode_params, expand
 from minisgl_backend.runner.sampler import SamplingInputs
-from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingNeeds, SamplingRows
+from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingMetadata, SamplingRows
 from minisgl_backend.runner.staging import Staged, Staging
 from minisgl_backend.step import StepPlan
 
@@ -52,7 +52,7 @@ class HostBatch:
     decode_lengths: Int32Array  # [batch]
     graph_size: int  # 0: no graph
     num_sampled: int
-    needs: SamplingNeeds
+    needs: SamplingMetadata
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class StepTensors:
     prefill_starts: torch.Tensor | None  # int32 [num_chunks]
     prefill_lengths: torch.Tensor | None  # int32 [num_chunks]
     decode: DecodeInputs | None
-    sampled_lines: torch.Tensor | None  # int32 [num_sampled] lines of the hidden states; None: all of them
+    logits_indices: torch.Tensor | None  # int32 [num_sampled] lines of the hidden states; None: all of them
     sampling: SamplingInputs
     logprobs: tuple[tuple[int, int], ...]  # result index and alternatives wanted
     prompt_logprobs: tuple[PromptLogprobsRequest, ...]
@@ -102,7 +102,7 @@ class BatchBuilder:
             self._sampling.admit(admitted)
         prefill = _prefill_arrays(plan) if plan.prefill else None
         rows, positions, lines = _sampled(plan, prefill)
-        needs = self._sampling.needs_of(plan, rows, positions, masks)
+        needs = self._sampling.metadata_of(plan, rows, positions, masks)
         arrays = _update_arrays(plan)
         if prefill is not None:
             arrays |= {
@@ -113,7 +113,7 @@ class BatchBuilder:
                 "cu_seqlens": prefill.cu_seqlens,
                 "sampled_rows": rows,
                 "sampled_positions": positions,
-                "sampled_lines": lines,
+                "logits_indices": lines,
             }
         arrays |= needs.arrays
         graph_size = 0 if prefill is not None else _graph_size(len(rows), graph_sizes)
@@ -147,7 +147,7 @@ class BatchBuilder:
             prefill_starts=arrays.get("prefill_starts"),
             prefill_lengths=arrays.get("prefill_lengths"),
             decode=self.decode_inputs(host.decode_rows, host.decode_lengths) if batch else None,
-            sampled_lines=arrays.get("sampled_lines"),
+            logits_indices=arrays.get("logits_indices"),
             sampling=self._sampling.inputs_of(host.needs, rows, positions, arrays),
             logprobs=host.needs.logprobs,
             prompt_logprobs=host.needs.prompt_logprobs,

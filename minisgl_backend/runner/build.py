@@ -1,7 +1,7 @@
 """Builds a ready runner from resolved settings: model, attention, KV pool of the right size, captured graphs.
 
-Knows nothing of schedulers. The build order is that of the memory: weights first, then measured worst-case steps, then
-pages in what they leave, then graphs, then the steps that load and compile what is left.
+The build order is that of the memory: weights first, then measured worst-case steps, then pages in what they leave,
+then graphs, then the steps that load and compile what is left.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.cuda_graph import CudaGraphRunner, graph_sizes
 from minisgl_backend.runner.device import free_bytes, is_out_of_memory
-from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages, measure_steps
+from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages, profile_run
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.runner.piecewise import CudaPieces, piece_sizes
+from minisgl_backend.runner.piecewise import PiecewiseCudaGraph, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampler import Sampler, fused_sampler
 from minisgl_backend.runner.sampling_rows import SamplingRows
@@ -80,7 +80,7 @@ def _build(
     max_running = runtime.config.max_running_requests
     step_bytes, graph_max_bs = 0, runtime.cuda_graph_max_bs
     if device.type == "cuda":
-        steps = measure_steps(runner_with(1), runtime, device)
+        steps = profile_run(runner_with(1), runtime, device)
         if graph_max_bs is None:
             graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, max_running, free_bytes(device)))
         step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running
@@ -93,7 +93,9 @@ def _build(
         runner.use_graphs(CudaGraphRunner(sizes, lambda done, _: progress.graphs(done, total)))
     if pieces:
         runner.use_pieces(
-            CudaPieces(pieces, model_config.hidden_size, lambda done, _: progress.graphs(len(sizes) + done, total))
+            PiecewiseCudaGraph(
+                pieces, model_config.hidden_size, lambda done, _: progress.graphs(len(sizes) + done, total)
+            )
         )
     if device.type == "cuda":
         warm_up(runner, max_running, runtime.config.max_prefill_length, runtime.max_seq_len)

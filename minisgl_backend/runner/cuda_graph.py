@@ -1,7 +1,7 @@
 """Captured decode steps: one graph for each of a few batch sizes, replayed with static inputs.
 
-Knows nothing of models: it is given the decode step as a function. Its inputs are the staging buffer's own rows and
-lengths, so an upload is all that a replay needs; everything from the token gather to the token scatter is inside.
+Its inputs are the staging buffer's own rows and lengths, so an upload is all that a replay needs; everything from the
+token gather to the token scatter is inside.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Facts about the device of this process: what it is, how much memory is free.
-
-Knows nothing of models or options.
-"""
+"""Facts about the device of this process: what it is, how much memory is free."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Log-probabilities of given tokens and of the most likely ones, from raw logits.
-
-Knows nothing of penalties, biases or masks: it sees the logits as the model made them, at temperature 1.
-"""
+"""Log-probabilities of given tokens and of the most likely ones, from raw logits."""
 
 from __future__ import annotations
 

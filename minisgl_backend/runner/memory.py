@@ -1,6 +1,6 @@
-"""How many KV pages fit and how large a decode step is captured: what weights and worst-case steps leave of a device.
+"""How many KV pages fit and how large a decode step is captured.
 
-Knows nothing of who will use the pages.
+Both follow from what weights and worst-case steps leave of a device (the profile run).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
     return pages
 
 
-def measure_steps(runner: ModelRunner, runtime: RuntimeConfig, device: torch.device) -> StepBytes:
+def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.device) -> StepBytes:
     """What the largest steps take, and so what graphs of them would keep for themselves.
 
     All are executed for real, with every token on the padding page.

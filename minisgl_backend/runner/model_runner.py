@@ -1,7 +1,7 @@
 """Executes step plans on one device: prepare, execute, and a PendingStep to wait on.
 
-Knows nothing of queues, page ownership or clients. One runner for each tensor-parallel rank; every rank executes the
-same plans in the same order, and rank 0's sampled tokens are everyone's.
+One runner for each tensor-parallel rank; every rank executes the same plans in the same order, and rank 0's sampled
+tokens are everyone's.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.layers.context import ForwardContext, StepContext
 from minisgl_backend.runner import logprobs
+from minisgl_backend.runner.async_output import PendingStep, ResultReader
 from minisgl_backend.runner.batch import BatchBuilder, StepTensors
 from minisgl_backend.runner.cuda_graph import DecodeOutputs, GraphRunner
-from minisgl_backend.runner.pending import PendingStep, ResultReader
 from minisgl_backend.runner.piecewise import PiecewiseRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampler import Sampled, Sampler
@@ -140,10 +140,10 @@ class ModelRunner:
 
     def _wanted(self, step: StepTensors) -> torch.Tensor | None:
         """The lines of the hidden states that somebody will read; None: all of them."""
-        if step.prompt_logprobs or step.sampled_lines is None:
+        if step.prompt_logprobs or step.logits_indices is None:
             return None
         # A chunk that does not end its prompt samples nothing. One line then, which nobody reads: products have some.
-        return step.sampled_lines if step.num_sampled else self._one_line
+        return step.logits_indices if step.num_sampled else self._one_line
 
     def _hidden_states(
         self, rows: torch.Tensor, positions: torch.Tensor, plan: HybridPlan, wanted: torch.Tensor | None = None
@@ -155,8 +155,8 @@ class ModelRunner:
     def _sample(self, step: StepTensors, hidden: torch.Tensor) -> Sampled:
         if not step.num_sampled:
             return Sampled(self._no_tokens(0), None)
-        if step.sampled_lines is not None and self._wanted(step) is None:
-            hidden = hidden[step.sampled_lines]  # else they are all that there is
+        if step.logits_indices is not None and self._wanted(step) is None:
+            hidden = hidden[step.logits_indices]  # else they are all that there is
         return self._sample_logits(step, self._model.logits(hidden))
 
     def _sample_logits(self, step: StepTensors, logits: torch.Tensor) -> Sampled:

@@ -1,7 +1,4 @@
-"""A runner that returns tokens without computing any, to measure everything else.
-
-Knows nothing of models or devices; imports NumPy only.
-"""
+"""A runner that returns tokens without computing any, to measure everything else."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
 """Repetition, presence and frequency penalties: how often each row has seen each token.
 
-Knows nothing of rows without penalties: only rows that ask have a line in its tables, which are allocated when the
-first of them comes and grow by doubling.
-
 The repetition penalty counts prompt and answer, the other two the answer alone.
 """
 

@@ -5,8 +5,6 @@ of the graphs: its shape is another one in every step. Everything else depends o
 padded to one of a few sizes. vLLM and SGLang call it piecewise graphs and let a compiler cut; here, as in SGLang's
 breakable graphs, the model's own forward pass runs once for each size, and its context, asked to attend, ends one graph
 and begins the next.
-
-Knows nothing of models or of what the tokens are.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minisgl_backend.attention.base import HeadRotation
+from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.kernels.ops import Ops
@@ -40,7 +38,7 @@ class CutContext(ForwardContext):
     at_attention: AtAttention
 
     def attend(
-        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: HeadRotation, ops: Ops
+        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops
     ) -> torch.Tensor:
         # Copied, since the projection's memory is another one in each layer, and would have to live on in all of them.
         self.queries.copy_(self.rotate_and_store(layer_index, qkv, positions, rotation, ops))
@@ -117,7 +115,7 @@ class PiecewiseRunner(ABC):
         self._hidden[:size].copy_(self._forward(token_ids, positions, context))
 
 
-class CudaPieces(PiecewiseRunner):
+class PiecewiseCudaGraph(PiecewiseRunner):
     """The real thing. All graphs share one memory pool: they always run one after the other, on one stream."""
 
     def __init__(self, sizes: tuple[int, ...], hidden_size: int, on_progress: Progress | None = None) -> None:

@@ -1,7 +1,4 @@
-"""From the user's settings, a model and a machine to settings in which nothing is "auto".
-
-Knows nothing of weights or tensors; whatever cannot work is refused here, before anything is loaded.
-"""
+"""From the user's settings, a model and a machine to settings in which nothing is "auto"."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""What the device knows of each row: its pages, its tokens, its sampling parameters.
-
-Knows nothing of who decided them: it is a projection of the step plans, written by `RowTable.apply` and, for sampled
-tokens, by `RowTable.write_tokens`.
-"""
+"""What the device knows of each row: its pages, its tokens, its sampling parameters."""
 
 from __future__ import annotations
 

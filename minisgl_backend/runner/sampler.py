@@ -1,7 +1,5 @@
 """From logits to token ids, for a whole batch at once and without a loop over its rows.
 
-Knows nothing of requests: what each row wants is in the row table, what this step needs in its `SamplingInputs`.
-
 Order of operations: penalties, token rules (bias, bad words, min_tokens), grammar mask, temperature, min-p, top-k,
 top-p on what top-k left, Gumbel noise, argmax. Log-probabilities are taken before all of it.
 """
@@ -15,10 +13,10 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.runner import logprobs
-from minisgl_backend.runner.noise import gumbel, row_keys
+from minisgl_backend.runner.gumbel import gumbel, row_keys
+from minisgl_backend.runner.logits_processors import RuleTable
 from minisgl_backend.runner.penalties import PenaltyCounts
 from minisgl_backend.runner.row_table import MIN_P, SEED_HIGH, SEED_LOW, TEMPERATURE, TOP_K, TOP_P, RowTable
-from minisgl_backend.runner.token_rules import RuleTable
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """What each row asks of the sampler, on the host: enough to decide what a step needs without asking the device.
 
-Knows nothing of logits. Written when a row is admitted, read by whole-array operations in every step.
+Written when a row is admitted, read by whole-array operations in every step.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl_backend.runner.logits_processors import TokenRules
 from minisgl_backend.runner.logprobs import PromptLogprobsRequest
 from minisgl_backend.runner.penalties import PenaltyCounts
 from minisgl_backend.runner.row_table import is_greedy
 from minisgl_backend.runner.sampler import SamplingInputs
-from minisgl_backend.runner.token_rules import TokenRules
 from minisgl_backend.step import AdmittedRow, StepPlan
 
 Int32Array = npt.NDArray[np.int32]
@@ -27,7 +27,7 @@ OFF = -1  # in the logprobs columns
 
 
 @dataclass(frozen=True)
-class SamplingNeeds:
+class SamplingMetadata:
     """What one step needs, on the host; index arrays are to be uploaded by the names they have in `arrays`."""
 
     random: bool
@@ -73,9 +73,9 @@ class SamplingRows:
         self.penalties.assign(row, params.has_penalties)
         self.rules.admit(row, params, admitted.prompt_len)
 
-    def needs_of(
+    def metadata_of(
         self, plan: StepPlan, rows: Int32Array, positions: Int32Array, masks: GrammarMasks | None
-    ) -> SamplingNeeds:
+    ) -> SamplingMetadata:
         """For the sampled `rows` and `positions` [n] of a plan."""
         needs = self._needs[rows]
         union = int(np.bitwise_or.reduce(needs)) if len(needs) else 0
@@ -98,7 +98,7 @@ class SamplingRows:
             wanted = tuple(zip(lines.tolist(), alternatives.tolist(), strict=True))
         if masks is not None and len(masks[0]):
             arrays["masked"], arrays["mask_bits"] = masks
-        return SamplingNeeds(
+        return SamplingMetadata(
             random=bool(union & RANDOM),
             min_p=bool(union & MIN_P),
             ranked_width=ranked_width,
@@ -110,7 +110,7 @@ class SamplingRows:
         )
 
     def inputs_of(
-        self, needs: SamplingNeeds, rows: torch.Tensor, positions: torch.Tensor, uploaded: dict[str, torch.Tensor]
+        self, needs: SamplingMetadata, rows: torch.Tensor, positions: torch.Tensor, uploaded: dict[str, torch.Tensor]
     ) -> SamplingInputs:
         """The same on the device, where `uploaded` has the arrays of `needs` by name."""
         return SamplingInputs(

@@ -1,8 +1,4 @@
-"""The one upload of a step: many small int32 arrays in one pinned buffer, one copy, views on the other side.
-
-Knows nothing of what the arrays mean, except that the decode rows and lengths have a fixed place: their device
-addresses never change, so captured graphs read them where the upload puts them.
-"""
+"""The one upload of a step: many small int32 arrays in one pinned buffer, one copy, views on the other side."""
 
 from __future__ import annotations
 

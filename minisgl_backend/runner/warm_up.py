@@ -2,7 +2,7 @@
 
 Kernels in the Triton language are compiled for each way in which a launch is shaped, which takes seconds the first time
 on a machine; libraries load their kernels at the first product of a size. Decode steps that are captured as graphs have
-that behind them; steps with a prompt part have not. Knows nothing of requests: no page is written.
+that behind them; steps with a prompt part have not.
 """
 
 from __future__ import annotations

@@ -1,7 +1,5 @@
 """When one more sequence may start, so that pages are rarely taken from a running one.
 
-Knows nothing of queues or page ids.
-
 No page is reserved for tokens that may never come. Instead the demand to come is estimated: each running sequence is
 expected to get as long as one of the finished answers that are longer than it is now, and the peak of the demand is
 found on the way there, when some have ended and given their pages back. Both ideas are of "Past-Future Scheduler for

@@ -1,7 +1,4 @@
-"""What clients must hear: collected while steps are committed, taken as parallel arrays.
-
-Knows nothing of sockets or messages.
-"""
+"""What clients must hear: collected while steps are committed, taken as parallel arrays."""
 
 from __future__ import annotations
 

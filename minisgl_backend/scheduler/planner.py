@@ -1,7 +1,4 @@
-"""What the next step computes: decode rows, prompt chunks within the budget, and who is admitted or preempted.
-
-Knows nothing of results or outputs: it works with lengths, never with the values of tokens that are in flight.
-"""
+"""What the next step computes: decode rows, prompt chunks within the budget, and who is admitted or preempted."""
 
 from __future__ import annotations
 
@@ -10,11 +7,11 @@ import numpy.typing as npt
 
 from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.scheduler.admission import AdmissionControl, Forecast
-from minisgl_backend.scheduler.draft import StepDraft
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import ends_early, limit_of
 from minisgl_backend.scheduler.running import RunningSet
 from minisgl_backend.scheduler.sequence import Sequence, SequenceState
+from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 from minisgl_backend.step import PrefillChunk, StepPlan
 
 Int32Array = npt.NDArray[np.int32]
@@ -47,19 +44,19 @@ class Planner:
 
     def plan(self, step: int) -> StepPlan | None:
         """The step with this number, or None when nothing can run now."""
-        draft = StepDraft()
+        builder = StepPlanBuilder()
         self._admits = True
         if self._limits.mixed_prefill_length == 0:
-            self._plan_prefill(draft, self._limits.max_prefill_length, step)
-            if draft.empty:
-                self._plan_decode(draft, step)
+            self._plan_prefill(builder, self._limits.max_prefill_length, step)
+            if builder.empty:
+                self._plan_decode(builder, step)
         else:
-            self._plan_decode(draft, step)
-            self._plan_prefill(draft, self._prompt_budget(len(draft.decode_rows)), step)
-        if draft.empty:
+            self._plan_decode(builder, step)
+            self._plan_prefill(builder, self._prompt_budget(len(builder.decode_rows)), step)
+        if builder.empty:
             return None
-        self._running.send_swaps(draft)
-        return draft.build(step)
+        self._running.send_swaps(builder)
+        return builder.build(step)
 
     def _prompt_budget(self, num_decoding: int) -> int:
         """Prompt tokens of a step in which so many rows decode; from two tiles on, so many that all tiles are full."""
@@ -70,7 +67,7 @@ class Planner:
             return budget
         return (budget + num_decoding) // TILE_TOKENS * TILE_TOKENS - num_decoding
 
-    def _plan_decode(self, draft: StepDraft, step: int) -> None:
+    def _plan_decode(self, builder: StepPlanBuilder, step: int) -> None:
         running = self._running
         state, index = running.rows, running.decode_index
         if not len(index):
@@ -91,10 +88,10 @@ class Planner:
         if len(short):
             needing = index[short]
             columns = running.kv.held[needing]
-            draft.write_pages(rows[short], columns, running.kv.extend(needing))
+            builder.write_pages(rows[short], columns, running.kv.extend(needing))
         state.planned[index] = lengths
         state.last_step[index] = step
-        draft.decode_rows, draft.decode_uids, draft.decode_lengths = rows, uids, lengths
+        builder.decode_rows, builder.decode_uids, builder.decode_lengths = rows, uids, lengths
 
     def _make_room(self, index: IndexArray, short: IndexArray) -> npt.NDArray[np.bool_]:
         """Preempts until the rows at `index[short]` can get a page each, or will once steps in flight have ended.
@@ -123,37 +120,37 @@ class Planner:
         self._admits = False
         self._admission.saw_preemption()
         self._running.leave(victim, SequenceState.PREEMPTED)
-        self._running.settle()
+        self._running.release_finished()
 
-    def _plan_prefill(self, draft: StepDraft, budget: int, step: int) -> None:
+    def _plan_prefill(self, builder: StepPlanBuilder, budget: int, step: int) -> None:
         running = self._running
         for sequence in list(running.prefilling):
             start = int(running.rows.planned[sequence.row])
-            end = self._chunk_end(start, len(sequence.token_ids), budget, draft)
+            end = self._chunk_end(start, len(sequence.token_ids), budget, builder)
             if end == start:
                 return
-            self._add_chunk(draft, sequence, start, end, step)
+            self._add_chunk(builder, sequence, start, end, step)
             budget -= end - start
-        may_admit = self._admits and running.room_changed and budget > 0
+        may_admit = self._admits and running.capacity_changed and budget > 0
         if may_admit and len(self._queue) and running.rows.num_free:
-            self._admit(draft, budget, step)
+            self._admit(builder, budget, step)
 
-    def _chunk_end(self, start: int, total: int, budget: int, draft: StepDraft) -> int:
+    def _chunk_end(self, start: int, total: int, budget: int, builder: StepPlanBuilder) -> int:
         """Where a chunk that begins at `start` ends; `start` itself when it is not worth beginning."""
         if start + budget >= total:
             return total
-        return start + budget if not draft.prefill or budget >= MIN_LATER_CHUNK else start
+        return start + budget if not builder.prefill or budget >= MIN_LATER_CHUNK else start
 
-    def _add_chunk(self, draft: StepDraft, sequence: Sequence, start: int, end: int, step: int) -> None:
+    def _add_chunk(self, builder: StepPlanBuilder, sequence: Sequence, start: int, end: int, step: int) -> None:
         state, row = self._running.rows, sequence.row
         samples = end == len(sequence.token_ids)
-        draft.prefill.append(PrefillChunk(row, start, sequence.token_ids[start:end], samples))
+        builder.prefill.append(PrefillChunk(row, start, sequence.token_ids[start:end], samples))
         state.planned[row] = end
         state.last_step[row] = step
         if samples:
             self._running.begin_decoding(sequence)
 
-    def _admit(self, draft: StepDraft, budget: int, step: int) -> None:
+    def _admit(self, builder: StepPlanBuilder, budget: int, step: int) -> None:
         running = self._running
         self._queue.begin_round(self.num_admissions)
         self._forecast = None
@@ -161,31 +158,31 @@ class Planner:
             sequence = self._queue.head()
             if sequence is None:
                 return
-            start = self._try_start(draft, sequence, budget)
+            start = self._try_start(builder, sequence, budget)
             if start is None:
                 return
-            end = self._chunk_end(start, len(sequence.token_ids), budget, draft)
-            self._add_chunk(draft, sequence, start, end, step)
+            end = self._chunk_end(start, len(sequence.token_ids), budget, builder)
+            self._add_chunk(builder, sequence, start, end, step)
             budget -= end - start
 
-    def _try_start(self, draft: StepDraft, sequence: Sequence, budget: int) -> int | None:
+    def _try_start(self, builder: StepPlanBuilder, sequence: Sequence, budget: int) -> int | None:
         """Starts the head of the queue; returns its cached tokens, or None where it cannot or should not start now."""
         running, tokens = self._running, sequence.token_ids
         # The last token is always computed, since its logits are needed; log-probabilities need all of them.
         usable = tokens[:-1] if sequence.prompt_logprobs is None else tokens[:0]
         match = running.kv.cache.match(usable)
         cached = len(match.pages) * self._limits.page_size
-        too_short = self._chunk_end(cached, len(tokens), budget, draft) == cached
+        too_short = self._chunk_end(cached, len(tokens), budget, builder) == cached
         if too_short or not self._fits(sequence, running.kv.pages_for(len(tokens)) - len(match.pages)):
             running.kv.cache.unpin(match.pin)
-            running.room_changed = too_short
+            running.capacity_changed = too_short
             return None
         self._queue.remove(sequence)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
             self.prompt_tokens += sequence.prompt_len
             self.cached_tokens += cached
-        running.start(sequence, match, self.num_admissions, draft)
+        running.start(sequence, match, self.num_admissions, builder)
         self.num_admissions += 1
         return cached
 

@@ -1,9 +1,7 @@
 """The order in which waiting sequences are admitted.
 
-Knows nothing of rows, leases or steps; what the prefix cache holds comes in as a function.
-
-Two rules stand above every policy: a more urgent level goes first, and within a level a preempted sequence goes
-before those that never ran. A new policy is a subclass of WaitingQueue and a line in `make_queue`.
+Two rules stand above every policy: a more urgent level goes first, and within a level a preempted sequence goes before
+those that never ran. A new policy is a subclass of WaitingQueue and a line in `make_queue`.
 """
 
 from __future__ import annotations

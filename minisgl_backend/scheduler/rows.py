@@ -1,7 +1,6 @@
 """The numbers of all running sequences, as one array for each kind of number, indexed by row.
 
-Knows nothing of queues, pages or steps. A decode step reads and writes these arrays whole, so that its cost does not
-grow with Python work for each sequence.
+A decode step reads and writes these arrays whole, so that its cost does not grow with Python work for each sequence.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The sequences that have a row and pages: how they start, leave the plans, and let go.
-
-Knows nothing of budgets, admission or outputs.
-"""
+"""The sequences that have a row and pages: how they start, leave the plans, and let go."""
 
 from __future__ import annotations
 
@@ -14,10 +11,10 @@ import numpy.typing as npt
 from minisgl_backend.cache.kv_manager import KVManager, Swap
 from minisgl_backend.cache.prefix_cache import NO_PAGES, PrefixMatch
 from minisgl_backend.config import SchedulerLimits
-from minisgl_backend.scheduler.draft import NONE32, NONE64, StepDraft
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import RowState
 from minisgl_backend.scheduler.sequence import Sequence, SequenceState
+from minisgl_backend.scheduler.step_plan_builder import NONE32, NONE64, StepPlanBuilder
 from minisgl_backend.step import AdmittedRow
 
 Int32Array = npt.NDArray[np.int32]
@@ -41,7 +38,7 @@ class RunningSet:
         self.committed = -1  # number of the last committed step
         self.prefilling: list[Sequence] = []  # in order of admission
         self.settling: list[Sequence] = []
-        self.room_changed = True  # pages or a row have come back since admission last failed
+        self.capacity_changed = True  # pages or a row have come back since admission last failed
         self._queue = queue
         self._decode_index: IndexArray = np.empty(0, dtype=np.intp)  # rows whose prompt is planned, oldest first
         self._decode_arrays: tuple[Int32Array, npt.NDArray[np.int64]] | None = (NONE32, NONE64)  # None: out of date
@@ -71,8 +68,8 @@ class RunningSet:
         """Sequences that can be planned, by row."""
         return [one for one in self.rows.sequences if one is not None and one.state is SequenceState.RUNNING]
 
-    def start(self, sequence: Sequence, match: PrefixMatch[Any], admission: int, draft: StepDraft) -> None:
-        """Gives a waiting sequence a row and pages for all its tokens, and tells the draft."""
+    def start(self, sequence: Sequence, match: PrefixMatch[Any], admission: int, builder: StepPlanBuilder) -> None:
+        """Gives a waiting sequence a row and pages for all its tokens, and tells the builder."""
         tokens = sequence.token_ids
         cached = len(match.pages) * self.kv.page_size
         sequence.state, sequence.admission = SequenceState.RUNNING, admission
@@ -87,8 +84,8 @@ class RunningSet:
         elif params.prompt_logprobs is not None:  # told already, or computed by the leader of the group
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         pages = self.kv.pages_of(sequence.lease).copy()
-        draft.write_pages(row, np.arange(len(pages), dtype=np.int32), pages)
-        draft.admitted.append(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached))
+        builder.write_pages(row, np.arange(len(pages), dtype=np.int32), pages)
+        builder.admitted.append(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached))
 
     def begin_decoding(self, sequence: Sequence) -> None:
         """The chunk that ends the prompt is planned: from the next step on the row decodes."""
@@ -110,21 +107,21 @@ class RunningSet:
         self.rows.ended[row] = state is SequenceState.ENDED
         sequence.state = state
 
-    def settle(self) -> None:
+    def release_finished(self) -> None:
         """Frees what no step in flight names any more; preempted sequences go back to the queue."""
         still_named = []
         for sequence in self.settling:
             if self.rows.last_step[sequence.row] > self.committed:
                 still_named.append(sequence)
             else:
-                self._let_go(sequence)
+                self._release(sequence)
         self.settling = still_named
 
     def publish(self, sequence: Sequence, num_tokens: int, last_planned: int) -> None:
         """Makes the full pages of the first `num_tokens` tokens, all committed, known to the prefix cache."""
         assert sequence.lease is not None, "a running sequence has a lease"
         swap = self.kv.publish(sequence.lease, self.rows.token_ids[sequence.row, :num_tokens])
-        self.room_changed = True
+        self.capacity_changed = True
         if swap is None:
             return
         self._swaps.append((sequence, swap))
@@ -139,13 +136,13 @@ class RunningSet:
                 still_read.append((step, pages))
             else:
                 self.kv.pool.give_back(pages)
-                self.room_changed = True
+                self.capacity_changed = True
         self._retiring = still_read
 
-    def send_swaps(self, draft: StepDraft) -> None:
+    def send_swaps(self, builder: StepPlanBuilder) -> None:
         """Tells the runner of pages that were exchanged since the last plan."""
         for sequence, swap in self._swaps:
-            draft.write_pages(sequence.row, swap.columns, swap.new)
+            builder.write_pages(sequence.row, swap.columns, swap.new)
         self._swaps = []
 
     def freed_pages(self, rows: IndexArray) -> npt.NDArray[np.int64]:
@@ -171,7 +168,7 @@ class RunningSet:
             assert sum(places) == active, "an active sequence is in one place, another in none"
         assert len(np.unique(self._decode_index)) == len(self._decode_index), "a row decodes twice"
 
-    def _let_go(self, sequence: Sequence) -> None:
+    def _release(self, sequence: Sequence) -> None:
         row, rows = sequence.row, self.rows
         computed = min(int(rows.planned[row]), int(rows.total[row]))
         tokens = rows.token_ids[row, : computed if sequence.publishable else 0]
@@ -182,7 +179,7 @@ class RunningSet:
         sequence.lease = None
         self._swaps = [entry for entry in self._swaps if entry[0] is not sequence]
         rows.clear(sequence)
-        self.room_changed = True
+        self.capacity_changed = True
         if sequence.state is SequenceState.PREEMPTED:
             sequence.state, sequence.admission = SequenceState.WAITING, -1
             self._queue.push(sequence)

@@ -1,6 +1,6 @@
 """Continuous batching: decides what each step computes (`plan`) and records what came out (`commit`).
 
-Knows nothing of tensors, devices, sockets or text. docs/scheduler.md explains the laws and where the time goes.
+docs/scheduler.md explains the laws and where the time goes.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Scheduler:
             for sequence in sequences:
                 self._collect_prompt_logprobs(sequence)
                 self._queue.push(sequence)
-        self._running.room_changed = True
+        self._running.capacity_changed = True
 
     def abort(self, uid: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
         """Ends a sequence now: one last record without a token. An unknown uid is ignored, since it may have ended
@@ -116,12 +116,12 @@ class Scheduler:
         if sequence is not None:
             self._outputs.add(uid, NO_TOKEN, reason)
             self._end(sequence, reason)
-            self._running.settle()
+            self._running.release_finished()
 
     def plan(self) -> StepPlan | None:
         """The next step; None when nothing can run now. May be called while steps are in flight."""
         self._expire()
-        self._running.settle()
+        self._running.release_finished()
         plan = self._planner.plan(self._next_step)
         if plan is None:
             return None
@@ -145,7 +145,7 @@ class Scheduler:
             self._commit_decode(plan, first_decode, result)
         self._running.committed = plan.step
         self._running.free_retired()
-        self._running.settle()
+        self._running.release_finished()
 
     def take_outputs(self) -> SequenceOutputs | None:
         """Everything for clients since the last call; None when there is nothing."""
@@ -258,7 +258,7 @@ class Scheduler:
         for sequence in group.held_back:
             self._queue.push(sequence)
         group.held_back = []
-        self._running.room_changed = True
+        self._running.capacity_changed = True
 
     @staticmethod
     def _collect_prompt_logprobs(sequence: Sequence) -> None:
@@ -401,7 +401,7 @@ class Scheduler:
                 group.held_back.remove(sequence)
             else:
                 self._queue.remove(sequence)
-                self._running.room_changed = True
+                self._running.capacity_changed = True
             sequence.state = SequenceState.ENDED
         if group is not None and group.leader is sequence:
             group.leader = None
@@ -409,7 +409,7 @@ class Scheduler:
                 group.held_back[0].new_request = new_request
                 self._num_new_requests += new_request
                 self._lead(group, group.held_back[0])
-                self._running.room_changed = True
+                self._running.capacity_changed = True
 
     def _expire(self) -> None:
         if not self._deadlines or self._deadlines[0][0] > self._clock():

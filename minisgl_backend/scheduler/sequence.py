@@ -1,6 +1,6 @@
 """One sequence of a request, from the queue to its last token.
 
-Knows nothing of pages or steps. What changes with every token lives in `rows.RowState`, not here.
+What changes with every token lives in `rows.RowState`, not here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,1 @@
-"""The Triton door: Triton requests in, Triton responses out.
-
-Knows nothing of pages, steps or models. Only this room may import triton_python_backend_utils.
-"""
+"""The Triton models: requests in, responses out. Only this room may import triton_python_backend_utils."""

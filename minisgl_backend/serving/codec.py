@@ -1,7 +1,4 @@
-"""Triton requests -> checked engine requests: every check of user input, and every default.
-
-Knows nothing of sockets, pages or the server: it takes arrays by name and returns structs.
-"""
+"""Triton requests -> checked engine requests: every check of user input, and every default."""
 
 from __future__ import annotations
 
@@ -14,37 +11,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.errors import (
-    CapacityError,
-    ConfigError,
-    EngineDeadError,
-    InvalidRequestError,
-    RequestCancelled,
-)
-from minisgl_backend.request import Grammar, SamplingParams
+from minisgl_backend.errors import ConfigError, InvalidRequestError
+from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
+from minisgl_backend.request import MAX_PRIORITY, Grammar, SamplingParams
 from minisgl_backend.serving.fields import Fields, collect_fields, json_object, json_value, shown
 from minisgl_backend.serving.schema import TENSORS
-from minisgl_backend.serving.wire import OutputOptions, Spec
 
 if TYPE_CHECKING:  # the engine front needs this module, but not the libraries behind the tokenizer
     from minisgl_backend.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 10_000
-MAX_PRIORITY = 1000
 MAX_PROMPT_BYTES = 1 << 20  # or 64 for each token of the context, where that is more
 GRAMMAR_KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
-
-_STATUS = (
-    (InvalidRequestError, "INVALID_ARG"),
-    (CapacityError, "UNAVAILABLE"),
-    (EngineDeadError, "UNAVAILABLE"),
-    (RequestCancelled, "CANCELLED"),
-)
-
-
-def status_of(error: Exception) -> str:
-    """The name of the Triton error code that an error is answered with."""
-    return next((name for kind, name in _STATUS if isinstance(error, kind)), "INTERNAL")
 
 
 @dataclass(frozen=True)
@@ -98,7 +76,7 @@ class RequestCodec:
         *,
         deadline: float | None = None,
         request_id: str = "",
-    ) -> tuple[npt.NDArray[np.int32], Spec]:
+    ) -> tuple[npt.NDArray[np.int32], EngineRequest]:
         """Prompt tokens (int32 [n]) and the rest of a request. Raises InvalidRequestError."""
         fields = collect_fields(tensors, parameters)
         _refuse_what_is_not_served(fields)
@@ -108,7 +86,9 @@ class RequestCodec:
         priority = fields.get("priority", 0)
         if not 0 <= priority <= MAX_PRIORITY:
             raise InvalidRequestError(f"priority is {priority}; allowed: 0 (default), or 1 (first) to {MAX_PRIORITY}")
-        spec = Spec(params=params, options=options, priority=priority, deadline=deadline, request_id=request_id)
+        spec = EngineRequest(
+            params=params, options=options, priority=priority, deadline=deadline, request_id=request_id
+        )
         return np.asarray(prompt_ids, dtype=np.int32), spec
 
     def _prompt(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:

@@ -1,7 +1,4 @@
-"""The Triton model `detokenizer`: chunks of the engine in, text out.
-
-Knows nothing of how tokens are computed.
-"""
+"""The Triton model `detokenizer`: chunks of the engine in, text out."""
 
 from __future__ import annotations
 
@@ -12,13 +9,13 @@ from typing import Any
 import msgspec
 import triton_python_backend_utils as pb_utils
 
-from minisgl_backend.engine.channel import socket_directory
-from minisgl_backend.engine.handled import HandledSender
+from minisgl_backend.delivery.client_checks import ClientChecks
+from minisgl_backend.delivery.text_output import StreamError, TextOutputEncoder
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.answers import AnswerEncoder, StreamError
-from minisgl_backend.serving.client_checks import ClientChecks
-from minisgl_backend.serving.engine_settings import read_engine_config
-from minisgl_backend.serving.wire import Chunk, Codec
+from minisgl_backend.ipc.acks import AckSender
+from minisgl_backend.ipc.channel import socket_directory
+from minisgl_backend.ipc.wire import Chunk, Codec
+from minisgl_backend.serving.settings import read_engine_config
 from minisgl_backend.text.vocabulary import load_vocabulary
 
 TELL_AT = 256  # chunks; no front leaves as many unconfirmed, but a client of this model alone may
@@ -33,12 +30,12 @@ class TritonPythonModel:
         try:
             config = read_engine_config(repository)
             vocabulary = load_vocabulary(config.model, trust_remote_code=config.trust_remote_code)
-            handled = HandledSender(socket_directory(repository))
+            handled = AckSender(socket_directory(repository))
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self.start(AnswerEncoder(vocabulary), ClientChecks(), handled)
+        self.start(TextOutputEncoder(vocabulary), ClientChecks(), handled)
 
-    def start(self, answers: AnswerEncoder, checks: ClientChecks, handled: HandledSender) -> None:
+    def start(self, answers: TextOutputEncoder, checks: ClientChecks, handled: AckSender) -> None:
         """Takes over what the other methods work with."""
         self._answers = answers
         self._checks = checks

@@ -1,6 +1,6 @@
 """Raw values of a request -> typed ones, by field name: tensors, request parameters and sampling_parameters alike.
 
-Knows nothing of what the fields mean. Every refusal names the field, the value and what is allowed.
+Every refusal names the field, the value and what is allowed.
 """
 
 from __future__ import annotations

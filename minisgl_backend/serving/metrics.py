@@ -1,6 +1,6 @@
 """The engine's counters and the front's latency histograms on Triton's /metrics.
 
-Knows nothing of how the numbers come about. docs/operations.md lists the names.
+docs/operations.md lists the names.
 
 Histograms are written as their Prometheus series (`_bucket`, `_sum`, `_count`) from counts kept in this process: one
 call into the server for every token would cost more than the token.
@@ -18,10 +18,10 @@ from typing import Any
 
 import triton_python_backend_utils as pb_utils
 
-from minisgl_backend.engine.cancellations import BOUNDS_S as CANCELLATION_BOUNDS_S
-from minisgl_backend.engine.messages import Stats
+from minisgl_backend.delivery.frontend import EngineFront
 from minisgl_backend.errors import EngineDeadError
-from minisgl_backend.serving.engine_front import EngineFront
+from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S
+from minisgl_backend.ipc.messages import Stats
 
 REPORT_EVERY_S = 0.25
 LATENCIES_EVERY = 4  # reports: histograms have many values that change

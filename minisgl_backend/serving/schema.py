@@ -1,7 +1,5 @@
 """The tensors that clients may send and receive, once; every config.pbtxt is written from these tables.
 
-Knows nothing of what the values mean; `serving.codec` does.
-
 `python -m minisgl_backend.serving.schema --write` writes the five config.pbtxt of model_repository/ (parameters that a
 user has set there are kept), `--check` says whether they are up to date.
 """

@@ -1,7 +1,4 @@
-"""The Triton model `tokenizer`: a client's request in, checked and tokenized, the engine's request out.
-
-Knows nothing of engines and streams.
-"""
+"""The Triton model `tokenizer`: a client's request in, checked and tokenized, the engine's request out."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ import numpy as np
 import triton_python_backend_utils as pb_utils
 
 from minisgl_backend.config import Environment
-from minisgl_backend.engine.child import log_to_stderr
-from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError
-from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits, status_of
-from minisgl_backend.serving.engine_settings import is_demo, read_engine_config
+from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
+from minisgl_backend.host.spawn import log_to_stderr
+from minisgl_backend.ipc.wire import Codec
+from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits
 from minisgl_backend.serving.fields import shown
-from minisgl_backend.serving.wire import Codec
+from minisgl_backend.serving.settings import is_demo, read_engine_config
 from minisgl_backend.text.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)

@@ -1,4 +1,1 @@
-"""Strings and token ids: tokenizer, incremental detokenizer, stop strings.
-
-Knows nothing of Triton, engines or requests.
-"""
+"""Strings and token ids: tokenizer, incremental detokenizer, stop strings."""

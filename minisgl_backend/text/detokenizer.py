@@ -1,7 +1,5 @@
 """Token ids of one stream -> text, piece by piece: no broken character, no lost space, nothing kept at the end.
 
-Knows nothing of other streams, stop strings or why a stream ends.
-
 The pieces of a stream add up to the tokenizer's decode of all its ids, wherever the stream is split. (One exception:
 byte-fallback tokenizers turn a whole run of byte tokens into U+FFFD if any of it is invalid; a stream has sent the
 valid characters of the run by then and replaces only the rest.)

@@ -1,9 +1,7 @@
 """Finds stop strings in a growing text, across every border between its pieces.
 
-Knows nothing of tokens.
-
-The result does not depend on how the text is cut: the stop string that is complete first ends the text (of two that
-end together, the longer one).
+The result does not depend on how the text is cut: the stop string that is complete first ends the text (of two that end
+together, the longer one).
 """
 
 from __future__ import annotations

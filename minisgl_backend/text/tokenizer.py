@@ -1,7 +1,4 @@
-"""Prompts -> token ids: text, and chat messages through the model's chat template.
-
-Knows nothing of requests, sampling or streams.
-"""
+"""Prompts -> token ids: text, and chat messages through the model's chat template."""
 
 from __future__ import annotations
 

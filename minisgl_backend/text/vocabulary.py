@@ -1,6 +1,6 @@
 """What each token id stands for: bytes, special or not, and the tokenizer's own decode.
 
-Knows nothing of prompts, chat templates or streams. Loads without transformers where the folder has a tokenizer.json.
+Loads without transformers where the folder has a tokenizer.json.
 """
 
 from __future__ import annotations

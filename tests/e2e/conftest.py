@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.repository import render_repository
-from minisgl_backend.serving.triton_server import find_triton_server
+from minisgl_backend.host.repository import render_repository
+from minisgl_backend.host.triton_server import find_triton_server
 from tests.e2e.wire import Server
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.served import command_line
 from client import Client, ClientError, Unavailable
-from minisgl_backend.serving.processes import Process, descendants, process_of, process_table
+from minisgl_backend.host.processes import Process, descendants, process_of, process_table
 from tests.e2e.conftest import RunningServer
 from tests.e2e.wire import PATIENCE_SECONDS, Server
 
@@ -100,7 +100,7 @@ def works(server: Server) -> bool:
 
 def drains(server: Server) -> None:
     short, long = [Asking(server, RATE) for _ in range(4)], [Asking(server, 100 * RATE) for _ in range(4)]
-    command = [sys.executable, "-m", "minisgl_backend.serving.drain", "--pid", str(server.process_id), "--seconds", "8"]
+    command = [sys.executable, "-m", "minisgl_backend.host.drain", "--pid", str(server.process_id), "--seconds", "8"]
     with subprocess.Popen(command) as hook:
         refused = Asking(server, 5)
         while refused.error is None:  # until all fronts have heard of it

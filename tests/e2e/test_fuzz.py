@@ -20,10 +20,10 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from client.errors import from_message
+from minisgl_backend.host.processes import descendants, process_table
+from minisgl_backend.ipc.wire import Chunk, EngineRequest, OutputOptions, Part, TextOptions
 from minisgl_backend.request import Grammar, SamplingParams
-from minisgl_backend.serving.processes import descendants, process_table
 from minisgl_backend.serving.schema import INPUTS, TENSORS, Tensor
-from minisgl_backend.serving.wire import Chunk, OutputOptions, Part, Spec, TextOptions
 from tests.e2e.wire import Server
 
 pytestmark = pytest.mark.e2e
@@ -360,7 +360,7 @@ def ids(*values: int) -> Raw:
 
 
 def spec(**params: Any) -> Raw:
-    return packed(Spec(params=SamplingParams(**{"max_tokens": 2, **params}), options=OutputOptions()))
+    return packed(EngineRequest(params=SamplingParams(**{"max_tokens": 2, **params}), options=OutputOptions()))
 
 
 @pytest.mark.parametrize(
@@ -383,7 +383,7 @@ def spec(**params: Any) -> Raw:
         (ids(1), spec(seed=-1), "seed"),
         (ids(1), spec(max_tokens=-4), "max_tokens"),
         (ids(1), spec(grammar=Grammar(kind="json_schema", text="{")), "guided_decoding_guide"),
-        (ids(1), packed(Spec(params=SamplingParams(), options=OutputOptions(), priority=-5)), "priority"),
+        (ids(1), packed(EngineRequest(params=SamplingParams(), options=OutputOptions(), priority=-5)), "priority"),
     ],
 )
 def test_the_engine_checks_what_it_gets(client: RawClient, input_ids: Raw, request_spec: Raw, named: str) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from benchmarks import soak
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.triton_server import find_triton_server
+from minisgl_backend.host.triton_server import find_triton_server
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 

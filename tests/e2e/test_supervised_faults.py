@@ -19,7 +19,7 @@ import pytest
 from benchmarks.served import Served, Traces, fetch
 from client import Client, ClientError, Unavailable
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.triton_server import find_triton_server
+from minisgl_backend.host.triton_server import find_triton_server
 from tests.e2e.wire import DEATH
 
 pytestmark = pytest.mark.e2e

@@ -25,8 +25,8 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.processes import descendants, environment_folder, process_table
-from minisgl_backend.serving.triton_server import find_triton_server
+from minisgl_backend.host.processes import descendants, environment_folder, process_table
+from minisgl_backend.host.triton_server import find_triton_server
 from tests.e2e.wire import DEATH
 
 pytestmark = pytest.mark.e2e
@@ -161,7 +161,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
             (repository / name / "1" / "model.py").write_text(code)
     http, grpc, metrics, health = free_ports(4)
     log = tmp_path / "log"
-    command = [sys.executable, "-m", "minisgl_backend.serving.supervisor", "--repository", str(repository)]
+    command = [sys.executable, "-m", "minisgl_backend.host.server_supervisor", "--repository", str(repository)]
     for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics), ("health", health)):
         command += [f"--{name}-port", str(port)]
     with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output) as process:

@@ -1,7 +1,4 @@
-"""The ways to run one engine that must not change any answer: the cells of the matrix.
-
-Knows nothing of how answers are asked for or compared.
-"""
+"""The ways to run one engine that must not change any answer: the cells of the matrix."""
 
 from __future__ import annotations
 

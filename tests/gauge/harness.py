@@ -1,7 +1,4 @@
-"""Questions asked of an engine, and an engine driven step by step.
-
-Knows nothing of what the matrix compares.
-"""
+"""Questions asked of an engine, and an engine driven step by step."""
 
 from __future__ import annotations
 

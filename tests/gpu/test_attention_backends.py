@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, HeadRotation, PrefillInputs
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs, QKNormRope
 from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
 from minisgl_backend.kernels.torch_ops import TorchOps
 
@@ -125,7 +125,7 @@ def test_rotating_decode_eager_and_captured(page_size, shape, normed):
     backend, reference = create_attention("triton", "triton", spec), create_attention("torch", "torch", spec)
     angles = torch.randn(spec.max_seq_len, dim // 2, device="cuda")
     norms = [torch.randn(dim, device="cuda").bfloat16() if normed else None for _ in range(2)]
-    rotation = HeadRotation(
+    rotation = QKNormRope(
         q_norm=norms[0], k_norm=norms[1], cos_sin=torch.cat([angles.cos(), angles.sin()], dim=1), eps=1e-6
     )
     for kv_lens in ([1], [1, 63, 64, 65, 1000, 517, 3000, 2], [100 * i + 1 for i in range(32)]):

@@ -158,7 +158,7 @@ def test_fused_chains_match_torch(rows):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_sampling_matches_torch(dtype):
     from minisgl_backend.kernels.sampling import SamplingWorkspace, sample_plain
-    from minisgl_backend.runner.noise import gumbel, row_keys
+    from minisgl_backend.runner.gumbel import gumbel, row_keys
 
     torch.manual_seed(1)
     n, vocab = 64, 151936

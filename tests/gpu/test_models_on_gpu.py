@@ -1,7 +1,4 @@
-"""Whole models on a GPU, float32, against transformers; and the mixture of experts under a CUDA graph.
-
-Knows nothing of attention kernels: attention here is the reference, what is tested is everything around it.
-"""
+"""Whole models on a GPU, float32, against transformers; and the mixture of experts under a CUDA graph."""
 
 from __future__ import annotations
 

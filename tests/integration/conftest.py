@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.client import EngineClient
-from minisgl_backend.engine.messages import Outputs, Rejected
+from minisgl_backend.delivery.engine_client import EngineClient
+from minisgl_backend.ipc.messages import Outputs, Rejected
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 
 START_SECONDS = 120.0  # for a core to start, on a machine with much else to do

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.confirmations import Confirmations
-from minisgl_backend.engine.handled import HandledSender
+from minisgl_backend.delivery.ack_tracker import AckTracker
 from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.ipc.acks import AckSender
 from minisgl_backend.request import FinishReason
 from tests.integration.conftest import START_SECONDS, Front, alive, wait_for
 
@@ -140,8 +140,8 @@ def test_a_slow_front_holds_up_nobody_and_loses_nothing(make_front: MakeFront) -
 
 def test_streams_that_the_detokenizer_does_not_confirm_are_cancelled(make_front: MakeFront, socket_dir: Path) -> None:
     front = make_front(PACED)
-    front.client.confirmations = Confirmations(silence_s=1e6)  # silence proves nothing, as in a server's fronts
-    sender = HandledSender(socket_dir)
+    front.client.confirmations = AckTracker(silence_s=1e6)  # silence proves nothing, as in a server's fronts
+    sender = AckSender(socket_dir)
     read, left = (front.submit([5, 6], max_tokens=count) for count in (150, 4000))
     sent = {read: 0, left: 0}
     while left not in front.reasons:

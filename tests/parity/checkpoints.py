@@ -1,7 +1,4 @@
-"""Tiny random checkpoints of every served architecture, saved by transformers itself.
-
-Knows nothing of the engine.
-"""
+"""Tiny random checkpoints of every served architecture, saved by transformers itself."""
 
 from __future__ import annotations
 

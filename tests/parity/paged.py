@@ -1,7 +1,4 @@
-"""Runs a model over a paged KV cache without scheduler or runner: the smallest honest caller of `models`.
-
-Knows nothing of transformers.
-"""
+"""Runs a model over a paged KV cache without scheduler or runner: the smallest honest caller of `models`."""
 
 from __future__ import annotations
 

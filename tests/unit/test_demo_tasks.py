@@ -1,4 +1,4 @@
-"""The demo model's tasks, tokenizer and files. Knows nothing of how the model is served or how well it answers."""
+"""The demo model's tasks, tokenizer and files."""
 
 from __future__ import annotations
 

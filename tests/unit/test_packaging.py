@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.triton_server import TritonInstall, find_triton_server, install_launcher
+from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, install_launcher
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -38,7 +38,7 @@ def test_scripts_are_executable_bash(script: Path) -> None:
 
 
 def test_importing_the_package_loads_no_torch() -> None:
-    modules = "minisgl_backend, minisgl_backend.serving.supervisor, minisgl_backend.engine.build"
+    modules = "minisgl_backend, minisgl_backend.host.server_supervisor, minisgl_backend.engine.build"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

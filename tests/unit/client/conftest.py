@@ -1,4 +1,4 @@
-"""Fake servers and clients connected to them. Knows nothing of what is tested."""
+"""Fake servers and clients connected to them."""
 
 from __future__ import annotations
 

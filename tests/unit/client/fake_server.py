@@ -1,7 +1,4 @@
-"""A stand-in for Triton's two front ends: real sockets and protobufs, scripted answers.
-
-Knows nothing of models: the prompt says which script runs.
-"""
+"""A stand-in for Triton's two front ends: real sockets and protobufs, scripted answers."""
 
 from __future__ import annotations
 

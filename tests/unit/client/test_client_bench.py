@@ -1,4 +1,4 @@
-"""Finding perf_analyzer, writing its input, reading its reports. Knows nothing of the network: pip is a script here."""
+"""Finding perf_analyzer, writing its input, reading its reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command `minisgl`, run in-process against the fake server. Knows nothing of terminals."""
+"""The command `minisgl`, run in-process against the fake server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Both clients over both protocols against a fake server. Knows nothing of the real one."""
+"""Both clients over both protocols against a fake server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests and replies without a server. Knows nothing of sockets."""
+"""Requests and replies without a server."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from minisgl_backend.kernels.decode_attention import (
 )
 from minisgl_backend.kernels.moe import moe, route
 from minisgl_backend.kernels.prefill_attention import prefill_attention
-from minisgl_backend.runner.noise import gumbel, row_keys
+from minisgl_backend.runner.gumbel import gumbel, row_keys
 from minisgl_backend.runner.warm_up import DECODING
 
 CPU = torch.device("cpu")

@@ -109,11 +109,11 @@ def test_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
 
     def work(tp: TensorParallel) -> torch.Tensor:
         from minisgl_backend.kernels.torch_ops import TorchOps
-        from minisgl_backend.layers.embedding import OutputProjection
-        from minisgl_backend.layers.weights import Placement
+        from minisgl_backend.layers.embedding import ParallelLMHead
+        from minisgl_backend.layers.weights import LayerContext
 
-        layer = OutputProjection(
-            10, 4, "lm_head", Placement(device=CPU, dtype=torch.float32, ops=TorchOps(), tp=tp), None
+        layer = ParallelLMHead(
+            10, 4, "lm_head", LayerContext(device=CPU, dtype=torch.float32, ops=TorchOps(), tp=tp), None
         )
         weight = torch.arange(40.0).view(10, 4)
         (part,) = layer.weight_parts()

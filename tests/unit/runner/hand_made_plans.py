@@ -1,4 +1,4 @@
-"""Step plans made by hand for the runner's tests. Knows nothing of the scheduler."""
+"""Step plans made by hand for the runner's tests."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 @dataclass
 class Driver:
-    """Turns "admit this", "decode those" into plans, in the simplest way that keeps the rules."""
+    """SendQueue "admit this", "decode those" into plans, in the simplest way that keeps the rules."""
 
     page_size: int
     next_step: int = 0

@@ -1,4 +1,4 @@
-"""A slow and obvious sampler: one row at a time, Python integers and float64. Knows nothing of tensors."""
+"""A slow and obvious sampler: one row at a time, Python integers and float64."""
 
 from __future__ import annotations
 

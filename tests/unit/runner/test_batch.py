@@ -54,8 +54,8 @@ def check(step: StepTensors, plan: StepPlan, table: RowTable, mirror: Mirror, pa
     sampled += list(zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), strict=True))
     assert list(zip(step.sampling.rows.tolist(), step.sampling.positions.tolist(), strict=True)) == sampled
     assert step.num_sampled == len(sampled) == len(plan.sampled_rows)
-    if step.sampled_lines is not None:
-        assert [(expected[line][0], expected[line][1] + 1) for line in step.sampled_lines.tolist()] == sampled
+    if step.logits_indices is not None:
+        assert [(expected[line][0], expected[line][1] + 1) for line in step.logits_indices.tolist()] == sampled
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])

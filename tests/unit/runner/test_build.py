@@ -99,7 +99,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     monkeypatch.setattr(TorchBackend, "allocate_graph", lambda self, size: None, raising=False)
     monkeypatch.setattr(build, "_load", lambda runtime, model, device, *rest: load(runtime, model, CPU, *rest))
     monkeypatch.setattr(build, "CudaGraphRunner", Graphs)
-    monkeypatch.setattr(build, "CudaPieces", EagerPieces)
+    monkeypatch.setattr(build, "PiecewiseCudaGraph", EagerPieces)
     return captured
 
 

@@ -14,8 +14,8 @@ import torch
 
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.batch import BatchBuilder
+from minisgl_backend.runner.gumbel import gumbel, row_keys
 from minisgl_backend.runner.logprobs import unpack
-from minisgl_backend.runner.noise import gumbel, row_keys
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampler import Sampled, Sampler, SamplingInputs
 from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingRows

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_backend.errors import CapacityError, InvalidRequestError
+from minisgl_backend.errors import CapacityError, InvalidRequestError, status_of
+from minisgl_backend.ipc.wire import Codec, EngineRequest
 from minisgl_backend.request import Grammar
-from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits, status_of
+from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits
 from minisgl_backend.serving.schema import INPUTS, TENSORS
-from minisgl_backend.serving.wire import Codec, Spec
 from minisgl_backend.text.tokenizer import Tokenizer
 
 DEMO = Path(__file__).resolve().parents[3] / "model_repository" / "engine" / "demo_model"
@@ -46,7 +46,7 @@ def tensors(**values: Any) -> dict[str, np.ndarray[Any, Any]]:
     return arrays
 
 
-def decode(codec: RequestCodec, parameters: dict[str, Any] | None = None, **values: Any) -> Spec:
+def decode(codec: RequestCodec, parameters: dict[str, Any] | None = None, **values: Any) -> EngineRequest:
     return codec.decode(tensors(**{"text_input": "hello", **values}), parameters)[1]
 
 

@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl_backend.engine.handled import HandledReceiver, HandledSender
-from minisgl_backend.engine.messages import CANCELLED
-from minisgl_backend.serving.answers import AnswerEncoder
-from minisgl_backend.serving.client_checks import ClientChecks
-from minisgl_backend.serving.wire import Chunk, Codec, Part, TextOptions
+from minisgl_backend.delivery.client_checks import ClientChecks
+from minisgl_backend.delivery.text_output import TextOutputEncoder
+from minisgl_backend.ipc.acks import AckReceiver, AckSender
+from minisgl_backend.ipc.messages import CANCELLED
+from minisgl_backend.ipc.wire import Chunk, Codec, Part, TextOptions
 from minisgl_backend.text.vocabulary import Vocabulary
 
 
@@ -35,8 +35,8 @@ def model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
     made = importlib.import_module(name).TritonPythonModel()
     vocabulary = Vocabulary(lambda ids, skip: "x" * len(ids), [b"x"], frozenset(), byte_exact=True)
-    made.front = HandledReceiver(tmp_path, 0)
-    made.start(AnswerEncoder(vocabulary), ClientChecks(), HandledSender(tmp_path))
+    made.front = AckReceiver(tmp_path, 0)
+    made.start(TextOutputEncoder(vocabulary), ClientChecks(), AckSender(tmp_path))
     yield made
     made.finalize()
     made.front.close()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.serving.latency import LatencyRecorder
+from minisgl_backend.delivery.latency import LatencyRecorder
 
 
 class Page:

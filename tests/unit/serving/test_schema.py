@@ -8,8 +8,8 @@ import pytest
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.engine_settings import is_demo, read_engine_config, read_parameters
 from minisgl_backend.serving.schema import INPUTS, MODELS, OUTPUTS, outdated_configs, write_configs
+from minisgl_backend.serving.settings import is_demo, read_engine_config, read_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[3] / "model_repository"
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.serving.wire import Chunk, Codec
+from minisgl_backend.ipc.wire import Chunk, Codec
 
 FINAL = 1
 

@@ -1,0 +1,276 @@
+"""One front of the engine: requests to the core, its records to the responder, silence of clients into aborts."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.delivery.ack_tracker import AckTracker
+from minisgl_backend.delivery.engine_client import EngineClient
+from minisgl_backend.delivery.latency import LatencyRecorder
+from minisgl_backend.delivery.output_fields import OutputFieldEncoder
+from minisgl_backend.delivery.prober import PROBE_AFTER_S, Prober
+from minisgl_backend.delivery.responder import Responder, streams_of
+from minisgl_backend.delivery.stream import Sender, SequenceStream, Stream
+from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, status_of
+from minisgl_backend.host.status_files import drain_deadline, drained_mark, lost_at
+from minisgl_backend.ipc.messages import CANCELLED, Outputs, Rejected, Welcome
+from minisgl_backend.ipc.wire import Chunk, EngineRequest
+from minisgl_backend.request import MAX_PRIORITY, FinishReason, Request
+from minisgl_backend.text.vocabulary import Vocabulary
+
+SILENCE_S = 30.0  # the detokenizer itself is stuck or dead
+POLL_EVERY_S = 0.1  # senders that can say themselves that their client left; and what the supervisor says
+SHUTTING_DOWN = "the server is shutting down"
+DETOKENIZER_DIED = "the detokenizer died while it wrote this answer; it starts again by itself"
+
+_LOGGER = logging.getLogger(__name__)
+_REJECTIONS = {kind.__name__: kind for kind in (InvalidRequestError, CapacityError)}
+
+
+class EngineFront:
+    """Lives as long as its Triton model instance.
+
+    `probe(chunk)` sends an empty chunk to the detokenizer behind everything sent so far, and returns when it was
+    handled.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        vocabulary: Vocabulary,
+        *,
+        front: int,
+        socket_dir: Path,
+        probe: Callable[[Chunk], None],
+        num_workers: int = 2,
+        make_client: Callable[..., Any] = EngineClient,
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._vocab_size = 0  # known once the engine is up, as nothing is submitted before
+        self._drained = drained_mark(socket_dir, front)
+        self._draining = False  # new requests are refused
+        self._detokenizer_lost_at: float | None = None
+        self._sequences: dict[int, SequenceStream] = {}  # by uid, those still wanted from the engine
+        self.latency = LatencyRecorder()
+        self.client = make_client(
+            config,
+            front=front,
+            socket_dir=socket_dir,
+            on_outputs=self._on_outputs,
+            on_rejected=self._on_rejected,
+            on_down=self._on_down,
+            on_up=self._on_up,
+            on_confirmed=self._on_confirmed,
+            on_lost=self._on_lost,
+        )
+        # Probes answer within milliseconds; silence alone is no proof on a machine that is busy.
+        self.client.confirmations = AckTracker(silence_s=SILENCE_S)
+        self.responder = Responder(
+            abort=self.client.abort,
+            on_sent=self._on_sent,
+            on_closed=self._on_closed,
+            latency=self.latency,
+            details=OutputFieldEncoder(vocabulary),
+            num_workers=num_workers,
+        )
+        self._stopping = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
+        self._prober = Prober(
+            probe=probe, is_silent=self._is_silent, on_sent=self._on_sent, sending=self.responder.sending
+        )
+        self._last_confirmed = 0.0
+
+    def start(self, timeout_s: float | None = None) -> Welcome:
+        """Waits for the core. Raises ConfigError or EngineDeadError."""
+        welcome: Welcome = self.client.start(timeout_s)
+        self._detokenizer_lost_at = lost_at(self._drained.parent, "detokenizer")
+        self._prober.start([self.client.new_uid() for _ in range(self.responder.num_workers)])
+        self._watcher.start()
+        return welcome
+
+    def submit(self, sender: Sender, token_ids: npt.NDArray[np.int32], spec: EngineRequest, *, confirmed: bool) -> None:
+        """Hands a request to the core; all that follows, errors included, goes to `sender`."""
+        try:
+            self._check(token_ids, spec)
+        except (InvalidRequestError, CapacityError) as error:
+            sender.fail(status_of(error), str(error))
+            return
+        uid = self.client.new_uid(spec.params.n)
+        stream = Stream(sender, spec, uid, len(token_ids), self._vocabulary, confirmed=confirmed)
+        self.responder.adopt(stream)
+        self._sequences.update((sequence.uid, sequence) for sequence in stream.sequences)
+        request = Request(
+            uid=uid,
+            token_ids=token_ids.astype("<i4", copy=False).tobytes(),
+            params=spec.params,
+            priority=spec.priority,
+            deadline=spec.deadline,
+            request_id=spec.request_id,
+        )
+        try:
+            self.client.submit(request)
+        except (EngineDeadError, CapacityError, InvalidRequestError) as error:
+            self.responder.fail(stream, status_of(error), str(error))
+
+    def _check(self, token_ids: npt.NDArray[np.int32], spec: EngineRequest) -> None:
+        """What the tokenizer guarantees and a client of the bare engine may not: it could end the core."""
+        if self._draining:
+            raise CapacityError(SHUTTING_DOWN)
+        spec.params.validate(self._vocab_size)
+        if not len(token_ids):
+            raise InvalidRequestError("input_ids is empty; allowed: at least one token id")
+        low, high = int(token_ids.min()), int(token_ids.max())
+        if low < 0 or high >= self._vocab_size:
+            wrong = low if low < 0 else high
+            raise InvalidRequestError(f"input_ids holds {wrong}; allowed: token ids 0 to {self._vocab_size - 1}")
+        if not 0 <= spec.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(f"spec.priority is {spec.priority}; allowed: 0 to {MAX_PRIORITY}")
+
+    @property
+    def num_streams(self) -> int:
+        return len(streams_of(self._sequences))
+
+    def close(self, drain_s: float = 0.0) -> None:
+        """Waits up to `drain_s` for what is running, ends the rest with an error, then stops everything."""
+        deadline = time.monotonic() + drain_s
+        while self._sequences and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self._stopping.set()
+        for stream in streams_of(self._sequences):
+            self.responder.fail(stream, "UNAVAILABLE", SHUTTING_DOWN)
+        self.responder.close()
+        if self._watcher.is_alive():
+            self._watcher.join(2.0)
+        self._prober.close(2.0)
+        self.client.close()
+
+    # Callbacks of the client's receive thread.
+
+    def _on_outputs(self, outputs: Outputs) -> None:
+        uids = np.frombuffer(outputs.uids, dtype="<i8").tolist()
+        sequences = self._sequences
+        for index, detail in outputs.details.items():
+            if (sequence := sequences.get(uids[index])) is not None:
+                sequence.note(detail)
+        wake = self.responder.wake
+        tokens = np.frombuffer(outputs.token_ids, dtype="<i4").tolist()
+        for uid, token, reason in zip(uids, tokens, outputs.reasons, strict=True):
+            sequence = sequences.get(uid)
+            if sequence is None:
+                continue
+            if reason:
+                sequence.append(token, reason)
+                wake(sequence)
+            else:  # nearly every token comes this way
+                sequence.pending.append(token)
+                if not sequence.queued and sequence.eager:
+                    wake(sequence)
+
+    def _on_rejected(self, rejected: Rejected) -> None:
+        sequence = self._sequences.get(rejected.uid)
+        if sequence is not None:
+            error = _REJECTIONS.get(rejected.kind, CapacityError)(rejected.message)
+            self.responder.fail(sequence.stream, status_of(error), rejected.message)
+
+    def _on_down(self, reason: str) -> None:
+        self._fail_all(reason)
+
+    def _fail_all(self, reason: str) -> None:
+        streams = streams_of(self._sequences)
+        if streams:
+            names = ", ".join(repr(stream.spec.request_id or f"uid {stream.uids[0]}") for stream in streams)
+            _LOGGER.error("%s; requests told so (%d): %s", reason, len(streams), names)
+        for stream in streams:
+            self.responder.fail(stream, "UNAVAILABLE", reason)
+
+    def _on_up(self, welcome: Welcome) -> None:
+        self.responder.page_size = welcome.page_size
+        self._vocab_size = welcome.vocab_size
+
+    def _on_confirmed(self, uids: npt.NDArray[np.int64], numbers: npt.NDArray[np.int32]) -> None:
+        self._last_confirmed = time.monotonic()
+        sequences = self._sequences
+        for uid, number in zip(uids.tolist(), numbers.tolist(), strict=True):
+            if (sequence := sequences.get(uid)) is None:
+                continue
+            if number == CANCELLED:
+                self._abandon(sequence.stream)
+            else:
+                self.responder.confirm(sequence, number)
+
+    def _on_lost(self, uids: list[int]) -> None:
+        for uid in uids:
+            if (sequence := self._sequences.get(uid)) is not None:
+                self.responder.lose(sequence.stream)
+
+    def _abandon(self, stream: Stream) -> None:
+        """The client has aborted the sequence whose chunk told of it; its siblings are left."""
+        stream.abandoned = True
+        if len(stream.sequences) > 1:
+            self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())
+
+    # Callbacks of the responder's threads.
+
+    def _on_sent(self, uid: int, number: int, worker: int) -> None:
+        self.client.confirmations.on_sent(uid, number, time.monotonic(), worker)
+
+    def _on_closed(self, stream: Stream) -> None:
+        for uid in stream.uids:
+            self._sequences.pop(uid, None)
+            self.client.confirmations.forget(uid)
+
+    # The watcher thread. It never waits for the detokenizer.
+
+    def _watch(self) -> None:
+        while not self._stopping.wait(POLL_EVERY_S):
+            try:
+                self._poll_senders()
+                self._notice_lost_detokenizer()
+                self._drain(time.monotonic())
+            except Exception:  # the watcher must live: without it cancelled requests run to their end
+                _LOGGER.exception("the watcher of cancelled requests failed; it goes on")
+
+    def _notice_lost_detokenizer(self) -> None:
+        """Ends all streams: tritonserver would fail what waits for a dead detokenizer one by one, one a second."""
+        lost = lost_at(self._drained.parent, "detokenizer")
+        if lost == self._detokenizer_lost_at:
+            return
+        self._detokenizer_lost_at = lost
+        for stream in streams_of(self._sequences):
+            stream.confirmed = False  # what it says now goes past the detokenizer
+        self._fail_all(DETOKENIZER_DIED)
+        self._prober.restart()
+
+    def _drain(self, now: float) -> None:
+        """Where the server is to end: tritonserver itself would let no chunk through once it has begun to stop."""
+        deadline = drain_deadline(self._drained.parent)
+        if deadline is None:
+            return
+        self._draining = True
+        if now >= deadline:
+            for stream in streams_of(self._sequences):
+                self.responder.fail(stream, "UNAVAILABLE", SHUTTING_DOWN)
+        if not self._sequences:
+            self._drained.touch(0o600)
+
+    def _poll_senders(self) -> None:
+        for stream in streams_of(self._sequences):
+            polled = not (stream.confirmed and stream.spec.options.stream)
+            if polled and not stream.closed and stream.sender.is_cancelled():
+                self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())
+
+    # The prober's thread.
+
+    def _is_silent(self, now: float) -> bool:
+        if now - max(self._last_confirmed, self.responder.last_sent) < PROBE_AFTER_S:
+            return False
+        return any(sequence.number > sequence.confirmed_number for sequence in list(self._sequences.values()))

@@ -1,0 +1,99 @@
+"""The outputs beside the text that a client asked for: reasons, counts, log-probabilities, figures of the request.
+
+The engine's front sends them beside the chunk that becomes text: the ensemble puts both into one response.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from minisgl_backend.delivery.arrays import Arrays, floats, ints, texts
+from minisgl_backend.delivery.stream import Delta, PerfMetrics, Stream
+from minisgl_backend.ipc.messages import TokenLogprobs
+from minisgl_backend.request import FinishReason
+from minisgl_backend.text.vocabulary import Vocabulary
+
+
+class OutputFieldEncoder:
+    """Keeps nothing between calls; any thread may call it."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+
+    def encode(self, stream: Stream, deltas: Sequence[Delta], *, first: bool, metrics: PerfMetrics | None) -> Arrays:
+        """What goes with these new parts of the stream. `first`: they are in the sequence's first response."""
+        options = stream.spec.options
+        arrays: Arrays = {}
+        if options.finish_reason:
+            # vllm_backend's spelling: "None" while the sequence goes on.
+            labels = [FinishReason(delta.reason).label if delta.reason else "None" for delta in deltas]
+            arrays["finish_reason"] = texts(labels)
+        if options.num_input_tokens:
+            arrays["num_input_tokens"] = ints([stream.num_input_tokens])
+        if options.num_output_tokens:
+            arrays["num_output_tokens"] = ints([delta.num_tokens for delta in deltas])
+        if options.cumulative_logprob:
+            arrays["cumulative_logprob"] = floats([delta.cumulative_logprob for delta in deltas])
+        if options.logprobs:
+            arrays["logprobs"] = texts([self._logprobs_json(delta.logprobs) for delta in deltas])
+        if options.prompt_logprobs and first:
+            arrays["prompt_logprobs"] = texts([self._logprobs_json(stream.prompt_logprobs)])
+        if options.log_probs:
+            _add_log_probs(arrays, stream, deltas)
+        if len(stream.sequences) > 1 and len(deltas) == 1:
+            arrays["sequence_index"] = ints([deltas[0].index])
+        if metrics is not None:
+            _add_metrics(arrays, metrics)
+        return arrays
+
+    def _logprobs_json(self, entries: Sequence[TokenLogprobs]) -> str:
+        """vllm_backend's form: for each position {token id: {logprob, rank, decoded_token}}; "null" for none."""
+        if not entries:
+            return "null"
+        return json.dumps([self._position(entry) for entry in entries], ensure_ascii=False)
+
+    def _position(self, entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
+        position = {
+            str(token_id): self._logprob(token_id, logprob, rank)
+            for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top, strict=True), start=1)
+        }
+        position.setdefault(str(entry.token_id), self._logprob(entry.token_id, entry.logprob, entry.rank))
+        return position
+
+    def _logprob(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+        # JSON has no infinities; a token that cannot be sampled has the logarithm of the smallest float instead.
+        logprob = max(logprob, -1e4)
+        return {"logprob": logprob, "rank": rank, "decoded_token": self._vocabulary.token_text(token_id)}
+
+
+def _add_log_probs(arrays: Arrays, stream: Stream, deltas: Sequence[Delta]) -> None:
+    """tensorrtllm_backend's form: all log-probabilities so far, sequences padded to one length."""
+    rows = []
+    for delta in deltas:
+        so_far = stream.sequences[delta.index].log_probs
+        so_far += [entry.logprob for entry in delta.logprobs]
+        rows.append(so_far)
+    longest = max(map(len, rows))
+    padded = [row + [0.0] * (longest - len(row)) for row in rows]
+    arrays["cum_log_probs"] = floats([delta.cumulative_logprob for delta in deltas])
+    arrays["output_log_probs"] = np.asarray([padded], dtype=np.float32).reshape(1, len(rows), longest)
+
+
+def _add_metrics(arrays: Arrays, metrics: PerfMetrics) -> None:
+    reused = min(metrics.reused_pages, metrics.total_pages)
+    arrays["kv_cache_reused_blocks"] = ints([reused])
+    arrays["kv_cache_alloc_new_blocks"] = ints([metrics.total_pages - reused])
+    arrays["kv_cache_alloc_total_blocks"] = ints([metrics.total_pages])
+    for name, value in (
+        ("arrival_time_ns", metrics.arrival_ns),
+        ("first_token_time_ns", metrics.first_token_ns),
+        ("last_token_time_ns", metrics.last_token_ns),
+    ):
+        arrays[name] = np.asarray([[value]], dtype=np.int64)
+    # Fields of speculative decoding, which this server has not: nothing was drafted.
+    arrays["total_draft_tokens"] = arrays["total_accepted_draft_tokens"] = ints([0])
+    arrays["acceptance_rate"] = floats([0.0])

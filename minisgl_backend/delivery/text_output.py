@@ -1,0 +1,89 @@
+"""Chunks of the engine -> text.
+
+All that needs no text is in `delivery.output_fields`, which the engine's front sends by itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.delivery.arrays import texts
+from minisgl_backend.errors import MinisglError
+from minisgl_backend.ipc.wire import Chunk, Part, TextOptions
+from minisgl_backend.text.detokenizer import Detokenizer, new_detokenizer
+from minisgl_backend.text.vocabulary import Vocabulary
+
+
+class StreamError(MinisglError):
+    """The stream ends with this error. `status` is the name of a Triton error code."""
+
+    def __init__(self, status: str, message: str) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(slots=True)
+class _StreamText:
+    prompt: str  # goes before the text
+    detokenizer: Detokenizer
+    last_number: int = 0
+
+
+class TextOutputEncoder:
+    """The text of every stream so far, by uid. Used by one thread."""
+
+    def __init__(self, vocabulary: Vocabulary) -> None:
+        self._vocabulary = vocabulary
+        self._streams: dict[int, _StreamText] = {}
+
+    def __len__(self) -> int:
+        """Streams with state."""
+        return len(self._streams)
+
+    def encode(self, chunk: Chunk) -> npt.NDArray[np.object_]:
+        """The text of each part, object [1, n] of UTF-8 bytes. Raises StreamError where there is none."""
+        for uid in chunk.forget:
+            self._streams.pop(uid, None)
+        if chunk.failure is not None:
+            raise StreamError(*chunk.failure)
+        if not chunk.parts:  # a probe: nobody reads the answer
+            return texts([""])
+        if len(chunk.parts) > 1:
+            assert chunk.options is not None, "an answer of several sequences comes in one chunk"
+            return texts([self._text(self._new(chunk.options), part) for part in chunk.parts])
+        if chunk.options is not None:
+            self._streams[chunk.uid] = self._new(chunk.options)
+        text = self._text(self._known(chunk), chunk.parts[0])
+        if chunk.parts[0].is_last:
+            del self._streams[chunk.uid]
+        return texts([text])
+
+    def _new(self, options: TextOptions) -> _StreamText:
+        return _StreamText(options.prompt or "", new_detokenizer(self._vocabulary, options.skip_special_tokens))
+
+    def _known(self, chunk: Chunk) -> _StreamText:
+        stream = self._streams.get(chunk.uid)
+        if stream is None or chunk.number != stream.last_number + 1:
+            expected = 1 if stream is None else stream.last_number + 1
+            self._streams.pop(chunk.uid, None)
+            message = f"chunk {chunk.number} came where chunk {expected} was due (stream {chunk.uid}): the detokenizer"
+            raise StreamError("INTERNAL", f"{message} was restarted, or runs in more than one instance")
+        stream.last_number = chunk.number
+        return stream
+
+    def _text(self, stream: _StreamText, part: Part) -> str:
+        if part.text is not None:
+            text = part.text
+        else:
+            ids = np.frombuffer(part.token_ids, dtype="<i4").tolist()
+            if part.ends_with_stop_token:
+                ids.pop()
+            text = stream.detokenizer.feed(ids)
+            if part.is_last:
+                text += stream.detokenizer.finish()
+        if stream.prompt:
+            text, stream.prompt = stream.prompt + text, ""
+        return text

@@ -1,0 +1,195 @@
+"""The engine core behind sockets: takes commands of all fronts between steps, sends each front its records."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import logging
+import time
+from collections.abc import Callable
+
+from minisgl_backend.engine.cancellations import Cancellations
+from minisgl_backend.engine.core import EngineCore
+from minisgl_backend.engine.idle_cpus import IdleCpus
+from minisgl_backend.engine.status import StatusLine
+from minisgl_backend.ipc.channel import ALL, CoreChannel, Entries, split_by_front
+from minisgl_backend.ipc.messages import (
+    Abort,
+    Command,
+    GetStats,
+    Hello,
+    HistogramCounts,
+    Outputs,
+    SequenceDetail,
+    Stats,
+    Submit,
+    TokenLogprobs,
+    Welcome,
+    front_of,
+)
+from minisgl_backend.request import FinishReason
+from minisgl_backend.scheduler.outputs import SequenceDetail as SchedulerDetail
+from minisgl_backend.scheduler.outputs import SequenceOutputs
+from minisgl_backend.step import Logprobs
+
+log = logging.getLogger(__name__)
+
+IDLE_WAIT_MS = 500  # how long an idle core sleeps without a command
+STALLED_WAIT_MS = 2  # the same while something waits for what no command will bring
+COLLECT_EVERY_S = 60.0
+ALIVE_EVERY_S = 0.9
+
+
+class CoreServer:
+    """Runs an EngineCore for its fronts until `stop`, or until the core gives up."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        channel: CoreChannel,
+        welcome: Welcome,
+        *,
+        idle_cpus: IdleCpus | None = None,
+        on_alive: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`on_alive` is called about once a second, idle or busy, as long as steps come to an end."""
+        self._core = core
+        self._channel = channel
+        self._welcome = welcome
+        self._idle_cpus = idle_cpus or IdleCpus("sleep")
+        self._on_alive = on_alive
+        self._clock = clock
+        self._started = clock()
+        self._last_alive = self._started
+        self._live: dict[int, set[int]] = {}  # uids that each front waits for
+        self._cancellations = Cancellations()
+        self._status = StatusLine(self._started)
+        self._collected = self._started
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Ends `run` after the step that is being computed; may be called from a signal handler."""
+        self._stopped = True
+
+    def run(self) -> None:
+        """Serves. Raises EngineDeadError when the core can compute no more."""
+        gc.collect()
+        gc.freeze()
+        gc.disable()  # collections happen in `_housekeep`, not in a step
+        busy = False
+        while not self._stopped:
+            for command in self._channel.receive(0 if busy else self._idle_wait_ms()):
+                self._obey(command)
+            for front in self._channel.take_lost():
+                self._forget_front(front)
+            busy = self._core.step()
+            ended = self._send_events()
+            self._cancellations.end_turn(ended, self._clock(), stepped=busy)
+            self._housekeep(busy)
+
+    def _idle_wait_ms(self) -> int:
+        if self._core.waits_for_compiler or self._core.stats().num_waiting:
+            return STALLED_WAIT_MS
+        return IDLE_WAIT_MS
+
+    def _obey(self, command: Command) -> None:
+        if isinstance(command, Submit):
+            request = command.request
+            if not self._channel.is_attached(front_of(request.uid)):
+                return  # it went away after it had sent this
+            self._live.setdefault(front_of(request.uid), set()).update(
+                range(request.uid, request.uid + request.params.n)
+            )
+            self._core.submit(request)
+        elif isinstance(command, Abort):
+            if command.found_at:
+                self._cancellations.begin(command.uids, command.found_at)
+            self._core.abort(command.uids, FinishReason(command.reason))
+        elif isinstance(command, GetStats):
+            self._channel.send(command.front, self._stats())
+        elif isinstance(command, Hello):
+            self._forget_front(command.front)
+            log.info("front %d attached (process %d)", command.front, command.pid)
+            self._channel.send(command.front, self._welcome)
+
+    def _forget_front(self, front: int) -> None:
+        abandoned = self._live.pop(front, None)
+        if abandoned:
+            log.warning("front %d is gone; its %d sequences are cancelled", front, len(abandoned))
+            self._core.abort(abandoned, FinishReason.CANCELLED)
+
+    def _send_events(self) -> list[int]:
+        """Returns the uids of the sequences that have ended."""
+        if self._channel.has_backlog:
+            self._channel.flush()
+        for rejected in self._core.take_rejected():
+            uids = range(rejected.uid, rejected.uid + rejected.count)
+            self._live.get(front_of(rejected.uid), set()).difference_update(uids)
+            self._channel.send(front_of(rejected.uid), rejected)
+        outputs = self._core.take_outputs()
+        if outputs is None:
+            return []
+        ended: list[int] = outputs.uids[outputs.reasons != 0].tolist()
+        for uid in ended:
+            self._live.get(front_of(uid), set()).discard(uid)
+        for front, entries in split_by_front(outputs.uids):
+            self._channel.send(front, to_message(outputs, entries))
+        return ended
+
+    def _housekeep(self, busy: bool) -> None:
+        now = self._clock()
+        self._idle_cpus.note(busy, now)
+        if now - self._last_alive >= ALIVE_EVERY_S:
+            self._last_alive = now
+            self._on_alive()
+        if self._status.is_due(now):
+            self._status.update(self._core.stats(), now)
+        if now - self._collected >= (COLLECT_EVERY_S if busy else 1.0):
+            gc.collect(1)
+            self._collected = self._clock()
+
+    def _stats(self) -> Stats:
+        values = {name: float(value) for name, value in dataclasses.asdict(self._core.stats()).items()}
+        values["uptime_s"] = self._clock() - self._started
+        values["total_cancelled_late"] = float(self._cancellations.num_late)
+        seconds = self._cancellations.seconds
+        counts = HistogramCounts(counts=tuple(seconds.counts), sum=seconds.sum)
+        return Stats(values=values, histograms={"cancellation_seconds": counts})
+
+
+def to_message(outputs: SequenceOutputs, entries: Entries = ALL) -> Outputs:
+    """The records at `entries` as a message."""
+    details = {}
+    if outputs.details:
+        if isinstance(entries, slice):
+            places = {index: index for index in outputs.details}
+        else:
+            places = {index: place for place, index in enumerate(entries.tolist())}
+        details = {
+            places[index]: _detail(detail, int(outputs.token_ids[index]))
+            for index, detail in outputs.details.items()
+            if index in places
+        }
+    return Outputs(
+        uids=outputs.uids[entries].tobytes(),
+        token_ids=outputs.token_ids[entries].tobytes(),
+        reasons=outputs.reasons[entries].tobytes(),
+        details=details,
+    )
+
+
+def _detail(detail: SchedulerDetail, token_id: int) -> SequenceDetail:
+    return SequenceDetail(
+        cached_tokens=detail.cached_tokens,
+        first_token_ns=0 if detail.cached_tokens is None else time.time_ns(),
+        logprobs=None if detail.logprobs is None else _logprobs(token_id, detail.logprobs),
+        prompt_logprobs=tuple(_logprobs(token, logprobs) for token, logprobs in detail.prompt_logprobs),
+        error=detail.error,
+    )
+
+
+def _logprobs(token_id: int, logprobs: Logprobs) -> TokenLogprobs:
+    return TokenLogprobs(
+        token_id=token_id, logprob=logprobs.token, rank=logprobs.rank, top_ids=logprobs.top_ids, top=logprobs.top
+    )

@@ -1,0 +1,1 @@
+"""Starting, watching and stopping processes: the engine core, tritonserver and its stubs."""

@@ -1,0 +1,189 @@
+"""Starts the engine core's process, watches it and starts it again; one front of a directory does so at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import logging
+import os
+import select
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
+from minisgl_backend.host.liveness import POLL_S, Liveness
+from minisgl_backend.host.spawn import start_child
+from minisgl_backend.ipc.messages import StartReport
+
+log = logging.getLogger(__name__)
+
+FIRST_BACKOFF_S = 0.1
+MAX_BACKOFF_S = 10.0
+STABLE_AFTER_S = 10.0  # a core that served this long starts the back-off anew; its start, however long, does not count
+LOCK_POLL_S = 0.1
+STOP_GRACE_S = 3.0
+
+
+class Supervisor:
+    """A thread that holds, or waits for, the right to run the core of a socket directory."""
+
+    def __init__(
+        self, config: EngineConfig, socket_dir: Path, on_first_failure: Callable[[MinisglError], None]
+    ) -> None:
+        """`on_first_failure` hears, on the supervisor's thread, why this supervisor's first core did not become
+        ready; the supervisor has ended then. Later failures are only logged, and tried again."""
+        self._config = config
+        self._socket_dir = socket_dir
+        self._on_first_failure = on_first_failure
+        self._stop_read, self._stop_write = os.pipe()
+        # The core is told to die with the thread that started it: this thread lives as long as the supervisor.
+        self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
+        self._process: CoreProcess | None = None
+
+    def start(self) -> None:
+        self._thread.start()
+
+    @property
+    def core_pid(self) -> int | None:
+        """Process id of the core that this supervisor runs now."""
+        process = self._process
+        return process.pid if process is not None else None
+
+    def close(self) -> None:
+        """Ends the core, if it is ours, and the thread."""
+        if self._stop_write >= 0:
+            os.close(self._stop_write)
+            self._stop_write = -1
+            if self._thread.is_alive():
+                self._thread.join()
+            os.close(self._stop_read)
+
+    def _stopped(self, wait_s: float = 0.0) -> bool:
+        return bool(select.select([self._stop_read], [], [], wait_s)[0])
+
+    def _run(self) -> None:
+        lock = os.open(self._socket_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            while not self._try_lock(lock):
+                if self._stopped(LOCK_POLL_S):
+                    return
+            self._keep_running()
+        finally:
+            os.close(lock)
+
+    @staticmethod
+    def _try_lock(lock: int) -> bool:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _keep_running(self) -> None:
+        backoff, served_before = FIRST_BACKOFF_S, False
+        while not self._stopped():
+            ready_at: float | None = None
+            try:
+                self._process = process = CoreProcess(self._config, self._socket_dir)
+            except EngineDeadError as error:
+                self._on_first_failure(error)
+                return
+            try:
+                process.wait_ready(self._stop_read)
+                ready_at, served_before = time.monotonic(), True
+                process.wait_dead(self._stop_read)
+            except MinisglError as error:
+                if not served_before:
+                    process.stop()
+                    self._process = None
+                    self._on_first_failure(error)
+                    return
+                log.error("the engine core did not start again: %s", error)
+            finally:
+                served_s = 0.0 if ready_at is None else time.monotonic() - ready_at
+                status = process.stop()
+                self._process = None
+            if self._stopped():
+                return
+            backoff = FIRST_BACKOFF_S if served_s > STABLE_AFTER_S else backoff
+            log.error("the engine core ended (%s); it starts again in %.1f s", status, backoff)
+            if self._stopped(backoff):
+                return
+            backoff = min(2 * backoff, MAX_BACKOFF_S)
+
+
+class CoreProcess:
+    """One run of the core's process."""
+
+    def __init__(self, config: EngineConfig, socket_dir: Path) -> None:
+        self._status_read, status_write = os.pipe()
+        options = dataclasses.asdict(config)
+        arguments = ["--socket-dir", str(socket_dir), "--config", msgspec.json.encode(options).decode()]
+        arguments += ["--status-fd", str(status_write)]
+        try:
+            self._popen = start_child("minisgl_backend.engine.process", arguments, fds=(status_write,), tied=True)
+        except OSError as error:
+            os.close(self._status_read)
+            raise EngineDeadError(f"the engine core's process cannot be started: {error}") from error
+        finally:
+            os.close(status_write)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def wait_ready(self, stop_fd: int) -> None:
+        """Returns when the core is ready, or `stop_fd` becomes readable.
+
+        Raises ConfigError with the core's own words, or EngineDeadError where it failed in another way.
+        """
+        text = b""
+        while b"\n" not in text:
+            readable = select.select([self._status_read, stop_fd], [], [])[0]
+            if stop_fd in readable:
+                return
+            piece = os.read(self._status_read, 65536)
+            if not piece:
+                raise EngineDeadError(f"the engine core ended while it started ({self.stop()}); its log says why")
+            text += piece
+        report = msgspec.json.decode(text.partition(b"\n")[0], type=StartReport)
+        if report.kind == "ConfigError":
+            raise ConfigError(report.message)
+        if report.kind == "failed":
+            raise EngineDeadError(f"the engine core cannot start: {report.message}")
+
+    def wait_dead(self, stop_fd: int) -> None:
+        """Returns when the process has ended, or `stop_fd` becomes readable; ends a process that hangs."""
+        liveness = Liveness(self.pid)
+        while stop_fd not in (readable := select.select([self._status_read, stop_fd], [], [], POLL_S)[0]):
+            if self._status_read in readable:
+                if not os.read(self._status_read, 65536):
+                    return
+                liveness.heard()
+            elif liveness.hangs(time.monotonic()):
+                log.error("the engine core hangs; it is killed")
+                self._popen.kill()  # it would not obey SIGTERM
+                return
+
+    def stop(self) -> str:
+        """Ends the process and says how it ended. Safe to call twice."""
+        if self._popen.stdin is not None and not self._popen.stdin.closed:
+            if self._popen.poll() is None:
+                self._popen.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._popen.wait(STOP_GRACE_S)
+            if self._popen.poll() is None:
+                self._popen.kill()
+                self._popen.wait()
+            with contextlib.suppress(OSError):
+                self._popen.stdin.close()
+            os.close(self._status_read)
+        status = self._popen.returncode
+        return f"signal {-status}" if status < 0 else f"exit status {status}"

@@ -1,0 +1,104 @@
+"""Makes a private copy of the model repository with other engine options than those in the tracked files."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from minisgl_backend.config import OPTIONS, EngineConfig
+from minisgl_backend.errors import ConfigError
+
+ENGINE_MODEL = "engine"
+DEMO_MODEL = "demo"
+
+# One `{ key: "..." value: { string_value: "..." } }`, in the spellings that protobuf's text format allows.
+_PARAMETER = re.compile(
+    r'\{\s*key\s*:?\s*"(?P<key>[^"\n]*)"\s*[,;]?\s*value\s*:?\s*\{\s*string_value\s*:?\s*'
+    r'(?P<value>"(?:[^"\\\n]|\\.)*")\s*\}\s*[,;]?\s*\}'
+)
+
+
+def parse_options(given: Mapping[str, str]) -> dict[str, str]:
+    """Checks option texts by name and returns them as parameter strings; a model folder becomes an absolute path.
+
+    Raises ConfigError, naming the option, the value and what is allowed.
+    """
+    values = {name: OPTIONS[name].parse(text) for name, text in given.items()}
+    if "model" in values:
+        values["model"] = _resolve_model(values["model"])
+    EngineConfig(**values)
+    return {name: _parameter_text(value) for name, value in values.items()}
+
+
+def render_repository(source: Path, target: Path, parameters: Mapping[str, str]) -> None:
+    """Copy the repository `source` to the existing folder `target`, with `parameters` set in the engine's config.
+
+    Model files and config.pbtxt are copied; other folders (the demo model's weights) are linked. Raises ConfigError if
+    `source` is not a model repository with an engine.
+    """
+    if not (source / ENGINE_MODEL / "config.pbtxt").is_file():
+        raise ConfigError(f"repository is {str(source)!r}; allowed: a folder that holds {ENGINE_MODEL}/config.pbtxt")
+    for model in sorted(path for path in source.iterdir() if (path / "config.pbtxt").is_file()):
+        _copy_model(model, target / model.name)
+    config = target / ENGINE_MODEL / "config.pbtxt"
+    config.write_text(set_parameters(config.read_text(encoding="utf-8"), parameters), encoding="utf-8")
+
+
+def set_parameters(config: str, parameters: Mapping[str, str]) -> str:
+    """The text of a config.pbtxt with these string parameters replaced, or appended where they are missing."""
+    missing = dict(parameters)
+
+    def replace(match: re.Match[str]) -> str:
+        key = match["key"]
+        line_start = config.rfind("\n", 0, match.start()) + 1
+        commented = "#" in config[line_start : match.start()]
+        if commented or key not in parameters:
+            return match[0]
+        missing.pop(key, None)
+        start, end = (position - match.start() for position in match.span("value"))
+        return match[0][:start] + _quote(parameters[key]) + match[0][end:]
+
+    text = _PARAMETER.sub(replace, config)
+    lines = [
+        f"parameters {{ key: {_quote(key)} value: {{ string_value: {_quote(value)} }} }}\n"
+        for key, value in missing.items()
+    ]
+    return text if not lines else text.rstrip("\n") + "\n" + "".join(lines)
+
+
+def _resolve_model(model: str) -> str:
+    if model == DEMO_MODEL:
+        return model
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        return str(folder.resolve())
+    is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not model.startswith(".")
+    if folder.exists() or not is_hub_id:
+        raise ConfigError(f"model is {model!r}, which is no folder; allowed: {OPTIONS['model'].allowed}")
+    return model
+
+
+def _copy_model(source: Path, target: Path) -> None:
+    target.mkdir()
+    for entry in sorted(source.iterdir()):
+        if entry.name == "__pycache__":
+            continue
+        if entry.is_file():
+            shutil.copyfile(entry, target / entry.name)
+        elif entry.name.isdecimal():
+            shutil.copytree(entry, target / entry.name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            (target / entry.name).symlink_to(entry.resolve(), target_is_directory=True)
+
+
+def _parameter_text(value: object) -> str:
+    if value is None:
+        return ""
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _quote(text: str) -> str:
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{escaped}"'

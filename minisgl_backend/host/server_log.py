@@ -1,0 +1,102 @@
+"""SendQueue tritonserver's log into lines worth reading.
+
+What the models print passes unchanged, progress bars included.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_PREFIX = re.compile(rb"[IWEF]\d{4} ")
+_LINE = re.compile(r"(?P<level>[IWEF])\d{4} [\d:.]+ +\d+ (?P<file>[\w.]+):\d+\] ?(?P<message>.*)", re.DOTALL)
+_LIVE_MODELS = re.compile(r"Timeout \d+: Found (\d+) live models and 0 in-flight")
+
+# Said on every machine without a GPU, at every start or at every end: no reader can act on it.
+_NOISE = (
+    "CUDA driver version is insufficient",
+    "CudaDriverHelper",
+    "DCGM unable to start",
+    "fails to convert to integral number",  # the demo model's folder beside the version folders
+    "failed to allocate pinned system memory",
+    "Failed to initialize NVML",
+    "HandleCancellation called even when the context was not cancelled",  # at the end of any stream that failed
+    "Non-graceful termination detected",
+    "Signal (15) received",
+    "Unable to allocate pinned system memory",
+    "unable to create stream",
+)
+# What a model says when it cannot load, once in each message that passes it on, with the line that raised it.
+_REFUSAL = re.compile(r"TritonModelException: (?P<message>.+?)(?=\n\s*\nAt:\n|;?\Z)", re.DOTALL)
+_PROGRESS = ("loading: ", "successfully loaded ", "Waiting for in-flight requests")
+
+
+@dataclass
+class LogFilter:
+    """Cuts a byte stream into what to show. `live_models` is what the server last said while shutting down."""
+
+    verbose: bool = False
+    live_models: int | None = None  # models not yet unloaded, once no request is in flight
+    refusal: str | None = None  # why a model could not be loaded, in its own words
+    _rest: bytes = b""
+    _inside: bool = False  # a line of which the first part has been shown
+
+    def feed(self, data: bytes) -> bytes:
+        """The part of the log so far that is to be shown now."""
+        lines = (self._rest + data).split(b"\n")
+        self._rest = lines.pop()
+        shown = []
+        for line in lines:
+            shown.append(line + b"\n" if self._inside else self._line(line))
+            self._inside = False
+        # A progress bar has no end of line yet. Only a line of the server's own is worth waiting for.
+        if self._rest and (self._inside or not _could_be_server_line(self._rest)):
+            shown.append(self._rest)
+            self._rest, self._inside = b"", True
+        return b"".join(shown)
+
+    def close(self) -> bytes:
+        """What is left when the stream has ended."""
+        rest, self._rest = self._rest, b""
+        return self._line(rest) if rest else b""
+
+    def _line(self, line: bytes) -> bytes:
+        text = line.decode("utf-8", errors="replace").rstrip("\r")
+        if live := _LIVE_MODELS.search(text):
+            self.live_models = int(live[1])
+        match = _LINE.match(text)
+        refusal = _REFUSAL.search(_unquote(match["message"])) if match and match["level"] == "E" else None
+        known, self.refusal = self.refusal, refusal["message"] if refusal else self.refusal
+        if self.verbose:
+            return line + b"\n"
+        if refusal:
+            return b"" if self.refusal == known else f"error: {self.refusal}\n".encode()
+        readable = readable_line(text)
+        return b"" if readable is None else readable.encode() + b"\n"
+
+
+def readable_line(text: str) -> str | None:
+    """One line of the log in short, or None where it says nothing to a reader."""
+    if any(noise in text for noise in _NOISE):
+        return None
+    match = _LINE.match(text)
+    if match is None:
+        # The server's tables (models, backends, its options) and the empty lines around them.
+        return None if text.startswith(("+-", "| ")) or not text.strip() else text
+    message = _unquote(match["message"])
+    if match["level"] in "WEF":
+        return {"W": "warning: ", "E": "error: ", "F": "fatal: "}[match["level"]] + message
+    return f"triton: {message}" if message.startswith(_PROGRESS) else None
+
+
+def _could_be_server_line(rest: bytes) -> bool:
+    if len(rest) < 6:
+        return re.fullmatch(rb"[IWEF]\d{0,4}|\+-*|\| ?[A-Za-z]*", rest) is not None
+    return _PREFIX.match(rest) is not None or rest.startswith((b"+-", b"| "))
+
+
+def _unquote(message: str) -> str:
+    message = message.strip()
+    if len(message) >= 2 and message[0] == message[-1] == '"':
+        message = message[1:-1].replace("\\n", "\n").replace('\\"', '"')
+    return message

@@ -1,0 +1,293 @@
+"""One running tritonserver: started, asked, told to reload a model, stopped.
+
+A server that has ended is never started again: make a new ServerProcess.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import termios
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl_backend.host.drain import ANSWER_SECONDS, LAST_CHUNK_SECONDS
+from minisgl_backend.host.processes import ServerProcesses
+from minisgl_backend.host.server_log import LogFilter
+from minisgl_backend.host.status_files import (
+    ask_to_drain,
+    fronts_not_drained,
+    fronts_without_core,
+    has_fronts,
+    note_lost,
+)
+from minisgl_backend.host.triton_server import DIE_WITH_PARENT
+from minisgl_backend.ipc.channel import socket_directory
+
+_CONTROL_HEADER = "minisgl-control"
+_UNLOAD_SECONDS = 5.0  # from SIGTERM, where all requests were finished before
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server is started with. Ports are TCP ports; `exit_timeout` is in seconds."""
+
+    repository: Path
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    exit_timeout: int
+    verbose: bool
+    arguments: tuple[str, ...] = ()  # further ones of tritonserver's own
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the HTTP endpoint as seen from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]:{self.http_port}" if ":" in host else f"{host}:{self.http_port}"
+
+
+class ServerProcess:
+    """Starts the server at construction. All methods are for one thread; those without effects for any."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        # Loading and unloading models over the network needs this secret, which only this process knows.
+        self._control_key = secrets.token_hex(16)
+        self._log = LogFilter(verbose=settings.verbose)
+        self._decoupled: dict[str, bool] = {}
+        self._unloadable_models = 0  # left behind by reloads: an instance whose stub died never unloads
+        read_end, write_end = _open_log()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "minisgl_backend.host.triton_server", DIE_WITH_PARENT, *self._arguments()],
+            stdin=subprocess.DEVNULL,
+            stdout=write_end,
+            stderr=write_end,
+            env=_environment(),
+            # A terminal's Ctrl-C goes to whole process groups; the server drains only if its stubs do not get it too.
+            start_new_session=True,
+        )
+        os.close(write_end)
+        self._processes = ServerProcesses(self._process.pid)
+        self._pump = threading.Thread(target=self._pump_log, args=(read_end,), name="server-log", daemon=True)
+        self._pump.start()
+
+    @property
+    def pid(self) -> int:
+        """Of the server itself."""
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; negative: ended by that signal."""
+        return self._process.poll()
+
+    @property
+    def refusal(self) -> str | None:
+        """Why a model could not be loaded, in its own words; None if none said so."""
+        return self._log.refusal
+
+    def ready(self) -> bool:
+        """True if the server says that all its models are."""
+        return self._request("v2/health/ready", timeout=1.0) is not None
+
+    def dead_models(self, *, confirmed: bool = False) -> set[str]:
+        """Models with a dead stub; `confirmed`: dead at the scan before as well, which also looks for new stubs."""
+        return self._processes.scan() if confirmed else self._processes.dead_now()
+
+    def engine_down(self) -> bool:
+        """True while the engine core is dead or not yet back. False as well for a repository without an engine."""
+        return fronts_without_core(self._socket_directory()) > 0
+
+    def has_model(self, model: str) -> bool:
+        """True if the server has loaded this model."""
+        return self._request(f"v2/models/{model}/ready", timeout=1.0) is not None
+
+    def learn_models(self) -> None:
+        """To be called once it is ready: later, beside a death, a slow answer could be taken for none."""
+        for entry in json.loads(self._request("v2/repository/index", timeout=5.0, post={}) or "[]"):
+            self.is_decoupled(entry["name"])
+
+    def is_decoupled(self, model: str) -> bool:
+        """True for a model whose streams hang, rather than fail, when its stub has died, and for one not known."""
+        if model not in self._decoupled:
+            reply = self._request(f"v2/models/{model}/config", timeout=5.0)
+            if reply is None:
+                return True
+            policy = json.loads(reply).get("model_transaction_policy", {})
+            self._decoupled[model] = bool(policy.get("decoupled"))
+        return self._decoupled[model]
+
+    def reload(self, model: str, timeout: float) -> bool:
+        """Replace all instances of a model, and so the ensembles that use it. False if that failed.
+
+        Whoever waits for the old ones gets an error, from the engine's fronts or from the server.
+        """
+        directory = self._socket_directory()
+        self._processes.kill_stubs(model)
+        self._unloadable_models += 1
+        note_lost(directory, model)
+        # Loading alone does nothing while the model's files are unchanged.
+        unloaded = self._change(model, "unload", timeout)
+        note_lost(directory, model)  # once more: requests came until now
+        return unloaded and self._change(model, "load", timeout)
+
+    def _change(self, model: str, verb: str, timeout: float) -> bool:
+        return self._request(f"v2/repository/models/{model}/{verb}", timeout=timeout, post={}) is not None
+
+    def stop(self, abandon: threading.Event) -> None:
+        """Refuse new requests, finish those in flight within the exit timeout, end everything. `abandon`: at once."""
+        deadline = time.monotonic() + self._settings.exit_timeout + 5
+        self._processes.scan()
+        if self._drain(abandon):
+            # What tritonserver 2.51 may still wait for are requests that ended in an error and that it lost count of.
+            deadline = time.monotonic() + _UNLOAD_SECONDS
+        self._signal(signal.SIGTERM)
+        while self.exit_code is None and time.monotonic() < deadline and not abandon.wait(0.1):
+            live = self._log.live_models
+            if self._unloadable_models and live is not None and live <= self._unloadable_models:
+                break
+        self.clean_up()
+
+    def _drain(self, abandon: threading.Event) -> bool:
+        """Until the engine's fronts have nothing to do: streams stand still once an ensemble's server gets SIGTERM.
+
+        False where there is no front, or one does not answer.
+        """
+        directory, start = self._socket_directory(), time.monotonic()
+        given = 0.8 * self._settings.exit_timeout
+        ask_to_drain(directory, start + given)
+        while self.exit_code is None and fronts_not_drained(directory) and not abandon.wait(0.05):
+            if self._processes.dead_now() or time.monotonic() > start + given + ANSWER_SECONDS:
+                return False
+        abandon.wait(LAST_CHUNK_SECONDS)
+        return has_fronts(directory)
+
+    def clean_up(self) -> None:
+        """End what is left of the server and all that it started, and remove their shared memory."""
+        self._processes.scan()
+        if self.exit_code is None:
+            self._signal(signal.SIGKILL)
+            self._process.wait()
+        self._processes.kill_all()
+        shutil.rmtree(self._socket_directory(), ignore_errors=True)
+        self._pump.join(timeout=2.0)
+
+    def _socket_directory(self) -> Path:
+        return socket_directory(self._settings.repository, self._process.pid)
+
+    def _signal(self, number: int) -> None:
+        if self._process.poll() is None:
+            self._process.send_signal(number)
+
+    def _arguments(self) -> list[str]:
+        settings = self._settings
+        restricted = f"model-repository:{_CONTROL_HEADER}={self._control_key}"
+        return [
+            f"--model-repository={settings.repository}",
+            "--model-control-mode=explicit",
+            "--load-model=*",
+            # The configs are complete; completing them would run every model's imports twice.
+            "--disable-auto-complete-config",
+            f"--http-restricted-api={restricted}",
+            f"--grpc-restricted-protocol={restricted}",
+            f"--http-address={settings.host}",
+            f"--grpc-address={settings.host}",
+            f"--metrics-address={settings.host}",
+            f"--http-port={settings.http_port}",
+            f"--grpc-port={settings.grpc_port}",
+            f"--metrics-port={settings.metrics_port}",
+            f"--exit-timeout-secs={settings.exit_timeout}",
+            *settings.arguments,
+        ]
+
+    def _request(self, path: str, *, timeout: float, post: dict[str, Any] | None = None) -> bytes | None:
+        """The reply's body, or None if there is none or the server says no."""
+        request = urllib.request.Request(
+            f"http://{self._settings.address}/{path}",
+            data=None if post is None else json.dumps(post).encode(),
+            headers={_CONTROL_HEADER: self._control_key},
+        )
+        # Never through a proxy from the environment: the server is on this machine.
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(request, timeout=timeout) as reply:
+                return bytes(reply.read())
+        except urllib.error.HTTPError as error:
+            error.close()
+            return None
+        except OSError:
+            return None
+
+    def _pump_log(self, read_end: int) -> None:
+        with os.fdopen(read_end, "rb", buffering=0) as log:
+            while True:
+                try:
+                    data = log.read(65536)
+                except OSError:  # a terminal's way to say that nobody holds the other end
+                    data = b""
+                if not data:
+                    break
+                _show(self._log.feed(data))
+        _show(self._log.close())
+
+
+def free_port_error(host: str, ports: Sequence[tuple[str, int]]) -> str | None:
+    """What is wrong with these (option, port) pairs on `host`, or None."""
+    seen: dict[int, str] = {}
+    for option, port in ports:
+        if port in seen:
+            return f"{option} is {port}, and so is {seen[port]}; each needs a port of its own"
+        seen[port] = option
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                reason = error.strerror or str(error)
+                return f"{option} is {port}, which cannot be had on {host} ({reason.lower()}); choose another port"
+    return None
+
+
+def _open_log() -> tuple[int, int]:
+    """(read end, write end). A terminal where ours is one, so that models draw their progress bars."""
+    if not sys.stderr.isatty():
+        return os.pipe()
+    read_end, write_end = pty.openpty()
+    attributes = termios.tcgetattr(write_end)
+    attributes[1] &= ~termios.OPOST  # leave line ends alone
+    termios.tcsetattr(write_end, termios.TCSANOW, attributes)
+    fcntl.ioctl(write_end, termios.TIOCSWINSZ, fcntl.ioctl(sys.stderr.fileno(), termios.TIOCGWINSZ, bytes(8)))
+    return read_end, write_end
+
+
+def _environment() -> dict[str, str]:
+    environment = dict(os.environ)
+    environment["PYTHONUNBUFFERED"] = "1"
+    # Requests already run in parallel, and a fork after threads have started makes the library warn.
+    environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # Without it a container with few of many cores starts a thread for each of the many.
+    environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
+    return environment
+
+
+def _show(data: bytes) -> None:
+    if data:
+        sys.stderr.buffer.write(data)
+        sys.stderr.buffer.flush()

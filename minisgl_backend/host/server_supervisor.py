@@ -1,0 +1,296 @@
+"""`scripts/serve.sh`: runs tritonserver in the foreground, watches it and its stubs, and brings back what dies.
+
+A dead stub of an ordinary model: the model is reloaded, the engine and its streams of other requests go on. A dead stub
+of a decoupled model: its streams would hang for ever, so the server is restarted, which ends them with an error. A dead
+server is restarted with a growing delay.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from minisgl_backend.config import OPTIONS
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.health import HealthServer
+from minisgl_backend.host.repository import parse_options, render_repository
+from minisgl_backend.host.server_process import ServerProcess, ServerSettings, free_port_error
+from minisgl_backend.host.triton_server import find_triton_server
+
+_LOOK_SECONDS = 0.05  # between looks at the processes that are known
+_SCAN_SECONDS = 0.5  # between looks for new ones
+_RELOAD_TIMEOUT_SECONDS = 120.0
+_BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
+_STABLE_SECONDS = 60.0  # a server that was ready this long starts again without a delay
+_EXAMPLE = '{"text_input":"What is 17 + 25?","max_tokens":32}'
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line, checked."""
+
+    server: ServerSettings
+    health_port: int
+    engine_parameters: dict[str, str]  # options of the engine that were given; empty: the repository as it is
+
+
+def parse_arguments(arguments: Sequence[str]) -> Arguments:
+    """Raises ConfigError for a wrong engine option; leaves with a message (SystemExit) for any other mistake."""
+    split = list(arguments).index("--") if "--" in arguments else len(arguments)
+    values = vars(_parser().parse_args(arguments[:split]))
+    given = {name: values[name] for name in OPTIONS if values[name] is not None}
+    settings = ServerSettings(
+        repository=Path(values["repository"]).resolve(),
+        host=values["host"],
+        http_port=values["http_port"],
+        grpc_port=values["grpc_port"],
+        metrics_port=values["metrics_port"],
+        exit_timeout=values["exit_timeout"],
+        verbose=values["verbose"],
+        arguments=tuple(arguments[split + 1 :]),
+    )
+    return Arguments(settings, values["health_port"], parse_options(given))
+
+
+class Supervisor:
+    """Keeps one server running until told to stop."""
+
+    def __init__(self, arguments: Arguments, settings: ServerSettings) -> None:
+        self._arguments = arguments
+        self._settings = settings
+        self._server: ServerProcess | None = None
+        self._busy: str | None = "starting"  # why not ready, as far as the supervisor knows
+        self._stop = threading.Event()
+        self._abandon = threading.Event()
+        self._announced = False
+
+    def run(self) -> int:
+        """Serve until a signal. Returns the exit code: 1 if the server could not be brought up at all."""
+        self._catch_signals()
+        port = self._arguments.health_port
+        health = HealthServer(self._settings.host, port, self._not_ready_reason) if port else None
+        try:
+            return self._keep_running()
+        finally:
+            if health is not None:
+                health.close()
+
+    def _keep_running(self) -> int:
+        failures = 0
+        while True:
+            server = self._server = ServerProcess(self._settings)
+            try:
+                ready_since = self._wait_until_ready(server)
+                if ready_since is not None:
+                    self._watch(server)
+            finally:
+                self._busy = "stopping" if self._stop.is_set() else "restarting"
+                self._end(server)
+            if self._stop.is_set():
+                return 0
+            if not self._announced:
+                say(f"error: the server could not start: {server.refusal or 'what it said is above'}")
+                return 1
+            stable = ready_since is not None and time.monotonic() - ready_since > _STABLE_SECONDS
+            failures = 0 if stable else failures
+            delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
+            failures += 1
+            say(f"restarting the server in {delay:.0f} s" if delay else "restarting the server")
+            if self._stop.wait(delay):
+                return 0
+
+    def _wait_until_ready(self, server: ServerProcess) -> float | None:
+        """The time (monotonic) when it became ready; None if it ended or a stop was asked for."""
+        while server.exit_code is None and not self._stop.wait(0.1):
+            server.dead_models(confirmed=True)  # so that what has started is known, should the server die now
+            if server.ready():
+                server.dead_models(confirmed=True)
+                server.learn_models()
+                self._busy = None
+                self._announce(server)
+                return time.monotonic()
+        return None
+
+    def _watch(self, server: ServerProcess) -> None:
+        """Returns when the server has ended, must be restarted, or a stop was asked for."""
+        next_scan = 0.0
+        while not self._stop.wait(_LOOK_SECONDS):
+            code = server.exit_code
+            if code is not None:
+                say(f"the server died ({_cause(code)})")
+                return
+            if not server.dead_models() and time.monotonic() < next_scan:
+                continue
+            next_scan = time.monotonic() + _SCAN_SECONDS
+            for model in sorted(server.dead_models(confirmed=True)):
+                say(f"a process of model {model} died")
+                if server.is_decoupled(model) or not self._reload(server, model):
+                    return
+
+    def _reload(self, server: ServerProcess, model: str) -> bool:
+        self._busy = f"reloading {model}"
+        results: list[bool] = []
+        worker = threading.Thread(
+            target=lambda: results.append(server.reload(model, _RELOAD_TIMEOUT_SECONDS)), name="reload", daemon=True
+        )
+        worker.start()
+        while worker.is_alive() and not self._stop.is_set() and server.exit_code is None:
+            worker.join(0.1)
+        if results != [True]:
+            say(f"reloading {model} failed")
+            return False
+        server.dead_models(confirmed=True)
+        self._busy = None
+        say(f"model {model} is back")
+        return True
+
+    def _end(self, server: ServerProcess) -> None:
+        if self._stop.is_set():
+            say("stopping: requests in flight are finished first; Ctrl-C again ends them")
+            server.stop(self._abandon)
+            say("stopped")
+        else:
+            server.clean_up()
+
+    def _announce(self, server: ServerProcess) -> None:
+        if self._announced:
+            say("ready again")
+            return
+        self._announced = True
+        address = self._settings.address
+        if server.has_model("ensemble"):
+            say(f"ready; try:  curl -s {address}/v2/models/ensemble/generate -d '{_EXAMPLE}'")
+        else:
+            say(f"ready: http://{address}")
+
+    def _not_ready_reason(self) -> str | None:
+        server, busy = self._server, self._busy
+        if busy is not None or server is None:
+            return busy or "starting"
+        if server.exit_code is not None:
+            return "the server died"
+        dead = server.dead_models()
+        if dead:
+            return f"a process of model {', '.join(sorted(dead))} died"
+        if server.engine_down():
+            return "the engine is down"
+        return None if server.ready() else "the server is not ready"
+
+    def _catch_signals(self) -> None:
+        def handle(number: int, frame: FrameType | None) -> None:
+            if self._stop.is_set():
+                self._abandon.set()
+            self._stop.set()
+
+        signal.signal(signal.SIGINT, handle)
+        signal.signal(signal.SIGTERM, handle)
+        signal.signal(signal.SIGHUP, handle)
+
+
+def say(text: str) -> None:
+    """One line for the person who runs the server."""
+    bold, plain = ("\033[1m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{bold}[serve]{plain} {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."""
+    try:
+        parsed = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        find_triton_server()
+        _check_ports(parsed)
+        with tempfile.TemporaryDirectory(prefix="minisgl-") as folder:  # readable by this user alone
+            return Supervisor(parsed, _with_options(parsed, Path(folder))).run()
+    except ConfigError as error:
+        say(f"error: {error}")
+        return 2
+
+
+def _with_options(arguments: Arguments, folder: Path) -> ServerSettings:
+    if not arguments.engine_parameters:
+        return arguments.server
+    render_repository(arguments.server.repository, folder, arguments.engine_parameters)
+    return replace(arguments.server, repository=folder)
+
+
+def _check_ports(arguments: Arguments) -> None:
+    server = arguments.server
+    ports = [
+        ("--http-port", server.http_port),
+        ("--grpc-port", server.grpc_port),
+        ("--metrics-port", server.metrics_port),
+    ]
+    if arguments.health_port:
+        ports.append(("--health-port", arguments.health_port))
+    problem = free_port_error(server.host, ports)
+    if problem is not None:
+        raise ConfigError(problem)
+
+
+def _cause(exit_code: int) -> str:
+    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/serve.sh",
+        usage="%(prog)s [--model DIR_OR_ID] [OPTION ...] [-- TRITONSERVER_OPTION ...]",
+        description="Serve a model on Triton Inference Server until Ctrl-C; without options, the demo model.",
+        epilog="Arguments after -- go to tritonserver itself.",
+        allow_abbrev=False,
+    )
+    repository = Path(__file__).resolve().parents[2] / "model_repository"
+    parser.add_argument("--repository", default=str(repository), help="the model repository [%(default)s]")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all [%(default)s]")
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        parser.add_argument(f"--{name}-port", type=_port, default=port, metavar="PORT", help="[%(default)s]")
+    parser.add_argument(
+        "--health-port",
+        type=_port,
+        default=8003,
+        metavar="PORT",
+        help="GET /health/ready tells the truth [%(default)s]",
+    )
+    parser.add_argument(
+        "--exit-timeout",
+        type=_seconds,
+        default=30,
+        metavar="SECONDS",
+        help="for requests in flight at the end [%(default)s]",
+    )
+    parser.add_argument("--verbose", action="store_true", help="tritonserver's whole log")
+    group = parser.add_argument_group("engine options", "each is also a parameter of engine/config.pbtxt")
+    for name, option in OPTIONS.items():
+        text = f"{option.help} (allowed: {option.allowed}) [{'unset' if option.default is None else option.default}]"
+        optional: dict[str, Any] = {"nargs": "?", "const": "true"} if option.type is bool else {}
+        group.add_argument(*option.flags, dest=name, metavar="VALUE", help=text.replace("%", "%%"), **optional)
+    return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535")
+    return int(text)
+
+
+def _port_or_none(text: str) -> int:
+    return 0 if text == "0" else _port(text)
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: whole seconds, 0 or more")
+    return int(text)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

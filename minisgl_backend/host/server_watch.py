@@ -1,0 +1,53 @@
+"""A process beside the first engine front that cleans up once tritonserver is gone: `... server_watch SERVER_PID`.
+
+A Python stub that hands something over while its server dies waits for ever, with the interpreter's lock: nothing in
+that process can end it, and behind an engine front its core would compute on. The supervisor ends them all; this does
+it for a tritonserver that was started in another way.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+from minisgl_backend.host.processes import ServerProcesses, process_of
+from minisgl_backend.host.spawn import start_child
+
+_LOOK_SECONDS = 1.0
+_SCAN_SECONDS = 5.0  # between looks for new processes
+_GRACE_SECONDS = 2.0  # what belongs to the server may yet end in good order
+
+
+def start_watch() -> subprocess.Popen[bytes]:
+    """For the parent of this process, the server. The watch ends soon after either of the two."""
+    return start_child(__name__, [str(os.getppid())], fds=(), tied=False)
+
+
+def watch(server_pid: int, starter_pid: int) -> None:
+    """Returns when the server is gone and all that it started has ended, or when the starter is gone."""
+    processes, server, next_scan, starter_gone = ServerProcesses(server_pid), process_of(server_pid), 0.0, False
+    while server is not None:
+        now = process_of(server_pid)
+        if now is None or now.dead or now.start_ticks != server.start_ticks:
+            time.sleep(_GRACE_SECONDS)
+            processes.kill_all()
+            return
+        if starter_gone:  # and not because its server went a moment before
+            return
+        if time.monotonic() >= next_scan:
+            next_scan = time.monotonic() + _SCAN_SECONDS
+            processes.scan()
+        starter_gone = os.getppid() != starter_pid
+        time.sleep(_LOOK_SECONDS)
+
+
+def main() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the server
+    watch(int(sys.argv[1]), os.getppid())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""How the engine's processes are started, and what each does first: the same Python, the same package, no orphans."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+import minisgl_backend
+
+PR_SET_PDEATHSIG = 1
+TIED = "--tied"  # tells a child that its parent's starting thread lives as long as the parent
+
+
+def start_child(module: str, arguments: Sequence[str], *, fds: tuple[int, ...], tied: bool) -> subprocess.Popen[bytes]:
+    """Starts `python -m module arguments`. The child ends when its standard input closes.
+
+    `fds` stay open in the child under the same numbers. `tied`: the calling thread lives as long as this process,
+    so that the kernel may kill the child when it ends.
+    """
+    command = [python_executable(), "-m", module, *arguments, *([TIED] if tied else [])]
+    # Output goes to stderr: standard output may belong to whoever started this process.
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=fds, env=_environment())
+
+
+def python_executable() -> str:
+    """The interpreter of this environment, also where an embedding program is `sys.executable` or there is none."""
+    if sys.executable and Path(sys.executable).name.startswith("python"):
+        return sys.executable
+    candidate = Path(sys.prefix) / "bin" / "python3"
+    return str(candidate) if candidate.exists() else (shutil.which("python3") or "python3")
+
+
+def _environment() -> dict[str, str]:
+    """This process's environment, in which a child finds the same package."""
+    root = str(Path(minisgl_backend.__file__).parent.parent)
+    paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+
+
+def begin_child(name: str, log_level: str, *, tied: bool) -> None:
+    """First thing in a child: logs to stderr under `name`, no reaction to Ctrl-C, no life after the parent."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends us in its own time
+    if tied:
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    threading.Thread(target=_watch_parent, name="parent-watch", daemon=True).start()
+    log_to_stderr(name, log_level)
+
+
+def log_to_stderr(name: str, level: str) -> None:
+    """Logs of this package as lines on stderr, with the process's name."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {name} %(levelname).1s %(message)s", "%H:%M:%S"))
+    package = logging.getLogger("minisgl_backend")
+    package.handlers = [handler]
+    package.setLevel(level)
+    package.propagate = False
+
+
+def _watch_parent() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(0)

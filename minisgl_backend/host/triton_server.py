@@ -1,0 +1,186 @@
+"""Finds a `tritonserver` and the environment that its Python backend needs.
+
+A binary on PATH (NVIDIA's container) wins; else the one inside the wheel `nvidia-pytriton`. Run as a program, this
+module becomes that binary: `python -m minisgl_backend.host.triton_server --model-repository DIR`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from minisgl_backend.errors import ConfigError
+
+DIE_WITH_PARENT = "--die-with-parent"
+
+_STUB_NAME = "triton_python_backend_stub"
+_PR_SET_PDEATHSIG = 1  # prctl(2)
+
+
+@dataclass(frozen=True)
+class TritonInstall:
+    """One usable `tritonserver`: the binary, and what must be said to it and to its environment."""
+
+    binary: Path
+    backend_directory: Path | None  # None: the binary knows its own
+    library_directories: tuple[Path, ...]  # go before LD_LIBRARY_PATH
+    python_directory: Path  # holds the `python3` that the stubs take; goes first on PATH
+
+    def command(self, arguments: Sequence[str]) -> list[str]:
+        """The server's command line; a `--backend-directory` among `arguments` wins over the wheel's."""
+        command = [str(self.binary)]
+        given = any(argument.split("=", 1)[0] == "--backend-directory" for argument in arguments)
+        if self.backend_directory is not None and not given:
+            command.append(f"--backend-directory={self.backend_directory}")
+        return command + list(arguments)
+
+    def environment(self, base: Mapping[str, str]) -> dict[str, str]:
+        """`base` with PATH and LD_LIBRARY_PATH such that every stub runs this very Python."""
+        environment = dict(base)
+        environment["PATH"] = _prepend(self.python_directory, base.get("PATH", os.defpath))
+        libraries = os.pathsep.join(str(directory) for directory in self.library_directories)
+        if libraries:
+            environment["LD_LIBRARY_PATH"] = _prepend(libraries, base.get("LD_LIBRARY_PATH", ""))
+        return environment
+
+
+def find_triton_server(
+    search_path: str | None = None, *, site_packages: Path | None = None, state_directory: Path | None = None
+) -> TritonInstall:
+    """The server of this machine. `search_path` defaults to PATH, the other two to those of the running Python.
+
+    `state_directory` receives a few links (the backend directory that the wheel lacks). Raises ConfigError if there
+    is no server, or if the wheel has no stub for this Python.
+    """
+    python_directory = Path(sys.executable).parent
+    on_path = _find_on_path(os.environ.get("PATH", "") if search_path is None else search_path)
+    if on_path is not None:
+        # A container's own Python backend finds libpython by itself; only the Python to run is ours.
+        return TritonInstall(on_path, None, (), python_directory)
+    site_packages = site_packages or Path(sysconfig.get_path("platlib"))
+    state_directory = state_directory or Path(sys.prefix) / "share" / "minisgl" / "tritonserver"
+    return _install_from_wheel(site_packages, state_directory, python_directory)
+
+
+def find_libpython(libdir: str | None = None) -> Path | None:
+    """The shared library of the running Python that the wheel's stub links against; None if there is none.
+
+    The interpreter's own folder comes first (pyenv, uv and conda builds keep it outside the loader's search path), then
+    the loader's. The loader's copy has no path here, so its bare name is returned.
+    """
+    name = f"libpython{sys.version_info.major}.{sys.version_info.minor}.so.1.0"
+    own = Path(libdir or sysconfig.get_config_var("LIBDIR") or "/nonexistent") / name
+    if own.is_file():
+        return own
+    loader = subprocess.run(
+        # In a process of its own: a second libpython must not come into this one.
+        [sys.executable, "-c", f"import ctypes; ctypes.CDLL({name!r})"],
+        capture_output=True,
+        check=False,
+    )
+    return Path(name) if loader.returncode == 0 else None
+
+
+def install_launcher(target: Path) -> None:
+    """Write an executable `tritonserver` that starts the wheel's binary in the environment that it needs."""
+    target.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m minisgl_backend.host.triton_server "$@"\n')
+    target.chmod(0o755)
+
+
+def main() -> None:
+    """Replace this process by the server, with the arguments given.
+
+    Two first arguments are not the server's: `--install-launcher` puts it on the environment's PATH instead,
+    `--die-with-parent` ends it when the process that started it ends, however that ends.
+    """
+    arguments = sys.argv[1:]
+    try:
+        install = find_triton_server()
+    except ConfigError as error:
+        sys.exit(f"error: {error}")
+    if arguments == ["--install-launcher"]:
+        install_launcher(Path(sys.executable).with_name("tritonserver"))
+        return
+    if arguments[:1] == [DIE_WITH_PARENT]:
+        arguments = arguments[1:]
+        _die_with_parent()
+    command = install.command(arguments)
+    os.execvpe(command[0], command, install.environment(os.environ))
+
+
+def _die_with_parent() -> None:
+    # Survives the exec that follows.
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM) != 0:
+        raise OSError("prctl(PR_SET_PDEATHSIG) failed")
+
+
+def _find_on_path(search_path: str) -> Path | None:
+    for directory in filter(None, search_path.split(os.pathsep)):
+        found = shutil.which("tritonserver", path=directory)
+        # scripts/setup.sh puts a launcher of the same name into .venv: taking it would start a circle.
+        if found is not None and not _is_launcher(Path(found)):
+            return Path(found)
+    return None
+
+
+def _is_launcher(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(2) == b"#!" and b"minisgl_backend" in file.read(2000)
+
+
+def _install_from_wheel(site_packages: Path, state_directory: Path, python_directory: Path) -> TritonInstall:
+    server = site_packages / "pytriton" / "tritonserver"
+    binary = server / "bin" / "tritonserver"
+    if not binary.is_file():
+        raise ConfigError(
+            "no tritonserver: none on PATH, and the wheel nvidia-pytriton is not installed; run scripts/setup.sh, or "
+            "use NVIDIA's container"
+        )
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    stub = server / "python_backend_stubs" / version / _STUB_NAME
+    if not stub.is_file():
+        known = ", ".join(sorted(path.parent.name for path in server.glob(f"python_backend_stubs/*/{_STUB_NAME}")))
+        raise ConfigError(f"nvidia-pytriton has no stub for Python {version}; it has them for {known or 'none'}")
+    libpython = find_libpython()
+    if libpython is None:
+        raise ConfigError(
+            f"the Python backend needs libpython{version}.so.1.0, which this machine lacks; "
+            f"install it (Debian, Ubuntu: apt-get install libpython{version})"
+        )
+    backends = state_directory / "backends"
+    for source in (server / "backends" / "python").iterdir():
+        _link(source, backends / "python" / source.name)
+    _link(stub, backends / "python" / _STUB_NAME)
+    libraries = [site_packages / "nvidia_pytriton.libs"]
+    if libpython.is_absolute():
+        # A link of its own: the folder it comes from may hold libraries that others must not pick up.
+        _link(libpython, state_directory / "lib" / libpython.name)
+        libraries.append(state_directory / "lib")
+    return TritonInstall(binary, backends, tuple(libraries), python_directory)
+
+
+def _link(source: Path, target: Path) -> None:
+    if target.is_symlink() and os.readlink(target) == str(source):
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Made beside and renamed over: two servers that start at once never see a missing file.
+    temporary = target.with_name(f".{target.name}.{os.getpid()}")
+    temporary.symlink_to(source)
+    temporary.replace(target)
+
+
+def _prepend(first: Path | str, rest: str) -> str:
+    return f"{first}{os.pathsep}{rest}" if rest else str(first)
+
+
+if __name__ == "__main__":
+    main()

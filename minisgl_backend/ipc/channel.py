@@ -1,0 +1,352 @@
+"""The sockets between fronts and engine core, in a directory that only the user may enter.
+
+    core      listens at `events` (events out, Hello in; engine.frames)    zmq PULL `commands`
+    front     connects to `events`                                         zmq PUSH -> `commands`
+
+What the detokenizer tells fronts is in `ipc.acks`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import getpass
+import hashlib
+import os
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.ipc.frames import FrameSocket
+from minisgl_backend.ipc.messages import Command, Event, Hello, Outputs
+
+MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
+EVENTS, COMMANDS = "events", "commands"
+COMMAND_QUEUE = 16384
+RETRY_S = 0.01  # until the next try to reach a core that takes commands but no connection
+MAX_UNGREETED = 64  # connections that wait for the core to accept them
+
+Entries = slice | npt.NDArray[np.intp]  # places in parallel arrays; a slice stands for all
+ALL = slice(None)
+
+
+def socket_directory(model_repository: str | Path, parent_pid: int | None = None) -> Path:
+    """The private directory (mode 0700) of one server's sockets, made where it is missing.
+
+    Its name holds the user, the server's process id (`parent_pid`; default: the parent of this process) and a hash
+    of the repository's path, so that every model of one server finds the same one and no other server does.
+    Directories of servers that no longer run are removed. Raises ConfigError where a safe one cannot be made.
+    """
+    parent_pid = os.getppid() if parent_pid is None else parent_pid
+    base, prefix = _socket_base()
+    digest = hashlib.sha256(os.fsencode(Path(model_repository).resolve())).hexdigest()[:10]
+    _remove_stale(base, prefix)
+    directory = base / f"{prefix}{parent_pid}-{digest}"
+    make_private(directory)
+    return directory
+
+
+def live_socket_directories() -> dict[int, Path]:
+    """The directories of this user's running servers, by the server's process id."""
+    base, prefix = _socket_base()
+    _remove_stale(base, prefix)
+    found = {directory.name.split("-")[2]: directory for directory in base.glob(f"{prefix}*-*")}
+    return {int(pid): directory for pid, directory in found.items() if pid.isdigit()}
+
+
+def _socket_base() -> tuple[Path, str]:
+    """(where socket directories are, how their names begin)"""
+    base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())
+    if not os.access(base, os.W_OK | os.X_OK) or len(os.fsencode(base)) > MAX_SOCKET_PATH - 60:
+        base = Path("/tmp")
+    return base, f"minisgl-{os.getuid()}-"
+
+
+def make_private(directory: Path) -> None:
+    """Makes the directory with mode 0700. Raises ConfigError where somebody else could enter or own it."""
+    with contextlib.suppress(FileExistsError):
+        directory.mkdir(mode=0o700)
+    found = directory.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
+        raise ConfigError(
+            f"{directory} must be a directory that only the user {getpass.getuser()} may enter; "
+            "remove it and start again"
+        )
+
+
+def _remove_stale(base: Path, prefix: str) -> None:
+    for directory in base.glob(f"{prefix}*-*"):
+        pid = directory.name[len(prefix) :].split("-")[0]
+        if not pid.isdigit() or Path(f"/proc/{pid}").exists() or directory.is_symlink():
+            continue
+        with contextlib.suppress(OSError):
+            for entry in directory.iterdir():
+                entry.unlink()
+            directory.rmdir()
+
+
+def merge_outputs(records: Sequence[Outputs]) -> Outputs:
+    """One record that says what these say, in order."""
+    if len(records) == 1:
+        return records[0]
+    details, entries = {}, 0
+    for record in records:
+        for index, detail in record.details.items():
+            details[entries + index] = detail
+        entries += len(record.reasons)
+    return Outputs(
+        uids=b"".join(record.uids for record in records),
+        token_ids=b"".join(record.token_ids for record in records),
+        reasons=b"".join(record.reasons for record in records),
+        details=details,
+    )
+
+
+def split_by_front(uids: npt.NDArray[np.int64]) -> list[tuple[int, Entries]]:
+    """(front, its entries) for each front among `uids`, int64 [n]."""
+    if not len(uids):
+        return []
+    fronts = uids >> 47
+    first = int(fronts[0])
+    if (fronts == first).all():
+        return [(first, ALL)]
+    return [(int(front), np.flatnonzero(fronts == front)) for front in np.unique(fronts)]
+
+
+def _take_first(events: list[Event]) -> Event:
+    """Removes the first event, merged with the Outputs that follow it where it is one."""
+    count = 1
+    if isinstance(events[0], Outputs):
+        while count < len(events) and isinstance(events[count], Outputs):
+            count += 1
+    taken, events[:count] = events[:count], []
+    return merge_outputs(taken) if count > 1 else taken[0]  # type: ignore[arg-type]
+
+
+class CoreChannel:
+    """The core's side. Sends never block: what a slow front has not taken merges into its next record."""
+
+    def __init__(self, socket_dir: Path) -> None:
+        self._context = zmq.Context(io_threads=1)
+        self._commands: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
+        self._commands.setsockopt(zmq.RCVHWM, COMMAND_QUEUE)
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.setblocking(False)
+        # Fronts that reach the second take the first for granted.
+        self._listener.bind(str(_unbound(socket_path(socket_dir, EVENTS))))
+        self._listener.listen(MAX_UNGREETED)
+        self._commands.bind(f"ipc://{_unbound(socket_path(socket_dir, COMMANDS))}")
+        self._poller = zmq.Poller()
+        for source in (self._commands, self._listener.fileno()):
+            self._poller.register(source, zmq.POLLIN)
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
+        self._connections: dict[int, FrameSocket] = {}  # by file descriptor
+        self._fronts: dict[int, FrameSocket] = {}  # those of them that said Hello, by front
+        self._backlog: dict[int, list[Event]] = {}  # what a front has not taken yet, in order
+        self._lost: list[int] = []
+        self.num_malformed = 0
+
+    def receive(self, timeout_ms: int) -> list[Command]:
+        """Commands that have arrived; waits up to `timeout_ms` for the first one (0: not at all, -1: for ever).
+
+        A Hello replaces the front's earlier connection, whose sequences nobody waits for.
+        """
+        if self._backlog:
+            timeout_ms = 1 if timeout_ms < 0 else min(timeout_ms, 1)
+        commands: list[Command] = []
+        for source, _ in self._poller.poll(timeout_ms):
+            if source is self._commands:
+                self._receive_commands(commands)
+            elif source in self._connections:
+                self._hear(self._connections[source], commands)
+            else:
+                self._accept()
+        return commands
+
+    def _receive_commands(self, commands: list[Command]) -> None:
+        while True:
+            try:
+                payload = self._commands.recv(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            self._decode(payload, commands)
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):  # it left before its turn came
+            connection = FrameSocket(self._listener.accept()[0])
+            self._connections[connection.fileno()] = connection
+            self._poller.register(connection.fileno(), zmq.POLLIN)
+
+    def _hear(self, connection: FrameSocket, commands: list[Command]) -> None:
+        for payload in connection.receive():
+            if self._decode(payload, commands) and isinstance(hello := commands[-1], Hello):
+                self._attach(hello.front, connection)
+        if connection.ended:
+            self._drop(connection)
+
+    def _attach(self, front: int, connection: FrameSocket) -> None:
+        earlier = self._fronts.pop(front, connection)
+        if earlier is not connection:
+            self._drop(earlier)
+        self._fronts[front] = connection
+        self._backlog.pop(front, None)
+        if front in self._lost:
+            self._lost.remove(front)
+
+    def _drop(self, connection: FrameSocket) -> None:
+        del self._connections[connection.fileno()]
+        self._poller.unregister(connection.fileno())
+        connection.close()
+        for front in [front for front, one in self._fronts.items() if one is connection]:
+            del self._fronts[front]
+            self._backlog.pop(front, None)
+            self._lost.append(front)
+
+    def _decode(self, payload: bytes, commands: list[Command]) -> bool:
+        try:
+            commands.append(self._decoder.decode(payload))
+            return True
+        except msgspec.MsgspecError:
+            self.num_malformed += 1
+            return False
+
+    def send(self, front: int, event: Event) -> None:
+        """Sends to one front, in order; what it cannot take now waits, and neighbouring Outputs merge.
+
+        What nobody is attached for is dropped.
+        """
+        if front in self._fronts:
+            self._backlog.setdefault(front, []).append(event)
+            self._flush(front)
+
+    def flush(self) -> None:
+        """Tries again to send what waits."""
+        for front in tuple(self._backlog):
+            self._flush(front)
+
+    def _flush(self, front: int) -> None:
+        connection, events = self._fronts[front], self._backlog[front]
+        try:
+            while connection.flush():
+                if not events:
+                    del self._backlog[front]
+                    return
+                connection.send(self._encoder.encode(_take_first(events)))
+        except OSError:
+            self._drop(connection)
+
+    def take_lost(self) -> list[int]:
+        """Fronts whose connection was found broken since the last call."""
+        lost, self._lost = self._lost, []
+        return lost
+
+    def is_attached(self, front: int) -> bool:
+        """True from a front's Hello until its connection is found broken."""
+        return front in self._fronts
+
+    @property
+    def has_backlog(self) -> bool:
+        return bool(self._backlog)
+
+    def close(self) -> None:
+        for connection in self._connections.values():
+            connection.close()
+        self._listener.close()
+        self._commands.close(linger=0)
+        self._context.term()
+
+
+class FrontChannel:
+    """One connection of a front to a core. A new core needs a new FrontChannel.
+
+    `send` may be called from any thread; everything else belongs to the receive thread.
+    """
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket_dir: Path) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
+        self._lock = threading.Lock()
+        self._socket_dir = socket_dir
+        self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._events = FrameSocket(self._connection)
+        self._commands: zmq.Socket[bytes] = context.socket(zmq.PUSH)
+        self._commands.setsockopt(zmq.SNDHWM, COMMAND_QUEUE)
+        self._commands.setsockopt(zmq.LINGER, 0)
+        self._commands.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits in the socket for a core that is not there
+        self._commands.setsockopt(zmq.RECONNECT_IVL, 10)
+        self._commands.connect(f"ipc://{socket_path(socket_dir, COMMANDS)}")
+
+    def greet(self, front: int, timeout_ms: int) -> bool:
+        """Says Hello as soon as there is a core to hear it; False where none came in time."""
+        if not self._commands.poll(timeout_ms, zmq.POLLOUT):
+            return False
+        try:
+            self._connection.connect(str(socket_path(self._socket_dir, EVENTS)))
+        except OSError:  # it is about to end
+            time.sleep(RETRY_S)
+            return False
+        with contextlib.suppress(OSError):  # it has just ended, as `receive` will say
+            self._events.send(self._encoder.encode(Hello(front=front, pid=os.getpid())))
+        return True
+
+    def send(self, command: Command) -> None:
+        """Raises EngineDeadError where the command cannot be handed over."""
+        payload = self._encoder.encode(command)
+        with self._lock:
+            try:
+                self._commands.send(payload, zmq.DONTWAIT)
+            except zmq.ZMQError as error:
+                raise EngineDeadError("the engine core takes no commands at the moment") from error
+
+    def fileno(self) -> int:
+        """For a poller: there is something to receive. After `greet`."""
+        return self._events.fileno()
+
+    def receive(self) -> list[Event]:
+        """All events that are here by now, neighbouring Outputs merged."""
+        events: list[Event] = []
+        run: list[Outputs] = []
+        for payload in self._events.receive():
+            event = self._decoder.decode(payload)
+            if isinstance(event, Outputs):
+                run.append(event)
+                continue
+            if run:
+                events.append(merge_outputs(run))
+                run = []
+            events.append(event)
+        return [*events, merge_outputs(run)] if run else events
+
+    @property
+    def ended(self) -> bool:
+        """The core is gone, and all that it said before was received."""
+        return self._events.ended
+
+    def close(self) -> None:
+        with self._lock:
+            self._commands.close()
+        self._events.close()
+
+
+def _unbound(path: Path) -> Path:
+    """The path, free of what a core that was killed has left there."""
+    path.unlink(missing_ok=True)
+    return path
+
+
+def socket_path(socket_dir: Path, name: str) -> Path:
+    """Where the socket `name` is. Raises ConfigError where the kernel would not take the path."""
+    path = socket_dir / name
+    if len(os.fsencode(path)) > MAX_SOCKET_PATH:
+        raise ConfigError(f"the socket path {path} is longer than {MAX_SOCKET_PATH} bytes; use a shorter directory")
+    return path

@@ -1,0 +1,152 @@
+"""What travels between fronts, detokenizer and engine core: typed structs, packed with msgspec (MessagePack).
+
+Nothing here is ever pickled.
+
+    front -> core         Hello, Submit, Abort, GetStats            (Command)
+    core  -> front        Welcome, Outputs, Rejected, Stats         (Event)
+    detokenizer -> front  Ack                                   (of one chunk or several)
+    core -> its parent    StartReport                               (once, on a pipe)
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from minisgl_backend.request import Request
+
+CANCELLED = -1  # in a Ack, in place of the number of a chunk: the stream's client has left
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A front attaches. Its index is the bits above the lowest 47 of every uid that it chooses (see `uid_of`)."""
+
+    front: int
+    pid: int
+
+
+class Submit(msgspec.Struct, frozen=True, tag=True):
+    """Compute this request. Answered by Outputs, or by one Rejected."""
+
+    request: Request
+
+
+class Abort(msgspec.Struct, frozen=True, tag=True):
+    """Stop these sequences; unknown uids are ignored. `reason` is a FinishReason (STOP for a stop string).
+
+    Each of them still gets its last record, with that reason.
+    """
+
+    uids: tuple[int, ...]
+    reason: int
+    found_at: float = 0.0  # when their client was found gone, time.monotonic() seconds; 0: it is still there
+
+
+class GetStats(msgspec.Struct, frozen=True, tag=True):
+    """Ask for one Stats event to this front."""
+
+    front: int
+
+
+class Welcome(msgspec.Struct, frozen=True, tag=True):
+    """The core is ready; facts that fronts need."""
+
+    pid: int
+    max_seq_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    page_size: int
+    num_pages: int
+    description: str  # model, backends, dtype: for logs
+
+
+class TokenLogprobs(msgspec.Struct, frozen=True):
+    """Log-probabilities of one position."""
+
+    token_id: int
+    logprob: float
+    rank: int
+    top_ids: tuple[int, ...]
+    top: tuple[float, ...]
+
+
+class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What few records need: sent only where it says something."""
+
+    cached_tokens: int | None = None  # with the first token of a sequence: prompt tokens that the cache supplied
+    first_token_ns: int = 0  # with the first token: when the core had it, nanoseconds since the epoch
+    logprobs: TokenLogprobs | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    error: str = ""  # with FinishReason.ERROR
+
+
+class Outputs(msgspec.Struct, frozen=True, tag=True):
+    """What one step means for one front: parallel little-endian arrays, one entry a sequence.
+
+    A record without a token (an aborted sequence's last one) has token id -1. Several Outputs merge by
+    concatenation, in order; `details` is keyed by entry index.
+    """
+
+    uids: bytes  # int64 [n]
+    token_ids: bytes  # int32 [n]
+    reasons: bytes  # uint8 [n], FinishReason; 0: the sequence goes on
+    details: dict[int, SequenceDetail] = {}
+
+
+class Rejected(msgspec.Struct, frozen=True, tag=True):
+    """A request that the core cannot take: `kind` names the error class of `errors` to raise.
+
+    Nothing comes for any of its sequences, uids `uid` to `uid + count - 1`.
+    """
+
+    uid: int
+    kind: str  # "InvalidRequestError" or "CapacityError"
+    message: str
+    count: int = 1
+
+
+class HistogramCounts(msgspec.Struct, frozen=True):
+    """Observations since the start."""
+
+    counts: tuple[int, ...]  # by upper bound; the last one is above all bounds
+    sum: float
+
+
+class Stats(msgspec.Struct, frozen=True, tag=True):
+    """Counters and gauges by name (the fields of step.StepStats and those of the core), and the core's histograms."""
+
+    values: dict[str, float]
+    histograms: dict[str, HistogramCounts] = {}
+
+
+class Ack(msgspec.Struct, frozen=True, tag=True):
+    """The detokenizer has handled responses: for each uid the highest sequence number seen, in order.
+
+    Number -1: it saw that the stream was cancelled.
+    """
+
+    uids: bytes  # int64 [n]
+    sequence_numbers: bytes  # int32 [n]
+    found_at: float = 0.0  # when it saw that, time.monotonic() seconds
+
+
+class StartReport(msgspec.Struct, frozen=True):
+    """What the core's process says once to the front that started it, as a JSON line on a pipe."""
+
+    kind: Literal["ready", "ConfigError", "failed"]
+    message: str = ""
+
+
+Command = Hello | Submit | Abort | GetStats
+Event = Welcome | Outputs | Rejected | Stats
+
+
+def uid_of(front: int, counter: int) -> int:
+    """A request id that no other front chooses: 16 bits of front index, 47 bits of counter."""
+    return (front << 47) | counter
+
+
+def front_of(uid: int) -> int:
+    """The index of the front that chose this uid."""
+    return uid >> 47

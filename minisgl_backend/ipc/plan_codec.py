@@ -1,0 +1,88 @@
+"""Step plans as bytes, for ranks that mirror them."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+
+
+class _Admitted(msgspec.Struct, frozen=True, array_like=True):
+    row: int
+    uid: int
+    params: SamplingParams
+    prompt_len: int
+    token_ids: bytes
+    cached_len: int
+
+
+class _Chunk(msgspec.Struct, frozen=True, array_like=True):
+    row: int
+    start: int
+    token_ids: bytes
+    samples: bool
+
+
+class _Plan(msgspec.Struct, frozen=True, array_like=True):
+    step: int
+    admitted: list[_Admitted]
+    page_rows: bytes
+    page_columns: bytes
+    page_ids: bytes
+    prefill: list[_Chunk]
+    decode_rows: bytes
+    decode_lengths: bytes
+    decode_uids: bytes
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(_Plan)
+
+
+def pack_plan(plan: StepPlan) -> bytes:
+    """The plan as bytes."""
+    return _ENCODER.encode(
+        _Plan(
+            step=plan.step,
+            admitted=[
+                _Admitted(a.row, a.uid, a.params, a.prompt_len, _int32(a.token_ids), a.cached_len)
+                for a in plan.admitted
+            ],
+            page_rows=_int32(plan.page_rows),
+            page_columns=_int32(plan.page_columns),
+            page_ids=_int32(plan.page_ids),
+            prefill=[_Chunk(c.row, c.start, _int32(c.token_ids), c.samples) for c in plan.prefill],
+            decode_rows=_int32(plan.decode_rows),
+            decode_lengths=_int32(plan.decode_lengths),
+            decode_uids=plan.decode_uids.astype(np.int64, copy=False).tobytes(),
+        )
+    )
+
+
+def unpack_plan(data: bytes) -> StepPlan:
+    """The plan that `pack_plan` packed."""
+    plan = _DECODER.decode(data)
+    return StepPlan(
+        step=plan.step,
+        admitted=tuple(
+            AdmittedRow(a.row, a.uid, a.params, a.prompt_len, _array(a.token_ids), a.cached_len) for a in plan.admitted
+        ),
+        page_rows=_array(plan.page_rows),
+        page_columns=_array(plan.page_columns),
+        page_ids=_array(plan.page_ids),
+        prefill=tuple(PrefillChunk(c.row, c.start, _array(c.token_ids), c.samples) for c in plan.prefill),
+        decode_rows=_array(plan.decode_rows),
+        decode_lengths=_array(plan.decode_lengths),
+        decode_uids=np.frombuffer(plan.decode_uids, dtype=np.int64),
+    )
+
+
+def _int32(array: npt.NDArray[np.int32]) -> bytes:
+    return array.astype(np.int32, copy=False).tobytes()
+
+
+def _array(data: bytes) -> npt.NDArray[np.int32]:
+    return np.frombuffer(data, dtype=np.int32)

@@ -1,0 +1,94 @@
+"""What travels between our Triton models: `EngineRequest` from tokenizer to engine, `Chunk` on to the detokenizer."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.request import SamplingParams
+
+
+class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What the client wants to read of its answer."""
+
+    stream: bool = False
+    prompt: str | None = None  # goes before the answer (only with stream=False)
+    skip_special_tokens: bool = True
+    include_stop_string: bool = False
+    finish_reason: bool = False
+    cumulative_logprob: bool = False
+    logprobs: bool = False
+    prompt_logprobs: bool = False
+    num_input_tokens: bool = False
+    num_output_tokens: bool = False
+    log_probs: bool = False  # tensorrtllm_backend's cum_log_probs and output_log_probs
+    perf_metrics: bool = False
+
+    @property
+    def details(self) -> bool:
+        """Whether it wants to read anything beside the text."""
+        asked = (self.finish_reason, self.num_input_tokens, self.num_output_tokens, self.perf_metrics)
+        return any(asked) or self.cumulative_logprob or self.logprobs or self.prompt_logprobs or self.log_probs
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A checked request, all but its prompt tokens."""
+
+    params: SamplingParams
+    options: OutputOptions
+    priority: int = 0
+    deadline: float | None = None  # time.monotonic() seconds
+    request_id: str = ""
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of a stream become text."""
+
+    skip_special_tokens: bool = True
+    prompt: str | None = None  # goes before the text
+
+
+class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What is new of one sequence."""
+
+    token_ids: bytes = b""  # int32, little-endian
+    text: str | None = None  # the text instead of the tokens, where the front had to look for stop strings
+    is_last: bool = False
+    ends_with_stop_token: bool = False  # the last token is no text
+
+
+class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """What one response of a stream needs to become text. Chunks of one uid arrive in order, numbered from 1."""
+
+    # Bounds as of what confirms them.
+    uid: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]  # of the sequence, the first one where there are several
+    number: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    confirm: bool = True  # False: with a later one, so that few chunks cost a message to the front
+    parts: tuple[Part, ...] = ()
+    options: TextOptions | None = None  # with number 1
+    failure: tuple[str, str] | None = None  # status and message: the request ends with this error
+    forget: tuple[int, ...] = ()  # uids that end here without a last part
+
+
+class Codec:
+    """Structs <-> UINT8 tensors. Not thread-safe: one for each thread."""
+
+    def __init__(self) -> None:
+        self._encoder = msgspec.msgpack.Encoder()
+        self._spec = msgspec.msgpack.Decoder(EngineRequest)
+        self._chunk = msgspec.msgpack.Decoder(Chunk)
+
+    def pack(self, message: EngineRequest | Chunk) -> npt.NDArray[np.uint8]:
+        """uint8 [n]."""
+        return np.frombuffer(self._encoder.encode(message), dtype=np.uint8)
+
+    def spec(self, tensor: npt.NDArray[np.uint8]) -> EngineRequest:
+        """Raises msgspec.MsgspecError where it is none."""
+        return self._spec.decode(tensor.tobytes())
+
+    def chunk(self, tensor: npt.NDArray[np.uint8]) -> Chunk:
+        """Raises msgspec.MsgspecError where it is none."""
+        return self._chunk.decode(tensor.tobytes())

@@ -1,0 +1,93 @@
+"""The way back: sampled tokens and log-probabilities from the device to a StepResult.
+
+Copies run on a stream of their own, so that the next step need not wait for them, and the host waits for a step only in
+`PendingStep.result`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl_backend.runner.batch import StepTensors
+from minisgl_backend.runner.logprobs import PromptLogprobsRequest, unpack
+from minisgl_backend.runner.sampler import Sampled
+from minisgl_backend.step import Logprobs, StepResult
+
+
+class PendingStep:
+    """A launched step. It keeps the device tensors alive until their copies are done."""
+
+    def __init__(
+        self, step: StepTensors, sources: list[torch.Tensor], copies: list[torch.Tensor], event: torch.cuda.Event | None
+    ) -> None:
+        self._step = step
+        self._sources = sources
+        self._copies = copies
+        self._event = event
+
+    def result(self) -> StepResult:
+        """Waits for the step's tokens. Errors of the device surface here."""
+        if self._event is not None:
+            self._event.synchronize()
+        self._sources = []
+        # A graph's outputs are padded; they come back whole, since a slice would need a kernel of its own.
+        token_ids, sound = self._copies[0].numpy()[:, : self._step.num_sampled]
+        plan = self._step.plan
+        failed = () if sound.all() else plan.sampled_rows[sound == 0].tolist()
+        return StepResult(
+            step=plan.step,
+            token_ids=token_ids.copy(),
+            logprobs=self._logprobs(),
+            prompt_logprobs=self._prompt_logprobs(),
+            failed_rows=frozenset(failed),
+        )
+
+    def _logprobs(self) -> dict[int, Logprobs]:
+        wanted = self._step.logprobs
+        if not wanted:
+            return {}
+        lines = self._copies[1].numpy()
+        return {index: unpack(line, top) for (index, top), line in zip(wanted, lines, strict=True)}
+
+    def _prompt_logprobs(self) -> dict[int, list[Logprobs]]:
+        requests = self._step.prompt_logprobs
+        if not requests:
+            return {}
+        return {
+            request.row: _unpack_all(request, copy.numpy())
+            for request, copy in zip(requests, self._copies[-len(requests) :], strict=True)
+        }
+
+
+class ResultReader:
+    """Brings results back. One for each runner."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._last_copy: torch.cuda.Event | None = None
+
+    def start(self, step: StepTensors, sampled: Sampled, prompt_logprobs: list[torch.Tensor]) -> PendingStep:
+        """Starts the copies of what the current stream computes."""
+        sources = [sampled.token_ids, *([] if sampled.logprobs is None else [sampled.logprobs]), *prompt_logprobs]
+        if self._stream is None:
+            return PendingStep(step, [], sources, None)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            copies = [
+                torch.empty(source.shape, dtype=source.dtype, pin_memory=True).copy_(source, non_blocking=True)
+                for source in sources
+            ]
+            self._last_copy = torch.cuda.Event()
+            self._last_copy.record()
+        return PendingStep(step, sources, copies, self._last_copy)
+
+    def protect_outputs(self) -> None:
+        """Makes the current stream wait for the last copy: a graph is about to overwrite its static outputs."""
+        if self._last_copy is not None:
+            torch.cuda.current_stream().wait_event(self._last_copy)
+
+
+def _unpack_all(request: PromptLogprobsRequest, lines: npt.NDArray[np.int32]) -> list[Logprobs]:
+    return [unpack(line, request.top) for line in lines]

@@ -1,0 +1,44 @@
+"""Where the engine's options are written, read by all three models: model_repository/engine/config.pbtxt."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.folder import DEMO, find_model_dir
+
+_ENTRY = re.compile(r'key\s*:?\s*"([^"]*)"\s*[,;]?\s*value\s*:?\s*\{\s*string_value\s*:?\s*("(?:[^"\\]|\\.)*")\s*\}')
+
+
+def read_engine_config(repository: Path) -> EngineConfig:
+    """The engine options of a model repository, with the model's folder as an absolute path. Raises ConfigError."""
+    path = repository / "engine" / "config.pbtxt"
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    config = EngineConfig.from_parameters(read_parameters(text))
+    folder = demo_dir(repository) if config.model == DEMO else find_model_dir(config.model)
+    return dataclasses.replace(config, model=str(folder))
+
+
+def read_parameters(config: str) -> Mapping[str, str]:
+    """The string parameters in the text of a config.pbtxt; comments are none."""
+    lines = (line for line in config.splitlines() if not line.lstrip().startswith("#"))
+    return {key: json.loads(value) for key, value in _ENTRY.findall("\n".join(lines))}
+
+
+def is_demo(config: EngineConfig, repository: Path) -> bool:
+    """Whether the model is the one that comes with the project."""
+    return Path(config.model) == demo_dir(repository)
+
+
+def demo_dir(repository: Path) -> Path:
+    """The demo model of this repository, or else the one of the checkout that the package was installed from."""
+    own = (repository / "engine" / "demo_model").resolve()
+    return own if own.is_dir() else find_model_dir(DEMO)

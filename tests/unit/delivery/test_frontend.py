@@ -1,0 +1,379 @@
+"""The front between engine and senders: order, coalescing, credits, stop strings, one end for every request."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.delivery.frontend import EngineFront
+from minisgl_backend.delivery.responder import LATE, NO_TEXT
+from minisgl_backend.delivery.send_queue import CONFIRM_S
+from minisgl_backend.ipc.messages import CANCELLED, Rejected, SequenceDetail, TokenLogprobs
+from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
+from minisgl_backend.request import FinishReason, SamplingParams
+from minisgl_backend.text.vocabulary import Vocabulary
+from tests.unit.delivery.fake_engine import FakeEngine, Recorder, anything
+
+STOP, LENGTH = int(FinishReason.STOP), int(FinishReason.LENGTH)
+
+
+def letters() -> Vocabulary:
+    """Token id n stands for the byte n."""
+    table = [bytes([i]) for i in range(256)]
+    return Vocabulary(lambda ids, skip: bytes(ids).decode("utf-8", "replace"), table, frozenset(), byte_exact=True)
+
+
+@pytest.fixture
+def front(tmp_path: Path) -> Iterator[EngineFront]:
+    found = EngineFront(EngineConfig(), letters(), front=0, socket_dir=tmp_path, probe=anything, make_client=FakeEngine)
+    found.start()
+    yield found
+    found.close()
+
+
+def ask(
+    front: EngineFront,
+    *,
+    confirmed: bool = True,
+    stream: bool = True,
+    include: bool = False,
+    wanted: Sequence[str] = (),
+    deadline: float | None = None,
+    **params: Any,
+) -> tuple[Recorder, int]:
+    """`wanted`: fields of OutputOptions that are set."""
+    sender = Recorder()
+    options = OutputOptions(stream=stream, include_stop_string=include, **dict.fromkeys(wanted, True))
+    spec = EngineRequest(params=SamplingParams(**params), options=options, deadline=deadline)
+    front.submit(sender, np.array([1, 2, 3], dtype=np.int32), spec, confirmed=confirmed)
+    return sender, front.client.requests[-1].uid if front.client.requests else 0
+
+
+def test_each_token_is_a_response_while_the_stream_keeps_up(front: EngineFront) -> None:
+    sender, uid = ask(front)
+    for number, token in enumerate(range(10, 20), start=1):
+        front.client.give((uid, token, LENGTH if token == 19 else 0))
+        sender.wait_chunks(number)
+        front.client.confirm(uid, number)
+    sender.wait_end()
+    assert sender.tokens() == list(range(10, 20))
+    assert [chunk.number for chunk in sender.chunks] == list(range(1, 11))
+    assert [chunk.options is not None for chunk in sender.chunks] == [True] + [False] * 9
+    assert [chunk.parts[0].is_last for chunk in sender.chunks] == [False] * 9 + [True]
+    assert sender.details == [{}] * 10
+    assert len(sender.threads) == 1
+
+
+def test_a_stream_that_is_behind_gets_larger_chunks_and_loses_nothing(front: EngineFront) -> None:
+    sender, uid = ask(front)
+    others = [ask(front)[0] for _ in range(200)]  # little is left of the credits for each
+    front.client.give((uid, 0, 0))
+    sender.wait_chunks(1)
+    for token in range(1, 100):
+        front.client.give((uid, token, 0))
+    time.sleep(0.1)
+    assert len(sender.chunks) == 1
+    front.client.confirm(uid, 1)
+    sender.wait_chunks(2)
+    assert sender.tokens() == list(range(100))
+    front.client.give((uid, 100, STOP))  # the last one waits for no credit
+    sender.wait_end()
+    assert sender.tokens() == list(range(101))
+    assert sender.chunks[-1].parts[0].ends_with_stop_token
+    assert not any(other.ended for other in others)
+
+
+def test_a_burst_is_confirmed_with_its_last_chunk(tmp_path: Path) -> None:
+    front = EngineFront(
+        EngineConfig(),
+        letters(),
+        front=0,
+        socket_dir=tmp_path,
+        probe=anything,
+        num_workers=1,
+        make_client=FakeEngine,
+    )
+    front.start()
+    asked = [ask(front) for _ in range(8)]
+    front.client.give(*((uid, 65, 0) for _, uid in asked))
+    for sender, _ in asked:
+        sender.wait_chunks(1)
+    assert all(sender.chunks[0].confirm for sender, _ in asked)  # an end must know whether a stream has been seen
+    time.sleep(2 * CONFIRM_S)  # a confirmation so soon after the last one would do for this burst
+    with front.responder.sending[0]:  # the thread is with the first stream while the others line up
+        for _, uid in asked:
+            front.client.confirm(uid, 1)
+        front.client.give(*((uid, 66, 0) for _, uid in asked))
+    for sender, _ in asked:
+        sender.wait_chunks(2)
+    assert [sender.chunks[1].confirm for sender, _ in asked[1:]] == [False] * 6 + [True]
+    front.client.give(*((uid, 67, LENGTH) for _, uid in asked))
+    for sender, _ in asked:
+        sender.wait_end()
+        assert sender.chunks[-1].confirm
+    front.close()
+
+
+def test_a_stream_that_waits_for_a_confirmation_has_asked_for_it(front: EngineFront) -> None:
+    senders = [ask(front) for _ in range(200)]
+    for _ in range(2):
+        front.client.give(*((uid, 65, 0) for _, uid in senders))
+    for sender, _ in senders:
+        sender.wait_chunks(1)
+    time.sleep(0.1)
+    assert [[chunk.confirm for chunk in sender.chunks] for sender, _ in senders] == [[True]] * 200
+
+
+def test_a_whole_answer_is_one_response(front: EngineFront) -> None:
+    sender, uid = ask(front, stream=False)
+    for token in range(5):
+        front.client.give((uid, token, 0))
+    front.client.give((uid, 5, LENGTH))
+    sender.wait_end()
+    assert len(sender.chunks) == 1
+    assert sender.tokens() == list(range(6))
+
+
+def test_several_sequences_end_with_one_final_response(front: EngineFront) -> None:
+    sender, uid = ask(front, n=3)
+    front.client.give((uid + 2, ord("c"), LENGTH), (uid, ord("a"), LENGTH))
+    sender.wait_chunks(2)
+    assert not sender.ended
+    front.client.give((uid + 1, ord("b"), LENGTH))
+    sender.wait_end()
+    assert {chunk.uid - uid: values(found)["sequence_index"] for chunk, found in sent(sender)} == {
+        0: [0],
+        1: [1],
+        2: [2],
+    }
+    whole, uid = ask(front, n=3, stream=False, wanted=["finish_reason"])
+    front.client.give((uid, 1, LENGTH), (uid + 1, 2, STOP), (uid + 2, 3, LENGTH))
+    whole.wait_end()
+    assert [part.token_ids[0] for part in whole.chunks[0].parts] == [1, 2, 3]
+    assert values(whole.details[0]) == {"finish_reason": ["length", "stop", "length"]}
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("include", [True, False])
+def test_stop_strings(front: EngineFront, stream: bool, include: bool) -> None:
+    sender, uid = ask(front, stop=("END",), stream=stream, include=include, wanted=["finish_reason"])
+    for byte in b"one E two ENDED":
+        front.client.give((uid, byte, 0))
+    sender.wait_end()
+    assert sender.text() == ("one E two END" if include else "one E two ")
+    assert len(sender.tokens()) == len("one E two END")
+    assert values(sender.details[-1]) == {"finish_reason": ["stop"]}
+    assert front.client.aborted == [(uid, FinishReason.STOP)]
+
+
+def test_text_held_for_a_stop_string_comes_at_the_end(front: EngineFront) -> None:
+    sender, uid = ask(front, stop=("END",))
+    for byte in b"xEN":
+        front.client.give((uid, byte, 0))
+    front.client.give((uid, ord("!"), LENGTH))
+    sender.wait_end()
+    assert sender.text() == "xEN!"
+    sender, uid = ask(front, stop=("END",))
+    front.client.give((uid, ord("E"), 0))
+    front.client.give((uid, 2, STOP))
+    sender.wait_end()
+    assert sender.text() == "E"
+
+
+def test_stop_strings_wait_for_min_tokens(front: EngineFront) -> None:
+    sender, uid = ask(front, stop=("a",), min_tokens=3)
+    for byte in b"aabba":
+        front.client.give((uid, byte, 0))
+    sender.wait_end()
+    assert sender.text() == "aabb"
+
+
+def test_failures_end_a_request_once(front: EngineFront) -> None:
+    refused, uid = ask(front)
+    front.client.on_rejected(Rejected(uid=uid, kind="CapacityError", message="queue is full"))
+    refused.wait_end()
+    assert refused.error == ("UNAVAILABLE", "queue is full")
+    failed, uid = ask(front)
+    front.client.give((uid, 5, 0))
+    failed.wait_chunks(1)
+    front.client.give((uid, -1, int(FinishReason.ERROR)), details={0: SequenceDetail(error="out of memory")})
+    failed.wait_end()
+    assert failed.error == ("INTERNAL", "out of memory")
+    assert failed.chunks[-1].forget == (uid,)
+    cancelled, uid = ask(front)
+    front.client.give((uid, -1, int(FinishReason.CANCELLED)))
+    cancelled.wait_end()
+    assert cancelled.error is not None
+    assert cancelled.error[0] == "CANCELLED"
+    assert front.num_streams == 0
+
+
+def test_a_request_that_ends_before_its_first_chunk_is_confirmed(front: EngineFront) -> None:
+    cancelled = int(FinishReason.CANCELLED)
+    late, uid = ask(front, deadline=time.monotonic())
+    front.client.give((uid, 65, 0))
+    late.wait_chunks(1)
+    front.client.give((uid, -1, cancelled))
+    front.client.new_uid()  # the next stream is of the same sender thread, and comes after what it has to do by now
+    other, other_uid = ask(front)
+    front.client.give((other_uid, 66, 0))
+    other.wait_chunks(1)
+    assert not late.ended, "an error behind a chunk that is dropped would be dropped too"
+    front.client.confirm(uid, 1)
+    late.wait_end()
+    assert late.error == ("CANCELLED", LATE)
+    assert late.chunks[-1].forget == (uid,)
+    unread, uid = ask(front)
+    front.client.give((uid, 65, 0))
+    unread.wait_chunks(1)
+    front.client.give((uid, -1, cancelled))
+    front.client.on_lost([uid])
+    unread.wait_end()
+    assert unread.error == ("INVALID_ARG", NO_TEXT)
+    assert len(unread.chunks) == 1, "nobody would read another"
+
+
+def test_one_failed_sequence_ends_its_siblings(front: EngineFront) -> None:
+    sender, uid = ask(front, n=2)
+    front.client.give((uid, -1, int(FinishReason.CANCELLED)))
+    sender.wait_end()
+    assert (uid + 1, FinishReason.CANCELLED) in front.client.aborted
+
+
+def test_a_dead_engine_fails_all_and_takes_none(front: EngineFront) -> None:
+    streams = [ask(front)[0] for _ in range(5)]
+    front.client.on_down("killed")
+    for sender in streams:
+        sender.wait_end()
+        assert sender.error is not None
+        assert sender.error[0] == "UNAVAILABLE"
+    front.client.dead = True
+    late, _ = ask(front)
+    late.wait_end()
+    assert late.error == ("UNAVAILABLE", "the engine is not running")
+
+
+def test_a_client_that_left_an_unstreamed_request(front: EngineFront) -> None:
+    sender, uid = ask(front, stream=False)
+    sender.cancelled = True
+    deadline = time.monotonic() + 30
+    while not front.client.aborted and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert front.client.aborted[0] == (uid, FinishReason.CANCELLED)
+
+
+def test_nothing_more_is_sent_to_a_client_that_left_but_the_end(front: EngineFront) -> None:
+    sender, uid = ask(front, n=2)
+    front.client.give((uid, 65, 0), (uid + 1, 66, 0))
+    sender.wait_chunks(2)
+    front.client.confirm(uid, CANCELLED)
+    assert front.client.aborted == [(uid, FinishReason.CANCELLED), (uid + 1, FinishReason.CANCELLED)]
+    front.client.give((uid, 67, 0), (uid + 1, 68, 0))
+    other, other_uid = ask(front)
+    front.client.give((other_uid, 69, 0))
+    other.wait_chunks(1)
+    assert len(sender.chunks) == 2
+    cancelled = int(FinishReason.CANCELLED)
+    front.client.give((uid, -1, cancelled), (uid + 1, -1, cancelled))
+    sender.wait_end()
+    assert sender.error is not None
+    assert sender.error[0] == "CANCELLED"
+    assert front.num_streams == 1
+
+
+def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
+    probes: list[int] = []
+    front = EngineFront(
+        EngineConfig(),
+        letters(),
+        front=0,
+        socket_dir=tmp_path,
+        probe=lambda chunk: probes.append(chunk.uid),
+        make_client=FakeEngine,
+    )
+    front.start()
+    sender, uid = ask(front)
+    front.client.give((uid, 65, 0))
+    sender.wait_chunks(1)
+    deadline = time.monotonic() + 30
+    while not probes and time.monotonic() < deadline:
+        time.sleep(0.01)
+    front.client.confirmations.on_handled(probes, [1] * len(probes), time.monotonic())
+    gone: list[int] = []
+    while not gone and time.monotonic() < deadline:
+        time.sleep(0.01)
+        gone = front.client.confirmations.expire(time.monotonic())
+    assert gone == [uid]
+    front.close()
+
+
+def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> None:
+    wanted = ["finish_reason", "num_input_tokens", "num_output_tokens", "cumulative_logprob", "logprobs", "log_probs"]
+    sender, uid = ask(front, logprobs=1, wanted=[*wanted, "prompt_logprobs", "perf_metrics"])
+    for number, token in enumerate(b"AB", start=1):
+        entry = TokenLogprobs(token_id=token, logprob=-0.25, rank=2, top_ids=(token + 1,), top=(-0.125,))
+        detail = SequenceDetail(logprobs=entry, first_token_ns=5 if number == 1 else 0)
+        front.client.give((uid, token, LENGTH if number == 2 else 0), details={0: detail})
+        sender.wait_chunks(number)
+    sender.wait_end()
+    first, last = (values(found) for found in sender.details)
+    logprobs = [json.loads(found.pop("logprobs")[0]) for found in (first, last)]
+    assert logprobs == [
+        [
+            {
+                str(token + 1): {"logprob": -0.125, "rank": 1, "decoded_token": chr(token + 1)},
+                str(token): {"logprob": -0.25, "rank": 2, "decoded_token": chr(token)},
+            }
+        ]
+        for token in b"AB"
+    ]
+    counts = {"num_input_tokens": [3], "num_output_tokens": [1]}
+    assert first == {
+        **counts,
+        "finish_reason": ["None"],
+        "cumulative_logprob": [-0.25],
+        "cum_log_probs": [-0.25],
+        "output_log_probs": [-0.25],
+        "prompt_logprobs": ["null"],
+    }
+    expected = {
+        **counts,
+        "finish_reason": ["length"],
+        "cumulative_logprob": [-0.5],
+        "output_log_probs": [-0.25, -0.25],
+        "first_token_time_ns": [5],
+        "kv_cache_alloc_total_blocks": [1],
+    }
+    assert {name: last.get(name) for name in expected} == expected
+    assert "prompt_logprobs" not in last
+
+
+def values(arrays: dict[str, Any]) -> dict[str, list[Any]]:
+    """What the output tensors hold; the first dimension of each is that of the batch."""
+    assert all(array.shape[0] == 1 for array in arrays.values())
+    flat = {name: array.reshape(-1).tolist() for name, array in arrays.items()}
+    return {name: [_text(item) for item in found] for name, found in flat.items()}
+
+
+def _text(item: Any) -> Any:
+    return item.decode() if isinstance(item, bytes) else item
+
+
+def sent(sender: Recorder) -> Iterable[tuple[Any, dict[str, Any]]]:
+    return zip(sender.chunks, sender.details, strict=True)
+
+
+def test_closing_ends_what_is_left(tmp_path: Path) -> None:
+    front = EngineFront(EngineConfig(), letters(), front=0, socket_dir=tmp_path, probe=anything, make_client=FakeEngine)
+    front.start()
+    sender, _ = ask(front)
+    front.close()
+    assert sender.error is not None
+    assert sender.error[0] == "UNAVAILABLE"

@@ -1,0 +1,71 @@
+"""Chunks to texts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.delivery.text_output import StreamError, TextOutputEncoder
+from minisgl_backend.ipc.wire import Chunk, Part, TextOptions
+from minisgl_backend.text.vocabulary import Vocabulary
+
+
+@pytest.fixture
+def answers() -> TextOutputEncoder:
+    table = [bytes([i]) for i in range(256)]
+    return TextOutputEncoder(Vocabulary(lambda ids, skip: bytes(ids).decode(), table, frozenset(), byte_exact=True))
+
+
+def part(text: bytes, **fields: Any) -> Part:
+    return Part(token_ids=np.frombuffer(text, np.uint8).astype("<i4").tobytes(), **fields)
+
+
+def plain(array: Any) -> list[str]:
+    assert array.shape[0] == 1
+    return [item.decode() for item in array.reshape(-1).tolist()]
+
+
+def test_characters_are_whole(answers: TextOutputEncoder) -> None:
+    first = plain(answers.encode(Chunk(uid=1, number=1, parts=(part("é".encode()[:1]),), options=TextOptions())))
+    last = plain(answers.encode(Chunk(uid=1, number=2, parts=(part("é".encode()[1:], is_last=True),))))
+    assert (first, last) == ([""], ["é"])
+    assert len(answers) == 0
+
+
+def test_what_is_no_text(answers: TextOutputEncoder) -> None:
+    options = TextOptions(prompt="Q:")
+    whole = part(b"A\x02", is_last=True, ends_with_stop_token=True)
+    assert plain(answers.encode(Chunk(uid=1, number=1, parts=(whole,), options=options))) == ["Q:A"]
+
+
+def test_several_sequences(answers: TextOutputEncoder) -> None:
+    parts = (part(b"a", is_last=True), part(b"b", is_last=True))
+    chunk = Chunk(uid=1, number=1, parts=parts, options=TextOptions(prompt="-"))
+    assert plain(answers.encode(chunk)) == ["-a", "-b"]
+    assert len(answers) == 0
+
+
+def test_streams_do_not_mix(answers: TextOutputEncoder) -> None:
+    options = TextOptions()
+    pieces = {1: "🎉".encode(), 2: "日".encode()}
+    texts = {1: "", 2: ""}
+    for number in range(1, 5):
+        for uid, data in pieces.items():
+            if number <= len(data):
+                started = options if number == 1 else None
+                chunk = Chunk(uid=uid, number=number, parts=(part(data[number - 1 : number]),), options=started)
+                texts[uid] += plain(answers.encode(chunk))[0]
+    assert texts == {1: "🎉", 2: "日"}
+
+
+def test_a_failure_and_a_lost_chunk_are_errors(answers: TextOutputEncoder) -> None:
+    answers.encode(Chunk(uid=1, number=1, parts=(part(b"a"),), options=TextOptions()))
+    with pytest.raises(StreamError, match="out of memory") as caught:
+        answers.encode(Chunk(uid=1, number=2, failure=("INTERNAL", "out of memory"), forget=(1,)))
+    assert caught.value.status == "INTERNAL"
+    assert len(answers) == 0
+    with pytest.raises(StreamError, match="restarted"):
+        answers.encode(Chunk(uid=5, number=4, parts=(part(b"a"),)))
+    assert plain(answers.encode(Chunk(uid=9, number=1))) == [""]

@@ -1,0 +1,156 @@
+"""The command line of scripts/serve.sh, the readiness endpoint and the process table; no server is started."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from minisgl_backend.config import OPTIONS
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.health import HealthServer
+from minisgl_backend.host.processes import ServerProcesses, descendants, process_table
+from minisgl_backend.host.server_process import free_port_error
+from minisgl_backend.host.server_supervisor import main, parse_arguments
+
+
+def test_defaults_serve_the_demo_model_on_this_machine_only() -> None:
+    arguments = parse_arguments([])
+    assert arguments.engine_parameters == {}
+    assert arguments.server.host == "127.0.0.1"
+    assert (arguments.server.http_port, arguments.server.grpc_port, arguments.server.metrics_port) == (8000, 8001, 8002)
+
+
+def test_every_engine_option_has_its_flags() -> None:
+    for option in OPTIONS.values():
+        for flag in option.flags:
+            with pytest.raises(ConfigError, match=option.name):
+                parse_arguments([flag, ""] if option.name == "model" else [flag, "?"])
+            if option.name == "model":
+                break
+
+
+def test_engine_options_and_server_arguments() -> None:
+    arguments = parse_arguments(["--attn", "torch", "--page-size", "16", "--dummy-weights", "--", "--log-verbose=1"])
+    assert arguments.engine_parameters == {"attention_backend": "torch", "page_size": "16", "dummy_weights": "true"}
+    assert arguments.server.arguments == ("--log-verbose=1",)
+
+
+def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--page-size", "3"]) == 2
+    assert capsys.readouterr().err == "[serve] error: page_size is '3'; allowed: a power of two\n".replace("'3'", "3")
+
+
+def test_taken_and_equal_ports_are_named() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        problem = free_port_error("127.0.0.1", [("--http-port", port)])
+        assert problem is not None
+        assert f"--http-port is {port}" in problem
+    problem = free_port_error("127.0.0.1", [("--http-port", 5), ("--grpc-port", 5)])
+    assert problem is not None
+    assert "--grpc-port" in problem or "--http-port" in problem
+
+
+def test_health_tells_the_reason() -> None:
+    reasons: list[str | None] = ["starting"]
+    health = HealthServer("127.0.0.1", 0, lambda: reasons[0])
+    url = f"http://127.0.0.1:{health.port}/health"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with pytest.raises(urllib.error.HTTPError) as error:
+            opener.open(f"{url}/ready", timeout=10)
+        with error.value as reply:
+            assert (reply.code, json.load(reply)) == (503, {"ready": False, "reason": "starting"})
+        reasons[0] = None
+        with opener.open(f"{url}/ready", timeout=10) as reply:
+            assert (reply.status, json.load(reply)) == (200, {"ready": True, "reason": ""})
+        with opener.open(f"{url}/live", timeout=10) as reply:
+            assert reply.status == 200
+        with pytest.raises(urllib.error.HTTPError) as error:
+            opener.open(f"{url}/other", timeout=10)
+        error.value.close()
+        assert error.value.code == 404
+    finally:
+        health.close()
+
+
+# A stand-in for tritonserver: starts one "stub" with the arguments that the real one gives it, and never collects it.
+FAKE_SERVER = """
+import os, subprocess, sys, tempfile, time
+print(tempfile.mkdtemp(prefix="python_env_", dir="/tmp"), flush=True)
+stub = subprocess.Popen([*sys.argv[1:3], "no_such_region", "1", "1", str(os.getpid())], executable=sys.executable)
+print(stub.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def fake_server(folder: Path, model: str) -> list[str]:
+    """The command that starts one whose stub serves `model`."""
+    file = folder / "repository" / model / "1" / "model.py"
+    file.parent.mkdir(parents=True)
+    file.write_text("import time\ntime.sleep(600)\n")
+    return [sys.executable, "-c", FAKE_SERVER, "triton_python_backend_stub", str(file)]
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
+    with subprocess.Popen(fake_server(tmp_path, "tokenizer"), stdout=subprocess.PIPE, text=True) as server:
+        try:
+            assert server.stdout is not None
+            folder = Path(server.stdout.readline().strip())
+            stub_pid = int(server.stdout.readline())
+            processes = ServerProcesses(server.pid)
+            assert processes.scan() == set()
+            assert stub_pid in [process.pid for process in descendants(server.pid, process_table())]
+            os.kill(stub_pid, 9)
+            wait_for_zombie(stub_pid)
+            assert processes.dead_now() == {"tokenizer"}
+            assert processes.scan() == set(), "dead at one scan only: may be on its way out as it should"
+            assert processes.scan() == {"tokenizer"}
+            processes.kill_stubs("tokenizer")
+            assert processes.scan() == set()
+            assert processes.dead_now() == set()
+        finally:
+            server.kill()
+        server.wait()
+        made = folder.stat().st_mtime
+        others = [other for other in Path("/tmp").glob("python_env_*") if abs(other.stat().st_mtime - made) < 5]
+        processes.kill_all()
+        if others == [folder]:  # else nobody can tell whose they are
+            assert not folder.exists()
+
+
+@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+@pytest.mark.parametrize("session", [True, False])
+def test_a_stub_that_started_just_before_the_server_died_is_ended(tmp_path: Path, session: bool) -> None:
+    """Nobody had seen it, and it is no longer the server's child: a server that dies of a reload leaves such a one."""
+    with subprocess.Popen(
+        fake_server(tmp_path, "detokenizer"), stdout=subprocess.PIPE, text=True, start_new_session=session
+    ) as server:
+        processes = ServerProcesses(server.pid)
+        assert server.stdout is not None
+        Path(server.stdout.readline().strip()).rmdir()
+        stub_pid = int(server.stdout.readline())
+        server.kill()
+        server.wait()
+    assert not process_table()[stub_pid].dead
+    processes.kill_all()
+    stub = process_table().get(stub_pid)
+    assert stub is None or stub.dead
+
+
+def wait_for_zombie(pid: int) -> None:
+    deadline = time.monotonic() + 30
+    while not process_table()[pid].dead and time.monotonic() < deadline:
+        time.sleep(0.01)

@@ -1,0 +1,56 @@
+"""Plans survive the way to the followers."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl_backend.ipc.plan_codec import pack_plan, unpack_plan
+from minisgl_backend.request import Grammar, SamplingParams
+from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, dtype=np.int32)
+
+
+PARAMS = SamplingParams(
+    temperature=0.5,
+    seed=2**64 - 1,
+    logit_bias={3: -1.5},
+    bad_words_token_ids=((1, 2), (3,)),
+    stop=("x",),
+    grammar=Grammar(kind="regex", text="[0-9]"),
+)
+
+
+def test_round_trip() -> None:
+    plan = StepPlan(
+        step=41,
+        admitted=(AdmittedRow(2, 1 << 60, PARAMS, 3, ints(5, 6, 7), 2),),
+        page_rows=ints(2, 2),
+        page_columns=ints(0, 1),
+        page_ids=ints(9, 8),
+        prefill=(PrefillChunk(2, 2, ints(7), True), PrefillChunk(3, 0, ints(1, 2), False)),
+        decode_rows=ints(0, 1),
+        decode_lengths=ints(10, 11),
+        decode_uids=np.array([1 << 50, 4], dtype=np.int64),
+    )
+    copy = unpack_plan(pack_plan(plan))
+    assert (copy.step, copy.num_tokens) == (plan.step, plan.num_tokens)
+    assert copy.sampled_rows.tolist() == plan.sampled_rows.tolist()
+    for name in ("page_rows", "page_columns", "page_ids", "decode_rows", "decode_lengths", "decode_uids"):
+        assert getattr(copy, name).dtype == getattr(plan, name).dtype
+        assert getattr(copy, name).tolist() == getattr(plan, name).tolist()
+    assert copy.admitted[0].params == PARAMS
+    assert copy.admitted[0].token_ids.tolist() == [5, 6, 7]
+    assert [(c.row, c.start, c.token_ids.tolist(), c.samples) for c in copy.prefill] == [
+        (2, 2, [7], True),
+        (3, 0, [1, 2], False),
+    ]
+
+
+def test_an_empty_plan() -> None:
+    none = ints()
+    copy = unpack_plan(pack_plan(StepPlan(0, (), none, none, none, (), none, none, np.zeros(0, dtype=np.int64))))
+    assert copy.num_tokens == 0
+    assert len(copy.sampled_rows) == 0
