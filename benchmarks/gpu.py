@@ -18,6 +18,7 @@ import os
 import platform
 import random
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,13 +29,14 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.model_shapes import make_folder
-from minisgl_backend.config import EngineConfig
 
 ONE_GPU = ("q06", "q14", "q30", "start", "online", "parity", "gauge")
 PARTS = (*ONE_GPU, "tp")
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
 GAUGE_PROCESSES = 8
-ENGINE_OPTIONS: dict[str, Any] = {"max_running_requests": 256, "max_prefill_length": 16384, "mixed_prefill_length": 0}
+ENGINE_OPTIONS: dict[str, Any] = {}  # headline figures are those of default options
+PROMPTS_FIRST: dict[str, Any] = {"max_prefill_length": 16384, "mixed_prefill_length": 0}
+ONLINE_RATE = 3.3  # requests a second of the Poisson load: 60% of what a Qwen3-14B on one H200 serves
 
 
 def offline_load() -> list[tuple[list[int], int]]:
@@ -54,6 +56,13 @@ def part_q06() -> dict[str, float]:
         results[f"q06_prefill_{length}_tok_s"] = _prefill(driver, length, count)
     results["q06_prefill_tok_s"] = _prefill(driver, 4000, 16)
     results |= {f"q06_split_{name}": value for name, value in _time_split(driver, 64).items()}
+    results |= {f"ttft_{length}_ms": _first_token_ms(driver, length) for length in (512, 1024, 2048, 4096, 8000)}
+    driver.close()
+    driver = _driver("qwen3-0.6b", **PROMPTS_FIRST)
+    results["q06_prompts_first_offline_tok_s"] = _offline(driver)
+    results["q06_offline_over_prompts_first"] = round(
+        results["q06_offline_tok_s"] / results["q06_prompts_first_offline_tok_s"], 3
+    )
     driver.close()
     return results
 
@@ -104,19 +113,12 @@ def part_start() -> dict[str, float]:
 
 
 def part_online() -> dict[str, float]:
-    """Poisson arrivals at 60% of capacity: time to first token and between tokens, mixed steps on and off."""
-    results: dict[str, float] = {}
-    rate = 0.0
-    for name, mixed in (("mixed", EngineConfig.mixed_prefill_length), ("unmixed", 0)):
-        driver = _driver("qwen3-14b", mixed_prefill_length=mixed)
-        if not rate:
-            load = online_load(seed=1)
-            for prompt, length in load:
-                driver.submit(prompt, length, 0.6)
-            rate = 0.6 * len(load) / driver.run()
-            results["online_arrivals_per_s"] = round(rate, 2)
-            driver.clear()
-        results |= {f"online_{name}_{key}": value for key, value in _poisson(driver, online_load(seed=2), rate).items()}
+    """Poisson arrivals: time to first token and between tokens, prompts beside streams (the default) and first."""
+    results: dict[str, float] = {"online_arrivals_per_s": ONLINE_RATE}
+    for name, options in (("mixed", {}), ("unmixed", {"mixed_prefill_length": 0})):
+        driver = _driver("qwen3-14b", **options)
+        load = online_load(seed=2)
+        results |= {f"online_{name}_{key}": value for key, value in _poisson(driver, load, ONLINE_RATE).items()}
         driver.close()
     return results
 
@@ -197,16 +199,35 @@ def _large_model(name: str, prefix: str, **options: Any) -> dict[str, float]:
 
 
 def _throughput(driver: Any) -> dict[str, float]:
-    load = offline_load()
-    for prompt, length in load:
-        driver.submit(prompt, length, 0.6)
-    offline = sum(length for _, length in load) / driver.run()
-    driver.clear()
+    offline = _offline(driver)
     rng = random.Random(2)
     driver.submit([rng.randint(0, 10000) for _ in range(128)], 512)
     single = 512 / driver.run()
     driver.clear()
-    return {"offline_tok_s": round(offline), "single_tok_s": round(single, 1)}
+    return {"offline_tok_s": offline, "single_tok_s": round(single, 1)}
+
+
+def _offline(driver: Any) -> float:
+    """Tokens a second of 256 requests that come at once."""
+    load = offline_load()
+    for prompt, length in load:
+        driver.submit(prompt, length, 0.6)
+    tokens_per_second = sum(length for _, length in load) / driver.run()
+    driver.clear()
+    return round(tokens_per_second)
+
+
+def _first_token_ms(driver: Any, length: int, repeats: int = 10) -> float:
+    """Median from submitting a lone prompt to its first token. Every prompt is new to the prefix cache."""
+    rng = random.Random(-length)
+    taken = []
+    for _ in range(repeats + 2):  # libraries load kernels for this size
+        uid = driver.submit([rng.randint(0, 10000) for _ in range(length)], 1)
+        driver.run()
+        timeline = driver.timelines[uid]
+        taken.append(timeline.tokens[0] - timeline.submitted)
+    driver.clear()
+    return round(1000 * statistics.median(taken[2:]), 2)
 
 
 def _decode_ms(driver: Any, batch: int) -> float:

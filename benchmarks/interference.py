@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend import LLM, SamplingParams
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import Environment
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.request import Request
 
 WARM_UP_STEPS = 30  # the streams alone, before the long prompt comes
 STREAM_PROMPT, STREAM_ANSWER = 20, 500  # tokens; the streams outlast the long prompt
 LAYOUTS: dict[str, dict[str, Any]] = {
-    f"mixed, chunks of {EngineConfig.mixed_prefill_length}": {},
+    "defaults": {},
     "mixed, chunks of 128": {"mixed_prefill_length": 128},
     "prompts first, chunks of 512": {"mixed_prefill_length": 0, "max_prefill_length": 512},
     "prompts first, at once": {"mixed_prefill_length": 0},

@@ -125,10 +125,11 @@ class EngineConfig:
     max_prefill_length: int = _option(
         8192, "token budget of one step; longer prompts are computed in chunks", "1 or more", _positive
     )
-    mixed_prefill_length: int = _option(
-        384,
+    mixed_prefill_length: int | None = _option(
+        None,
         "most prompt tokens computed beside running streams in one step, so that a long prompt does not freeze them; "
-        "0: prompts first, streams wait",
+        "0: prompts first, streams wait; unset: what this machine computes in 20 ms, measured at start, and more while "
+        "over a second's worth of prompts waits",
         "0 or more",
         lambda value: value >= 0,
     )
@@ -272,6 +273,14 @@ def _environment_flag(environ: Mapping[str, str], name: str) -> bool | None:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Backlog:
+    """When so many prompts wait that they matter more than the time between the tokens of running streams."""
+
+    waiting_tokens: int  # more of them in the queue are a backlog
+    mixed_prefill_length: int  # prompt tokens beside streams in one step while there is one
+
+
+@dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
     """All that scheduler and cache know of the configuration. Units are tokens, pages and sequences."""
 
@@ -282,6 +291,7 @@ class SchedulerLimits:
     max_waiting_requests: int
     max_prefill_length: int
     mixed_prefill_length: int
+    backlog: Backlog | None = None  # None: the budget beside streams is always mixed_prefill_length
     cache_type: str = "radix"
     schedule_policy: str = "fcfs"
     eos_token_ids: tuple[int, ...] = ()

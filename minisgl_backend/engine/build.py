@@ -5,6 +5,7 @@ The build order is in the calls: the page count comes out of the runner and goes
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from collections.abc import Callable
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 NULL_PAGE_SIZE = 16
 NULL_MAX_PAGES = 1 << 16
+NULL_MIXED_PREFILL = 512
 NULL_ANSWER = "The null runner says this again and again, and computes nothing. "
 
 
@@ -116,7 +118,7 @@ def _model_runner(
     if config.tp == 1:
         runtime, description = _resolve(config, environment, model_dir, model)
         runner = _build_runner(runtime, model)
-        return runner, _limits(runtime, model, runner.num_pages), description, lambda: None
+        return runner, _limits(runtime, model, runner), description, lambda: None
     model.check_tensor_parallel(config.tp)  # before any process is started for what cannot be
     followers = Followers.start(config)
     try:
@@ -124,12 +126,13 @@ def _model_runner(
         tp = followers.connect(runtime.device)
         followers.watch(on_follower_death)
         runner = _build_runner(runtime, model, tp)
+        limits = _limits(runtime, model, runner, tp)
         followers.note_ready()
     except BaseException:
         followers.close()
         raise
     leader = LeaderRunner(runner, followers)
-    return leader, _limits(runtime, model, runner.num_pages), description, leader.close
+    return leader, limits, description, leader.close
 
 
 # Both import torch, which takes seconds: the null runner needs none, and followers import theirs at the same time.
@@ -156,12 +159,23 @@ def _build_runner(runtime: RuntimeConfig, model: ModelConfig, tp: TensorParallel
     return build_runner(runtime, model, tp, start_progress())
 
 
-def _limits(runtime: RuntimeConfig, model: ModelConfig, num_pages: int) -> SchedulerLimits:
-    return _scheduler_limits(runtime.config, model, runtime.page_size, num_pages, runtime.max_seq_len)
+def _limits(
+    runtime: RuntimeConfig, model: ModelConfig, runner: ModelRunner, tp: TensorParallel | None = None
+) -> SchedulerLimits:
+    from minisgl_backend.runner.prefill_budget import measure_prefill_budget
+
+    mixed, backlog = measure_prefill_budget(runner, runtime, tp)
+    log.info(
+        "beside streams %d prompt tokens a step%s",
+        mixed,
+        f", in a backlog {backlog.mixed_prefill_length}" if backlog else "",
+    )
+    limits = _scheduler_limits(runtime.config, model, runtime.page_size, runner.num_pages, runtime.max_seq_len, mixed)
+    return dataclasses.replace(limits, backlog=backlog)
 
 
 def _scheduler_limits(
-    config: EngineConfig, model: ModelConfig, page_size: int, num_pages: int, max_seq_len: int
+    config: EngineConfig, model: ModelConfig, page_size: int, num_pages: int, max_seq_len: int, mixed: int
 ) -> SchedulerLimits:
     return SchedulerLimits(
         page_size=page_size,
@@ -170,7 +184,7 @@ def _scheduler_limits(
         max_running_requests=config.max_running_requests,
         max_waiting_requests=config.max_waiting_requests,
         max_prefill_length=config.max_prefill_length,
-        mixed_prefill_length=config.mixed_prefill_length,
+        mixed_prefill_length=mixed,
         cache_type=config.cache_type,
         schedule_policy=config.schedule_policy,
         eos_token_ids=model.eos_token_ids,
@@ -187,7 +201,8 @@ def _null_runner(
     pages = config.num_pages or min(config.max_running_requests * -(-max_seq_len // page_size), NULL_MAX_PAGES)
     log_file = Path(environment.null_runner_log) if environment.null_runner_log else None
     runner = NullRunner(np.array(answer, dtype=np.int32), config.null_runner_rate, log_file)
-    limits = _scheduler_limits(config, model, page_size, pages, max_seq_len)
+    mixed = NULL_MIXED_PREFILL if config.mixed_prefill_length is None else config.mixed_prefill_length
+    limits = _scheduler_limits(config, model, page_size, pages, max_seq_len, mixed)
     return runner, limits, f"null runner with the tokenizer of {config.model}", lambda: None
 
 

@@ -21,6 +21,7 @@ from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.runner.build import build_runner
 from minisgl_backend.runner.device import DeviceFacts
 from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.prefill_budget import measure_prefill_budget
 from minisgl_backend.runner.resolve import resolve
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank, share_cores
 
@@ -59,7 +60,9 @@ def _build(config: EngineConfig, environment: Environment, rank: int, port: int)
     runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment)
     share_cores(runtime.device, config.tp)
     tp = TensorParallel.connect(rank, config.tp, HOST, port, device_of_rank(runtime.device, rank))
-    return build_runner(runtime, model, tp)
+    runner = build_runner(runtime, model, tp)
+    measure_prefill_budget(runner, runtime, tp)  # its steps are those of all ranks
+    return runner
 
 
 def _mirror(runner: ModelRunner, link: socket.socket) -> None:

@@ -62,7 +62,10 @@ class Planner:
         """Prompt tokens of a step in which so many rows decode; from two tiles on, so many that all tiles are full."""
         if not num_decoding:
             return self._limits.max_prefill_length
-        budget = min(self._limits.mixed_prefill_length, self._limits.max_prefill_length)
+        budget, backlog = self._limits.mixed_prefill_length, self._limits.backlog
+        if backlog is not None and self._queue.num_tokens > backlog.waiting_tokens:
+            budget = backlog.mixed_prefill_length
+        budget = min(budget, self._limits.max_prefill_length)
         if budget < 2 * TILE_TOKENS:
             return budget
         return (budget + num_decoding) // TILE_TOKENS * TILE_TOKENS - num_decoding

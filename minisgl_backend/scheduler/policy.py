@@ -26,6 +26,7 @@ class WaitingQueue(abc.ABC):
 
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}  # by uid, in order of arrival in the queue
+        self.num_tokens = 0  # of all members
 
     def __len__(self) -> int:
         return len(self._members)
@@ -35,10 +36,12 @@ class WaitingQueue(abc.ABC):
 
     def push(self, sequence: Sequence) -> None:
         self._members[sequence.uid] = sequence
+        self.num_tokens += len(sequence.token_ids)
         self._enter(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         del self._members[sequence.uid]
+        self.num_tokens -= len(sequence.token_ids)
         self._leave(sequence)
 
     @abc.abstractmethod

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from minisgl_backend.config import SchedulerLimits
+from minisgl_backend.config import Backlog, SchedulerLimits
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Grammar, Request
 from minisgl_backend.scheduler.scheduler import Scheduler
@@ -102,6 +102,20 @@ def test_mixed_steps_fill_the_tiles_of_a_gpu(mixed: int, expected: int) -> None:
     chunks = [len(plan.prefill[0].token_ids) for plan in loop.runner.plans if plan.prefill and len(plan.decode_rows)]
     full, rest = divmod(2501, expected)
     assert chunks == [*[expected] * full, rest]
+
+
+def test_a_backlog_of_prompts_gets_larger_chunks() -> None:
+    """One stream, then prompts of 40 tokens: more than 100 waiting tokens are a backlog."""
+    backlog = Backlog(waiting_tokens=100, mixed_prefill_length=80)
+    loop = make_loop(limits(num_pages=1000, mixed_prefill_length=20, max_prefill_length=2048, backlog=backlog))
+    loop.scheduler.add(make_request(0, [0], max_tokens=60, ignore_eos=True))
+    loop.step()
+    for uid in range(1, 6):
+        loop.scheduler.add(make_request(uid, [uid] * 40, max_tokens=1))
+    loop.run()
+    mixed = [plan for plan in loop.runner.plans if plan.prefill and len(plan.decode_rows)]
+    assert [sum(len(chunk.token_ids) for chunk in plan.prefill) for plan in mixed] == [80, 80, 20, 20]
+    assert not loop.scheduler.plan()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -1,0 +1,84 @@
+"""How many prompt tokens a step may compute beside running streams: from what a step costs on this machine.
+
+Streams wait for the prompts that are computed beside their tokens (chunked prefill, Sarathi-Serve, Agrawal et al.
+2024), so the budget is a time: it comes to thousands of tokens of a small model and to a few hundred of a large one.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from minisgl_backend.config import Backlog, RuntimeConfig
+from minisgl_backend.runner.memory import prompt_plan
+from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.tensor_parallel import TensorParallel
+
+TARGET_S = 0.020  # a step of prompt tokens alone; a mixed one takes a little longer
+SLOW_TARGET = 2.0  # times a step of one token, where that is more: the weights of a large model have to be read anyway
+BACKLOG_FACTOR = 5  # how much longer steps may take while prompts wait
+ROUNDS = 3  # of which the fastest counts: the first may load kernels, and a busy host disturbs some
+BACKLOG_S = 1.0  # of waiting prompts, at the pace beside streams
+
+
+def measure_prefill_budget(
+    runner: ModelRunner, runtime: RuntimeConfig, tp: TensorParallel | None = None
+) -> tuple[int, Backlog | None]:
+    """`mixed_prefill_length` and what takes its place in a backlog; a number that the user has set stays as it is.
+
+    Executes a few steps on the padding page, so all ranks call it at the same time, before the first request.
+    """
+    config = runtime.config
+    if config.mixed_prefill_length is not None:
+        return config.mixed_prefill_length, None
+    tp = tp or TensorParallel.single()
+
+    def seconds(num_tokens: int) -> float:
+        plan = prompt_plan(num_tokens, config.max_running_requests, runtime.max_seq_len)
+        best = float("inf")
+        for _ in range(ROUNDS):
+            _synchronize(runtime.device)
+            started = time.perf_counter()
+            runner.execute(runner.prepare(plan)).result()
+            _synchronize(runtime.device)
+            best = min(best, time.perf_counter() - started)
+        return tp.minimum(round(1e6 * best)) / 1e6
+
+    longest = min(config.max_prefill_length, config.max_running_requests * (runtime.max_seq_len - 1))
+    return choose_prefill_budget(seconds, longest)
+
+
+def choose_prefill_budget(seconds: Callable[[int], float], longest: int) -> tuple[int, Backlog]:
+    """The budget where `seconds(num_tokens)` is what a step of so many prompt tokens takes.
+
+    `longest`: the most tokens that a step can have.
+    """
+    one = seconds(1)
+    target = max(TARGET_S, SLOW_TARGET * one)
+    below, time_below = 1, one
+    for num_tokens in _sizes(longest):
+        taken = seconds(num_tokens)
+        if taken > target:
+            share = (target - time_below) / max(taken - time_below, 1e-9)
+            below += int(share * (num_tokens - below))
+            break
+        below, time_below = num_tokens, taken
+    return below, Backlog(
+        waiting_tokens=int(below * BACKLOG_S / target), mixed_prefill_length=min(longest, BACKLOG_FACTOR * below)
+    )
+
+
+def _synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _sizes(longest: int) -> Iterator[int]:
+    """32, 64, 128, 256, 384, 512, 768, 1,024, ... and `longest`."""
+    size = 32
+    while size < longest:
+        yield size
+        size += size if size <= 128 else 1 << (size.bit_length() - 2)
+    yield longest
