@@ -311,7 +311,7 @@ _SMALL_TALK = (
 
 
 def _mixed_turns(rng: Random, budget: int, small_talk: bool) -> list[Turn]:
-    """SendQueue of several kinds, about `budget` tokens together, on the training side of the split.
+    """Turns of several kinds, about `budget` tokens together, on the training side of the split.
 
     Facts are told early and now and then; some are asked for between other turns, and all at the end.
     """

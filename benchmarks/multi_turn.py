@@ -56,7 +56,7 @@ class _Conversation:
 
 
 def make_turns(count: int, rng: Random) -> list[Turn]:
-    """SendQueue that the demo model can answer, some 60 to 150 tokens each with their answers."""
+    """Turns that the demo model can answer, some 60 to 150 tokens each with their answers."""
     makers = (repeat_turn, reverse_turn, arithmetic_turn, lambda r: counting_turn(r, span=LONGEST_COUNT))
     return [rng.choice(makers)(rng) for _ in range(count)]
 

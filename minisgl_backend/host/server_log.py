@@ -1,4 +1,4 @@
-"""SendQueue tritonserver's log into lines worth reading.
+"""Turns tritonserver's log into lines worth reading.
 
 What the models print passes unchanged, progress bars included.
 """

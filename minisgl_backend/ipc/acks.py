@@ -1,4 +1,4 @@
-"""AckTracker from the detokenizer to the fronts: datagrams between sockets of a directory that only the user may
+"""Acknowledgements from the detokenizer to the fronts: datagrams between sockets of a directory that only the user may
 enter.
 
 No zmq here: a confirmation lies on the way of the text behind it, and handing it to a thread that sends it costs as

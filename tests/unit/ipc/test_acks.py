@@ -1,4 +1,4 @@
-"""AckTracker from detokenizer to fronts."""
+"""Acknowledgements from detokenizer to fronts."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 @dataclass
 class Driver:
-    """SendQueue "admit this", "decode those" into plans, in the simplest way that keeps the rules."""
+    """Turns "admit this", "decode those" into plans, in the simplest way that keeps the rules."""
 
     page_size: int
     next_step: int = 0
