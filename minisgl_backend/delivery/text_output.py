@@ -44,22 +44,26 @@ class TextOutputEncoder:
         return len(self._streams)
 
     def encode(self, chunk: Chunk) -> npt.NDArray[np.object_]:
-        """The text of each part, object [1, n] of UTF-8 bytes. Raises StreamError where there is none."""
+        """The text of each part, object [n] of UTF-8 bytes: one-dimensional under a batch dimension too, as
+        TensorRT-LLM's postprocessing sends it. Its clients read `text_output[0]`, and a row of it ends them.
+
+        Raises StreamError where there is none.
+        """
         for uid in chunk.forget:
             self._streams.pop(uid, None)
         if chunk.failure is not None:
             raise StreamError(*chunk.failure)
         if not chunk.parts:  # a probe: nobody reads the answer
-            return texts([""])
+            return texts([""])[0]
         if len(chunk.parts) > 1:
             assert chunk.options is not None, "an answer of several sequences comes in one chunk"
-            return texts([self._text(self._new(chunk.options), part) for part in chunk.parts])
+            return texts([self._text(self._new(chunk.options), part) for part in chunk.parts])[0]
         if chunk.options is not None:
             self._streams[chunk.uid] = self._new(chunk.options)
         text = self._text(self._known(chunk), chunk.parts[0])
         if chunk.parts[0].is_last:
             del self._streams[chunk.uid]
-        return texts([text])
+        return texts([text])[0]
 
     def _new(self, options: TextOptions) -> _StreamText:
         return _StreamText(options.prompt or "", new_detokenizer(self._vocabulary, options.skip_special_tokens))

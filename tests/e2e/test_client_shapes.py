@@ -18,6 +18,37 @@ def one(name: str, dtype: str, value: object) -> Tensor:
 
 
 @pytest.mark.parametrize("stream", [True, False])
+def test_shapes_of_the_outputs(server: Server, stream: bool) -> None:
+    """Clients of both backends decode `text_output[0]`; TensorRT-LLM's read its other outputs as `[0][0]`, and vllm's
+    have one dimension."""
+    asked = {
+        "text_input": QUESTION,
+        "max_tokens": 8,
+        "stream": stream,
+        "return_finish_reason": True,
+        "return_num_input_tokens": True,
+        "return_num_output_tokens": True,
+        "return_cumulative_logprob": True,
+    }
+    for chunk in server.stream([*batched(**asked, return_log_probs=True, return_perf_metrics=True)]):
+        assert chunk.shapes.pop("text_output") == (1,)
+        assert chunk.shapes.pop("output_log_probs")[:2] == (1, 1)
+        assert set(chunk.shapes.values()) == {(1, 1)}, chunk.shapes
+    del asked["max_tokens"]
+    for chunk in server.stream(plain(**asked, sampling_parameters='{"max_tokens": 8}'), model="vllm_model"):
+        assert chunk.outputs
+        assert set(chunk.shapes.values()) == {(1,)}, chunk.shapes
+
+
+def test_several_texts_of_one_response_have_one_dimension(server: Server) -> None:
+    asked = {"text_input": QUESTION, "max_tokens": 8}
+    (chunk,) = server.stream(batched(**asked, num_return_sequences=3))
+    assert chunk.shapes["text_output"] == (3,)
+    (chunk,) = server.stream(plain(text_input=QUESTION, sampling_parameters='{"n": 3}'), model="vllm_model")
+    assert chunk.shapes["text_output"] == (3,)
+
+
+@pytest.mark.parametrize("stream", [True, False])
 def test_llama_index(server: Server, stream: bool) -> None:
     """Every field, top_p 0 for "not set", random_seed; ends by the final flag and hangs if that comes alone."""
     tensors = [
@@ -34,6 +65,7 @@ def test_llama_index(server: Server, stream: bool) -> None:
     ]
     chunks = list(server.stream(tensors, request_id="1234567"))
     assert chunks[-1].final
+    assert {chunk.shapes["text_output"] for chunk in chunks} == {(1,)}
     assert "42" in "".join(chunk.text for chunk in chunks)
     assert len(chunks) == 1 or stream
 

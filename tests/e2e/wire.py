@@ -9,7 +9,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,9 +25,10 @@ _NUMPY = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np
 class Chunk:
     """One response of a gRPC stream."""
 
-    outputs: dict[str, Any]  # lists, without the batch dimension
+    outputs: dict[str, Any]  # flat lists
     final: bool
     error: str = ""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of the outputs, as they came
 
     @property
     def text(self) -> str:
@@ -163,11 +164,12 @@ class GrpcStream:
             return Chunk({}, True, str(error))
         response = result.get_response()
         final = response.parameters["triton_final_response"].bool_param
-        outputs = {}
-        for output in response.outputs:
-            values = result.as_numpy(output.name).reshape(-1).tolist()
-            outputs[output.name] = [v.decode() if isinstance(v, bytes) else v for v in values]
-        return Chunk(outputs, final)
+        arrays = {output.name: result.as_numpy(output.name) for output in response.outputs}
+        outputs = {
+            name: [value.decode() if isinstance(value, bytes) else value for value in array.reshape(-1).tolist()]
+            for name, array in arrays.items()
+        }
+        return Chunk(outputs, final, shapes={name: array.shape for name, array in arrays.items()})
 
     def answers(self) -> Iterator[Chunk]:
         """Until the final response, which is included."""
