@@ -51,23 +51,29 @@ class OutputFieldEncoder:
         return arrays
 
     def _logprobs_json(self, entries: Sequence[TokenLogprobs]) -> str:
-        """vllm_backend's form: for each position {token id: {logprob, rank, decoded_token}}; "null" for none."""
+        """vllm_backend's form: for each position {token id: {logprob, rank, decoded_token}}; "null" for none.
+
+        As there, the token of the position comes first, then the most likely ones; with `bytes` beside a
+        `decoded_token` that is not whole characters.
+        """
         if not entries:
             return "null"
         return json.dumps([self._position(entry) for entry in entries], ensure_ascii=False)
 
     def _position(self, entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
-        position = {
-            str(token_id): self._logprob(token_id, logprob, rank)
-            for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top, strict=True), start=1)
-        }
-        position.setdefault(str(entry.token_id), self._logprob(entry.token_id, entry.logprob, entry.rank))
+        position = {str(entry.token_id): self._logprob(entry.token_id, entry.logprob, entry.rank)}
+        for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top, strict=True), start=1):
+            position[str(token_id)] = self._logprob(token_id, logprob, rank)
         return position
 
     def _logprob(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
         # JSON has no infinities; a token that cannot be sampled has the logarithm of the smallest float instead.
         logprob = max(logprob, -1e4)
-        return {"logprob": logprob, "rank": rank, "decoded_token": self._vocabulary.token_text(token_id)}
+        text = self._vocabulary.token_text(token_id)
+        found: dict[str, Any] = {"logprob": logprob, "rank": rank, "decoded_token": text}
+        if "\N{REPLACEMENT CHARACTER}" in text:
+            found["bytes"] = list(self._vocabulary.table(False)[token_id])
+        return found
 
 
 def _add_log_probs(arrays: Arrays, stream: Stream, deltas: Sequence[Delta]) -> None:

@@ -94,6 +94,8 @@ class RequestCodec:
     def _prompt(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:
         """The text that `exclude_input_in_output=false` repeats, and the tokens."""
         text, messages = fields.get("text_input"), fields.get("messages")
+        if fields.get("prompt_token_ids") is not None:
+            return self._given_tokens(fields)
         if text is None and messages is None:
             raise InvalidRequestError("text_input and messages are both missing; allowed: exactly one of them")
         if text and messages:
@@ -113,13 +115,30 @@ class RequestCodec:
         else:
             echo, rendered, special = given, given, fields.get("add_special_tokens", True)
         ids = self._tokenizer.encode(rendered, add_special_tokens=special)
+        self._check_length(name, ids)
+        return echo, ids
+
+    def _given_tokens(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:
+        if fields.get("text_input") or fields.get("messages"):
+            raise InvalidRequestError(
+                "prompt_token_ids is given beside text_input or messages; allowed: exactly one of them"
+            )
+        ids: list[int] = fields["prompt_token_ids"]
+        self._check_length("prompt_token_ids", ids)
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= self._settings.vocab_size:
+            wrong = low if low < 0 else high
+            allowed = f"token ids 0 to {self._settings.vocab_size - 1}"
+            raise InvalidRequestError(f"prompt_token_ids is token id {wrong} at one place; allowed: {allowed}")
+        return self._tokenizer.decode(ids), ids
+
+    def _check_length(self, name: str, ids: list[int]) -> None:
         if not ids:
             raise InvalidRequestError(f"{name} is empty; allowed: a prompt of at least one token")
         if len(ids) >= self._settings.max_seq_len:
             raise InvalidRequestError(
                 f"{name} has {len(ids)} tokens; this model takes prompts of at most {self._settings.max_seq_len - 1}"
             )
-        return echo, ids
 
     def _params(self, fields: Fields) -> SamplingParams:
         values: dict[str, Any] = dict(self._settings.defaults.values)

@@ -66,6 +66,8 @@ def _kind(name: str) -> str | None:
         return _JSON_FIELDS[name]
     if name == "logit_bias":
         return "json"
+    if name == "prompt_token_ids":
+        return "ids"
     tensor = TENSORS.get(name)
     if tensor is None:
         return None
@@ -105,7 +107,14 @@ def collect_fields(tensors: Mapping[str, npt.NDArray[Any]], parameters: Mapping[
 
 
 def coerce(name: str, kind: str, value: Any) -> Any:
-    """`value` as `kind` (int, float, bool, str, ints, strs or json); numbers and flags may come as strings."""
+    """`value` as `kind` (int, float, bool, str, ints, strs, ids or json); numbers and flags may come as strings.
+
+    `ids` are integers as they are, as many as there are: the codec knows how many a prompt may have.
+    """
+    if kind == "ids":
+        if not isinstance(value, list) or not all(type(item) is int for item in value):
+            raise InvalidRequestError(f"{name} is {shown(value)}; allowed: a list of token ids")
+        return value
     if kind.endswith("s") and kind != "json":
         items = list(value) if isinstance(value, (list, tuple)) else [value]
         if len(items) > MAX_LIST:

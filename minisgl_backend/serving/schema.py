@@ -37,6 +37,7 @@ COMMON_INPUTS = (
     Tensor("return_num_input_tokens", "BOOL"),
     Tensor("return_num_output_tokens", "BOOL"),
     Tensor("messages", "STRING"),  # JSON
+    Tensor("prompt_token_ids", "INT32", (-1,)),
     Tensor("apply_chat_template", "BOOL"),
     Tensor("chat_template_kwargs", "STRING"),  # JSON
     Tensor("skip_special_tokens", "BOOL"),
@@ -131,6 +132,13 @@ OUTPUTS = TEXT_OUTPUTS + DETAIL_OUTPUTS
 ENGINE_INPUTS = (Tensor("input_ids", "INT32", (-1,)), Tensor("spec", "UINT8", (-1,)))
 CHUNK = (Tensor("chunk", "UINT8", (-1,)),)
 
+# Of the tokenizer, beside what goes to the engine: only for those who ask it itself for them by name.
+PROMPT_OUTPUTS = (
+    Tensor("prompt_text", "STRING"),  # the prompt that the model sees, special tokens included
+    Tensor("token_texts", "STRING", (-1,)),  # each of its tokens alone
+    Tensor("model_info", "STRING"),  # JSON: model, max_model_len, vocab_size, chat_template, added_tokens
+)
+
 TENSORS = {tensor.name: tensor for tensor in INPUTS}
 
 _WRITTEN = "# Written by `python -m minisgl_backend.serving.schema --write`"
@@ -154,7 +162,11 @@ def config_text(model: str, tail: str | None = None) -> str:
     if model in ("ensemble", "vllm_model"):
         return _ensemble(model)
     if model == "tokenizer":
-        head = _head(model, 1) + _tensors("input", INPUTS, optional=True) + _tensors("output", ENGINE_INPUTS)
+        head = (
+            _head(model, 1)
+            + _tensors("input", INPUTS, optional=True)
+            + _tensors("output", ENGINE_INPUTS + PROMPT_OUTPUTS)
+        )
         default = _CPU + "".join(f"# {help}\n{_parameter(key, value)}" for key, value, help in _TOKENIZER_PARAMETERS)
     elif model == "engine":
         head = _head(model, 1) + "model_transaction_policy { decoupled: true }\n"

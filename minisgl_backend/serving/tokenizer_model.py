@@ -1,4 +1,7 @@
-"""The Triton model `tokenizer`: a client's request in, checked and tokenized, the engine's request out."""
+"""The Triton model `tokenizer`: a client's request in, checked and tokenized, the engine's request out.
+
+Who asks this model itself can have the prompt as text, its tokens as texts, and what there is to know of the model.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ from minisgl_backend.config import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.host.spawn import log_to_stderr
 from minisgl_backend.ipc.wire import Codec
+from minisgl_backend.models.folder import DEMO
 from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.serving.settings import is_demo, read_engine_config
@@ -48,13 +52,24 @@ class TritonPythonModel:
             raise pb_utils.TritonModelException(str(error)) from None
         self._codec = RequestCodec(tokenizer, settings)
         self._wire = Codec()
+        self._tokenizer = tokenizer
+        self._info = {
+            "model": DEMO if is_demo(config, repository) else config.model,
+            "max_model_len": max_seq_len,
+            "vocab_size": vocab_size,
+            "chat_template": tokenizer.chat_template,
+            "added_tokens": tokenizer.added_tokens,
+        }
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """One response a request, or one error that names the field."""
         return [self._answer(request) for request in requests]
 
     def _answer(self, request: Any) -> Any:
+        wanted = set(request.requested_output_names())
         try:
+            if wanted == {"model_info"}:
+                return pb_utils.InferenceResponse([_text_tensor("model_info", json.dumps(self._info))])
             parameters = json.loads(request.parameters() or "{}")
             token_ids, spec = self._codec.decode(
                 {tensor.name(): tensor.as_numpy() for tensor in request.inputs()},
@@ -71,12 +86,25 @@ class TritonPythonModel:
             _LOGGER.exception("request %r could not be read", request.request_id())
             message = f"the request could not be read ({type(error).__name__})"
             return pb_utils.InferenceResponse(error=pb_utils.TritonError(message, pb_utils.TritonError.INVALID_ARG))
-        return pb_utils.InferenceResponse(
-            [
-                pb_utils.Tensor("input_ids", token_ids.reshape(1, -1)),
-                pb_utils.Tensor("spec", self._wire.pack(spec).reshape(1, -1).astype(np.uint8, copy=False)),
-            ]
-        )
+        tensors = [
+            pb_utils.Tensor("input_ids", token_ids.reshape(1, -1)),
+            pb_utils.Tensor("spec", self._wire.pack(spec).reshape(1, -1).astype(np.uint8, copy=False)),
+        ]
+        return pb_utils.InferenceResponse(tensors + self._prompt_outputs(wanted, token_ids.tolist()))
+
+    def _prompt_outputs(self, wanted: set[str], token_ids: list[int]) -> list[Any]:
+        tensors = []
+        if "prompt_text" in wanted:
+            tensors.append(_text_tensor("prompt_text", self._tokenizer.decode(token_ids)))
+        if "token_texts" in wanted:
+            tensors.append(_text_tensor("token_texts", *(self._tokenizer.decode([token]) for token in token_ids)))
+        if "model_info" in wanted:
+            tensors.append(_text_tensor("model_info", json.dumps(self._info)))
+        return tensors
+
+
+def _text_tensor(name: str, *texts: str) -> Any:
+    return pb_utils.Tensor(name, np.array([[text.encode() for text in texts]], dtype=object))
 
 
 def _flag(parameters: dict[str, str], name: str, automatic: bool) -> bool:

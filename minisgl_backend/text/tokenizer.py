@@ -36,6 +36,17 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
+    @property
+    def chat_template(self) -> str:
+        """Its source; of a model with several, all of them one after the other; "" where there is none."""
+        template = self._tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """The tokens beside the plain vocabulary, special or not, as texts."""
+        return sorted(self._tokenizer.get_added_vocab())
+
     def __len__(self) -> int:
         return len(self._tokenizer)
 
@@ -46,6 +57,11 @@ class Tokenizer:
         if add_special_tokens and self._bos is not None and ids[:2] == [self._bos, self._bos]:
             return ids[1:]
         return ids
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of the tokens, special ones included."""
+        text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return str(text)
 
     def render(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> str:
         """The prompt that the chat template makes of the messages, ready for the assistant's turn.

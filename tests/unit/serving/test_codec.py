@@ -123,6 +123,26 @@ def test_the_prompt_is_repeated_only_when_asked_and_not_streamed(codec: RequestC
     assert decode(codec, exclude_input_in_output=True).options.prompt is None
 
 
+def test_a_prompt_of_token_ids(codec: RequestCodec, tokenizer: Tokenizer) -> None:
+    given = tokenizer.encode("Count to 9.")
+    for many in (given, given * 300):
+        ids, _ = codec.decode(tensors(prompt_token_ids=many))
+        assert ids.tolist() == many
+    _, spec = codec.decode(tensors(prompt_token_ids=given, exclude_input_in_output=False))
+    assert spec.options.prompt == "Count to 9."
+
+
+@pytest.mark.parametrize("wrong", [[], [-1], [1, 10**6], [1] * 5000, ["x"], [1.5], "1", [True]])
+def test_token_ids_that_are_none_of_the_model(codec: RequestCodec, wrong: Any) -> None:
+    with pytest.raises(InvalidRequestError, match="prompt_token_ids"):
+        codec.decode({}, {"prompt_token_ids": wrong})
+
+
+def test_token_ids_beside_a_text(codec: RequestCodec) -> None:
+    with pytest.raises(InvalidRequestError, match="exactly one"):
+        codec.decode(tensors(prompt_token_ids=[1, 2], text_input="x"))
+
+
 def test_messages_go_through_the_template(codec: RequestCodec, tokenizer: Tokenizer) -> None:
     messages = [{"role": "user", "content": "hi"}]
     ids, _ = codec.decode(tensors(messages=json.dumps(messages)))
