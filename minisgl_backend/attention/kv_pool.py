@@ -17,7 +17,7 @@ class KVPool:
         self.num_pages = num_pages
         self.page_size = spec.page_size
         shape = (spec.num_layers, 2, num_pages + 1, spec.num_kv_heads, spec.page_size, spec.head_dim)
-        # Zeros, not garbage: a masked score is 0, and 0 * nan would still be nan.
+        # Zeros, not garbage, which may hold what is no number: kernels of other packages may read a last page whole.
         storage = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
         self._layers = [(layer[0], layer[1]) for layer in storage]
 

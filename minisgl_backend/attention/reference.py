@@ -2,6 +2,9 @@
 
 It gathers the pages of a batch into contiguous keys and values once a layer. Sequences of very different length are
 computed in separate groups, so that a long one does not pad all others. It does not run under CUDA graphs.
+
+What is gathered beyond the end of a sequence is set to zero before it is used. A mask is not enough: the weight of a
+masked position is 0, and 0 times what another sequence left there, if that is not a number, is not a number either.
 """
 
 from __future__ import annotations
@@ -48,7 +51,10 @@ class _DecodeGroup:
     members: torch.Tensor | None  # int64 [group]; positions in the batch; None: the whole batch in order
     chunks: torch.Tensor  # int64 [group * num_kv_heads * num_pages]
     size: int
-    mask: torch.Tensor  # [group, 1, 1, num_pages * page_size], added to the scores
+    mask: torch.Tensor  # [group, 1, 1, padded length], added to the scores
+    # Where gathered keys and values belong to nobody. On CPU int64 [num_lines], lines of them seen as
+    # [group * num_kv_heads * padded length, head_dim]; on GPU bool [group, 1, padded length, 1].
+    beyond: torch.Tensor
 
 
 class TorchBackend(AttentionBackend):
@@ -98,13 +104,8 @@ class TorchBackend(AttentionBackend):
     def plan_decode(self, inputs: DecodeInputs) -> tuple[_DecodeGroup, ...]:
         groups = _group_by_length(inputs.kv_lens_host, self._group_tokens)
         if len(groups) == 1:
-            return (self._decode_group(inputs, None, int(inputs.kv_lens_host.max())),)
-        return tuple(
-            self._decode_group(
-                inputs, torch.from_numpy(group).to(self.spec.device), int(inputs.kv_lens_host[group].max())
-            )
-            for group in groups
-        )
+            return (self._decode_group(inputs, None),)
+        return tuple(self._decode_group(inputs, group) for group in groups)
 
     def decode(
         self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: tuple[_DecodeGroup, ...]
@@ -122,28 +123,46 @@ class TorchBackend(AttentionBackend):
         # Query heads that share a KV head stand in for the query positions: keys are never repeated.
         attended = F.scaled_dot_product_attention(
             q.reshape(group.size, self.spec.num_kv_heads, -1, self.spec.head_dim),
-            self._gather("k", k_cache, group.chunks, group.size),
-            self._gather("v", v_cache, group.chunks, group.size),
+            self._cleared(self._gather("k", k_cache, group.chunks, group.size), group.beyond),
+            self._cleared(self._gather("v", v_cache, group.chunks, group.size), group.beyond),
             attn_mask=group.mask,
             scale=self.spec.softmax_scale,
         )
         return attended.reshape(q.shape)
 
-    def _decode_group(self, inputs: DecodeInputs, members: torch.Tensor | None, longest: int) -> _DecodeGroup:
+    def _cleared(self, gathered: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:
+        if beyond.dtype == torch.bool:
+            return gathered.masked_fill_(beyond, 0)
+        gathered.view(-1, self.spec.head_dim).index_fill_(0, beyond, 0)
+        return gathered
+
+    def _decode_group(self, inputs: DecodeInputs, group: npt.NDArray[np.int64] | None) -> _DecodeGroup:
+        members = None if group is None else torch.from_numpy(group).to(self.spec.device)
         rows = inputs.rows if members is None else inputs.rows[members]
         kv_lens = inputs.kv_lens if members is None else inputs.kv_lens[members]
-        num_pages = -(-longest // self.spec.page_size)
+        lengths = inputs.kv_lens_host if group is None else inputs.kv_lens_host[group]
+        num_pages = -(-int(lengths.max()) // self.spec.page_size)
         positions = torch.arange(num_pages * self.spec.page_size, device=self.spec.device)
         hidden = positions.unsqueeze(0) >= kv_lens.unsqueeze(1)
         mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=self.spec.device)
         mask = mask.masked_fill_(hidden, -torch.inf).view(len(rows), 1, 1, -1)
         chunks = self._chunks(inputs.page_table[rows, :num_pages])
-        return _DecodeGroup(members, chunks, len(rows), mask)
+        beyond = (
+            self._lines_beyond(lengths, len(positions)) if hidden.device.type == "cpu" else hidden[:, None, :, None]
+        )
+        return _DecodeGroup(members, chunks, len(rows), mask, beyond)
+
+    def _lines_beyond(self, lengths: npt.NDArray[np.int32], padded: int) -> torch.Tensor:
+        """See `_DecodeGroup.beyond`: a list costs what is beyond, where a mask would cost a pass over everything."""
+        member, position = np.nonzero(np.arange(padded) >= lengths[:, None])
+        heads = self.spec.num_kv_heads
+        lines = ((member * heads)[:, None] + np.arange(heads)) * padded + position[:, None]
+        return torch.from_numpy(lines.reshape(-1))
 
     def _chunks(self, pages: torch.Tensor) -> torch.Tensor:
         """Page ids [batch, num_pages] -> int64 [batch * num_kv_heads * num_pages], the lines of a cache seen as
         [num_pages * num_kv_heads, page_size * head_dim] in the order that makes keys contiguous by head."""
-        # What stands in the page table beyond a sequence's end is unspecified; any page will do, since it is masked.
+        # What stands in the page table beyond a sequence's end is unspecified; any page will do, since it is cleared.
         return (pages.long().unsqueeze(1).clamp_(min=0) * self.spec.num_kv_heads + self._kv_heads).flatten()
 
     def _gather(self, name: str, cache: torch.Tensor, chunks: torch.Tensor, batch: int) -> torch.Tensor:

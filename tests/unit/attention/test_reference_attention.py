@@ -159,3 +159,27 @@ def test_pool_sizes() -> None:
     assert pool.k(0).shape == (11, 2, 16, HEAD_DIM)
     used = sum(pool.k(layer).nbytes + pool.v(layer).nbytes for layer in range(2))
     assert KVPool.bytes_per_page(spec) * 11 == used
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_beyond_the_end_of_a_sequence_does_not_matter(page_size: int, poison: float) -> None:
+    """In pages that another sequence has left, or that are its own now, and in what the table names beyond the end."""
+    world = World(make_spec(page_size))
+    bad, short = 0, 1
+    held = -(-47 // page_size)
+    world.page_table[short, held:] = world.page_table[bad, held:]  # entries of an earlier sequence of the row
+    for cache in (world.pool.k(1), world.pool.v(1)):
+        cache[world.page_table[bad].long()] = poison
+        if page_size > 1:
+            cache[int(world.page_table[short, held - 1]), :, 47 % page_size :] = poison
+    world.check([(short, 3, 47)], [])
+    world.check([], [(short, 47), (2, 100)])
+    q = torch.randn(3, 4, HEAD_DIM)
+    backend = TorchBackend(world.spec)
+    out = backend.decode(
+        q, world.pool.k(1), world.pool.v(1), backend.plan_decode(world.decode_inputs([(bad, 100), (short, 47), (2, 9)]))
+    )
+    assert not torch.isfinite(out[0]).any(), "the test poisons nothing"
+    expected = torch.stack([world.expected(q[1], short, 47), world.expected(q[2], 2, 9)])
+    torch.testing.assert_close(out[1:], expected, rtol=1e-4, atol=1e-5)
