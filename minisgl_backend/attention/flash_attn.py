@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs
-from minisgl_backend.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -28,22 +27,8 @@ class FlashAttentionBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec) -> None:
         super().__init__(spec)
         # Imported here: the package loads compiled code for one GPU generation and fails loudly on others.
-        from sgl_kernel.flash_attn import flash_attn_with_kvcache, is_fa3_supported
+        from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
-        if not is_fa3_supported():
-            capability = torch.cuda.get_device_capability(spec.device)
-            raise ConfigError(
-                f"attention_backend fa has no kernels for compute capability {capability[0]}.{capability[1]}; "
-                "use fi or triton"
-            )
-        if spec.dtype not in (torch.float16, torch.bfloat16):
-            raise ConfigError(
-                f"attention_backend fa serves float16 and bfloat16, not {spec.dtype}; use triton or torch"
-            )
-        if spec.head_dim > 256 or spec.head_dim % 8:
-            raise ConfigError(
-                f"attention_backend fa serves head sizes to 256 divisible by 8; this model has {spec.head_dim}"
-            )
         self._kernel = flash_attn_with_kvcache
         self._window = (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
         self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)

@@ -22,12 +22,28 @@ class BackendEntry:
     module: str
     class_name: str
     package: str | None  # import name of what it needs beyond torch
-    remedy: str  # what to do when `package` is missing
+    remedy: str  # what to do when `package` is missing or broken
     device: str | None  # "cuda": needs a GPU; None: runs anywhere
     default_page_size: int  # tokens; used when it serves decode and the user set nothing
     page_sizes: tuple[int, ...] | None = None  # tokens; None: any
     prefill_capability: int = 0  # least compute capability (10 * major + minor) whose prefill has kernels
     prefill_hint: str = ""  # what to use instead on older GPUs
+    kernels: str = ""  # MODULE:FUNCTION; a package may be there without its kernels: they are when this returns true
+    half_only: bool = False  # serves float16 and bfloat16 alone
+    head_sizes: tuple[int, ...] | None = None  # None: every multiple of head_multiple up to largest_head
+    head_multiple: int = 1
+    largest_head: int | None = None  # None: any
+
+    def refusal(self, head_dim: int, dtype: str) -> str | None:
+        """Why it cannot serve heads of this size in this number format; None: it can."""
+        if self.half_only and dtype not in ("float16", "bfloat16"):
+            return f"serves float16 and bfloat16, not {dtype}"
+        if self.head_sizes is not None and head_dim not in self.head_sizes:
+            return f"serves head sizes {', '.join(map(str, self.head_sizes))}; this model has {head_dim}"
+        if head_dim % self.head_multiple or (self.largest_head is not None and head_dim > self.largest_head):
+            divisible = f" divisible by {self.head_multiple}" if self.head_multiple > 1 else ""
+            return f"serves head sizes to {self.largest_head}{divisible}; this model has {head_dim}"
+        return None
 
 
 _SGL_KERNEL = "pip install sgl-kernel (and, where its import names libnuma, apt-get install libnuma1)"
@@ -44,6 +60,10 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             remedy=_SGL_KERNEL,
             device="cuda",
             default_page_size=64,
+            kernels="sgl_kernel.flash_attn:is_fa3_supported",
+            half_only=True,
+            head_multiple=8,
+            largest_head=256,
         ),
         "fi": BackendEntry(
             module="flashinfer",
@@ -52,6 +72,8 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             remedy=_FLASHINFER,
             device="cuda",
             default_page_size=64,
+            half_only=True,
+            head_sizes=(64, 128, 256),
         ),
         "trtllm": BackendEntry(
             module="trtllm",
@@ -63,6 +85,8 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             page_sizes=(16, 32, 64),
             prefill_capability=100,
             prefill_hint="fa,trtllm or triton,trtllm",
+            half_only=True,
+            head_sizes=(64, 128, 256),
         ),
         "triton": BackendEntry(
             module="triton_attn",
@@ -71,6 +95,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             remedy="pip install triton",
             device="cuda",
             default_page_size=64,
+            largest_head=256,
         ),
         "torch": BackendEntry(
             module="reference",
@@ -99,18 +124,24 @@ def choose_attention(
     page_size: int | None,
     *,
     compute_capability: int | None,
+    head_dim: int = 128,
+    dtype: str = "bfloat16",
     why_missing: Callable[[str], str | None] | None = None,
 ) -> AttentionChoice:
     """Resolves the two options. Imports the packages that it considers, and nothing on CPU.
 
-    `compute_capability` is 10 * major + minor of the GPU, None on CPU. `why_missing(package)` returns None for a
-    package that can be imported, else the reason. Raises ConfigError for a named backend that cannot run here.
+    `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dim` and `dtype` are the model's.
+    `why_missing(name)` returns None for a package, or for MODULE:FUNCTION, that is of use, else the reason. Raises
+    ConfigError for a named backend that cannot run here.
     """
     missing = why_missing or import_failure
     if requested == "auto":
-        prefill, decode, warnings = _automatic(compute_capability, missing)
+        prefill, decode, warnings = _automatic(compute_capability, head_dim, dtype, missing)
     else:
         prefill, decode = _named(requested, compute_capability, missing)
+        for name in (prefill, decode):
+            if (refusal := BACKENDS[name].refusal(head_dim, dtype)) is not None:
+                raise ConfigError(f"attention_backend is {requested!r}, but {name} {refusal}; use triton or torch")
         warnings = []
     size, size_warnings = _page_size(prefill, decode, page_size)
     return AttentionChoice(prefill, decode, size, (*warnings, *size_warnings))
@@ -122,30 +153,52 @@ def create_attention(prefill: str, decode: str, spec: AttentionSpec) -> HybridAt
     return HybridAttention(prefill_backend, prefill_backend if decode == prefill else _create(decode, spec))
 
 
-def import_failure(package: str) -> str | None:
-    """Why a package cannot be imported; None when it can. Compiled packages fail in many ways, hence the wide net."""
+def import_failure(name: str) -> str | None:
+    """Why a package cannot be imported, or why MODULE:FUNCTION does not return true; None when nothing is wrong.
+
+    Compiled packages fail in many ways, hence the wide net.
+    """
+    module, _, function = name.partition(":")
     try:
-        importlib.import_module(package)
+        imported = importlib.import_module(module)
+        usable = not function or getattr(imported, function)()
     except Exception as error:
-        return f"{type(error).__name__}: {error}"
+        return f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return None if usable else f"{function}() says no"
+
+
+def _why_unusable(entry: BackendEntry, missing: Callable[[str], str | None]) -> str | None:
+    """What is wrong with the package of a backend, in words that follow its name."""
+    if entry.package is None:
+        return None
+    if (reason := missing(entry.package)) is not None:
+        return f"needs the package {entry.package}, which cannot be imported ({reason})"
+    if entry.kernels and (reason := missing(entry.kernels)) is not None:
+        return f"needs kernels that the package {entry.package} does not have for this machine ({reason})"
     return None
 
 
-def _automatic(compute_capability: int | None, missing: Callable[[str], str | None]) -> tuple[str, str, list[str]]:
-    """The first pair, best first, whose packages are there; and a warning for the best one that is not."""
+def _automatic(
+    compute_capability: int | None, head_dim: int, dtype: str, missing: Callable[[str], str | None]
+) -> tuple[str, str, list[str]]:
+    """The first pair, best first, that serves the model and whose packages are of use; and a warning for each better
+    one whose packages are not."""
     warnings: list[str] = []
     for prefill, decode in _preferences(compute_capability):
-        for name in dict.fromkeys((prefill, decode)):
-            package = BACKENDS[name].package
-            reason = missing(package) if package is not None else None
+        names = tuple(dict.fromkeys((prefill, decode)))
+        if any(BACKENDS[name].refusal(head_dim, dtype) for name in names):
+            continue
+        for name in names:
+            reason = _why_unusable(BACKENDS[name], missing)
             if reason is not None:
-                warnings.append(f"{prefill},{decode}" if prefill != decode else prefill)
-                warnings[-1] += f" would be the best attention here, but {package} is missing ({reason})"
-                warnings[-1] += f"; to use it: {BACKENDS[name].remedy}"
+                warnings.append(
+                    f"{','.join(names)} would be the best attention here, but {name} {reason}; to use it: "
+                    f"{BACKENDS[name].remedy}"
+                )
                 break
         else:
             return prefill, decode, warnings
-    raise AssertionError("torch needs no package")
+    raise AssertionError("torch needs no package and serves every model")
 
 
 def _preferences(compute_capability: int | None) -> list[tuple[str, str]]:
@@ -173,12 +226,9 @@ def _named(requested: str, compute_capability: int | None, missing: Callable[[st
         entry = BACKENDS[name]
         if entry.device == "cuda" and compute_capability is None:
             raise ConfigError(f"attention_backend is {requested!r}, but {name} needs a GPU; allowed on CPU: torch")
-        reason = missing(entry.package) if entry.package is not None else None
+        reason = _why_unusable(entry, missing)
         if reason is not None:
-            raise ConfigError(
-                f"attention_backend is {requested!r}, but {name} needs the package {entry.package}, which cannot be "
-                f"imported ({reason}); to install it: {entry.remedy}"
-            )
+            raise ConfigError(f"attention_backend is {requested!r}, but {name} {reason}; to install it: {entry.remedy}")
     first = BACKENDS[names[0]]
     if compute_capability is not None and compute_capability < first.prefill_capability:
         raise ConfigError(
@@ -202,6 +252,8 @@ def _page_size(prefill: str, decode: str, requested: int | None) -> tuple[int, l
 
 def _create(name: str, spec: AttentionSpec) -> AttentionBackend:
     entry = BACKENDS[name]
+    if (refusal := entry.refusal(spec.head_dim, str(spec.dtype).removeprefix("torch."))) is not None:
+        raise ConfigError(f"the attention backend {name} {refusal}; use triton or torch")
     try:
         module = importlib.import_module(f"minisgl_backend.attention.{entry.module}")
     except ImportError as error:

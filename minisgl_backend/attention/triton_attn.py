@@ -42,8 +42,6 @@ class TritonBackend(AttentionBackend):
         super().__init__(spec)
         if spec.sliding_window is not None:
             raise ConfigError("attention_backend triton does not serve sliding windows; allowed: torch")
-        if spec.head_dim > 256:
-            raise ConfigError(f"attention_backend triton serves head sizes to 256; this model has {spec.head_dim}")
         self._workspace = DecodeWorkspace(
             spec.max_rows, spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.device
         )

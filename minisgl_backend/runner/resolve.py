@@ -33,8 +33,14 @@ def resolve(
     """
     _check_tensor_parallel(config, model, device)
     capability = None if device.capability is None else 10 * device.capability[0] + device.capability[1]
+    dtype = _dtype(config.dtype, model.dtype, device)
     attention = choose_attention(
-        config.attention_backend, config.page_size, compute_capability=capability, why_missing=why_missing
+        config.attention_backend,
+        config.page_size,
+        compute_capability=capability,
+        head_dim=model.head_dim,
+        dtype=dtype,
+        why_missing=why_missing,
     )
     for warning in attention.warnings:
         log.warning("%s", warning)
@@ -42,7 +48,7 @@ def resolve(
         config=config,
         model_dir=str(model_dir),
         device=device.kind,
-        dtype=_dtype(config.dtype, model.dtype, device),
+        dtype=dtype,
         prefill_backend=attention.prefill,
         decode_backend=attention.decode,
         page_size=attention.page_size,

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.reference import TorchBackend
-from minisgl_backend.attention.registry import AttentionChoice, choose_attention, create_attention
+from minisgl_backend.attention.registry import BACKENDS, AttentionChoice, choose_attention, create_attention
 from minisgl_backend.errors import ConfigError
 
 
@@ -17,8 +22,10 @@ def without(*packages: str) -> Callable[[str], str | None]:
     return lambda package: "ImportError: libnuma.so.1" if package in packages else None
 
 
-def choose(requested: str, capability: int | None, *missing: str, page_size: int | None = None) -> AttentionChoice:
-    return choose_attention(requested, page_size, compute_capability=capability, why_missing=without(*missing))
+def choose(
+    requested: str, capability: int | None, *missing: str, page_size: int | None = None, **model: Any
+) -> AttentionChoice:
+    return choose_attention(requested, page_size, compute_capability=capability, why_missing=without(*missing), **model)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +53,92 @@ def test_the_warning_says_how_to_get_the_better_one() -> None:
     (warning,) = choose("auto", 90, "sgl_kernel").warnings
     assert "pip install sgl-kernel" in warning
     assert "libnuma1" in warning
+
+
+@pytest.mark.parametrize(
+    ("capability", "model", "pair"),
+    [
+        (100, {"head_dim": 100}, ("triton", "triton")),
+        (89, {"head_dim": 80}, ("triton", "triton")),
+        (89, {"dtype": "float32"}, ("triton", "triton")),
+        (90, {"dtype": "float32"}, ("triton", "triton")),
+        (90, {"head_dim": 100}, ("triton", "triton")),
+        (90, {"head_dim": 96}, ("fa", "triton")),
+        (90, {"head_dim": 512}, ("torch", "torch")),
+        (100, {"head_dim": 256, "dtype": "float16"}, ("trtllm", "trtllm")),
+        (None, {"head_dim": 100, "dtype": "float32"}, ("torch", "torch")),
+    ],
+)
+def test_the_automatic_choice_serves_the_model(
+    capability: int | None, model: dict[str, Any], pair: tuple[str, str]
+) -> None:
+    choice = choose("auto", capability, **model)
+    assert (choice.prefill, choice.decode) == pair
+    assert not choice.warnings, "nobody can do anything about it"
+
+
+@pytest.mark.parametrize(
+    ("requested", "model", "words"),
+    [
+        ("fi", {"head_dim": 100}, "fi serves head sizes 64, 128, 256; this model has 100"),
+        ("fa,triton", {"head_dim": 100}, "fa serves head sizes to 256 divisible by 8; this model has 100"),
+        ("fa,triton", {"dtype": "float32"}, "fa serves float16 and bfloat16, not float32"),
+        ("triton", {"head_dim": 288}, "triton serves head sizes to 256; this model has 288"),
+    ],
+)
+def test_a_named_backend_that_cannot_serve_the_model_is_refused(
+    requested: str, model: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        choose(requested, 90, **model)
+
+
+def install_fa(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, flash_attn: str
+) -> Callable[[str, str], AttentionChoice]:
+    """A package sgl_kernel whose flash_attn module has this text."""
+    (folder / "sgl_kernel").mkdir()
+    (folder / "sgl_kernel" / "__init__.py").write_text("")
+    (folder / "sgl_kernel" / "flash_attn.py").write_text(flash_attn)
+    for name in [name for name in sys.modules if name.split(".")[0] == "sgl_kernel"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.setitem(sys.modules, "triton", ModuleType("triton"))
+    return lambda requested, dtype: choose_attention(requested, None, compute_capability=90, dtype=dtype)
+
+
+@pytest.mark.parametrize(
+    ("flash_attn", "why"),
+    [
+        ("raise ImportError('Can not import FA3\\nin sgl_kernel')", "ImportError: Can not import FA3 in sgl_kernel"),
+        ("def is_fa3_supported(): raise RuntimeError('half a wheel')", "RuntimeError: half a wheel"),
+        ("def is_fa3_supported(): return False", r"is_fa3_supported\(\) says no"),
+        ("", "AttributeError"),
+    ],
+)
+def test_a_package_without_its_kernels(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, flash_attn: str, why: str
+) -> None:
+    """`auto` falls back and says what would help; a named backend is refused in one line."""
+    choose_with = install_fa(tmp_path, monkeypatch, flash_attn=flash_attn)
+    choice = choose_with("auto", "bfloat16")
+    assert (choice.prefill, choice.decode) == ("triton", "triton")
+    assert len(choice.warnings) == 1
+    with pytest.raises(ConfigError) as caught:
+        choose_with("fa,triton", "bfloat16")
+    for text in (*choice.warnings, str(caught.value)):
+        assert re.search(why, text)
+        assert BACKENDS["fa"].remedy in text
+        assert len(text.splitlines()) == 1
+    for name in ("sgl_kernel.flash_attn", "sgl_kernel"):
+        sys.modules.pop(name, None)
+
+
+def test_a_package_with_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose_with = install_fa(tmp_path, monkeypatch, flash_attn="def is_fa3_supported(): return True")
+    assert choose_with("auto", "bfloat16") == AttentionChoice("fa", "triton", 64, ())
+    for name in ("sgl_kernel.flash_attn", "sgl_kernel"):
+        sys.modules.pop(name, None)
 
 
 @pytest.mark.parametrize(
