@@ -8,11 +8,13 @@ With tensor parallelism the followers are child processes.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -29,13 +31,15 @@ from minisgl_backend.scheduler.outputs import SequenceDetail, SequenceOutputs
 from minisgl_backend.step import Logprobs, StepStats
 from minisgl_backend.text.detokenizer import new_detokenizer
 from minisgl_backend.text.stop_strings import StopStrings
-from minisgl_backend.text.vocabulary import Vocabulary, load_vocabulary
+from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, has_tokenizer, load_vocabulary
 
 if TYPE_CHECKING:
     from minisgl_backend.text.tokenizer import Tokenizer
 
 Prompt = str | Sequence[int]
 Message = Mapping[str, Any]
+
+log = logging.getLogger(__name__)
 
 COMPILER_WAIT_S = 0.001
 
@@ -93,7 +97,7 @@ class LLM:
             self.config, environment or Environment.read(), on_follower_death=self._note_follower_death
         )
         model_dir = self._engine.model_dir
-        self._vocabulary = load_vocabulary(model_dir, trust_remote_code=self.config.trust_remote_code)
+        self._vocabulary = self._load_vocabulary(model_dir)
         self._model_dir = model_dir
         self._next_uid = 0
 
@@ -113,6 +117,12 @@ class LLM:
 
     def __del__(self) -> None:
         self.close()
+
+    def _load_vocabulary(self, model_dir: Path) -> Vocabulary:
+        if has_tokenizer(model_dir):
+            return load_vocabulary(model_dir, trust_remote_code=self.config.trust_remote_code)
+        log.warning("%s has no tokenizer: prompts must be token ids, and answers have no text", model_dir)
+        return empty_vocabulary()
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
@@ -135,24 +145,17 @@ class LLM:
         return self.engine.core.stats()
 
     def sampling_params(self, **values: Any) -> SamplingParams:
-        """The model's own defaults (generation_config.json), with `values` in place of some.
+        """The model's own defaults (generation_config.json), with `values` in place of some; None means the default.
 
-        Raises InvalidRequestError for an unknown name.
+        Raises InvalidRequestError for an unknown name and for a value of the wrong type.
         """
         unknown = set(values) - set(SamplingParams.__struct_fields__)
         if unknown:
             raise InvalidRequestError(
                 f"unknown sampling parameter {min(unknown)!r}; allowed: {', '.join(SamplingParams.__struct_fields__)}"
             )
-        generation = self.engine.model.generation
-        defaults = {
-            "temperature": generation.temperature,
-            "top_k": None if generation.top_k is None else int(generation.top_k),
-            "top_p": generation.top_p,
-            "min_p": generation.min_p,
-            "repetition_penalty": generation.repetition_penalty,
-        }
-        return SamplingParams(**{**{name: value for name, value in defaults.items() if value is not None}, **values})
+        given = {name: value for name, value in values.items() if value is not None}
+        return SamplingParams(**{**self.engine.model.generation.sampling_values(), **given})
 
     def chat(
         self,
@@ -187,6 +190,8 @@ class LLM:
         `values` (max_tokens=..., temperature=...). Raises InvalidRequestError for a request that cannot be served,
         and EngineDeadError where the engine fails; nothing is left running then.
         """
+        if sampling_params is not None and values:
+            raise InvalidRequestError(f"{min(values)} is given beside sampling_params; allowed: one or the other")
         token_ids = [self._encode(prompt) for prompt in _listed(prompts)]
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
             sampling_params = [sampling_params or self.sampling_params(**values)] * len(token_ids)
@@ -210,13 +215,11 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _translate(self, params: SamplingParams) -> SamplingParams:
-        """Bad words as token ids: at the start of a text and after a space, for which most tokenizers have two."""
+        """Bad words as token ids."""
         if not params.bad_words:
             return params
-        spellings = [text for word in params.bad_words for text in (word, f" {word.lstrip()}")]
-        ids = [tuple(self.tokenizer.encode(text, add_special_tokens=False)) for text in spellings]
-        words = dict.fromkeys([*params.bad_words_token_ids, *filter(None, ids)])
-        return msgspec.structs.replace(params, bad_words_token_ids=tuple(words))
+        words = (*params.bad_words_token_ids, *self.tokenizer.encode_words(params.bad_words))
+        return msgspec.structs.replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
 
     def _new_uid(self, count: int) -> int:
         uid = self._next_uid

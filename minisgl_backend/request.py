@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import enum
 import math
-from typing import Literal
+import operator
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NoReturn
 
 import msgspec
 
@@ -49,7 +51,9 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to continue one prompt. `validate` must have passed before the engine sees it.
 
-    Token-id fields are what the engine works with; the string fields (`stop`, `bad_words`) are translated or
+    Types are checked and spellings made one when an instance is built: None is the default, one text or id stands for
+    a list of it, empty words are dropped, `top_k` -1 and `top_p` 0 switch off. Raises InvalidRequestError naming the
+    field. Token-id fields are what the engine works with; the string fields (`stop`, `bad_words`) are translated or
     watched for by the layer that owns the tokenizer, and the scheduler never looks at them.
     """
 
@@ -73,6 +77,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
     n: int = 1  # sequences sampled from the same prompt
     grammar: Grammar | None = None
+
+    def __post_init__(self) -> None:
+        for field, normalise in _NORMALISE.items():
+            value = getattr(self, field)
+            if value is None:
+                normal = _DEFAULTS[field]
+            else:
+                normal = normalise(field, value)
+            if normal is not value:
+                msgspec.structs.force_setattr(self, field, normal)
 
     @property
     def greedy(self) -> bool:
@@ -145,10 +159,114 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""  # the client's own id, for logs
 
 
+def _integer(name: str, value: Any) -> int:
+    """Python's and NumPy's integers, and floats without a fraction."""
+    if type(value) is int:
+        return value
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        return operator.index(value)
+    except TypeError:
+        _refuse(name, repr(value), "an integer")
+
+
+def _number(name: str, value: Any) -> float:
+    if type(value) is float:
+        return value
+    if isinstance(value, (str, bytes, bool)) or not hasattr(value, "__float__"):
+        _refuse(name, repr(value), "a number")
+    try:
+        return float(value)
+    except (TypeError, ValueError, OverflowError):
+        _refuse(name, repr(value), "a number")
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        _refuse(name, repr(value), "True or False")
+    return bool(value)
+
+
+def _top_k(name: str, value: Any) -> int:
+    number = _integer(name, value)
+    return 0 if number == -1 else number  # as vllm spells "off"
+
+
+def _top_p(name: str, value: Any) -> float:
+    number = _number(name, value)
+    return 1.0 if number <= 0.0 else number  # clients of LlamaIndex and LangChain send 0 for "not set"
+
+
+def _items(name: str, value: Any, allowed: str) -> tuple[Any, ...]:
+    if type(value) is tuple:
+        return value
+    if isinstance(value, (bytes, Mapping)) or not isinstance(value, Iterable):
+        _refuse(name, repr(value), allowed)
+    return tuple(value)
+
+
+def _words(name: str, value: Any) -> tuple[str, ...]:
+    words = (value,) if isinstance(value, str) else _items(name, value, "a text or a list of texts")
+    for word in words:
+        if not isinstance(word, str):
+            _refuse(name, repr(word), "a text or a list of texts")
+    return words if all(words) else tuple(filter(None, words))
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
+    if isinstance(value, str):
+        _refuse(name, repr(value), "a list of token ids")
+    values = _items(name, value, "a list of token ids") if isinstance(value, Iterable) else (value,)
+    return values if all(type(one) is int for one in values) else tuple(_integer(name, one) for one in values)
+
+
+def _words_of_ids(name: str, value: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(_token_ids(name, word) for word in _items(name, value, "a list of lists of token ids"))
+
+
+def _bias(name: str, value: Any) -> dict[int, float]:
+    """JSON objects have texts for keys: a number may be spelled as one."""
+    if not isinstance(value, Mapping):
+        _refuse(name, repr(value), "a mapping of token id to bias")
+    bias = {}
+    for key, number in value.items():
+        digits = isinstance(key, str) and key.strip().isascii() and key.strip().isdigit()
+        bias[int(key) if digits else _integer(name, key)] = _number(name, number)
+    return bias
+
+
+def _grammar(name: str, value: Any) -> Grammar:
+    if not isinstance(value, Grammar):
+        _refuse(name, repr(value), "a Grammar")
+    return value
+
+
+_NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "n"), _integer),
+    **dict.fromkeys(("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
+    "top_k": _top_k,
+    "top_p": _top_p,
+    "ignore_eos": _flag,
+    "stop": _words,
+    "bad_words": _words,
+    "stop_token_ids": _token_ids,
+    "bad_words_token_ids": _words_of_ids,
+    "logit_bias": _bias,
+    "grammar": _grammar,
+}
+_DEFAULTS: Mapping[str, Any] = {
+    field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
+    for field in msgspec.structs.fields(SamplingParams)
+}
+
+
 def _check_range(name: str, value: float, low: float, high: float) -> None:
     if not (math.isfinite(value) and low <= value <= high):
         _refuse(name, value, f"{low:g} to {high:g}")
 
 
-def _refuse(name: str, value: object, allowed: str) -> None:
+def _refuse(name: str, value: object, allowed: str) -> NoReturn:
     raise InvalidRequestError(f"{name} is {value}; allowed: {allowed}")

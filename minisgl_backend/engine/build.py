@@ -61,7 +61,7 @@ def build_engine(
 
     `on_follower_death` is called on a thread of its own, with a reason, when a tensor-parallel follower has died.
     """
-    model_dir = find_model_dir(config.model)
+    model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = ModelConfig.load(model_dir)
     if config.runner == "null":
         runner, limits, description, close = _null_runner(config, environment, model_dir, model)
@@ -94,7 +94,7 @@ def resolve_options(config: EngineConfig, environment: Environment) -> tuple[Run
     from minisgl_backend.runner.device import DeviceFacts
     from minisgl_backend.runner.resolve import resolve
 
-    model_dir = find_model_dir(config.model)
+    model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = ModelConfig.load(model_dir)
     return resolve(config, model_dir, model, DeviceFacts.detect(), environment), model
 
@@ -197,7 +197,7 @@ def _null_runner(
     tokenizer = _load_tokenizer(config, model_dir)
     answer = tokenizer(NULL_ANSWER, add_special_tokens=False)["input_ids"]
     page_size = config.page_size or NULL_PAGE_SIZE
-    max_seq_len = min(config.max_seq_len_override or model.max_position, model.max_position)
+    max_seq_len = model.max_seq_len(config.max_seq_len_override)
     pages = config.num_pages or min(config.max_running_requests * -(-max_seq_len // page_size), NULL_MAX_PAGES)
     log_file = Path(environment.null_runner_log) if environment.null_runner_log else None
     runner = NullRunner(np.array(answer, dtype=np.int32), config.null_runner_rate, log_file)

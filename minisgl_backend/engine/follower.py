@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _build(config: EngineConfig, environment: Environment, rank: int, port: int) -> ModelRunner:
-    model_dir = find_model_dir(config.model)
+    model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = ModelConfig.load(model_dir)
     runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment)
     share_cores(runtime.device, config.tp)

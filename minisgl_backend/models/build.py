@@ -6,7 +6,9 @@ only its own slices.
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,6 +28,11 @@ from minisgl_backend.models.qwen2 import Qwen2ForCausalLM
 from minisgl_backend.models.qwen3 import Qwen3ForCausalLM
 from minisgl_backend.models.qwen3_moe import Qwen3MoeForCausalLM
 from minisgl_backend.tensor_parallel import TensorParallel
+
+log = logging.getLogger(__name__)
+
+_EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
+_ROWS_AT_ONCE = 8192  # of both, while they are compared
 
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes to read), of this rank, after every tensor
 
@@ -58,6 +65,8 @@ def build_model(
     tp = tp or TensorParallel.single()
     config.check_tensor_parallel(tp.size)
     placement = LayerContext(device=device, dtype=dtype, ops=ops or select_ops(device), tp=tp)
+    if config.tie_word_embeddings and not dummy_weights and not _is_tied(Path(model_dir)):
+        config = dataclasses.replace(config, tie_word_embeddings=False)
     model = MODELS[config.architecture](config, placement, max_seq_len).eval()
     if dummy_weights:
         _fill_with_noise(model)
@@ -118,6 +127,31 @@ def _load_weights(model: CausalLM, folder: Path, device: torch.device, on_progre
                 on_progress(done, total)
 
 
+def _is_tied(folder: Path) -> bool:
+    """False where the checkpoint has an output projection other than its embedding: it counts then, as in
+    transformers 5, whatever config.json says."""
+    files = _shard_files(folder)
+    if _EMBEDDING not in files or _OUTPUT not in files:
+        return True
+    cpu = torch.device("cpu")
+    with _open(files[_EMBEDDING], cpu) as first, _open(files[_OUTPUT], cpu) as second:
+        embedding, output = first.get_slice(_EMBEDDING), second.get_slice(_OUTPUT)
+        num_rows = embedding.get_shape()[0]
+        if output.get_shape() == embedding.get_shape() and all(
+            torch.equal(embedding[start : start + _ROWS_AT_ONCE], output[start : start + _ROWS_AT_ONCE])
+            for start in range(0, num_rows, _ROWS_AT_ONCE)
+        ):
+            return True
+    log.warning(
+        "%s: config.json says tie_word_embeddings, but the checkpoint's %s differs from %s; it is used, as by "
+        "transformers 5. Set tie_word_embeddings to false, or remove that tensor.",
+        folder,
+        _OUTPUT,
+        _EMBEDDING,
+    )
+    return False
+
+
 def _copy(name: str, part: WeightPart, source: Any, path: Path) -> None:
     shape = tuple(source.get_shape())
     if shape != part.shape:
@@ -143,7 +177,7 @@ def _shard_files(folder: Path) -> dict[str, Path]:
             raise ConfigError(f"{index} names files that do not exist: {_some(missing)}")
         paths = [folder / name for name in sorted(names)]
     if not paths:
-        raise ConfigError(f"{folder} has no *.safetensors files; other weight formats are not read")
+        raise ConfigError(f"{folder} has no *.safetensors files; other weight formats are not read{_hint(folder)}")
     files: dict[str, Path] = {}
     for path in paths:
         with _open(path, torch.device("cpu")) as shard:
@@ -152,6 +186,18 @@ def _shard_files(folder: Path) -> dict[str, Path]:
                     raise ConfigError(f"{name} is in two files of {folder}: {files[name].name} and {path.name}")
                 files[name] = path
     return files
+
+
+def _hint(folder: Path) -> str:
+    """What to do with the weights that are there."""
+    if any(folder.glob("*.bin")):
+        return (
+            "; transformers converts *.bin: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(FOLDER)"
+        )
+    if any(folder.glob("*.gguf")):
+        return "; *.gguf is llama.cpp's format: take the repository that the file was made from"
+    return ""
 
 
 def _check_names(config: ModelConfig, parts: dict[str, WeightPart], files: dict[str, Path]) -> None:
@@ -168,7 +214,7 @@ def _check_names(config: ModelConfig, parts: dict[str, WeightPart], files: dict[
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
     """Tensors that some exporters write and that say nothing new: a tied output projection, rope frequencies."""
-    return (config.tie_word_embeddings and name == "lm_head.weight") or name.endswith(".rotary_emb.inv_freq")
+    return (config.tie_word_embeddings and name == _OUTPUT) or name.endswith(".rotary_emb.inv_freq")
 
 
 def _some(names: list[str], limit: int = 5) -> str:

@@ -1,17 +1,19 @@
-"""What a model folder says about its model: architecture, sizes, rope, stop tokens, sampling defaults.
+"""What a model folder says about its model: architecture, sizes, rope, context, end tokens, sampling defaults.
 
-Both spellings of transformers are read: `rope_theta` and `rope_scaling` of 4.x, `rope_parameters` of 5.x.
+The only reader of config.json and generation_config.json; needs neither torch nor transformers. Both spellings of
+transformers are read: `rope_theta` and `rope_scaling` of 4.x, `rope_parameters` of 5.x.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, InvalidRequestError
+from minisgl_backend.request import SamplingParams
 
 _LLAMA = "LlamaForCausalLM"
 _MISTRAL = "MistralForCausalLM"
@@ -88,13 +90,17 @@ class MoeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationDefaults:
-    """Sampling values for requests that do not say; None: the model folder has no opinion."""
+    """Sampling values for requests that do not say, spelled as SamplingParams has them; None: the folder is silent."""
 
     temperature: float | None = None  # 0: greedy
     top_k: int | None = None
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+
+    def sampling_values(self) -> dict[str, Any]:
+        """Fields of SamplingParams."""
+        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,12 +117,13 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position: int  # tokens; with YaRN the stretched length
+    sliding_window: int | None  # tokens; None: every layer attends to all of the sequence
     rope: RopeConfig
     tie_word_embeddings: bool
     attention_bias: bool  # as config.json says; Qwen2 has its bias without this key
     dtype: str  # float32, float16 or bfloat16: the format the model was saved in
     moe: MoeConfig | None
-    eos_token_ids: tuple[int, ...]
+    eos_token_ids: tuple[int, ...]  # those of config.json, of generation_config.json and of the tokenizer
     bos_token_id: int | None
     generation: GenerationDefaults
 
@@ -131,11 +138,17 @@ class ModelConfig:
             )
         config = _read_json(folder / "config.json")
         generation_file = folder / "generation_config.json"
-        return cls.from_dicts(config, _read_json(generation_file) if generation_file.exists() else {})
+        generation = _read_json(generation_file) if generation_file.exists() else {}
+        return cls.from_dicts(config, generation, read_end_of_text(folder))
 
     @classmethod
-    def from_dicts(cls, config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-        """From the contents of config.json and generation_config.json ({} where the model has none)."""
+    def from_dicts(
+        cls, config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None = None
+    ) -> ModelConfig:
+        """From the contents of config.json and generation_config.json ({} where the model has none).
+
+        `tokenizer_eos`: the token with which the tokenizer ends a text.
+        """
         keys = _Keys(config)
         architecture = _architecture(config)
         _refuse_what_is_not_served(config)
@@ -144,7 +157,6 @@ class ModelConfig:
         hidden_size = keys.integer("hidden_size")
         position = keys.integer("max_position_embeddings")
         rope = _rope(config, position)
-        _refuse_sliding_window(config, architecture, num_layers, position)
         model = cls(
             architecture=architecture,
             vocab_size=keys.integer("vocab_size"),
@@ -156,13 +168,14 @@ class ModelConfig:
             head_dim=keys.integer("head_dim", 128 if architecture == _QWEN3 else hidden_size // num_q_heads),
             rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
             max_position=max(position, int(rope.factor * rope.original_max_position) if rope.type == "yarn" else 0),
+            sliding_window=_sliding_window(config, architecture, num_layers),
             rope=rope,
             tie_word_embeddings=keys.boolean("tie_word_embeddings", False),
             attention_bias=keys.boolean("attention_bias", False),
             dtype=_dtype(config),
             moe=_moe(keys, num_layers) if architecture == _QWEN3_MOE else None,
-            eos_token_ids=_token_ids(generation.get("eos_token_id") or config.get("eos_token_id")),
-            bos_token_id=next(iter(_token_ids(config.get("bos_token_id"))), None),
+            eos_token_ids=_end_tokens(config, generation, tokenizer_eos),
+            bos_token_id=next(iter(_token_ids("config.json: bos_token_id", config.get("bos_token_id"))), None),
             generation=_generation_defaults(generation),
         )
         model._check()
@@ -175,9 +188,26 @@ class ModelConfig:
             _refuse("head_dim", self.head_dim, "an even number")
         if self.attention_bias and self.architecture in (_MISTRAL, _QWEN2):
             _refuse("attention_bias", True, f"false or absent for {self.architecture}")
-        for token in self.eos_token_ids:
-            if not 0 <= token < self.vocab_size:
-                _refuse("eos_token_id", token, f"0 to vocab_size - 1 ({self.vocab_size - 1})")
+
+    def max_seq_len(self, override: int | None = None) -> int:
+        """The longest sequence, prompt and answer, in tokens; `override` is the option max_seq_len_override.
+
+        Raises ConfigError for more than the model provides for, and for more than its attention window: until then
+        a window changes nothing.
+        """
+        if override is not None and override > self.max_position:
+            raise ConfigError(
+                f"max_seq_len_override is {override}; allowed: 2 to {self.max_position}, the longest sequence that the "
+                "model's config.json provides for"
+            )
+        longest = override or self.max_position
+        if self.sliding_window is not None and longest > self.sliding_window:
+            raise ConfigError(
+                f"config.json: sliding_window is {self.sliding_window} and sequences may have {longest} tokens, but "
+                f"sliding windows are not served; allowed: max_seq_len_override={self.sliding_window} or less, so that "
+                "no sequence is longer than the window"
+            )
+        return longest
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ConfigError unless heads and MLPs split evenly over `size` ranks."""
@@ -251,36 +281,42 @@ def _refuse_what_is_not_served(config: Mapping[str, Any]) -> None:
             _refuse(key, value, allowed)
 
 
-def _refuse_sliding_window(config: Mapping[str, Any], architecture: str, num_layers: int, max_position: int) -> None:
+def _sliding_window(config: Mapping[str, Any], architecture: str, num_layers: int) -> int | None:
+    """The window of the layers that have one; None where none has."""
     layer_types = config.get("layer_types") or []
     for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
             _refuse("layer_types", layer_type, "full_attention")
     # MistralConfig means 4096 where the key is absent; null switches the window off.
     window = config.get("sliding_window", 4096 if architecture == _MISTRAL else None)
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool)):
-        _refuse("sliding_window", window, "null or an integer")
+    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
+        _refuse("sliding_window", window, "null or an integer, 1 or more")
     if architecture.startswith("Qwen"):
         if layer_types:
             active = "sliding_attention" in layer_types
         else:  # dense Qwen slides from layer max_window_layers on, Qwen3-MoE in all layers
             first = config.get("max_window_layers", 28) if architecture != _QWEN3_MOE else 0
             active = first < num_layers
-        window = window if active and config.get("use_sliding_window") else None
-    if window is not None and window < max_position:
-        _refuse(
-            "sliding_window", window, f"null, or max_position_embeddings ({max_position}) or more: it is not served"
-        )
+        return window if active and config.get("use_sliding_window") else None
+    return window
 
 
 def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:
-    given = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    # As transformers 5.23: where both spellings are there, rope_scaling counts and rope_parameters does not.
+    given = config.get("rope_scaling") or config.get("rope_parameters") or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         _refuse("rope_parameters", given, "one set of values for all layers")
     values = {key: value for key, value in given.items() if value is not None}
     rope_type = values.pop("rope_type", values.pop("type", "default"))
     values.pop("type", None)
     theta = values.pop("rope_theta", config.get("rope_theta") or 10000.0)
+    unread = config.get("rope_parameters")
+    if isinstance(unread, dict) and unread.get("rope_theta", theta) != theta and given is not unread:
+        raise ConfigError(
+            f"config.json: rope_parameters has rope_theta {json.dumps(unread['rope_theta'])}, but beside rope_scaling "
+            f"transformers reads none of it, which makes rope_theta {json.dumps(theta)}; allowed: the keys of "
+            "rope_scaling written into rope_parameters, and no rope_scaling"
+        )
     if rope_type not in _ROPE_TYPES:
         _refuse("rope_type", rope_type, ", ".join(_ROPE_TYPES))
     if values.pop("partial_rotary_factor", 1.0) != 1.0:
@@ -327,24 +363,67 @@ def _dtype(config: Mapping[str, Any]) -> str:
     return str(value)
 
 
-def _token_ids(value: Any) -> tuple[int, ...]:
+def read_end_of_text(folder: Path) -> int | None:
+    """The id of the tokenizer's eos_token, from its files; None where they do not say."""
+    settings = _read_json_if_there(folder / "tokenizer_config.json")
+    token = settings.get("eos_token") or _read_json_if_there(folder / "special_tokens_map.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return None
+    for number, added in (settings.get("added_tokens_decoder") or {}).items():
+        if isinstance(added, dict) and added.get("content") == text and str(number).isdigit():
+            return int(number)
+    tokenizer = _read_json_if_there(folder / "tokenizer.json")
+    for added in tokenizer.get("added_tokens") or []:
+        if added.get("content") == text:
+            return int(added["id"])
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    if isinstance(vocabulary, dict):
+        return vocabulary.get(text)
+    return None
+
+
+def _read_json_if_there(path: Path) -> dict[str, Any]:
+    return _read_json(path) if path.is_file() else {}
+
+
+def _end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None) -> tuple[int, ...]:
+    """All of them, as SGLang: fine-tunes are about whose files disagree, and each of these tokens ends a text."""
+    vocab_size = config["vocab_size"]
+    found: dict[int, None] = {}
+    for file, values in (("generation_config.json", generation), ("config.json", config)):
+        name = f"{file}: eos_token_id"
+        for token in _token_ids(name, values.get("eos_token_id")):
+            if not 0 <= token < vocab_size:
+                raise ConfigError(f"{name} is {token}; allowed: 0 to vocab_size - 1 ({vocab_size - 1})")
+            found[token] = None
+    if tokenizer_eos is not None and 0 <= tokenizer_eos < vocab_size:
+        found[tokenizer_eos] = None
+    return tuple(found)
+
+
+def _token_ids(name: str, value: Any) -> tuple[int, ...]:
     if value is None:
         return ()
     values = value if isinstance(value, list) else [value]
     for token in values:
         if not isinstance(token, int) or isinstance(token, bool):
-            _refuse("eos_token_id", value, "an integer or a list of integers")
+            raise ConfigError(f"{name} is {json.dumps(value, default=str)}; allowed: an integer or a list of integers")
     return tuple(dict.fromkeys(values))
 
 
 def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
-    values = {name: generation.get(name) for name in GenerationDefaults.__dataclass_fields__}
-    for name, value in values.items():
-        if value is not None and (not isinstance(value, (int, float)) or isinstance(value, bool)):
-            raise ConfigError(f"generation_config.json: {name} is {value!r}; allowed: a number")
-    if values["top_k"] is not None:
-        values["top_k"] = int(values["top_k"])
-    if generation.get("do_sample") is False:
+    names = ["repetition_penalty"]
+    if generation.get("do_sample") is not False:
+        names += ["temperature", "top_k", "top_p", "min_p"]
+    given = {name: generation[name] for name in names if generation.get(name) is not None}
+    try:
+        params = SamplingParams(**given)
+        params.validate()
+    except InvalidRequestError as error:
+        raise ConfigError(f"generation_config.json: {error}") from None
+    values = {name: getattr(params, name) for name in given}
+    if generation.get("do_sample") is False:  # greedy, and nothing of the file acts on a request that samples
         values["temperature"] = 0.0
     return GenerationDefaults(**values)
 

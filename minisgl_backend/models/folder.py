@@ -8,11 +8,14 @@ from minisgl_backend.errors import ConfigError
 
 DEMO = "demo"
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
+_CODE = ["*.py"]
 _IGNORED = ["consolidated*", "original/*"]  # the same weights again, in their authors' own format
 
 
-def find_model_dir(model: str) -> Path:
+def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
     """The folder that the option `model` names. A hub id is downloaded where the host has a network.
+
+    `trust_remote_code`: with the Python code that a tokenizer may bring.
 
     Raises ConfigError saying what was looked for and what is allowed.
     """
@@ -27,7 +30,7 @@ def find_model_dir(model: str) -> Path:
         raise ConfigError(f"model is {model!r}, a file; allowed: a folder in Hugging Face format, a hub id or `demo`")
     if model.count("/") > 1 or model.startswith((".", "~", "/")) or model.endswith("/"):
         raise ConfigError(f"model is {model!r}: there is no such folder")
-    return _download(model)
+    return _download(model, [*_PATTERNS, *_CODE] if trust_remote_code else _PATTERNS)
 
 
 def _demo_dir() -> Path:
@@ -41,13 +44,13 @@ def _demo_dir() -> Path:
     return folder
 
 
-def _download(model: str) -> Path:
+def _download(model: str, patterns: list[str]) -> Path:
     # Imported late: a local folder needs neither the package nor the time that it takes to load.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
     try:
-        return Path(snapshot_download(model, allow_patterns=_PATTERNS, ignore_patterns=_IGNORED))
+        return Path(snapshot_download(model, allow_patterns=patterns, ignore_patterns=_IGNORED))
     except HFValidationError:
         raise ConfigError(
             f"model is {model!r}; allowed: an existing folder, a hub id such as OWNER/NAME, or `demo`"

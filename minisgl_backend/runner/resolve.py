@@ -52,7 +52,7 @@ def resolve(
         prefill_backend=attention.prefill,
         decode_backend=attention.decode,
         page_size=attention.page_size,
-        max_seq_len=_max_seq_len(config.max_seq_len_override, model.max_position),
+        max_seq_len=model.max_seq_len(config.max_seq_len_override),
         overlap=environment.overlap,
         cuda_graph_max_bs=_graph_max_bs(config, device),
         cuda_graph_max_tokens=_graph_max_tokens(config, device),
@@ -67,17 +67,6 @@ def _dtype(requested: str, saved: str, device: DeviceFacts) -> str:
         return "bfloat16" if saved == "bfloat16" and device.bfloat16 else "float16"
     if requested == "bfloat16" and device.kind == "cuda" and not device.bfloat16:
         raise ConfigError(f"dtype is 'bfloat16', which {device.name} does not have; allowed: auto, float16, float32")
-    return requested
-
-
-def _max_seq_len(requested: int | None, limit: int) -> int:
-    if requested is None:
-        return limit
-    if requested > limit:
-        raise ConfigError(
-            f"max_seq_len_override is {requested}; allowed: 2 to {limit}, the longest sequence that the model's "
-            "config.json provides for"
-        )
     return requested
 
 

@@ -145,17 +145,13 @@ class RequestCodec:
         for name in _PLAIN_FIELDS:
             if name in fields:
                 values[name] = fields[name]
-        if values.get("top_k", 0) == -1:  # vllm's way of saying that it is off
-            values["top_k"] = 0
-        if values.get("top_p", 1.0) <= 0.0:  # LlamaIndex and LangChain send 0 for "not set"
-            values["top_p"] = 1.0
         values["n"] = fields.get("num_return_sequences", 1)
-        values["stop"] = tuple(word for word in fields.get("stop_words", ()) if word)
+        values["stop"] = fields.get("stop_words", ())
         values["stop_token_ids"] = tuple(fields.get("stop_token_ids", ()))
-        bad_words = tuple(word for word in fields.get("bad_words", ()) if word)
-        SamplingParams(bad_words=bad_words).validate()
-        values["bad_words"] = bad_words
-        values["bad_words_token_ids"] = self._bad_words(bad_words)
+        bad_words = SamplingParams(bad_words=fields.get("bad_words", ()))
+        bad_words.validate()
+        values["bad_words"] = bad_words.bad_words
+        values["bad_words_token_ids"] = self._tokenizer.encode_words(bad_words.bad_words)
         values["logit_bias"] = _logit_bias(fields.get("logit_bias"))
         values["grammar"] = _grammar(fields)
         self._apply_end_id(fields, values)
@@ -169,16 +165,6 @@ class RequestCodec:
             canonical = {"n": "num_return_sequences", "stop": "stop_words"}.get(name, name)
             raise InvalidRequestError(f"{fields.spelling.get(canonical, name)} {rest}") from None
         return params
-
-    def _bad_words(self, words: tuple[str, ...]) -> tuple[tuple[int, ...], ...]:
-        """Each word at the start of a text and after a space: most tokenizers have two tokens for that."""
-        found: dict[tuple[int, ...], None] = {}
-        for word in words:
-            for text in (word, f" {word.lstrip()}"):
-                ids = tuple(self._tokenizer.encode(text, add_special_tokens=False))
-                if ids:
-                    found[ids] = None
-        return tuple(found)
 
     def _apply_end_id(self, fields: Mapping[str, Any], values: dict[str, Any]) -> None:
         end_id = fields.get("end_id")
@@ -235,14 +221,6 @@ def _messages(text: str) -> list[dict[str, Any]]:
         raise InvalidRequestError(f"messages is {shown(text)}; allowed: a JSON list of at least one chat message")
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequestError(f"messages has {len(messages)} entries; allowed: at most {MAX_MESSAGES}")
-    for number, message in enumerate(messages):
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise InvalidRequestError(
-                f"messages[{number}] is {shown(message)}; allowed: an object with role and content"
-            )
-        content = message.get("content", "")
-        if not isinstance(content, (str, list, type(None))):
-            raise InvalidRequestError(f"messages[{number}].content is {shown(content)}; allowed: a text")
     return messages
 
 
@@ -287,10 +265,15 @@ def _vllm_grammar(guided: Any) -> Grammar | None:
             if key in ("regex", "grammar") and isinstance(value, str):
                 return Grammar(kind="regex" if key == "regex" else "ebnf_grammar", text=value)
             if key == "choice" and isinstance(value, list) and all(isinstance(item, str) for item in value):
-                return Grammar(kind="ebnf_grammar", text="root ::= " + " | ".join(map(json.dumps, value)))
+                return Grammar(kind="ebnf_grammar", text="root ::= " + " | ".join(_quoted(item) for item in value))
     raise InvalidRequestError(
         f"guided_decoding is {shown(guided)}; allowed: one of json, json_object, regex, grammar, choice"
     )
+
+
+def _quoted(text: str) -> str:
+    """A literal of an EBNF grammar: JSON's escapes, but characters as they are. The compiler takes surrogates apart."""
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

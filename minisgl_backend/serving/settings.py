@@ -23,7 +23,10 @@ def read_engine_config(repository: Path) -> EngineConfig:
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
     config = EngineConfig.from_parameters(read_parameters(text))
-    folder = demo_dir(repository) if config.model == DEMO else find_model_dir(config.model)
+    if config.model == DEMO:
+        folder = demo_dir(repository)
+    else:
+        folder = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     return dataclasses.replace(config, model=str(folder))
 
 

@@ -1,6 +1,8 @@
 """Token ids of one stream -> text, piece by piece: no broken character, no lost space, nothing kept at the end.
 
-The pieces of a stream add up to the tokenizer's decode of all its ids, wherever the stream is split. (One exception:
+A stream continues its prompt: its pieces add up to what the tokenizer's decode of prompt and stream has beyond that of
+the prompt, wherever the stream is split. So a space before the first word stays, which SentencePiece tokenizers drop at
+the start of a text. (One exception:
 byte-fallback tokenizers turn a whole run of byte tokens into U+FFFD if any of it is invalid; a stream has sent the
 valid characters of the run by then and replaces only the rest.)
 """
@@ -38,12 +40,11 @@ def new_detokenizer(vocabulary: Vocabulary, skip_special_tokens: bool = True) ->
 class _ByteDetokenizer:
     """By table: bytes of each token through an incremental UTF-8 decoder."""
 
-    __slots__ = ("_at_start", "_decoder", "_table")
+    __slots__ = ("_decoder", "_table")
 
     def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
         self._table = vocabulary.table(skip_special_tokens)
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._at_start = vocabulary.strips_leading_space
 
     def feed(self, token_ids: Sequence[int]) -> str:
         table = self._table
@@ -51,11 +52,7 @@ class _ByteDetokenizer:
             data = b"".join([table[i] for i in token_ids])
         except IndexError:  # a model may have more rows than its tokenizer has tokens
             data = b"".join([table[i] for i in token_ids if i < len(table)])
-        text = self._decoder.decode(data)
-        if self._at_start and text:
-            self._at_start = False
-            return text[1:] if text[0] == " " else text
-        return text
+        return self._decoder.decode(data)
 
     def finish(self) -> str:
         return self._decoder.decode(b"", True)

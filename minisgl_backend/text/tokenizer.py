@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
+import tokenizers
 from transformers import AutoTokenizer
 
 from minisgl_backend.errors import ConfigError, InvalidRequestError
+from minisgl_backend.text.chat import plain_messages
+from minisgl_backend.text.vocabulary import check_has_tokenizer
 
 # Arguments of apply_chat_template that are the server's business; a template from a client would be foreign code.
 _OWN_TEMPLATE_ARGUMENTS = frozenset(
     {"conversation", "messages", "chat_template", "tokenize", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )
+
+
+log = logging.getLogger(__name__)
+
+# Words, numbers, blanks, scripts: what pre-tokenizers cut differently.
+_SAMPLE = "Hello world, it's 12345.67 naïve Straße 你好世界 🙂\n\n\tdef f(x):  return x<=y"
 
 
 class Tokenizer:
@@ -26,11 +36,14 @@ class Tokenizer:
 
     def __init__(self, model_dir: str | Path, *, trust_remote_code: bool = False) -> None:
         """Raises ConfigError where the folder has no tokenizer that can be loaded."""
+        check_has_tokenizer(model_dir)
         try:
             self._tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
         except (OSError, ValueError, KeyError, ImportError) as error:
-            raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {error}") from None
+            reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {reason}") from None
         self._bos = self._tokenizer.bos_token_id
+        _warn_of_another_tokenizer(self._tokenizer, Path(model_dir))
 
     @property
     def has_chat_template(self) -> bool:
@@ -63,11 +76,18 @@ class Tokenizer:
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
 
+    def encode_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
+        """Token ids of each word at the start of a text and after a space: most tokenizers have two for that."""
+        spellings = [text for word in words for text in (word, f" {word.lstrip()}")]
+        ids = (tuple(self.encode(text, add_special_tokens=False)) for text in spellings)
+        return tuple(dict.fromkeys(filter(None, ids)))
+
     def render(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> str:
         """The prompt that the chat template makes of the messages, ready for the assistant's turn.
 
         The template decides about BOS: encode the result with `add_special_tokens=False`. `template_arguments`
-        reach the template (tools, enable_thinking ...). Raises InvalidRequestError.
+        reach the template (tools, enable_thinking ...). Content parts of type text are joined. Raises
+        InvalidRequestError.
         """
         if not self.has_chat_template:
             raise InvalidRequestError("messages: this model has no chat template; send text_input instead")
@@ -75,10 +95,34 @@ class Tokenizer:
             if name in _OWN_TEMPLATE_ARGUMENTS:
                 raise InvalidRequestError(f"chat_template_kwargs has {name!r}; allowed: the template's own arguments")
         template_arguments.setdefault("add_generation_prompt", not template_arguments.get("continue_final_message"))
+        plain = plain_messages(messages)
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, **template_arguments
-            )
+            rendered = self._tokenizer.apply_chat_template(plain, tokenize=False, **template_arguments)
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise InvalidRequestError(f"messages: the chat template refuses them: {error}") from None
         return str(rendered)
+
+
+def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:
+    """transformers chooses a class by model_type and may then ignore rules of tokenizer.json: prompts would be cut
+    otherwise than in training, and nothing else would tell."""
+    file = folder / "tokenizer.json"
+    if not file.is_file():
+        return
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(file))
+        backend.no_truncation()
+        expected = backend.encode(_SAMPLE, add_special_tokens=False).ids
+    except Exception as error:  # the library raises bare Exceptions; the vocabulary's reader says what is wrong
+        log.warning("%s cannot be compared with the tokenizer in use: %s", file, error)
+        return
+    found = tokenizer(_SAMPLE, add_special_tokens=False)["input_ids"]
+    if found != expected:
+        log.warning(
+            "%s: transformers loads %s for it, which cuts texts otherwise than the folder's tokenizer.json (%d tokens "
+            "instead of %d for a sample); answers may be worse than the model's",
+            folder,
+            type(tokenizer).__name__,
+            len(found),
+            len(expected),
+        )

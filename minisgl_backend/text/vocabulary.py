@@ -18,6 +18,8 @@ Decode = Callable[[Sequence[int], bool], str]
 
 NOT_A_BYTE = 0x10FFFF  # a code point that latin-1 cannot encode
 
+_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
+_SUFFIXES = (".model", ".tiktoken")
 _SPECIAL_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
 
 
@@ -25,8 +27,8 @@ class Vocabulary:
     """The tokens of one model.
 
     `byte_exact` says whether a text is the concatenation of its tokens' bytes (byte-level and byte-fallback
-    tokenizers, so nearly all of today's); then streams decode by table look-up. `strips_leading_space`: the
-    tokenizer drops one space at the start of a text.
+    tokenizers, so nearly all of today's; but for one space that some drop at the start of a text); then streams decode
+    by table look-up.
     """
 
     def __init__(
@@ -36,11 +38,9 @@ class Vocabulary:
         special_ids: frozenset[int],
         *,
         byte_exact: bool,
-        strips_leading_space: bool = False,
     ) -> None:
         self.special_ids = special_ids
         self.byte_exact = byte_exact
-        self.strips_leading_space = strips_leading_space
         self._decode = decode
         self._bytes = list(token_bytes)
         self._printable = [b"" if i in special_ids else data for i, data in enumerate(self._bytes)]
@@ -64,6 +64,7 @@ class Vocabulary:
 
 def load_vocabulary(model_dir: str | Path, *, trust_remote_code: bool = False) -> Vocabulary:
     """Reads the tokenizer of a model folder. Raises ConfigError where there is none."""
+    check_has_tokenizer(model_dir)
     folder = Path(model_dir)
     file = folder / "tokenizer.json"
     if not file.is_file():
@@ -82,11 +83,11 @@ def vocabulary_of(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) ->
         ids = [i for i in token_ids if i not in special_ids] if skip_special_tokens else list(token_ids)
         return backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    to_bytes, exact, strips = _byte_rule(backend)
+    to_bytes, exact = _byte_rule(backend)
     size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
     tokens = (backend.id_to_token(i) for i in range(size))
     table = [b"" if token is None else to_bytes(token) for token in tokens]
-    return Vocabulary(decode, table, special_ids, byte_exact=exact, strips_leading_space=strips)
+    return Vocabulary(decode, table, special_ids, byte_exact=exact)
 
 
 def _from_transformers(model_dir: str | Path, trust_remote_code: bool) -> Vocabulary:
@@ -94,8 +95,9 @@ def _from_transformers(model_dir: str | Path, trust_remote_code: bool) -> Vocabu
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {error}") from None
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {reason}") from None
     special_ids = frozenset(tokenizer.all_special_ids)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is not None:
@@ -111,6 +113,22 @@ def _from_transformers(model_dir: str | Path, trust_remote_code: bool) -> Vocabu
 
     table = [(token or "").replace("▁", " ").encode() for token in tokens]
     return Vocabulary(decode, table, special_ids, byte_exact=False)
+
+
+def has_tokenizer(model_dir: str | Path) -> bool:
+    """Whether the folder holds any file of a tokenizer."""
+    return any(path.name in _FILES or path.suffix in _SUFFIXES for path in Path(model_dir).iterdir())
+
+
+def check_has_tokenizer(model_dir: str | Path) -> None:
+    """Raises ConfigError where the folder has none: for some models transformers would make up an empty one."""
+    if not Path(model_dir).is_dir() or not has_tokenizer(model_dir):
+        raise ConfigError(f"model {model_dir} has no tokenizer (tokenizer.json, tokenizer.model or the like)")
+
+
+def empty_vocabulary() -> Vocabulary:
+    """That of a model without a tokenizer: no token has a text."""
+    return Vocabulary(lambda token_ids, skip_special_tokens: "", (), frozenset(), byte_exact=True)
 
 
 def _special_ids(backend: tokenizers.Tokenizer, folder: Path) -> frozenset[int]:
@@ -135,23 +153,23 @@ def _special_ids(backend: tokenizers.Tokenizer, folder: Path) -> frozenset[int]:
     return frozenset(ids)
 
 
-def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool, bool]:
-    """How a token becomes bytes, whether that is exact, and whether a text loses its leading space."""
+def _byte_rule(backend: tokenizers.Tokenizer) -> tuple[Callable[[str], bytes], bool]:
+    """How a token becomes bytes, and whether that is exact, but for a space at the start of a text."""
     if backend.decoder is None:
-        return str.encode, False, False
+        return str.encode, False
     decoder: dict[str, Any] = json.loads(backend.decoder.__getstate__())
     steps = decoder["decoders"] if decoder["type"] == "Sequence" else [decoder]
     kinds = [step["type"] for step in steps]
     if kinds == ["ByteLevel"]:
-        return _byte_level_rule(), True, False
+        return _byte_level_rule(), True
     stripped = kinds[-1:] == ["Strip"]
     rest = kinds[:-1] if stripped else kinds
     plain = rest == ["Replace", "ByteFallback", "Fuse"] and steps[0].get("pattern") == {"String": "▁"}
     if plain and steps[0].get("content") == " ":
         last = steps[-1]
         if not stripped or (last["content"], last["start"], last["stop"]) == (" ", 1, 0):
-            return _byte_fallback_bytes, True, stripped
-    return (lambda token: token.replace("▁", " ").encode()), False, False
+            return _byte_fallback_bytes, True
+    return (lambda token: token.replace("▁", " ").encode()), False
 
 
 def _byte_level_rule() -> Callable[[str], bytes]:

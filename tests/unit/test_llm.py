@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +13,7 @@ import pytest
 from minisgl_backend.config import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.llm import LLM
+from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import SamplingParams
 
 OPTIONS: dict[str, Any] = {"num_pages": 256, "max_running_requests": 8, "max_waiting_requests": 4}
@@ -63,6 +67,60 @@ def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
     assert ended.finish_reason == "stop"
     assert len(ended.token_ids) < 30
     assert llm.stats.num_running == 0 or llm.generate("x", max_tokens=1)
+
+
+def test_a_text_where_a_list_is_meant(llm: LLM) -> None:
+    listed = llm.chat(ask("Count from 1 to 12."), stop=("9, 10",))[0]
+    assert listed.text == "1, 2, 3, 4, 5, 6, 7, 8, "
+    assert llm.chat(ask("Count from 1 to 12."), stop="9, 10")[0].text == listed.text
+    banned = llm.chat(ask("Count from 1 to 12."), bad_words=("12",), max_tokens=60)[0]
+    assert "1" in banned.text
+    assert llm.chat(ask("Count from 1 to 12."), bad_words="12", max_tokens=60)[0].text == banned.text
+
+
+def test_what_means_off_or_the_default(llm: LLM) -> None:
+    plain = llm.chat(ask("What is 2 + 3?"))[0]
+    assert llm.chat(ask("What is 2 + 3?"), top_k=-1, top_p=0, stop=None, max_tokens=None)[0] == plain
+    with pytest.raises(InvalidRequestError, match="max_tokens is '5'; allowed: an integer"):
+        llm.generate("x", max_tokens="5")
+    with pytest.raises(InvalidRequestError, match="max_tokens is given beside sampling_params"):
+        llm.generate("x", SamplingParams(), max_tokens=5)
+
+
+def test_content_parts_are_one_text(llm: LLM) -> None:
+    parts = [{"role": "user", "content": [{"type": "text", "text": "What is"}, {"type": "text", "text": "2 + 3?"}]}]
+    assert llm.chat(parts)[0].text == llm.chat(ask("What is\n2 + 3?"))[0].text
+    image = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]
+    with pytest.raises(InvalidRequestError, match=r"messages\[0\].content\[0\] has type 'image_url'.*allowed: 'text'"):
+        llm.chat(image)
+
+
+def test_a_folder_without_a_tokenizer_serves_token_ids(
+    llm: LLM, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(find_model_dir("demo") / name, tmp_path / name)
+    with LLM(str(tmp_path), **OPTIONS) as bare:
+        assert "has no tokenizer: prompts must be token ids" in caplog.text
+        [answer] = bare.generate([[5, 6, 7]], max_tokens=8, ignore_eos=True)
+        assert answer.token_ids == llm.generate([[5, 6, 7]], max_tokens=8, ignore_eos=True)[0].token_ids
+        assert answer.text == ""
+        with pytest.raises(ConfigError, match="has no tokenizer") as caught:
+            bare.generate("text")
+        assert "\n" not in str(caught.value)
+
+
+def test_the_tokenizers_end_token_ends_an_answer(tmp_path: Path) -> None:
+    """A fine-tune whose config files still name the base model's end token."""
+    shutil.copytree(find_model_dir("demo"), tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        path = tmp_path / "model" / name
+        path.write_text(json.dumps({**json.loads(path.read_text()), "eos_token_id": 0}))
+    with LLM(str(tmp_path / "model"), **OPTIONS) as llm:
+        assert llm.engine.welcome.eos_token_ids == (0, 2)
+        answer = llm.chat(ask("What is 17 + 25?"), max_tokens=40)[0]
+    assert answer.finish_reason == "stop"
+    assert answer.token_ids[-1] == 2
 
 
 def test_several_answers_logprobs_and_cached_tokens(llm: LLM) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import build_model, weight_parts
@@ -120,12 +121,31 @@ def test_an_index_that_names_missing_shards(qwen3: Path) -> None:
 
 def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
     save_checkpoint("qwen2-tied", tmp_path)
-    change(
-        tmp_path, lm_head__weight=torch.zeros(320, 64), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8)
-    )
+    embedding = load_file(tmp_path / "model.safetensors")["model.embed_tokens.weight"]
+    change(tmp_path, lm_head__weight=embedding.clone(), model__layers__0__self_attn__rotary_emb__inv_freq=torch.ones(8))
     model = build(tmp_path)
     hidden = torch.randn(2, 64)
     torch.testing.assert_close(model.logits(hidden), hidden @ model.model.embed_tokens.weight.t())
+    assert "lm_head.weight" not in weight_parts(model)
+
+
+def test_an_output_projection_of_its_own_counts_though_the_config_ties_it(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_checkpoint("qwen2-tied", tmp_path)
+    own = torch.randn(320, 64)
+    change(tmp_path, lm_head__weight=own)
+    hidden = torch.randn(2, 64)
+    torch.testing.assert_close(build(tmp_path).logits(hidden), hidden @ own.t())
+    assert "lm_head.weight differs from model.embed_tokens.weight" in caplog.text
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    torch.testing.assert_close(reference.lm_head(hidden), hidden @ own.t())
+
+
+def test_weights_in_another_format_come_with_a_hint(qwen3: Path) -> None:
+    (qwen3 / "model.safetensors").rename(qwen3 / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match=r"no \*.safetensors files.*transformers converts \*.bin: AutoModel"):
+        build(qwen3)
 
 
 def test_dummy_weights_need_no_files_and_are_the_same_every_time(qwen3: Path) -> None:

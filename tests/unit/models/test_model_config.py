@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.config import GenerationDefaults, ModelConfig, RopeConfig
+from minisgl_backend.models.config import GenerationDefaults, ModelConfig, RopeConfig, read_end_of_text
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,6 +69,18 @@ def test_both_spellings_of_dtype(key: str) -> None:
     assert read(**{key: "bfloat16"}).dtype == "bfloat16"
 
 
+def test_rope_scaling_beside_rope_parameters_counts() -> None:
+    """As transformers 5.23 reads them: configs saved by it, with a rope_scaling that their user added."""
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
+    saved = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    assert read(**saved, rope_scaling={**yarn, "rope_theta": 5e5}) == read(rope_theta=5e5, rope_scaling=yarn)
+    assert read(**saved, rope_theta=5e5, rope_scaling=yarn) == read(rope_theta=5e5, rope_scaling=yarn)
+    assert read(**saved, rope_scaling=None).rope == RopeConfig(theta=5e5)
+    assert read(rope_parameters=yarn, rope_scaling={"rope_type": "default"}).rope == RopeConfig()
+    with pytest.raises(ConfigError, match=r"rope_parameters has rope_theta 500000.0, but beside rope_scaling"):
+        read(**saved, rope_scaling=yarn)
+
+
 def test_yarn_stretches_the_context() -> None:
     scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}
     assert read(rope_scaling=scaling).max_position == 4096
@@ -94,7 +106,6 @@ REFUSED: list[dict[str, Any]] = [
     {"quantization_config": {"quant_method": "gptq"}},
     {"hidden_act": "gelu"},
     {"mlp_bias": True},
-    {"sliding_window": 512},
     {"sliding_window": "512"},
     {"rope_theta": "1e6"},
     {"layer_types": ["full_attention", "linear_attention"]},
@@ -176,11 +187,23 @@ def test_rope_refused_by_name(key: str, rope: dict[str, Any], named: str) -> Non
     ],
 )
 def test_sliding_window_is_refused_only_where_it_acts(changes: dict[str, Any], active: bool) -> None:
-    if active:
-        with pytest.raises(ConfigError, match="sliding_window"):
-            read(**changes)
-    else:
-        read(**changes)
+    config = read(**changes)
+    if not active:
+        assert config.max_seq_len() == config.max_position
+        return
+    assert config.sliding_window is not None
+    with pytest.raises(ConfigError, match=rf"sliding_window.*max_seq_len_override={config.sliding_window} or less"):
+        config.max_seq_len()
+    with pytest.raises(ConfigError, match="sliding_window"):
+        config.max_seq_len(config.sliding_window + 1)
+    assert config.max_seq_len(config.sliding_window) == config.sliding_window
+
+
+def test_the_longest_sequence_may_be_made_shorter_never_longer() -> None:
+    assert read().max_seq_len() == 1024
+    assert read().max_seq_len(10) == 10
+    with pytest.raises(ConfigError, match="max_seq_len_override is 1025; allowed: 2 to 1024"):
+        read().max_seq_len(1025)
 
 
 @pytest.mark.parametrize(
@@ -192,15 +215,50 @@ def test_sliding_window_is_refused_only_where_it_acts(changes: dict[str, Any], a
             {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05},
             GenerationDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05),
         ),
+        (
+            {"do_sample": False, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 2},
+            GenerationDefaults(temperature=0.0, repetition_penalty=2.0),
+        ),
+        ({"top_k": -1, "top_p": 0}, GenerationDefaults(top_k=0, top_p=1.0)),
+        ({"top_k": 50.0, "temperature": None}, GenerationDefaults(top_k=50)),
     ],
 )
 def test_generation_defaults(generation: dict[str, Any], expected: GenerationDefaults) -> None:
     assert read(generation).generation == expected
 
 
-def test_generation_config_decides_the_eos_tokens() -> None:
-    assert read({"eos_token_id": [5, 7, 5]}).eos_token_ids == (5, 7)
-    assert read().eos_token_ids == (2,)
+def test_every_end_token_counts() -> None:
+    assert read({"eos_token_id": [5, 7, 5]}).eos_token_ids == (5, 7, 2)
+    assert read({"eos_token_id": 0}).eos_token_ids == (0, 2)
+    assert read({"eos_token_id": None}).eos_token_ids == (2,)
+    assert read({}, eos_token_id=None).eos_token_ids == ()
+    assert ModelConfig.from_dicts(LLAMA, {"eos_token_id": [5]}, 9).eos_token_ids == (5, 2, 9)
+    assert ModelConfig.from_dicts(LLAMA, {}, 4096).eos_token_ids == (2,)  # the model has no such token
+    with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id is 128; allowed: 0 to"):
+        read({"eos_token_id": 128})
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, None),
+        ({"tokenizer_config.json": {"eos_token": None}}, None),
+        ({"tokenizer_config.json": {"eos_token": "E", "added_tokens_decoder": {"7": {"content": "E"}}}}, 7),
+        (
+            {
+                "tokenizer_config.json": {"eos_token": {"content": "E"}},
+                "tokenizer.json": {"added_tokens": [{"id": 0, "content": "E"}]},
+            },
+            0,
+        ),
+        ({"special_tokens_map.json": {"eos_token": "E"}, "tokenizer.json": {"model": {"vocab": {"E": 3}}}}, 3),
+        ({"tokenizer_config.json": {"eos_token": "E"}, "tokenizer.json": {"model": {"vocab": [["E", 0.0]]}}}, None),
+    ],
+)
+def test_the_tokenizers_end_of_text(tmp_path: Path, files: dict[str, Any], expected: int | None) -> None:
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_end_of_text(tmp_path) == expected
 
 
 def test_a_wrong_generation_value_is_named() -> None:

@@ -57,3 +57,19 @@ def test_a_hub_id_without_network(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_hub_id_with_network(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda model, **options: str(tmp_path / model))
     assert find_model_dir("Owner/Name") == tmp_path / "Owner" / "Name"
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+def test_the_tokenizers_code_comes_only_where_it_is_trusted(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, trusted: bool
+) -> None:
+    wanted: list[str] = []
+
+    def download(model: str, *, allow_patterns: list[str], **options: object) -> str:
+        wanted.extend(allow_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    find_model_dir("Owner/Name", trust_remote_code=trusted)
+    assert ("*.py" in wanted) == trusted
+    assert "*.json" in wanted

@@ -98,6 +98,8 @@ def test_generation_config(tmp_path: Path) -> None:
         ({"guided_decoding_guide_type": "json"}, "grammar", Grammar(kind="json")),
         ({"guided_decoding_guide_type": "regex", "guided_decoding_guide": "a+"}, "grammar",
          Grammar(kind="regex", text="a+")),
+        ({"sampling_parameters": '{"guided_decoding": {"choice": ["😀", "a\\"b"]}}'}, "grammar",
+         Grammar(kind="ebnf_grammar", text='root ::= "😀" | "a\\"b"')),
     ],
 )  # fmt: skip
 def test_fields(codec: RequestCodec, values: dict[str, Any], field: str, expected: Any) -> None:

@@ -71,7 +71,8 @@ def test_any_ids_at_any_split(ids: list[int], cuts: list[int], skip: bool) -> No
 def test_any_text_token_by_token(text: str, tokenizer: Tokenizer) -> None:
     words = vocabulary(tokenizer)
     ids = tokenizer.encode(text.replace(" ", "▁") if "▁" in tokenizer.get_vocab() else text).ids
-    assert stream(words, ids, list(range(len(ids)))) == words.decode(ids)
+    prompt = tokenizer.encode("b").ids
+    assert "b" + stream(words, ids, list(range(len(ids)))) == words.decode([*prompt, *ids])
     assert words.byte_exact
 
 
@@ -109,11 +110,14 @@ def test_ids_that_the_tokenizer_does_not_know_are_no_text() -> None:
     assert stream(BYTE_LEVEL, [SIZE + 5, *byte_level().encode("ok").ids], [1]) == "ok"
 
 
-def test_the_leading_space_goes_once() -> None:
+def test_the_space_before_the_first_word_stays() -> None:
+    """An answer continues its prompt: only at the start of a whole text would the tokenizer drop that space."""
     tokenizer = byte_fallback()
     words = vocabulary(tokenizer)
-    ids = [tokenizer.token_to_id("▁a"), tokenizer.token_to_id("▁a")]
-    assert stream(words, ids, [1]) == "a a" == words.decode(ids)
+    prompt, answer = tokenizer.encode("b").ids, [tokenizer.token_to_id("▁a"), tokenizer.token_to_id("▁a")]
+    assert words.decode(answer) == "a a"
+    assert stream(words, answer, [1]) == " a a"
+    assert words.decode([*prompt, *answer]) == "b a a"
 
 
 def test_two_streams_do_not_touch() -> None:

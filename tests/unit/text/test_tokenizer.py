@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
@@ -12,6 +13,7 @@ from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.text.tokenizer import Tokenizer as PromptTokenizer
 from minisgl_backend.text.vocabulary import load_vocabulary
 
+DEMO = Path(__file__).resolve().parents[3] / "model_repository" / "engine" / "demo_model"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% endif %}{% if shout %}!{% endif %}"
@@ -94,3 +96,39 @@ def test_the_vocabulary_knows_its_special_tokens(tmp_path: Path) -> None:
     assert words.special_ids == {0, 1}
     assert words.token_text(6) == "hi"
     assert words.token_text(99) == ""
+
+
+def test_content_parts_are_joined(tokenizer: PromptTokenizer) -> None:
+    parts = [{"type": "text", "text": "hi"}, "!"]
+    assert tokenizer.render([{"role": "user", "content": parts}]) == "<s>[user]hi\n![assistant]"
+    assert tokenizer.render([{"role": "user", "content": []}]) == "<s>[user][assistant]"
+
+
+@pytest.mark.parametrize(
+    ("message", "named"),
+    [
+        ({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}, "content[0] has type 'image_url'"),
+        ({"role": "user", "content": ["a", {"text": "b"}]}, "messages[0].content[1] is {'text': 'b'}"),
+        ({"role": "user", "content": [{"type": "text"}]}, "messages[0].content[0].text is None"),
+        ({"role": "user", "content": 5}, "messages[0].content is 5"),
+        ({"content": "hi"}, "messages[0] is {'content': 'hi'}"),
+        ("hi", "messages[0] is 'hi'"),
+    ],
+)
+def test_other_contents_are_refused_by_name(tokenizer: PromptTokenizer, message: Any, named: str) -> None:
+    with pytest.raises(InvalidRequestError) as caught:
+        tokenizer.render([message])
+    assert named in str(caught.value)
+
+
+def test_a_tokenizer_that_cuts_otherwise_than_its_folder_is_told_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """transformers takes its own Qwen2 tokenizer for model_type qwen2, whatever rules tokenizer.json has."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_text((DEMO / name).read_text())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    PromptTokenizer(DEMO)
+    assert caplog.text == ""
+    PromptTokenizer(tmp_path)
+    assert "cuts texts otherwise than the folder's tokenizer.json" in caplog.text
