@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.errors import ConfigError, InvalidRequestError
+from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
+from minisgl_backend.models.config import GenerationDefaults, ModelConfig
 from minisgl_backend.request import MAX_PRIORITY, Grammar, SamplingParams
 from minisgl_backend.serving.fields import Fields, collect_fields, json_object, json_value, shown
 from minisgl_backend.serving.schema import TENSORS
@@ -26,40 +27,26 @@ GRAMMAR_KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
 
 
 @dataclass(frozen=True)
-class GenerationDefaults:
-    """What absent sampling fields mean, from the model's generation_config.json."""
-
-    values: Mapping[str, Any]  # SamplingParams fields
-    eos_token_ids: tuple[int, ...]
-
-    @classmethod
-    def read(cls, model_dir: Path) -> GenerationDefaults:
-        """`do_sample: false` means greedy. Raises ConfigError where the file cannot be read."""
-        generation = _read_json(model_dir / "generation_config.json")
-        model = _read_json(model_dir / "config.json")
-        values: dict[str, Any] = {}
-        if generation.get("do_sample") is False:
-            values["temperature"] = 0.0
-        else:
-            for name in ("temperature", "top_p", "top_k", "min_p"):
-                if generation.get(name) is not None:
-                    values[name] = generation[name]
-        if generation.get("repetition_penalty") is not None:
-            values["repetition_penalty"] = float(generation["repetition_penalty"])
-        eos = generation.get("eos_token_id", model.get("eos_token_id"))
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
-        return cls(values, tuple(ids))
-
-
-@dataclass(frozen=True)
 class CodecSettings:
     """What the codec must know of model and configuration."""
 
-    defaults: GenerationDefaults
+    generation: GenerationDefaults  # what absent sampling fields mean
+    eos_token_ids: tuple[int, ...]
     vocab_size: int
-    max_seq_len: int
+    max_seq_len: int  # the engine may allow less, where its memory does not hold so long a sequence
     apply_chat_template: bool = False  # to text_input, where the request does not say
     exclude_input_in_output: bool = True  # where the request does not say
+
+    @classmethod
+    def of_model(cls, model: ModelConfig, max_seq_len_override: int | None = None, **settings: bool) -> CodecSettings:
+        """`settings` are the other fields. Raises ConfigError where the model is not served at that length."""
+        return cls(
+            generation=model.generation,
+            eos_token_ids=model.eos_token_ids,
+            vocab_size=model.vocab_size,
+            max_seq_len=model.max_seq_len(max_seq_len_override),
+            **settings,
+        )
 
 
 class RequestCodec:
@@ -101,9 +88,9 @@ class RequestCodec:
         if text and messages:
             raise InvalidRequestError("text_input and messages are both given; allowed: exactly one of them")
         name = "messages" if messages or text is None else "text_input"
-        given: str = fields[name]
+        given: Any = fields[name]
         limit = max(MAX_PROMPT_BYTES, 64 * self._settings.max_seq_len)
-        if len(given) > limit or len(given.encode()) > limit:
+        if _num_bytes(given) > limit:
             raise InvalidRequestError(f"{name} is longer than {limit} bytes; this model cannot take so long a prompt")
         template = json_object("chat_template_kwargs", fields.get("chat_template_kwargs", ""))
         if name == "messages":
@@ -141,7 +128,7 @@ class RequestCodec:
             )
 
     def _params(self, fields: Fields) -> SamplingParams:
-        values: dict[str, Any] = dict(self._settings.defaults.values)
+        values: dict[str, Any] = self._settings.generation.sampling_values()
         for name in _PLAIN_FIELDS:
             if name in fields:
                 values[name] = fields[name]
@@ -168,7 +155,7 @@ class RequestCodec:
 
     def _apply_end_id(self, fields: Mapping[str, Any], values: dict[str, Any]) -> None:
         end_id = fields.get("end_id")
-        if end_id is None or end_id in self._settings.defaults.eos_token_ids:
+        if end_id is None or end_id in self._settings.eos_token_ids:
             return
         values["ignore_eos"] = True
         if end_id != -1:  # -1 is tensorrtllm_backend's way of saying that nothing ends the text
@@ -215,10 +202,15 @@ def _refuse_what_is_not_served(fields: Mapping[str, Any]) -> None:
             raise InvalidRequestError(f"{name} is not served: {tensor.refused}")
 
 
-def _messages(text: str) -> list[dict[str, Any]]:
-    messages = json_value("messages", text)
+def _num_bytes(given: Any) -> int:
+    return len(given.encode()) if isinstance(given, str) else len(msgspec.json.encode(given))
+
+
+def _messages(given: str | list[Any]) -> list[Any]:
+    """A list of messages, or one as JSON."""
+    messages = json_value("messages", given) if isinstance(given, str) else given
     if not isinstance(messages, list) or not messages:
-        raise InvalidRequestError(f"messages is {shown(text)}; allowed: a JSON list of at least one chat message")
+        raise InvalidRequestError(f"messages is {shown(given)}; allowed: a JSON list of at least one chat message")
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequestError(f"messages has {len(messages)} entries; allowed: at most {MAX_MESSAGES}")
     return messages
@@ -274,25 +266,3 @@ def _vllm_grammar(guided: Any) -> Grammar | None:
 def _quoted(text: str) -> str:
     """A literal of an EBNF grammar: JSON's escapes, but characters as they are. The compiler takes surrogates apart."""
     return json.dumps(text, ensure_ascii=False)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}") from None
-    return content if isinstance(content, dict) else {}
-
-
-def read_limits(model_dir: Path, num_tokens: int, max_seq_len_override: int | None) -> tuple[int, int]:
-    """(vocabulary size, longest sequence) as the model's config.json has them.
-
-    The engine may allow less, where its memory does not hold so long a sequence; it then refuses by itself.
-    """
-    config = _read_json(model_dir / "config.json")
-    text_config = config.get("text_config") or config
-    vocab_size = int(text_config.get("vocab_size") or num_tokens)
-    longest = int(text_config.get("max_position_embeddings") or 0) or (1 << 31)
-    return vocab_size, min(longest, max_seq_len_override or longest)

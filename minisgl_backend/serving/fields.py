@@ -50,6 +50,8 @@ _FOREIGN_PARAMETERS = frozenset(
     | {"model", "id", "user", "request_id", "timestamp"}
 )
 
+_OWN_KINDS = {"prompt_token_ids": "ids", "messages": "chat"}
+
 _KINDS = {"STRING": "str", "BOOL": "bool", "INT32": "int", "UINT64": "int", "FP32": "float"}
 
 
@@ -66,8 +68,8 @@ def _kind(name: str) -> str | None:
         return _JSON_FIELDS[name]
     if name == "logit_bias":
         return "json"
-    if name == "prompt_token_ids":
-        return "ids"
+    if name in _OWN_KINDS:
+        return _OWN_KINDS[name]
     tensor = TENSORS.get(name)
     if tensor is None:
         return None
@@ -107,10 +109,13 @@ def collect_fields(tensors: Mapping[str, npt.NDArray[Any]], parameters: Mapping[
 
 
 def coerce(name: str, kind: str, value: Any) -> Any:
-    """`value` as `kind` (int, float, bool, str, ints, strs, ids or json); numbers and flags may come as strings.
+    """`value` as `kind` (int, float, bool, str, ints, strs, ids, chat or json); numbers and flags may come as strings.
 
-    `ids` are integers as they are, as many as there are: the codec knows how many a prompt may have.
+    `ids` are integers as they are, as many as there are: the codec knows how many a prompt may have. `chat` is a list,
+    or one as JSON text.
     """
+    if kind == "chat":
+        return value if isinstance(value, list) else _str(name, value)
     if kind == "ids":
         if not isinstance(value, list) or not all(type(item) is int for item in value):
             raise InvalidRequestError(f"{name} is {shown(value)}; allowed: a list of token ids")

@@ -18,8 +18,9 @@ from minisgl_backend.config import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.host.spawn import log_to_stderr
 from minisgl_backend.ipc.wire import Codec
+from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import DEMO
-from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits
+from minisgl_backend.serving.codec import CodecSettings, RequestCodec
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.serving.settings import is_demo, read_engine_config
 from minisgl_backend.text.tokenizer import Tokenizer
@@ -39,15 +40,13 @@ class TritonPythonModel:
         try:
             log_to_stderr("tokenizer", Environment.read().log_level)
             config = read_engine_config(repository)
-            tokenizer = Tokenizer(config.model, trust_remote_code=config.trust_remote_code)
-            vocab_size, max_seq_len = read_limits(Path(config.model), len(tokenizer), config.max_seq_len_override)
-            settings = CodecSettings(
-                defaults=GenerationDefaults.read(Path(config.model)),
-                vocab_size=vocab_size,
-                max_seq_len=max_seq_len,
+            settings = CodecSettings.of_model(
+                ModelConfig.load(config.model),
+                config.max_seq_len_override,
                 apply_chat_template=_flag(parameters, "apply_chat_template", is_demo(config, repository)),
                 exclude_input_in_output=_flag(parameters, "exclude_input_in_output", True),
             )
+            tokenizer = Tokenizer(config.model, trust_remote_code=config.trust_remote_code)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         self._codec = RequestCodec(tokenizer, settings)
@@ -55,8 +54,8 @@ class TritonPythonModel:
         self._tokenizer = tokenizer
         self._info = {
             "model": DEMO if is_demo(config, repository) else config.model,
-            "max_model_len": max_seq_len,
-            "vocab_size": vocab_size,
+            "max_model_len": settings.max_seq_len,
+            "vocab_size": settings.vocab_size,
             "chat_template": tokenizer.chat_template,
             "added_tokens": tokenizer.added_tokens,
         }

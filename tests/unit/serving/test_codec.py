@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 
 from minisgl_backend.errors import CapacityError, InvalidRequestError, status_of
 from minisgl_backend.ipc.wire import Codec, EngineRequest
+from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import Grammar
-from minisgl_backend.serving.codec import CodecSettings, GenerationDefaults, RequestCodec, read_limits
+from minisgl_backend.serving.codec import CodecSettings, RequestCodec
 from minisgl_backend.serving.schema import INPUTS, TENSORS
 from minisgl_backend.text.tokenizer import Tokenizer
 
@@ -30,8 +31,7 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def codec(tokenizer: Tokenizer) -> RequestCodec:
-    vocab_size, max_seq_len = read_limits(DEMO, len(tokenizer), None)
-    return RequestCodec(tokenizer, CodecSettings(GenerationDefaults.read(DEMO), vocab_size, max_seq_len))
+    return RequestCodec(tokenizer, CodecSettings.of_model(ModelConfig.load(DEMO)))
 
 
 def tensors(**values: Any) -> dict[str, np.ndarray[Any, Any]]:
@@ -60,14 +60,22 @@ def test_defaults_are_the_models(codec: RequestCodec) -> None:
     assert Codec().spec(Codec().pack(spec)) == spec
 
 
-def test_generation_config(tmp_path: Path) -> None:
-    (tmp_path / "generation_config.json").write_text(
-        json.dumps({"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]})
-    )
-    found = GenerationDefaults.read(tmp_path)
-    assert found.values == {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
-    assert found.eos_token_ids == (1, 2)
-    assert GenerationDefaults.read(tmp_path / "none").values == {}
+def test_what_the_models_files_say(tokenizer: Tokenizer) -> None:
+    config = json.loads((DEMO / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    generation = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "eos_token_id": [1, 2]}
+    model = ModelConfig.from_dicts(config, generation)
+    codec = RequestCodec(tokenizer, CodecSettings.of_model(model))
+    params = decode(codec).params
+    assert (params.temperature, params.top_k, params.top_p) == (0.6, 20, 0.95)
+    assert not decode(codec, end_id=1).params.ignore_eos
+    ids, _ = codec.decode(tensors(prompt_token_ids=[5] * 16383))  # YaRN makes the context four times as long
+    assert len(ids) == 16383
+    with pytest.raises(InvalidRequestError, match="16384 tokens; this model takes prompts of at most 16383"):
+        codec.decode(tensors(prompt_token_ids=[5] * 16384))
+    shorter = RequestCodec(tokenizer, CodecSettings.of_model(model, 8192))
+    with pytest.raises(InvalidRequestError, match="at most 8191"):
+        shorter.decode(tensors(prompt_token_ids=[5] * 8192))
 
 
 @pytest.mark.parametrize(
@@ -149,6 +157,8 @@ def test_messages_go_through_the_template(codec: RequestCodec, tokenizer: Tokeni
     messages = [{"role": "user", "content": "hi"}]
     ids, _ = codec.decode(tensors(messages=json.dumps(messages)))
     assert ids.tolist() == tokenizer.encode(tokenizer.render(messages), add_special_tokens=False)
+    listed, _ = codec.decode({}, {"sampling_parameters": json.dumps({"messages": messages})})
+    assert listed.tolist() == ids.tolist()
     templated, _ = codec.decode(tensors(text_input="hi", apply_chat_template=True))
     assert templated.tolist() == ids.tolist()
     raw, _ = codec.decode(tensors(text_input="hi"))
