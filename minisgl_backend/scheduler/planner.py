@@ -37,6 +37,7 @@ class Planner:
         self._admission = admission
         self._forecast: Forecast | None = None  # of this step's admissions, made when it is needed
         self._admits = True  # false in a step that preempted: the place is not for the queue
+        self._in_backlog = False
         self.num_admissions = 0
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of sequences at their first admission
@@ -63,8 +64,13 @@ class Planner:
         if not num_decoding:
             return self._limits.max_prefill_length
         budget, backlog = self._limits.mixed_prefill_length, self._limits.backlog
-        if backlog is not None and self._queue.num_tokens > backlog.waiting_tokens:
-            budget = backlog.mixed_prefill_length
+        if backlog is not None:
+            # Once begun it lasts until the queue is empty: the end of a batch should not drag on.
+            self._in_backlog = len(self._queue) > 0 and (
+                self._in_backlog or self._queue.num_tokens > backlog.waiting_tokens
+            )
+            if self._in_backlog:
+                budget = backlog.mixed_prefill_length
         budget = min(budget, self._limits.max_prefill_length)
         if budget < 2 * TILE_TOKENS:
             return budget
