@@ -346,7 +346,7 @@ class _Stream:
         if detail.logprobs is not None:
             self._logprobs.append(detail.logprobs)
         if detail.cached_tokens is not None:
-            self.answer.cached_tokens = max(self.answer.cached_tokens, detail.cached_tokens)
+            self.answer.cached_tokens = detail.cached_tokens
         if detail.prompt_logprobs:
             self.answer.prompt_logprobs = list(detail.prompt_logprobs)
         self._error = detail.error or self._error

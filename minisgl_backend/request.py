@@ -19,6 +19,8 @@ MAX_PRIORITY = 1000
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_TOKENS = 128  # of one bad word
+MAX_BAD_WORDS_TOKENS = 8192  # of all bad words of a request: each step compares them with what was said last
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_SEQUENCES_PER_REQUEST = 64
@@ -110,8 +112,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         _check_range("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None and not 0 <= self.seed < SEED_RANGE:
             _refuse("seed", self.seed, "0 to 2**64 - 1")
-        if not (math.isfinite(self.repetition_penalty) and 0.0 < self.repetition_penalty <= 100.0):
-            _refuse("repetition_penalty", self.repetition_penalty, "above 0 and at most 100")
+        if not (math.isfinite(self.repetition_penalty) and 0.0099999 < self.repetition_penalty <= 100.0):
+            # Below, a logit times its inverse is soon no number. Clients send float32, where 0.01 is a little less.
+            _refuse("repetition_penalty", self.repetition_penalty, "0.01 to 100")
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not 1 <= self.n <= MAX_SEQUENCES_PER_REQUEST:
@@ -126,11 +129,16 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ("stop", self.stop, MAX_STOP_STRINGS),
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
             ("bad_words", self.bad_words, MAX_BAD_WORDS),
-            ("bad_words_token_ids", self.bad_words_token_ids, MAX_BAD_WORDS),
+            ("bad_words", self.bad_words_token_ids, 2 * MAX_BAD_WORDS),  # a word has two spellings
             ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
         ):
             if len(value) > limit:
                 _refuse(name, f"{len(value)} entries", f"at most {limit}")
+        longest = max((len(word) for word in self.bad_words_token_ids), default=0)
+        if longest > MAX_BAD_WORD_TOKENS:
+            _refuse("bad_words", f"a word of {longest} tokens", f"words of at most {MAX_BAD_WORD_TOKENS} tokens")
+        if (together := sum(len(word) for word in self.bad_words_token_ids)) > MAX_BAD_WORDS_TOKENS:
+            _refuse("bad_words", f"{together} tokens together", f"at most {MAX_BAD_WORDS_TOKENS}")
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -100.0, 100.0)
         if self.grammar is not None and len(self.grammar.text.encode()) > MAX_GRAMMAR_BYTES:

@@ -10,6 +10,11 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec
 
 
+def max_pages(page_size: int) -> int:
+    """Pages that a pool can have: a slot is an int32, and one page more is the padding page."""
+    return (2**31 - 1) // page_size - 1
+
+
 class KVPool:
     """`num_pages` pages with the ids 1 to num_pages, and page 0, the padding page, which no sequence owns."""
 

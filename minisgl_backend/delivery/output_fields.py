@@ -40,7 +40,7 @@ class OutputFieldEncoder:
             arrays["cumulative_logprob"] = floats([delta.cumulative_logprob for delta in deltas])
         if options.logprobs:
             arrays["logprobs"] = texts([self._logprobs_json(delta.logprobs) for delta in deltas])
-        if options.prompt_logprobs and first:
+        if options.prompt_logprobs and first and deltas[0].index == 0:  # once: all sequences have the same prompt
             arrays["prompt_logprobs"] = texts([self._logprobs_json(stream.prompt_logprobs)])
         if options.log_probs:
             _add_log_probs(arrays, stream, deltas)
@@ -58,7 +58,8 @@ class OutputFieldEncoder:
         """
         if not entries:
             return "null"
-        return json.dumps([self._position(entry) for entry in entries], ensure_ascii=False)
+        # Position by position: one call for those of a long prompt would keep the interpreter from all other streams.
+        return f"[{', '.join(json.dumps(self._position(entry), ensure_ascii=False) for entry in entries)}]"
 
     def _position(self, entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
         position = {str(entry.token_id): self._logprob(entry.token_id, entry.logprob, entry.rank)}

@@ -196,7 +196,7 @@ class SequenceStream:
         if detail.logprobs is not None:
             self.logprobs.append(detail.logprobs)
         if detail.prompt_logprobs:
-            self.stream.prompt_logprobs += detail.prompt_logprobs
+            self.stream.prompt_logprobs = detail.prompt_logprobs
         if detail.cached_tokens is not None:
             self.stream.reused_tokens = detail.cached_tokens
         if detail.first_token_ns and not self.stream.first_token_ns:

@@ -74,8 +74,9 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
 class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     """What few records need: sent only where it says something."""
 
-    cached_tokens: int | None = None  # with the first token of a sequence: prompt tokens that the cache supplied
-    first_token_ns: int = 0  # with the first token: when the core had it, nanoseconds since the epoch
+    # With the first token of a request's first sequence, as are prompt_logprobs:
+    cached_tokens: int | None = None  # prompt tokens that the prefix cache supplied
+    first_token_ns: int = 0  # when the core had that token, nanoseconds since the epoch
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""  # with FinishReason.ERROR

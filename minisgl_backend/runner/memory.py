@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.attention.kv_pool import KVPool
+from minisgl_backend.attention.kv_pool import KVPool, max_pages
 from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.request import SamplingParams
@@ -59,7 +59,7 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
     if config.num_pages is not None:
         return config.num_pages
     page_bytes = KVPool.bytes_per_page(spec)
-    most = (2**31 - 1) // spec.page_size - 1  # slots are int32
+    most = max_pages(spec.page_size)
     free_now = free_bytes(spec.device)
     if spec.device.type == "cpu":
         budget = min(CPU_POOL_BYTES, int(free_now * config.memory_ratio))

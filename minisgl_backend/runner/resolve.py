@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
+from minisgl_backend.attention.kv_pool import max_pages
 from minisgl_backend.attention.registry import choose_attention, import_failure
 from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
 from minisgl_backend.errors import ConfigError
@@ -42,6 +43,7 @@ def resolve(
         dtype=dtype,
         why_missing=why_missing,
     )
+    _check_num_pages(config.num_pages, attention.page_size)
     for warning in attention.warnings:
         log.warning("%s", warning)
     return RuntimeConfig(
@@ -58,6 +60,15 @@ def resolve(
         cuda_graph_max_tokens=_graph_max_tokens(config, device),
         flashinfer_tensor_cores=environment.flashinfer_tensor_cores,
     )
+
+
+def _check_num_pages(num_pages: int | None, page_size: int) -> None:
+    most = max_pages(page_size)
+    if num_pages is not None and num_pages > most:
+        raise ConfigError(
+            f"num_pages is {num_pages}; allowed with pages of {page_size} tokens: 1 to {most}, since the places of "
+            "tokens are counted with 32 bits"
+        )
 
 
 def _dtype(requested: str, saved: str, device: DeviceFacts) -> str:

@@ -21,9 +21,11 @@ NO_TOKEN = -1
 class SequenceDetail:
     """What few records need."""
 
-    cached_tokens: int | None = None  # with the first token: prompt tokens that the prefix cache supplied
+    # Both with the first token of a request's first sequence: prompt tokens that the prefix cache supplied, and
+    # (token id, its values) of every prompt token but the first.
+    cached_tokens: int | None = None
+    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
     logprobs: Logprobs | None = None  # of the record's token
-    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()  # (token id, its values) of every prompt token but the first
     error: str = ""  # with FinishReason.ERROR
 
 

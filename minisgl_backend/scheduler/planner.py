@@ -40,7 +40,7 @@ class Planner:
         self._in_backlog = False
         self.num_admissions = 0
         self.num_preemptions = 0
-        self.prompt_tokens = 0  # of sequences at their first admission
+        self.prompt_tokens = 0  # of requests at their first admission
         self.cached_tokens = 0  # of these, supplied by the prefix cache
 
     def plan(self, step: int) -> StepPlan | None:
@@ -189,8 +189,9 @@ class Planner:
         self._queue.remove(sequence)
         if sequence.cached_tokens is None:
             sequence.cached_tokens = cached
-            self.prompt_tokens += sequence.prompt_len
-            self.cached_tokens += cached
+            if sequence.tells_prompt:  # what siblings share is no hit of the cache
+                self.prompt_tokens += sequence.prompt_len
+                self.cached_tokens += cached
         running.start(sequence, match, self.num_admissions, builder)
         self.num_admissions += 1
         return cached

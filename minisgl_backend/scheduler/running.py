@@ -81,7 +81,7 @@ class RunningSet:
         params = sequence.params
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs.clear()  # a preempted prompt starts again
-        elif params.prompt_logprobs is not None:  # told already, or computed by the leader of the group
+        elif params.prompt_logprobs is not None:  # told already, or by another sequence of the request
             params = msgspec.structs.replace(params, prompt_logprobs=None)
         pages = self.kv.pages_of(sequence.lease).copy()
         builder.write_pages(row, np.arange(len(pages), dtype=np.int32), pages)

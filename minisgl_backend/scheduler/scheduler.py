@@ -104,8 +104,8 @@ class Scheduler:
             group = Group(sequences)
             self._lead(group, sequences[0])
         else:
+            self._let_tell_prompt(sequences[0])
             for sequence in sequences:
-                self._collect_prompt_logprobs(sequence)
                 self._queue.push(sequence)
         self._running.capacity_changed = True
 
@@ -248,8 +248,7 @@ class Scheduler:
         """The sequence computes the prompt of its group; the others wait."""
         group.leader = sequence
         group.held_back.remove(sequence)
-        if group.prompt_logprobs is None:
-            self._collect_prompt_logprobs(sequence)
+        self._let_tell_prompt(sequence)
         self._queue.push(sequence)
 
     def _open_group(self, group: Group) -> None:
@@ -261,7 +260,9 @@ class Scheduler:
         self._running.capacity_changed = True
 
     @staticmethod
-    def _collect_prompt_logprobs(sequence: Sequence) -> None:
+    def _let_tell_prompt(sequence: Sequence) -> None:
+        """What is known of a prompt is told once, by the first of its sequences, and computed once."""
+        sequence.tells_prompt = True
         if sequence.params.prompt_logprobs is not None:
             sequence.prompt_logprobs = []
 
@@ -309,15 +310,9 @@ class Scheduler:
     ) -> SequenceDetail | None:
         """What goes with the token that ends a prompt. A resumed sequence has told the most of it before."""
         logprobs = result.logprobs.get(index)
-        if chunk.end > sequence.prompt_len:
+        if chunk.end > sequence.prompt_len or not sequence.tells_prompt:
             return SequenceDetail(logprobs=logprobs) if logprobs is not None else None
-        group, values = sequence.group, sequence.prompt_logprobs
-        if values is not None:
-            sequence.prompt_logprobs = None
-            if group is not None:
-                group.prompt_logprobs = values
-        elif group is not None:
-            values = group.prompt_logprobs
+        values, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         followed = sequence.token_ids[1 : sequence.prompt_len].tolist() if values else ()
         return SequenceDetail(
             cached_tokens=sequence.cached_tokens,

@@ -45,6 +45,7 @@ class Sequence:
         "publishable",
         "row",
         "state",
+        "tells_prompt",
         "token_ids",
         "uid",
     )
@@ -73,6 +74,7 @@ class Sequence:
         self.group: Group | None = None
         self.publishable = True  # false once a step of it has failed: its pages may hold anything
         self.new_request = False  # counts against max_waiting_requests
+        self.tells_prompt = False  # of all sequences of its request it tells what is known of their prompt
         self.cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
         self.prompt_logprobs: list[Logprobs] | None = None  # collected over the chunks; None: not wanted or done
 
@@ -85,11 +87,10 @@ class Sequence:
 class Group:
     """The sequences of one request with n > 1. One of them computes the prompt, the others wait for its pages."""
 
-    __slots__ = ("held_back", "leader", "prompt_logprobs")
+    __slots__ = ("held_back", "leader")
 
     def __init__(self, sequences: list[Sequence]) -> None:
         self.leader: Sequence | None = None  # None: the prompt is in the prefix cache, nobody has to wait any more
         self.held_back = list(sequences)
-        self.prompt_logprobs: list[Logprobs] | None = None  # the leader's, for all
         for sequence in sequences:
             sequence.group = self

@@ -29,6 +29,7 @@ QUESTION = {"text_input": "What is 1 + 1?", "max_tokens": 8}
         ("max_tokens", 0),
         ("max_tokens", -5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-38),
         ("presence_penalty", 9.0),
         ("beam_width", 4),
         ("num_return_sequences", 0),

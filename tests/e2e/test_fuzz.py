@@ -232,7 +232,7 @@ WRONG: dict[str, list[Any]] = {
     "top_p": [1.01, *NOT_FINITE[:2], 3e38],
     "top_k": [-2, -(2**31)],
     "min_p": [-0.1, 1.1, *NOT_FINITE],
-    "repetition_penalty": [0.0, -1.0, *NOT_FINITE],
+    "repetition_penalty": [0.0, 1e-38, -1.0, *NOT_FINITE],
     "presence_penalty": [2.5, *NOT_FINITE],
     "frequency_penalty": [-2.5, *NOT_FINITE],
     "length_penalty": NOT_FINITE[:3],

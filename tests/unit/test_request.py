@@ -61,3 +61,26 @@ def test_a_wrong_type_is_refused_by_name(values: dict[str, Any], message: str) -
 def test_a_changed_copy_is_checked_too() -> None:
     params = SamplingParams(grammar=Grammar(kind="json"))
     assert msgspec.structs.replace(params, stop="x").stop == ("x",)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"repetition_penalty": 1e-38}, "repetition_penalty is 1e-38; allowed: 0.01 to 100"),
+        (
+            {"bad_words_token_ids": [[1] * 129]},
+            "bad_words is a word of 129 tokens; allowed: words of at most 128 tokens",
+        ),
+        ({"bad_words_token_ids": [[1] * 128] * 65}, "bad_words is 8320 tokens together; allowed: at most 8192"),
+        ({"bad_words_token_ids": [[1]] * 2049}, "bad_words is 2049 entries; allowed: at most 2048"),
+    ],
+)
+def test_what_would_cost_others_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        SamplingParams(**values).validate(1024)
+
+
+def test_what_is_just_allowed() -> None:
+    SamplingParams(repetition_penalty=float(np.float32(0.01))).validate()
+    SamplingParams(bad_words_token_ids=[[1] * 128] * 64).validate(1024)
+    SamplingParams(bad_words_token_ids=[[1]] * 2048).validate(1024)

@@ -355,6 +355,22 @@ def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> Non
     assert "prompt_logprobs" not in last
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_values_of_a_prompt_come_once_however_many_sequences_it_has(front: EngineFront, stream: bool) -> None:
+    sender, uid = ask(front, stream=stream, n=3, prompt_logprobs=1, wanted=["prompt_logprobs"])
+    entries = [TokenLogprobs(token_id=65, logprob=-0.5, rank=2, top_ids=(66,), top=(-0.25,)) for _ in range(2)]
+    detail = SequenceDetail(cached_tokens=0, first_token_ns=5, prompt_logprobs=tuple(entries))
+    front.client.give((uid, 65, 0), (uid + 1, 65, 0), (uid + 2, 65, 0), details={0: detail})
+    front.client.give((uid, 66, LENGTH), (uid + 1, 66, LENGTH), (uid + 2, 66, LENGTH))
+    sender.wait_end()
+    told = [json.loads(found["prompt_logprobs"].item()) for found in sender.details if "prompt_logprobs" in found]
+    position = {
+        "66": {"logprob": -0.25, "rank": 1, "decoded_token": "B"},
+        "65": {"logprob": -0.5, "rank": 2, "decoded_token": "A"},
+    }
+    assert told == [[position, position]]
+
+
 def values(arrays: dict[str, Any]) -> dict[str, list[Any]]:
     """What the output tensors hold; the first dimension of each is that of the batch."""
     assert all(array.shape[0] == 1 for array in arrays.values())

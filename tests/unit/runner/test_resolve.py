@@ -98,6 +98,8 @@ def test_graphs_of_steps_with_prompt_tokens(options: dict[str, Any], expected: i
         (HOPPER, {"tp": 3}, ("tp", "3", "num_attention_heads")),
         (TURING, {"tp": 2}, ("tp", "2", "1 to 1")),
         (CPU, {"attention_backend": "fi"}, ("attention_backend", "fi", "torch")),
+        (HOPPER, {"attention_backend": "fi"}, ("attention_backend", "fi", "64, 128, 256", "16")),
+        (CPU, {"num_pages": 2**27, "page_size": 16}, ("num_pages", str(2**27), str(2**27 - 2), "16 tokens")),
     ],
 )
 def test_refusals_name_option_value_and_limit(

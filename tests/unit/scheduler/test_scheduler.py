@@ -212,7 +212,25 @@ def test_siblings_go_on_when_their_leader_is_aborted() -> None:
     loop.scheduler.abort(1)
     loop.run()
     assert loop.records.reasons == {1: FinishReason.CANCELLED, 2: FinishReason.LENGTH, 3: FinishReason.LENGTH}
-    assert [len(loop.records.details[uid][0].prompt_logprobs) for uid in (2, 3)] == [99, 99]
+    assert len(loop.records.details[2][0].prompt_logprobs) == 99
+    assert 3 not in loop.records.details, "what is known of a prompt is told once"
+
+
+@pytest.mark.parametrize("cache_type", ["radix", "naive"])
+@pytest.mark.parametrize("prompt_tokens", [3, 100])
+def test_what_is_known_of_a_prompt_is_told_and_counted_once(prompt_tokens: int, cache_type: str) -> None:
+    """By the first of its sequences, whether or not the others share its pages."""
+    loop = make_loop(limits(cache_type=cache_type))
+    prompt = list(range(prompt_tokens))
+    loop.scheduler.add(make_request(1, prompt, n=4, max_tokens=3, prompt_logprobs=0))
+    loop.run()
+    assert list(loop.records.details) == [1]
+    assert [len(detail.prompt_logprobs) for detail in loop.records.details[1]] == [prompt_tokens - 1]
+    assert loop.records.details[1][0].cached_tokens == 0
+    stats = loop.scheduler.stats()
+    assert (stats.total_prompt_tokens, stats.total_cached_tokens) == (prompt_tokens, 0)
+    asked = [admitted.params.prompt_logprobs for plan in loop.runner.plans for admitted in plan.admitted]
+    assert asked.count(0) == 1, "computed by one sequence alone"
 
 
 @pytest.mark.parametrize("overlap", [False, True])
