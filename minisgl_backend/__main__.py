@@ -68,8 +68,9 @@ def _options_text() -> str:
         "`LLM(...)`:"
     ]
     for panel, names in PANELS.items():
-        lines += ["", f"{panel}", ""]
-        for option in map(OPTIONS.__getitem__, names):
+        shown = [option for option in map(OPTIONS.__getitem__, names) if not option.internal]
+        lines += ["", f"{panel}", ""] if shown else []
+        for option in shown:
             lines.append(f"* `{option.flags[0]}` ({_shown_default(option)}): {option.help}")
     return "\n".join(lines) + "\n"
 
@@ -112,12 +113,19 @@ def _parameter(option: Option, panel: str) -> inspect.Parameter:
     )
     text = f"{option.help} (allowed: {option.allowed}; default: {shown})"
     if option.type is bool:
-        declaration = typer.Option(*option.flags, help=option.help, rich_help_panel=panel, show_default=False)
+        declaration = typer.Option(
+            *option.flags, help=option.help, rich_help_panel=panel, show_default=False, hidden=option.internal
+        )
         annotation: Any = Annotated[bool, declaration]
         default: Any = False
     else:
         declaration = typer.Option(
-            *option.flags, help=text, rich_help_panel=panel, show_default=False, metavar=option.type.__name__.upper()
+            *option.flags,
+            help=text,
+            rich_help_panel=panel,
+            show_default=False,
+            metavar=option.type.__name__.upper(),
+            hidden=option.internal,
         )
         annotation, default = Annotated[str | None, declaration], None
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
@@ -161,7 +169,7 @@ def generate(
 def options() -> None:
     """List every engine option: a line of config.pbtxt, a field of EngineConfig and a flag here."""
     table = Table("option", "flags", "default", "allowed", "meaning")
-    for option in OPTIONS.values():
+    for option in (option for option in OPTIONS.values() if not option.internal):
         default = "(unset)" if option.default is None else str(option.default)
         table.add_row(option.name, " ".join(option.flags), default, option.allowed, option.help)
     Console().print(table)

@@ -36,6 +36,7 @@ class Option:
     flags: tuple[str, ...]  # command-line spellings, the first one is canonical
     allowed: str  # in words, for error messages
     check: Callable[[Any], bool]
+    internal: bool  # for benchmarks and tests: works everywhere, and stands in no table
 
     def parse(self, text: str) -> Any:
         """The value that `text` stands for. Raises ConfigError naming the option, the text and what is allowed."""
@@ -64,9 +65,17 @@ class Option:
 
 
 def _option(
-    default: Any, help: str, allowed: str, check: Callable[[Any], bool] = lambda value: True, *flags: str
+    default: Any,
+    help: str,
+    allowed: str,
+    check: Callable[[Any], bool] = lambda value: True,
+    *flags: str,
+    internal: bool = False,
 ) -> Any:
-    return field(default=default, metadata={"help": help, "allowed": allowed, "check": check, "flags": tuple(flags)})
+    return field(
+        default=default,
+        metadata={"help": help, "allowed": allowed, "check": check, "flags": tuple(flags), "internal": internal},
+    )
 
 
 def _positive(value: int) -> bool:
@@ -167,7 +176,7 @@ class EngineConfig:
     disable_pynccl: bool = _option(
         False, "changes nothing: collectives always are torch's NCCL; known from Mini-SGLang", "true or false"
     )
-    dummy_weights: bool = _option(False, "random weights, for benchmarks", "true or false")
+    dummy_weights: bool = _option(False, "random weights, for benchmarks", "true or false", internal=True)
     trust_remote_code: bool = _option(
         False, "let the tokenizer run Python code found in the model folder", "true or false"
     )
@@ -183,12 +192,14 @@ class EngineConfig:
         "null replaces the model by a runner that returns tokens without computing, to measure everything else",
         ", ".join(RUNNERS),
         RUNNERS.__contains__,
+        internal=True,
     )
     null_runner_rate: float = _option(
         0.0,
         "tokens a second of each stream with runner=null; 0: as fast as steps go",
         "0 or more",
         lambda v: v >= 0,
+        internal=True,
     )
 
     def __post_init__(self) -> None:
@@ -212,11 +223,6 @@ class EngineConfig:
             values[name] = OPTIONS[name].parse(text)
         return cls(**values)
 
-    def to_parameters(self) -> dict[str, str]:
-        """String parameters of the options that differ from their defaults."""
-        changed = {name: getattr(self, name) for name, o in OPTIONS.items() if getattr(self, name) != o.default}
-        return {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in changed.items()}
-
 
 def _options_of(config_class: type) -> dict[str, Option]:
     hints = typing.get_type_hints(config_class)
@@ -235,6 +241,7 @@ def _options_of(config_class: type) -> dict[str, Option]:
             flags=("--" + spec.name.replace("_", "-"), *spec.metadata["flags"]),
             allowed=spec.metadata["allowed"],
             check=spec.metadata["check"],
+            internal=spec.metadata["internal"],
         )
     return options
 

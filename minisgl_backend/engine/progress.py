@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import logging
-import sys
 import time
 from collections.abc import Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn
 
 log = logging.getLogger(__name__)
 
 LINE_EVERY_S = 5.0
-BAR_EVERY_S = 0.1
-BAR_WIDTH = 30
 
 
 class ProgressReport:
@@ -21,22 +21,28 @@ class ProgressReport:
         """`describe` writes amounts, for example bytes as MiB."""
         self._title = title
         self._describe = describe
-        self._terminal = sys.stderr.isatty()
-        self._next = time.monotonic() + (0.0 if self._terminal else LINE_EVERY_S)
+        self._console = Console(stderr=True)
+        self._bar: Progress | None = None
+        self._next_line = time.monotonic() + LINE_EVERY_S
 
     def __call__(self, done: int, total: int) -> None:
-        now = time.monotonic()
-        finished = done >= total
-        if now < self._next and not (finished and self._terminal):
-            return
-        self._next = now + (BAR_EVERY_S if self._terminal else LINE_EVERY_S)
         amounts = f"{self._describe(done)} of {self._describe(total)}"
-        if not self._terminal:
+        if self._console.is_terminal:
+            self._show(done, total, amounts)
+        elif time.monotonic() >= self._next_line:
+            self._next_line = time.monotonic() + LINE_EVERY_S
             log.info("%s: %s", self._title, amounts)
-            return
-        filled = BAR_WIDTH * done // max(total, 1)
-        bar = "#" * filled + "-" * (BAR_WIDTH - filled)
-        print(f"\r{self._title} [{bar}] {amounts}", end="\n" if finished else "", file=sys.stderr, flush=True)
+
+    def _show(self, done: int, total: int, amounts: str) -> None:
+        if self._bar is None:
+            columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[amounts]}"))
+            self._bar = Progress(*columns, console=self._console)
+            self._bar.add_task(self._title, amounts=amounts)
+            self._bar.start()
+        self._bar.update(self._bar.task_ids[0], completed=done, total=total, amounts=amounts)
+        if done >= total:
+            self._bar.stop()
+            self._bar = None
 
 
 def mebibytes(count: int) -> str:

@@ -272,7 +272,8 @@ def _parser() -> argparse.ArgumentParser:
     for name, option in OPTIONS.items():
         text = f"{option.help} (allowed: {option.allowed}) [{'unset' if option.default is None else option.default}]"
         optional: dict[str, Any] = {"nargs": "?", "const": "true"} if option.type is bool else {}
-        group.add_argument(*option.flags, dest=name, metavar="VALUE", help=text.replace("%", "%%"), **optional)
+        help_text = argparse.SUPPRESS if option.internal else text.replace("%", "%%")
+        group.add_argument(*option.flags, dest=name, metavar="VALUE", help=help_text, **optional)
     return parser
 
 

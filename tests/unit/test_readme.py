@@ -15,7 +15,7 @@ README = (ROOT / "README.md").read_text()
 
 def options_table() -> str:
     lines = ["| option | meaning | default | allowed |", "| --- | --- | --- | --- |"]
-    return "\n".join([*lines, *(_line(option) for option in OPTIONS.values())])
+    return "\n".join([*lines, *(_line(option) for option in OPTIONS.values() if not option.internal)])
 
 
 def _line(option: Option) -> str:
