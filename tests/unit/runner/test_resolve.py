@@ -75,8 +75,8 @@ def test_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, 1024),
-        ({"cuda_graph_max_bs": 8}, 1024),
+        ({}, 2048),
+        ({"cuda_graph_max_bs": 8}, 2048),
         ({"cuda_graph_max_bs": 0}, 0),
         ({"cuda_graph_max_bs": 0, "cuda_graph_max_tokens": 64}, 64),
         ({"cuda_graph_max_tokens": 0}, 0),
