@@ -257,6 +257,9 @@ class Environment:
     log_level: str  # LOG_LEVEL
     flashinfer_tensor_cores: bool | None  # FLASHINFER_USE_TENSOR_CORES=0/1; None: the measured default
     null_runner_log: str = ""  # MINISGL_NULL_RUNNER_LOG: a file that gets the times of the null runner's steps
+    # MINISGL_EAGER_GRAPHS=1: what is captured on a GPU (padding, static buffers, order of the collectives) without a
+    # capture, on any device; for tests
+    eager_graphs: bool = False
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
@@ -269,6 +272,7 @@ class Environment:
             log_level=level,
             flashinfer_tensor_cores=_environment_flag(environ, "FLASHINFER_USE_TENSOR_CORES"),
             null_runner_log=environ.get("MINISGL_NULL_RUNNER_LOG", ""),
+            eager_graphs=bool(_environment_flag(environ, "MINISGL_EAGER_GRAPHS")),
         )
 
 
@@ -319,4 +323,5 @@ class RuntimeConfig:
     overlap: bool
     cuda_graph_max_bs: int | None  # None: chosen from free memory once the weights are loaded
     cuda_graph_max_tokens: int  # 0: steps with prompt tokens run without graphs
+    eager_graphs: bool = False  # graphs and pieces are not captured
     flashinfer_tensor_cores: bool | None

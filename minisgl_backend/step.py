@@ -1,7 +1,7 @@
 """What scheduler and runner share: the plan of one step and its result. Plain integers in NumPy arrays.
 
-A plan is born complete and never changes; rank 0 makes it, every tensor-parallel rank executes it, and `StepPlan` is
-all a follower ever hears of a step.
+A plan is born complete and never changes. Rank 0 makes it and every tensor-parallel rank executes it; the plan and
+`StepDecisions` are all that a follower ever hears of a step.
 """
 
 from __future__ import annotations
@@ -75,6 +75,31 @@ class StepPlan:
         """Rows that sample a token in this step, in result order; int32 [num_sampled]."""
         first = np.array([chunk.row for chunk in self.prefill if chunk.samples], dtype=np.int32)
         return np.concatenate([first, self.decode_rows]) if len(first) else self.decode_rows
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobsRequest:
+    """Prompt tokens of one chunk whose log-probabilities are wanted."""
+
+    row: int
+    first: int  # line of the step's hidden states that predicts the first of them
+    position: int  # of the first of them in its sequence
+    count: int
+    top: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepDecisions:
+    """What rank 0 decides about a step beyond its plan: all that says which collectives the step makes.
+
+    It rests on more than the plan, such as grammars and the options of each row, and is made in one place
+    (`BatchBuilder.build_host`). The other ranks do as it says and decide nothing, so that no rank ever waits in a
+    collective that another does not make.
+    """
+
+    graph_size: int = 0  # decode batch of the captured graph to replay; 0: run eagerly
+    resamples: bool = False  # sampled again after the graph, which samples by temperature alone
+    prompt_logprobs: tuple[PromptLogprobsRequest, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -120,7 +120,7 @@ def _model_runner(
         runner = _build_runner(runtime, model)
         return runner, _limits(runtime, model, runner), description, lambda: None
     model.check_tensor_parallel(config.tp)  # before any process is started for what cannot be
-    followers = Followers.start(config)
+    followers = Followers.start(config, environment)
     try:
         runtime, description = _resolve(config, environment, model_dir, model)
         tp = followers.connect(runtime.device)

@@ -11,13 +11,13 @@ import sys
 import msgspec
 
 from minisgl_backend.config import EngineConfig, Environment
-from minisgl_backend.engine.core import PendingStep
 from minisgl_backend.engine.followers import HOST, LENGTH
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
-from minisgl_backend.ipc.plan_codec import unpack_plan
+from minisgl_backend.ipc.plan_codec import unpack_step
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.runner.async_output import PendingStep
 from minisgl_backend.runner.build import build_runner
 from minisgl_backend.runner.device import DeviceFacts
 from minisgl_backend.runner.model_runner import ModelRunner
@@ -34,12 +34,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--link-fd", type=int, required=True)
-    parser.add_argument("--config", required=True)
+    parser.add_argument("--config", required=True, help="rank 0's engine options as JSON")
+    parser.add_argument("--environment", required=True, help="what rank 0 read of its environment variables, as JSON")
     parser.add_argument(TIED, action="store_true")
     options = parser.parse_args(arguments)
     begin_child(name := f"rank {options.rank}", "INFO", tied=options.tied)
     try:
-        environment = Environment.read()
+        environment = Environment(**msgspec.json.decode(options.environment))
         log_to_stderr(name, environment.log_level)
         runner = _build(EngineConfig(**msgspec.json.decode(options.config)), environment, options.rank, options.port)
         with socket.socket(fileno=options.link_fd) as link:
@@ -68,9 +69,9 @@ def _build(config: EngineConfig, environment: Environment, rank: int, port: int)
 def _mirror(runner: ModelRunner, link: socket.socket) -> None:
     previous: PendingStep | None = None
     while (frame := _read_frame(link)) is not None:
-        pending = runner.execute(runner.prepare(unpack_plan(frame)))
+        pending = runner.execute(runner.mirror(*unpack_step(frame)))
         if previous is not None:
-            previous.result()  # at most two steps in flight, as on rank 0; and errors of the device surface
+            previous.wait()  # at most two steps in flight, as on rank 0; and errors of the device surface
         previous = pending
 
 

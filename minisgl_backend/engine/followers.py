@@ -24,12 +24,12 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.config import EngineConfig
+from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.core import PendingStep
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.host.spawn import start_child
-from minisgl_backend.ipc.plan_codec import pack_plan
-from minisgl_backend.step import StepPlan
+from minisgl_backend.ipc.plan_codec import pack_step
+from minisgl_backend.step import StepDecisions, StepPlan
 
 if TYPE_CHECKING:
     from minisgl_backend.runner.model_runner import ModelRunner
@@ -58,23 +58,23 @@ class Followers:
         self._closed = threading.Event()
 
     @classmethod
-    def start(cls, config: EngineConfig) -> Followers:
-        """Starts ranks 1 to tp - 1."""
+    def start(cls, config: EngineConfig, environment: Environment) -> Followers:
+        """Starts ranks 1 to tp - 1, with rank 0's settings."""
         followers = cls(config.tp)
-        options = msgspec.json.encode(dataclasses.asdict(config)).decode()
+        settings = ["--config", _json(config), "--environment", _json(environment)]
         try:
             for rank in range(1, config.tp):
-                followers._start_rank(rank, options)
+                followers._start_rank(rank, settings)
         except BaseException:
             followers.close()
             raise
         return followers
 
-    def _start_rank(self, rank: int, options: str) -> None:
+    def _start_rank(self, rank: int, settings: list[str]) -> None:
         ours, theirs = socket.socketpair()
         self._links.append(ours)
         arguments = ["--rank", str(rank), "--port", str(self._port), "--link-fd", str(theirs.fileno())]
-        arguments += ["--config", options]
+        arguments += settings
         tied = threading.current_thread() is threading.main_thread()
         with theirs:
             self._processes.append(
@@ -130,9 +130,9 @@ class Followers:
             rank = self._links.index(readable[0]) + 1
             on_death(f"tensor-parallel rank {rank} of {self._size} ended")
 
-    def send(self, plan: StepPlan) -> None:
-        """Hands the plan to every follower. Raises EngineDeadError where one is gone."""
-        packed = pack_plan(plan)
+    def send(self, plan: StepPlan, decisions: StepDecisions) -> None:
+        """Hands the step to every follower. Raises EngineDeadError where one is gone."""
+        packed = pack_step(plan, decisions)
         frame = LENGTH.pack(len(packed)) + packed
         try:
             for link in self._links:
@@ -166,7 +166,10 @@ class Followers:
 
 
 class LeaderRunner:
-    """Rank 0's runner: every plan goes to the followers before it is prepared here."""
+    """Rank 0's runner: hands each step to the followers once its host has made all that can fail of a request.
+
+    So a request that cannot be served fails alone, as on one device, and the ranks stay in step.
+    """
 
     def __init__(self, runner: ModelRunner, followers: Followers) -> None:
         self._runner = runner
@@ -181,9 +184,10 @@ class LeaderRunner:
         self._followers.close()
 
     def prepare(self, plan: StepPlan, masks: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None) -> Any:
-        self._followers.send(plan)
+        host = self._runner.build(plan, masks)
+        self._followers.send(plan, host.decisions)
         try:
-            return self._runner.prepare(plan, masks)
+            return self._runner.upload(host)
         except Exception as error:
             raise _out_of_step(error) from error
 
@@ -192,6 +196,10 @@ class LeaderRunner:
             return self._runner.execute(batch)
         except Exception as error:
             raise _out_of_step(error) from error
+
+
+def _json(settings: EngineConfig | Environment) -> str:
+    return msgspec.json.encode(dataclasses.asdict(settings)).decode()
 
 
 def _out_of_step(error: Exception) -> EngineDeadError:

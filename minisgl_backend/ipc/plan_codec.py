@@ -1,4 +1,4 @@
-"""Step plans as bytes, for ranks that mirror them."""
+"""Step plans, and what rank 0 decided about them, as bytes: for ranks that mirror them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.request import SamplingParams
-from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+from minisgl_backend.step import AdmittedRow, PrefillChunk, PromptLogprobsRequest, StepDecisions, StepPlan
 
 
 class _Admitted(msgspec.Struct, frozen=True, array_like=True):
@@ -26,7 +26,7 @@ class _Chunk(msgspec.Struct, frozen=True, array_like=True):
     samples: bool
 
 
-class _Plan(msgspec.Struct, frozen=True, array_like=True):
+class _Step(msgspec.Struct, frozen=True, array_like=True):
     step: int
     admitted: list[_Admitted]
     page_rows: bytes
@@ -36,16 +36,19 @@ class _Plan(msgspec.Struct, frozen=True, array_like=True):
     decode_rows: bytes
     decode_lengths: bytes
     decode_uids: bytes
+    graph_size: int
+    resamples: bool
+    prompt_logprobs: tuple[tuple[int, int, int, int, int], ...]
 
 
 _ENCODER = msgspec.msgpack.Encoder()
-_DECODER = msgspec.msgpack.Decoder(_Plan)
+_DECODER = msgspec.msgpack.Decoder(_Step)
 
 
-def pack_plan(plan: StepPlan) -> bytes:
-    """The plan as bytes."""
+def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
+    """Both as bytes."""
     return _ENCODER.encode(
-        _Plan(
+        _Step(
             step=plan.step,
             admitted=[
                 _Admitted(a.row, a.uid, a.params, a.prompt_len, _int32(a.token_ids), a.cached_len)
@@ -58,13 +61,25 @@ def pack_plan(plan: StepPlan) -> bytes:
             decode_rows=_int32(plan.decode_rows),
             decode_lengths=_int32(plan.decode_lengths),
             decode_uids=plan.decode_uids.astype(np.int64, copy=False).tobytes(),
+            graph_size=decisions.graph_size,
+            resamples=decisions.resamples,
+            prompt_logprobs=tuple((r.row, r.first, r.position, r.count, r.top) for r in decisions.prompt_logprobs),
         )
     )
 
 
-def unpack_plan(data: bytes) -> StepPlan:
-    """The plan that `pack_plan` packed."""
+def unpack_step(data: bytes) -> tuple[StepPlan, StepDecisions]:
+    """What `pack_step` packed."""
     plan = _DECODER.decode(data)
+    decisions = StepDecisions(
+        graph_size=plan.graph_size,
+        resamples=plan.resamples,
+        prompt_logprobs=tuple(PromptLogprobsRequest(*request) for request in plan.prompt_logprobs),
+    )
+    return _plan_of(plan), decisions
+
+
+def _plan_of(plan: _Step) -> StepPlan:
     return StepPlan(
         step=plan.step,
         admitted=tuple(

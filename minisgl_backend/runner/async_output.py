@@ -11,9 +11,9 @@ import numpy.typing as npt
 import torch
 
 from minisgl_backend.runner.batch import StepTensors
-from minisgl_backend.runner.logprobs import PromptLogprobsRequest, unpack
+from minisgl_backend.runner.logprobs import unpack
 from minisgl_backend.runner.sampler import Sampled
-from minisgl_backend.step import Logprobs, StepResult
+from minisgl_backend.step import Logprobs, PromptLogprobsRequest, StepResult
 
 
 class PendingStep:
@@ -27,11 +27,15 @@ class PendingStep:
         self._copies = copies
         self._event = event
 
-    def result(self) -> StepResult:
-        """Waits for the step's tokens. Errors of the device surface here."""
+    def wait(self) -> None:
+        """Waits for the end of the step, and looks at nothing of it. Errors of the device surface here."""
         if self._event is not None:
             self._event.synchronize()
         self._sources = []
+
+    def result(self) -> StepResult:
+        """Waits for the step's tokens. On rank 0: other ranks know no log-probabilities."""
+        self.wait()
         # A graph's outputs are padded; they come back whole, since a slice would need a kernel of its own.
         token_ids, sound = self._copies[0].numpy()[:, : self._step.num_sampled]
         plan = self._step.plan
@@ -52,7 +56,7 @@ class PendingStep:
         return {index: unpack(line, top) for (index, top), line in zip(wanted, lines, strict=True)}
 
     def _prompt_logprobs(self) -> dict[int, list[Logprobs]]:
-        requests = self._step.prompt_logprobs
+        requests = self._step.decisions.prompt_logprobs
         if not requests:
             return {}
         return {

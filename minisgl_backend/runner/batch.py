@@ -14,16 +14,18 @@ import numpy.typing as npt
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
-from minisgl_backend.runner.logprobs import PromptLogprobsRequest
 from minisgl_backend.runner.row_table import NUM_PARAMS, RowTable, RowUpdates, encode_params, expand
 from minisgl_backend.runner.sampler import SamplingInputs
 from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingMetadata, SamplingRows
 from minisgl_backend.runner.staging import Staged, Staging
-from minisgl_backend.step import StepPlan
+from minisgl_backend.step import AdmittedRow, StepDecisions, StepPlan
 
 Int32Array = npt.NDArray[np.int32]
 EMPTY = np.zeros(0, dtype=np.int32)
 EMPTY.flags.writeable = False
+NOTHING = SamplingMetadata(
+    random=False, min_p=False, ranked_width=0, rules=False, top_logprobs=0, arrays={}, logprobs=(), prompt_logprobs=()
+)
 
 
 @dataclass(frozen=True)
@@ -50,9 +52,10 @@ class HostBatch:
     prefill: PrefillHost | None
     decode_rows: Int32Array  # [batch], padded where a graph will run
     decode_lengths: Int32Array  # [batch]
-    graph_size: int  # 0: no graph
     num_sampled: int
-    needs: SamplingMetadata
+    decisions: StepDecisions
+    needs: SamplingMetadata  # NOTHING on ranks that do not sample
+    penalised: tuple[AdmittedRow, ...]  # whose counts begin anew
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,7 @@ class StepTensors:
     """One step on the device. Valid until the next upload, in stream order."""
 
     plan: StepPlan
-    graph_size: int  # decode batch of the captured graph to replay; 0: run eagerly
+    decisions: StepDecisions
     num_prefill_tokens: int
     num_sampled: int
     prefill: PrefillInputs | None
@@ -70,7 +73,11 @@ class StepTensors:
     logits_indices: torch.Tensor | None  # int32 [num_sampled] lines of the hidden states; None: all of them
     sampling: SamplingInputs
     logprobs: tuple[tuple[int, int], ...]  # result index and alternatives wanted
-    prompt_logprobs: tuple[PromptLogprobsRequest, ...]
+
+    @property
+    def graph_size(self) -> int:
+        """Decode batch of the captured graph to replay; 0: run eagerly."""
+        return self.decisions.graph_size
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and position of every token of the step, prefill first; int32 [num_tokens] each."""
@@ -96,13 +103,38 @@ class BatchBuilder:
     ) -> HostBatch:
         """Everything that the host decides: needs of the sampler, padding, the filled staging buffer.
 
-        `graph_sizes`: decode batches that have a captured graph, ascending.
+        `graph_sizes`: decode batches that have a captured graph, ascending. Where a request cannot be served after
+        all, this raises, and nothing has happened on the device or on another rank.
         """
         for admitted in plan.admitted:
             self._sampling.admit(admitted)
         prefill = _prefill_arrays(plan) if plan.prefill else None
-        rows, positions, lines = _sampled(plan, prefill)
-        needs = self._sampling.metadata_of(plan, rows, positions, masks)
+        sampled = _sampled(plan, prefill)
+        needs = self._sampling.metadata_of(plan, sampled[0], sampled[1], masks)
+        graph_size = 0 if prefill is not None else _graph_size(len(plan.decode_rows), graph_sizes)
+        decisions = StepDecisions(
+            graph_size=graph_size,
+            resamples=graph_size > 0 and not needs.plain,
+            prompt_logprobs=needs.prompt_logprobs,
+        )
+        penalised = tuple(admitted for admitted in plan.admitted if admitted.params.has_penalties)
+        return self._stage(plan, prefill, sampled, decisions, needs, penalised)
+
+    def mirror_host(self, plan: StepPlan, decisions: StepDecisions) -> HostBatch:
+        """The same on a rank that computes what rank 0 decided, and keeps nothing of what only sampling needs."""
+        prefill = _prefill_arrays(plan) if plan.prefill else None
+        return self._stage(plan, prefill, _sampled(plan, prefill), decisions, NOTHING, ())
+
+    def _stage(
+        self,
+        plan: StepPlan,
+        prefill: PrefillHost | None,
+        sampled: tuple[Int32Array, Int32Array, Int32Array],
+        decisions: StepDecisions,
+        needs: SamplingMetadata,
+        penalised: tuple[AdmittedRow, ...],
+    ) -> HostBatch:
+        rows, positions, lines = sampled
         arrays = _update_arrays(plan)
         if prefill is not None:
             arrays |= {
@@ -116,23 +148,23 @@ class BatchBuilder:
                 "logits_indices": lines,
             }
         arrays |= needs.arrays
-        graph_size = 0 if prefill is not None else _graph_size(len(rows), graph_sizes)
-        decode_rows, decode_lengths = self._padded(plan, graph_size)
+        decode_rows, decode_lengths = self._padded(plan, decisions.graph_size)
         return HostBatch(
             plan=plan,
             staged=self.staging.fill(decode_rows, decode_lengths, arrays),
             prefill=prefill,
             decode_rows=decode_rows,
             decode_lengths=decode_lengths,
-            graph_size=graph_size,
             num_sampled=len(rows),
+            decisions=decisions,
             needs=needs,
+            penalised=penalised,
         )
 
     def upload(self, host: HostBatch) -> StepTensors:
         """Uploads a built batch and brings the row table up to date; never waits for the device."""
         arrays = self.staging.upload(host.staged)
-        self._apply(host.plan, arrays)
+        self._apply(host, arrays)
         prefill = host.prefill
         batch = len(host.decode_rows)
         rows, positions = self.staging.rows[: host.num_sampled], self.staging.lengths[: host.num_sampled]
@@ -140,7 +172,7 @@ class BatchBuilder:
             rows, positions = arrays["sampled_rows"], arrays["sampled_positions"]
         return StepTensors(
             plan=host.plan,
-            graph_size=host.graph_size,
+            decisions=host.decisions,
             num_prefill_tokens=prefill.num_tokens if prefill is not None else 0,
             num_sampled=host.num_sampled,
             prefill=self._prefill_inputs(prefill, arrays) if prefill is not None else None,
@@ -150,7 +182,6 @@ class BatchBuilder:
             logits_indices=arrays.get("logits_indices"),
             sampling=self._sampling.inputs_of(host.needs, rows, positions, arrays),
             logprobs=host.needs.logprobs,
-            prompt_logprobs=host.needs.prompt_logprobs,
         )
 
     def decode_inputs(self, rows: Int32Array, lengths: Int32Array) -> DecodeInputs:
@@ -170,8 +201,8 @@ class BatchBuilder:
         self.staging.lengths.fill_(1)
         return self.decode_inputs(rows, np.ones(size, dtype=np.int32))
 
-    def _apply(self, plan: StepPlan, arrays: dict[str, torch.Tensor]) -> None:
-        if "page_ids" not in arrays and not plan.admitted:
+    def _apply(self, host: HostBatch, arrays: dict[str, torch.Tensor]) -> None:
+        if "page_ids" not in arrays and not host.plan.admitted:
             return
         none = self.staging.rows[:0]
         self._table.apply(
@@ -185,9 +216,8 @@ class BatchBuilder:
                 admitted_tokens=arrays.get("admitted_tokens", none),
             )
         )
-        for admitted in plan.admitted:
-            if admitted.params.has_penalties:
-                self._sampling.penalties.reset(admitted.row, admitted.prompt_len, len(admitted.token_ids), self._table)
+        for admitted in host.penalised:
+            self._sampling.penalties.reset(admitted.row, admitted.prompt_len, len(admitted.token_ids), self._table)
 
     def _prefill_inputs(self, prefill: PrefillHost, arrays: dict[str, torch.Tensor]) -> PrefillInputs:
         return PrefillInputs(

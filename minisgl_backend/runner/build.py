@@ -20,11 +20,11 @@ from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.runner.cuda_graph import CudaGraphRunner, graph_sizes
+from minisgl_backend.runner.cuda_graph import CudaGraphRunner, EagerGraphRunner, GraphRunner, graph_sizes
 from minisgl_backend.runner.device import free_bytes, is_out_of_memory
 from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages, profile_run
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.runner.piecewise import PiecewiseCudaGraph, piece_sizes
+from minisgl_backend.runner.piecewise import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampler import Sampler, fused_sampler
 from minisgl_backend.runner.sampling_rows import SamplingRows
@@ -90,12 +90,16 @@ def _build(
     pieces = piece_sizes(runtime.cuda_graph_max_tokens)
     total = len(sizes) + len(pieces)
     if sizes:
-        runner.use_graphs(CudaGraphRunner(sizes, lambda done, _: progress.graphs(done, total)))
+        graphs: GraphRunner = (
+            EagerGraphRunner(sizes)
+            if runtime.eager_graphs
+            else CudaGraphRunner(sizes, lambda done, _: progress.graphs(done, total))
+        )
+        runner.use_graphs(graphs)
     if pieces:
+        kind: type[PiecewiseRunner] = EagerPieces if runtime.eager_graphs else PiecewiseCudaGraph
         runner.use_pieces(
-            PiecewiseCudaGraph(
-                pieces, model_config.hidden_size, lambda done, _: progress.graphs(len(sizes) + done, total)
-            )
+            kind(pieces, model_config.hidden_size, lambda done, _: progress.graphs(len(sizes) + done, total))
         )
     if device.type == "cuda":
         warm_up(runner, max_running, runtime.config.max_prefill_length, runtime.max_seq_len)
@@ -158,6 +162,8 @@ def _load(
 
 
 def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: HybridAttention) -> tuple[int, ...]:
+    if runtime.eager_graphs:
+        return graph_sizes(largest)
     if largest and type(attention.decode_backend).allocate_graph is AttentionBackend.allocate_graph:
         log.warning("attention backend %s has no CUDA graphs; decode runs without them", runtime.decode_backend)
         return ()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -49,14 +47,3 @@ def _pack_slab(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch
         values, ids = torch.topk(logits, min(top, logits.shape[1]), dim=1)
         columns += [ids.to(torch.int32), (values - total).view(torch.int32)]
     return torch.cat(columns, dim=1)
-
-
-@dataclass(frozen=True)
-class PromptLogprobsRequest:
-    """Prompt tokens of one chunk whose log-probabilities are wanted."""
-
-    row: int
-    first: int  # line of the step's hidden states that predicts the first of them
-    position: int  # of the first of them in its sequence
-    count: int
-    top: int

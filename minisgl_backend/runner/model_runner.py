@@ -18,13 +18,13 @@ from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.layers.context import ForwardContext, StepContext
 from minisgl_backend.runner import logprobs
 from minisgl_backend.runner.async_output import PendingStep, ResultReader
-from minisgl_backend.runner.batch import BatchBuilder, StepTensors
+from minisgl_backend.runner.batch import BatchBuilder, HostBatch, StepTensors
 from minisgl_backend.runner.cuda_graph import DecodeOutputs, GraphRunner
 from minisgl_backend.runner.piecewise import PiecewiseRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampler import Sampled, Sampler
 from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingRows
-from minisgl_backend.step import StepPlan
+from minisgl_backend.step import StepDecisions, StepPlan
 from minisgl_backend.tensor_parallel import TensorParallel
 
 
@@ -98,13 +98,24 @@ class ModelRunner:
             if one is not None:
                 one.close()
 
-    @torch.inference_mode()
     def prepare(self, plan: StepPlan, masks: GrammarMasks | None = None) -> Batch:
-        """Uploads the plan, brings the row table up to date and plans attention; never waits for the device.
+        """`build`, then `upload`."""
+        return self.upload(self.build(plan, masks))
+
+    def build(self, plan: StepPlan, masks: GrammarMasks | None = None) -> HostBatch:
+        """What the host decides about a step, before anything is on the device.
 
         `masks`: grammar bitmasks, (result indices int32 [k], bits int32 [k, ceil(vocab_size / 32)]).
         """
-        host = self._builder.build_host(plan, masks, self._graphs.sizes if self._graphs else ())
+        return self._builder.build_host(plan, masks, self._graphs.sizes if self._graphs else ())
+
+    def mirror(self, plan: StepPlan, decisions: StepDecisions) -> Batch:
+        """`prepare` on a rank other than 0, as rank 0 decided."""
+        return self.upload(self._builder.mirror_host(plan, decisions))
+
+    @torch.inference_mode()
+    def upload(self, host: HostBatch) -> Batch:
+        """Uploads the plan, brings the row table up to date and plans attention; never waits for the device."""
         step = self._builder.upload(host)
         if step.graph_size and step.decode is not None and self._graphs is not None:
             self._graphs.plan_replay(step.decode)
@@ -140,7 +151,7 @@ class ModelRunner:
 
     def _wanted(self, step: StepTensors) -> torch.Tensor | None:
         """The lines of the hidden states that somebody will read; None: all of them."""
-        if step.prompt_logprobs or step.logits_indices is None:
+        if step.decisions.prompt_logprobs or step.logits_indices is None:
             return None
         # A chunk that does not end its prompt samples nothing. One line then, which nobody reads: products have some.
         return step.logits_indices if step.num_sampled else self._one_line
@@ -172,7 +183,7 @@ class ModelRunner:
         assert self._graphs is not None, "a graph size comes from the graph runner"
         self._reader.protect_outputs()
         outputs = self._graphs.replay(step.graph_size)
-        if step.sampling.plain:
+        if not step.decisions.resamples:
             return Sampled(outputs.token_ids, None)
         # The graph has sampled by temperature alone; what these rows ask for overwrites it.
         return self._sample_logits(step, outputs.logits[: step.num_sampled])
@@ -191,13 +202,18 @@ class ModelRunner:
 
     def _prompt_logprobs(self, step: StepTensors, hidden: torch.Tensor) -> list[torch.Tensor]:
         packed = []
-        for request in step.prompt_logprobs:
+        for request in step.decisions.prompt_logprobs:
             lines = hidden[request.first : request.first + request.count]
             targets = self._table.tokens[request.row, request.position : request.position + request.count]
             # A whole prompt's logits would not fit: 8,192 tokens of a large vocabulary are gigabytes.
             slabs = zip(lines.split(logprobs.PROMPT_SLAB), targets.split(logprobs.PROMPT_SLAB), strict=True)
-            parts = [logprobs.pack(self._model.logits(slab), ids, request.top) for slab, ids in slabs]
-            packed.append(torch.cat(parts))
+            parts = []
+            for slab, ids in slabs:
+                logits = self._model.logits(slab)  # of which each rank computes a part
+                if self._tp.rank == 0:
+                    parts.append(logprobs.pack(logits, ids, request.top))
+            if parts:
+                packed.append(torch.cat(parts))
         return packed
 
     def _no_tokens(self, n: int) -> torch.Tensor:

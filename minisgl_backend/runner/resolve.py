@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 # A longer step keeps the device busy for longer than the host needs to launch it, with a small model too: Qwen3-0.6B's
 # first token after 2,048 takes 6.3 ms in pieces and 11.7 kernel by kernel on an H200, after 4,096 12 either way.
 DEFAULT_GRAPH_TOKENS = 2048
+EAGER_GRAPH_MAX_BS = 32  # on the CPU, where there is no memory of graphs to choose it from
 
 
 def resolve(
@@ -56,8 +57,9 @@ def resolve(
         page_size=attention.page_size,
         max_seq_len=model.max_seq_len(config.max_seq_len_override),
         overlap=environment.overlap,
-        cuda_graph_max_bs=_graph_max_bs(config, device),
-        cuda_graph_max_tokens=_graph_max_tokens(config, device),
+        cuda_graph_max_bs=_graph_max_bs(config, device, environment.eager_graphs),
+        cuda_graph_max_tokens=_graph_max_tokens(config, device, environment.eager_graphs),
+        eager_graphs=environment.eager_graphs,
         flashinfer_tensor_cores=environment.flashinfer_tensor_cores,
     )
 
@@ -81,16 +83,15 @@ def _dtype(requested: str, saved: str, device: DeviceFacts) -> str:
     return requested
 
 
-def _graph_max_bs(config: EngineConfig, device: DeviceFacts) -> int | None:
+def _graph_max_bs(config: EngineConfig, device: DeviceFacts, eager: bool) -> int | None:
+    wanted = config.cuda_graph_max_bs
     if device.kind == "cpu":
-        return 0
-    if config.cuda_graph_max_bs is None:
-        return None
-    return min(config.cuda_graph_max_bs, config.max_running_requests)
+        wanted = (EAGER_GRAPH_MAX_BS if wanted is None else wanted) if eager else 0
+    return None if wanted is None else min(wanted, config.max_running_requests)
 
 
-def _graph_max_tokens(config: EngineConfig, device: DeviceFacts) -> int:
-    if device.kind == "cpu":
+def _graph_max_tokens(config: EngineConfig, device: DeviceFacts, eager: bool) -> int:
+    if device.kind == "cpu" and not eager:
         return 0
     wanted = config.cuda_graph_max_tokens
     if wanted is None:

@@ -12,11 +12,10 @@ import numpy.typing as npt
 import torch
 
 from minisgl_backend.runner.logits_processors import TokenRules
-from minisgl_backend.runner.logprobs import PromptLogprobsRequest
 from minisgl_backend.runner.penalties import PenaltyCounts
 from minisgl_backend.runner.row_table import is_greedy
 from minisgl_backend.runner.sampler import SamplingInputs
-from minisgl_backend.step import AdmittedRow, StepPlan
+from minisgl_backend.step import AdmittedRow, PromptLogprobsRequest, StepPlan
 
 Int32Array = npt.NDArray[np.int32]
 GrammarMasks = tuple[Int32Array, Int32Array]  # result indices [k], bits [k, ceil(vocab_size / 32)]
@@ -38,6 +37,11 @@ class SamplingMetadata:
     arrays: dict[str, Int32Array]
     logprobs: tuple[tuple[int, int], ...]  # result index and alternatives wanted
     prompt_logprobs: tuple[PromptLogprobsRequest, ...]
+
+    @property
+    def plain(self) -> bool:
+        """True where temperature alone decides, as `SamplingInputs.plain` has it."""
+        return not (self.min_p or self.rules or self.arrays)
 
 
 class SamplingRows:

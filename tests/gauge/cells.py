@@ -18,6 +18,7 @@ class Cell:
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)  # on top of BASELINE
     overlap: bool = True
+    eager_graphs: bool = False  # padding and static buffers of captured steps, without a capture
     starved: bool = False  # pages for STARVED_SEQUENCES of STARVED_REQUESTS requests
     sampled: bool = False  # part of the short run
 
@@ -49,7 +50,9 @@ CELLS = (
     Cell("starved-chunk-16-sequential", _chunks(16, page_size=1), overlap=False, starved=True, sampled=True),
     Cell("starved-lpm", {"schedule_policy": "lpm", "page_size": 1}, starved=True, sampled=True),
     Cell("starved-prompts-first", {"mixed_prefill_length": 0}, starved=True),
-    Cell("tp-2", {"tp": 2}, sampled=True),
+    Cell("tp-2", {"tp": 2}),
+    Cell("tp-2-graphs", {"tp": 2, "cuda_graph_max_tokens": 128}, eager_graphs=True, sampled=True),
     Cell("tp-4", {"tp": 4}),
     Cell("tp-2-starved-naive", {"tp": 2, "cache_type": "naive"}, starved=True),
+    Cell("tp-2-starved-graphs", {"tp": 2, "page_size": 1}, eager_graphs=True, starved=True),
 )

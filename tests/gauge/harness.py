@@ -60,12 +60,16 @@ def _history(question: Question) -> int:
 
 
 @contextmanager
-def engine(*, overlap: bool = True, tokens: int | None = POOL_TOKENS, **options: Any) -> Iterator[LLM]:
+def engine(
+    *, overlap: bool = True, eager_graphs: bool = False, tokens: int | None = POOL_TOKENS, **options: Any
+) -> Iterator[LLM]:
     """An engine on the demo model, float32, with `options` on top of the baseline's.
 
     `tokens`: what the KV pool holds where num_pages is not given; None: as many as the engine chooses.
     """
-    environment = Environment(overlap=overlap, log_level="WARNING", flashinfer_tensor_cores=None)
+    environment = Environment(
+        overlap=overlap, log_level="WARNING", flashinfer_tensor_cores=None, eager_graphs=eager_graphs
+    )
     options = {**BASELINE, **options}
     if tokens is not None:
         options.setdefault("num_pages", tokens // options["page_size"])
@@ -122,7 +126,7 @@ class Gauge:
             asked = self.starved_questions
             page_size = options.get("page_size", BASELINE["page_size"])
             options["num_pages"] = pages_for_three(self.baseline(asked), page_size)
-        return self._ask(asked, overlap=cell.overlap, **options)
+        return self._ask(asked, overlap=cell.overlap, eager_graphs=cell.eager_graphs, **options)
 
     def _ask(self, asked: Sequence[Question], **options: Any) -> Answers:
         with engine(tokens=self._tokens, **options) as llm:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from minisgl_backend.ipc.plan_codec import pack_plan, unpack_plan
+from minisgl_backend.ipc.plan_codec import pack_step, unpack_step
 from minisgl_backend.request import Grammar, SamplingParams
-from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+from minisgl_backend.step import AdmittedRow, PrefillChunk, PromptLogprobsRequest, StepDecisions, StepPlan
 
 
 def ints(*values: int) -> np.ndarray:
@@ -35,7 +35,9 @@ def test_round_trip() -> None:
         decode_lengths=ints(10, 11),
         decode_uids=np.array([1 << 50, 4], dtype=np.int64),
     )
-    copy = unpack_plan(pack_plan(plan))
+    decisions = StepDecisions(graph_size=8, resamples=True, prompt_logprobs=(PromptLogprobsRequest(2, 0, 3, 1, 5),))
+    copy, same = unpack_step(pack_step(plan, decisions))
+    assert same == decisions
     assert (copy.step, copy.num_tokens) == (plan.step, plan.num_tokens)
     assert copy.sampled_rows.tolist() == plan.sampled_rows.tolist()
     for name in ("page_rows", "page_columns", "page_ids", "decode_rows", "decode_lengths", "decode_uids"):
@@ -51,6 +53,8 @@ def test_round_trip() -> None:
 
 def test_an_empty_plan() -> None:
     none = ints()
-    copy = unpack_plan(pack_plan(StepPlan(0, (), none, none, none, (), none, none, np.zeros(0, dtype=np.int64))))
+    plan = StepPlan(0, (), none, none, none, (), none, none, np.zeros(0, dtype=np.int64))
+    copy, decisions = unpack_step(pack_step(plan, StepDecisions()))
+    assert decisions == StepDecisions()
     assert copy.num_tokens == 0
     assert len(copy.sampled_rows) == 0
