@@ -13,10 +13,10 @@ import numpy as np
 import torch
 
 from benchmarks.parity_reference import Sequences
-from minisgl_backend.attention.base import AttentionBackend, DecodeInputs
+from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention
-from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.attention.registry import create_attention
+from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.decoder import CausalLM
@@ -112,7 +112,7 @@ class LogitsRunner:
         self._runner = ModelRunner(
             model=self._tap,
             attention=attention,
-            pool=KVPool(spec, sum(self._counts)),
+            pool=KVPool(spec.kv_layouts, page_size, sum(self._counts), self.device),
             table=self._table,
             sampling=sampling,
             sampler=Sampler(self._table, sampling.penalties, fused_sampler(self._table, model.config.vocab_size)),
@@ -237,6 +237,6 @@ class _TappedGraphs(GraphRunner):
 
 def _graphs(attention: HybridAttention, device: torch.device, max_running: int) -> GraphRunner | None:
     """As `runner.build` decides: on a GPU, for every backend that runs under graphs."""
-    if device.type != "cuda" or type(attention.decode_backend).allocate_graph is AttentionBackend.allocate_graph:
+    if device.type != "cuda" or not attention.supports_graphs:
         return None
     return CudaGraphRunner(graph_sizes(max_running))

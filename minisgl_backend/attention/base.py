@@ -5,10 +5,7 @@ are three methods: `allocate_graph` once, `plan_capture` before a batch size is 
 replay, which is on the critical path and must neither synchronise nor allocate.
 
 Keys and values are read here and written by `Ops.rope_store`, except where `decode_with_rope` stores the new token's
-itself; `KVPool` hands both the same tensors.
-
-    K or V of one layer   [num_pages, num_kv_heads, page_size, head_dim]   (head-major pages)
-    slot of a token       page_id * page_size + position % page_size
+itself; `KVPool` hands both the same tensors, whose layout and number format `kv.layout` describes.
 """
 
 from __future__ import annotations
@@ -22,28 +19,55 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from minisgl_backend.kv.layout import LayerKV, MHALayout
+
 Plan = Any  # whatever a backend prepares for one step; opaque to everyone else
 
 
 @dataclass(frozen=True, kw_only=True)
-class AttentionSpec:
-    """What a backend must serve; everything is per tensor-parallel rank. Fixed for the life of the engine."""
+class LayerGroup:
+    """Layers that attend alike: one backend serves them all, with one plan a step. Sizes are those of one rank."""
 
-    num_layers: int
+    layers: tuple[int, ...]  # indices in the model
     num_q_heads: int
-    num_kv_heads: int
-    head_dim: int
-    page_size: int  # tokens
-    max_seq_len: int  # tokens
-    max_rows: int  # rows of the page table, the padding row included
-    dtype: torch.dtype
-    device: torch.device
+    kv: MHALayout
+    window: int | None = None  # tokens that a query sees, the last of which is itself; None: all up to itself
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
-    sliding_window: int | None = None  # tokens; None: full attention
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.kv.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.kv.head_dim
 
     @property
     def softmax_scale(self) -> float:
         return self.scale if self.scale is not None else 1.0 / math.sqrt(self.head_dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSpec:
+    """The attention of a model's layers on one rank; every layer is in one group. Fixed for the life of the engine."""
+
+    groups: tuple[LayerGroup, ...]
+    page_size: int  # tokens
+    max_seq_len: int  # tokens
+    max_rows: int  # rows of the page table, the padding row included
+    dtype: torch.dtype  # of queries and of attention's output
+    device: torch.device
+
+    @property
+    def group_of_layer(self) -> tuple[int, ...]:
+        """The index in `groups`, by layer."""
+        by_layer = {layer: index for index, group in enumerate(self.groups) for layer in group.layers}
+        return tuple(by_layer[layer] for layer in range(len(by_layer)))
+
+    @property
+    def kv_layouts(self) -> tuple[MHALayout, ...]:
+        """By layer."""
+        return tuple(self.groups[index].kv for index in self.group_of_layer)
 
     @property
     def max_pages_per_row(self) -> int:
@@ -97,17 +121,21 @@ class QKNormRope:
 
 
 class AttentionBackend(ABC):
-    """Kernels for one spec. The constructor raises ConfigError for what it cannot serve: at start, never later."""
+    """Kernels for one group of a spec's layers.
 
-    def __init__(self, spec: AttentionSpec) -> None:
+    The constructor raises ConfigError for what it cannot serve: at start, never later.
+    """
+
+    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         self.spec = spec
+        self.group = group
 
     @abstractmethod
     def plan_prefill(self, inputs: PrefillInputs) -> Plan:
         """Prepares the metadata of one step's prefill part. Host work and uploads belong here."""
 
     @abstractmethod
-    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: Plan) -> torch.Tensor:
         """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape, causal."""
 
     @abstractmethod
@@ -115,16 +143,14 @@ class AttentionBackend(ABC):
         """Prepares the metadata of one step's decode part, without a graph."""
 
     @abstractmethod
-    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, kv: LayerKV, plan: Plan) -> torch.Tensor:
         """q [batch, num_q_heads, head_dim] -> attention output of the same shape. Never plans, never syncs."""
 
     def supports_fused_rope(self, plan: Plan) -> bool:
         """Whether decode_with_rope serves this decode plan, and is worth it."""
         return False
 
-    def decode_with_rope(
-        self, qkv: torch.Tensor, rotation: QKNormRope, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Plan
-    ) -> torch.Tensor:
+    def decode_with_rope(self, qkv: torch.Tensor, rotation: QKNormRope, kv: LayerKV, plan: Plan) -> torch.Tensor:
         """`Ops.rope_store` and `decode` at once, for backends that have a kernel for both.
 
         qkv [batch, (num_q_heads + 2 * num_kv_heads) * head_dim] -> [batch, num_q_heads, head_dim]; each token's keys

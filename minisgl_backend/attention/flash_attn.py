@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
+from minisgl_backend.kv.layout import LayerKV
 
 
 @dataclass(frozen=True)
@@ -24,13 +25,13 @@ class _Plan:
 class FlashAttentionBackend(AttentionBackend):
     """One variable-length kernel serves prefill and decode; decode has one query token a sequence."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+        super().__init__(spec, group)
         # Imported here: the package loads compiled code for one GPU generation and fails loudly on others.
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
         self._kernel = flash_attn_with_kvcache
-        self._window = (-1, -1) if spec.sliding_window is None else (spec.sliding_window - 1, 0)
+        self._window = (-1, -1) if group.window is None else (group.window - 1, 0)
         self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
         self._graph_tables: torch.Tensor | None = None
 
@@ -40,16 +41,16 @@ class FlashAttentionBackend(AttentionBackend):
         table = inputs.page_table[:, :pages].index_select(0, inputs.rows)
         return _Plan(inputs.kv_lens, table, inputs.cu_seqlens_q, int(lengths.max()))
 
-    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
         out: torch.Tensor = self._kernel(
             q,
-            k_cache.transpose(1, 2),
-            v_cache.transpose(1, 2),
+            kv.k.transpose(1, 2),
+            kv.v.transpose(1, 2),
             cache_seqlens=plan.kv_lens,
             page_table=plan.page_table,
             cu_seqlens_q=plan.cu_seqlens_q,
             max_seqlen_q=plan.max_q_len,
-            softmax_scale=self.spec.softmax_scale,
+            softmax_scale=self.group.softmax_scale,
             causal=True,
             window_size=self._window,
         )
@@ -60,8 +61,8 @@ class FlashAttentionBackend(AttentionBackend):
         table = inputs.page_table[:, :pages].index_select(0, inputs.rows)
         return _Plan(inputs.kv_lens, table, self._one_each[: inputs.batch_size + 1], 1)
 
-    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
-        return self.prefill(q, k_cache, v_cache, plan)
+    def decode(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
+        return self.prefill(q, kv, plan)
 
     def allocate_graph(self, max_batch_size: int) -> None:
         shape = (max_batch_size, self.spec.max_pages_per_row)

@@ -13,8 +13,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
 from minisgl_backend.config import Environment
+from minisgl_backend.kv.layout import LayerKV
 
 _WORKSPACE_BYTES = 256 << 20
 
@@ -56,8 +57,8 @@ class FlashInferBackend(AttentionBackend):
     """Decode runs on tensor cores unless FLASHINFER_USE_TENSOR_CORES=0: on an H200 they are faster from 2 query
     heads a KV head on, not only from 4 as FlashInfer's own rule has it."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+        super().__init__(spec, group)
         import flashinfer
 
         self._flashinfer = flashinfer
@@ -68,30 +69,30 @@ class FlashInferBackend(AttentionBackend):
         self._decode = _Planner(
             flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "HND", use_tensor_cores=self._tensor_cores)
         )
-        self._window_left = -1 if spec.sliding_window is None else spec.sliding_window - 1
+        self._window_left = -1 if group.window is None else group.window - 1
         self._graph_planners: dict[int, _Planner] = {}
         self._graph_indices: torch.Tensor | None = None
 
     def plan_prefill(self, inputs: PrefillInputs) -> Any:
         pages = self._pages(inputs.kv_lens_host, inputs.rows, inputs.page_table)
-        spec = self.spec
+        spec, group = self.spec, self.group
         self._prefill.plan(
             torch.from_numpy(inputs.cu_seqlens_q_host), pages.indptr, pages.indices, pages.last_page_len,
-            spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.page_size, causal=True,
-            sm_scale=spec.softmax_scale, window_left=self._window_left, q_data_type=spec.dtype,
+            group.num_q_heads, group.num_kv_heads, group.head_dim, spec.page_size, causal=True,
+            sm_scale=group.softmax_scale, window_left=self._window_left, q_data_type=spec.dtype,
         )  # fmt: skip
         return self._prefill.wrapper
 
-    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Any) -> torch.Tensor:
-        out: torch.Tensor = plan.run(q.contiguous(), (k_cache, v_cache))
+    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: Any) -> torch.Tensor:
+        out: torch.Tensor = plan.run(q.contiguous(), (kv.k, kv.v))
         return out
 
     def plan_decode(self, inputs: DecodeInputs) -> Any:
         self._plan_decode(self._decode, inputs)
         return self._decode.wrapper
 
-    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: Any) -> torch.Tensor:
-        return self.prefill(q, k_cache, v_cache, plan)
+    def decode(self, q: torch.Tensor, kv: LayerKV, plan: Any) -> torch.Tensor:
+        return self.prefill(q, kv, plan)
 
     def allocate_graph(self, max_batch_size: int) -> None:
         most = max_batch_size * self.spec.max_pages_per_row
@@ -114,11 +115,11 @@ class FlashInferBackend(AttentionBackend):
 
     def _plan_decode(self, planner: _Planner, inputs: DecodeInputs) -> None:
         pages = self._pages(inputs.kv_lens_host, inputs.rows, inputs.page_table)
-        spec = self.spec
+        spec, group = self.spec, self.group
         planner.plan(
-            pages.indptr, pages.indices, pages.last_page_len, spec.num_q_heads, spec.num_kv_heads, spec.head_dim,
+            pages.indptr, pages.indices, pages.last_page_len, group.num_q_heads, group.num_kv_heads, group.head_dim,
             spec.page_size, window_left=self._window_left, q_data_type=spec.dtype, kv_data_type=spec.dtype,
-            sm_scale=spec.softmax_scale,
+            sm_scale=group.softmax_scale,
         )  # fmt: skip
 
     def _pages(self, kv_lens: np.ndarray[Any, np.dtype[np.int32]], rows: torch.Tensor, table: torch.Tensor) -> _Pages:

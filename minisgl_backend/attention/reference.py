@@ -10,14 +10,16 @@ masked position is 0, and 0 times what another sequence left there, if that is n
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kv.layout import LayerKV
 
 _QUERY_TILE = 512  # queries that share one mask; bounds the mask to this times the context
 _PADDING_ALLOWED = 256  # tokens by which a sequence may be padded even if that more than doubles it
@@ -33,8 +35,9 @@ class _Tile:
 
     begin: int  # of the step's prefill tokens
     end: int
-    kv_len: int  # keys that the last query sees
-    mask: torch.Tensor | None  # [end - begin, kv_len], added to the scores
+    kv_begin: int  # of the gathered keys
+    kv_end: int
+    mask: torch.Tensor | None  # [end - begin, kv_end - kv_begin], added to the scores
     causal: bool  # queries and keys begin at the same token and need no mask
 
 
@@ -60,16 +63,14 @@ class _DecodeGroup:
 class TorchBackend(AttentionBackend):
     """Serves every head size, page size and number format. Neither plans nor attention synchronise."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(spec)
-        if spec.sliding_window is not None:
-            raise ConfigError("the attention backend torch does not serve sliding windows")
-        if spec.num_q_heads % spec.num_kv_heads:
+    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+        super().__init__(spec, group)
+        if group.num_q_heads % group.num_kv_heads:
             raise ConfigError(
-                f"{spec.num_q_heads} query heads cannot share {spec.num_kv_heads} KV heads; "
+                f"{group.num_q_heads} query heads cannot share {group.num_kv_heads} KV heads; "
                 "allowed: a multiple of the KV heads"
             )
-        self._kv_heads = torch.arange(spec.num_kv_heads, device=spec.device).view(1, -1, 1)
+        self._kv_heads = torch.arange(group.num_kv_heads, device=spec.device).view(1, -1, 1)
         self._group_tokens = _GROUP_TOKENS_CPU if spec.device.type == "cpu" else _GROUP_TOKENS_GPU
         self._scratch: dict[str, torch.Tensor] = {}  # CPU only: gathered K and V, kept from call to call
 
@@ -77,93 +78,117 @@ class TorchBackend(AttentionBackend):
         sequences = []
         for i, (kv_len, row) in enumerate(zip(inputs.kv_lens_host.tolist(), inputs.rows_host.tolist(), strict=True)):
             begin, end = int(inputs.cu_seqlens_q_host[i]), int(inputs.cu_seqlens_q_host[i + 1])
+            first_page = int(self._first_pages(kv_len - (end - begin) + 1))
             num_pages = -(-kv_len // self.spec.page_size)
-            chunks = self._chunks(inputs.page_table[row : row + 1, :num_pages])
-            sequences.append(_SequencePrefill(chunks, self._tiles(begin, end, kv_len)))
+            chunks = self._chunks(inputs.page_table[row : row + 1, first_page:num_pages])
+            tiles = self._tiles(begin, end, kv_len - first_page * self.spec.page_size)
+            sequences.append(_SequencePrefill(chunks, tiles))
         return tuple(sequences)
 
-    def prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: tuple[_SequencePrefill, ...]
-    ) -> torch.Tensor:
+    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: tuple[_SequencePrefill, ...]) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for sequence in plan:
-            k, v = self._gather("k", k_cache, sequence.chunks, 1), self._gather("v", v_cache, sequence.chunks, 1)
+            k, v = self._gather("k", kv.k, sequence.chunks, 1), self._gather("v", kv.v, sequence.chunks, 1)
             for tile in sequence.tiles:
                 attended = F.scaled_dot_product_attention(
                     q[tile.begin : tile.end].transpose(0, 1).unsqueeze(0),
-                    k[:, :, : tile.kv_len],
-                    v[:, :, : tile.kv_len],
+                    k[:, :, tile.kv_begin : tile.kv_end],
+                    v[:, :, tile.kv_begin : tile.kv_end],
                     attn_mask=tile.mask,
                     is_causal=tile.causal,
-                    scale=self.spec.softmax_scale,
-                    enable_gqa=self.spec.num_q_heads != self.spec.num_kv_heads,
+                    scale=self.group.softmax_scale,
+                    enable_gqa=self.group.num_q_heads != self.group.num_kv_heads,
                 )
                 out[tile.begin : tile.end] = attended[0].transpose(0, 1)
         return out
 
     def plan_decode(self, inputs: DecodeInputs) -> tuple[_DecodeGroup, ...]:
-        groups = _group_by_length(inputs.kv_lens_host, self._group_tokens)
+        first_pages = self._first_pages(inputs.kv_lens_host)
+        seen = inputs.kv_lens_host - first_pages * self.spec.page_size
+        groups = _group_by_length(seen, self._group_tokens)
+        columns = torch.from_numpy(first_pages).to(self.spec.device) if self.group.window is not None else None
         if len(groups) == 1:
-            return (self._decode_group(inputs, None),)
-        return tuple(self._decode_group(inputs, group) for group in groups)
+            return (self._decode_group(inputs, None, seen, columns),)
+        return tuple(self._decode_group(inputs, group, seen, columns) for group in groups)
 
-    def decode(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: tuple[_DecodeGroup, ...]
-    ) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, kv: LayerKV, plan: tuple[_DecodeGroup, ...]) -> torch.Tensor:
         if plan[0].members is None:
-            return self._decode(q, k_cache, v_cache, plan[0])
+            return self._decode(q, kv, plan[0])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in plan:
-            out[group.members] = self._decode(q[group.members], k_cache, v_cache, group)
+            out[group.members] = self._decode(q[group.members], kv, group)
         return out
 
-    def _decode(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, group: _DecodeGroup
-    ) -> torch.Tensor:
+    def _decode(self, q: torch.Tensor, kv: LayerKV, group: _DecodeGroup) -> torch.Tensor:
         # Query heads that share a KV head stand in for the query positions: keys are never repeated.
         attended = F.scaled_dot_product_attention(
-            q.reshape(group.size, self.spec.num_kv_heads, -1, self.spec.head_dim),
-            self._cleared(self._gather("k", k_cache, group.chunks, group.size), group.beyond),
-            self._cleared(self._gather("v", v_cache, group.chunks, group.size), group.beyond),
+            q.reshape(group.size, self.group.num_kv_heads, -1, self.group.head_dim),
+            self._cleared(self._gather("k", kv.k, group.chunks, group.size), group.beyond),
+            self._cleared(self._gather("v", kv.v, group.chunks, group.size), group.beyond),
             attn_mask=group.mask,
-            scale=self.spec.softmax_scale,
+            scale=self.group.softmax_scale,
         )
         return attended.reshape(q.shape)
 
     def _cleared(self, gathered: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:
         if beyond.dtype == torch.bool:
             return gathered.masked_fill_(beyond, 0)
-        gathered.view(-1, self.spec.head_dim).index_fill_(0, beyond, 0)
+        gathered.view(-1, self.group.head_dim).index_fill_(0, beyond, 0)
         return gathered
 
-    def _decode_group(self, inputs: DecodeInputs, group: npt.NDArray[np.int64] | None) -> _DecodeGroup:
+    def _decode_group(
+        self,
+        inputs: DecodeInputs,
+        group: npt.NDArray[np.int64] | None,
+        seen: npt.NDArray[np.int32],
+        first_pages: torch.Tensor | None,
+    ) -> _DecodeGroup:
+        """`seen`, int32 [batch]: tokens from each sequence's first page that is gathered, which `first_pages`, int32
+        [batch] on the device, names; None: the first of all."""
         members = None if group is None else torch.from_numpy(group).to(self.spec.device)
         rows = inputs.rows if members is None else inputs.rows[members]
         kv_lens = inputs.kv_lens if members is None else inputs.kv_lens[members]
-        lengths = inputs.kv_lens_host if group is None else inputs.kv_lens_host[group]
+        lengths = seen if group is None else seen[group]
         num_pages = -(-int(lengths.max()) // self.spec.page_size)
+        if first_pages is None:
+            pages = inputs.page_table[rows, :num_pages]
+        else:
+            first = first_pages if members is None else first_pages[members]
+            kv_lens = kv_lens - first * self.spec.page_size
+            columns = first.unsqueeze(1) + torch.arange(num_pages, device=self.spec.device)
+            pages = inputs.page_table[rows.unsqueeze(1), columns.clamp_(max=self.spec.max_pages_per_row - 1)]
         positions = torch.arange(num_pages * self.spec.page_size, device=self.spec.device)
-        hidden = positions.unsqueeze(0) >= kv_lens.unsqueeze(1)
+        beyond = hidden = positions.unsqueeze(0) >= kv_lens.unsqueeze(1)
+        if self.group.window is not None:
+            hidden = beyond | (positions.unsqueeze(0) < kv_lens.unsqueeze(1) - self.group.window)
         mask = torch.zeros(hidden.shape, dtype=self.spec.dtype, device=self.spec.device)
         mask = mask.masked_fill_(hidden, -torch.inf).view(len(rows), 1, 1, -1)
-        chunks = self._chunks(inputs.page_table[rows, :num_pages])
-        beyond = (
-            self._lines_beyond(lengths, len(positions)) if hidden.device.type == "cpu" else hidden[:, None, :, None]
+        return _DecodeGroup(
+            members,
+            self._chunks(pages),
+            len(rows),
+            mask,
+            self._lines_beyond(lengths, len(positions)) if beyond.device.type == "cpu" else beyond[:, None, :, None],
         )
-        return _DecodeGroup(members, chunks, len(rows), mask, beyond)
 
     def _lines_beyond(self, lengths: npt.NDArray[np.int32], padded: int) -> torch.Tensor:
         """See `_DecodeGroup.beyond`: a list costs what is beyond, where a mask would cost a pass over everything."""
         member, position = np.nonzero(np.arange(padded) >= lengths[:, None])
-        heads = self.spec.num_kv_heads
+        heads = self.group.num_kv_heads
         lines = ((member * heads)[:, None] + np.arange(heads)) * padded + position[:, None]
         return torch.from_numpy(lines.reshape(-1))
+
+    def _first_pages(self, kv_lens: Any) -> Any:
+        """The first page that a sequence's last token sees, by the sequence's length; an int or an array."""
+        if self.group.window is None:
+            return kv_lens * 0
+        return np.maximum(kv_lens - self.group.window, 0) // self.spec.page_size
 
     def _chunks(self, pages: torch.Tensor) -> torch.Tensor:
         """Page ids [batch, num_pages] -> int64 [batch * num_kv_heads * num_pages], the lines of a cache seen as
         [num_pages * num_kv_heads, page_size * head_dim] in the order that makes keys contiguous by head."""
         # What stands in the page table beyond a sequence's end is unspecified; any page will do, since it is cleared.
-        return (pages.long().unsqueeze(1).clamp_(min=0) * self.spec.num_kv_heads + self._kv_heads).flatten()
+        return (pages.long().unsqueeze(1).clamp_(min=0) * self.group.num_kv_heads + self._kv_heads).flatten()
 
     def _gather(self, name: str, cache: torch.Tensor, chunks: torch.Tensor, batch: int) -> torch.Tensor:
         """One layer's K or V -> [batch, num_kv_heads, padded length, head_dim], contiguous.
@@ -171,14 +196,14 @@ class TorchBackend(AttentionBackend):
         On CPU the result lives in scratch memory until the next call with the same name: fresh memory of this size
         would come from the system page by page, which was measured to cost four times the copy itself.
         """
-        chunk_size = self.spec.page_size * self.spec.head_dim
+        chunk_size = self.spec.page_size * self.group.head_dim
         lines = cache.view(-1, chunk_size)
         if cache.device.type == "cpu":
             gathered = self._scratch_lines(name, len(chunks), chunk_size)
             torch.index_select(lines, 0, chunks, out=gathered)
         else:
             gathered = lines.index_select(0, chunks)
-        return gathered.view(batch, self.spec.num_kv_heads, -1, self.spec.head_dim)
+        return gathered.view(batch, self.group.num_kv_heads, -1, self.group.head_dim)
 
     def _scratch_lines(self, name: str, count: int, size: int) -> torch.Tensor:
         scratch = self._scratch.get(name)
@@ -188,22 +213,28 @@ class TorchBackend(AttentionBackend):
         return scratch[:count]
 
     def _tiles(self, begin: int, end: int, kv_len: int) -> tuple[_Tile, ...]:
-        cached = kv_len - (end - begin)
-        if cached == 0:
-            return (_Tile(begin, end, kv_len, None, True),)
+        """Queries `begin` to `end` of the step, the last of a sequence of which kv_len tokens are gathered."""
+        cached, window = kv_len - (end - begin), self.group.window
+        if cached == 0 and (window is None or kv_len <= window):
+            return (_Tile(begin, end, 0, kv_len, None, True),)
         tiles = []
         for first in range(begin, end, _QUERY_TILE):
             last = min(first + _QUERY_TILE, end)
-            visible = cached + last - begin
-            tiles.append(_Tile(first, last, visible, self._causal_mask(last - first, visible), False))
+            kv_end = cached + last - begin
+            kv_begin = 0 if window is None else max(0, cached + first - begin + 1 - window)
+            tiles.append(_Tile(first, last, kv_begin, kv_end, self._mask(last - first, kv_end - kv_begin), False))
         return tuple(tiles)
 
-    def _causal_mask(self, num_queries: int, kv_len: int) -> torch.Tensor | None:
-        """Causal and aligned at the end: the last query sees all `kv_len` keys."""
+    def _mask(self, num_queries: int, num_keys: int) -> torch.Tensor | None:
+        """Causal and aligned at the end: the last query sees the last key; the first key is seen by the first query."""
         if num_queries == 1:
             return None
-        mask = torch.full((num_queries, kv_len), -torch.inf, dtype=self.spec.dtype, device=self.spec.device)
-        return mask.triu_(kv_len - num_queries + 1)
+        mask = torch.full((num_queries, num_keys), -torch.inf, dtype=self.spec.dtype, device=self.spec.device)
+        mask.triu_(num_keys - num_queries + 1)
+        if self.group.window is not None:
+            behind = torch.full_like(mask, -torch.inf).tril_(num_keys - num_queries - self.group.window)
+            mask += behind
+        return mask
 
 
 def _group_by_length(kv_lens: npt.NDArray[np.int32], max_tokens: int) -> list[npt.NDArray[np.int64]]:

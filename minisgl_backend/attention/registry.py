@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, LayerGroup
 from minisgl_backend.attention.hybrid import HybridAttention
 from minisgl_backend.errors import ConfigError
 
@@ -49,7 +49,7 @@ class BackendEntry:
 _SGL_KERNEL = "pip install sgl-kernel (and, where its import names libnuma, apt-get install libnuma1)"
 _FLASHINFER = "pip install flashinfer-python"
 
-# Default page sizes: see performance notes in docs/attention_backends.md. On CPU 16 keeps gathered chunks large
+# Default page sizes: measured ones: docs/performance.md. On CPU 16 keeps gathered chunks large
 # enough to copy fast and wastes little of a short sequence's last page.
 BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
     {
@@ -148,9 +148,11 @@ def choose_attention(
 
 
 def create_attention(prefill: str, decode: str, spec: AttentionSpec) -> HybridAttention:
-    """The backends of both parts of a step; one object serves both where the names are the same."""
-    prefill_backend = _create(prefill, spec)
-    return HybridAttention(prefill_backend, prefill_backend if decode == prefill else _create(decode, spec))
+    """The backends of both parts of a step for each group; one object serves both where the names are the same."""
+    prefill_backends = [_create(prefill, spec, group) for group in spec.groups]
+    if decode == prefill:
+        return HybridAttention(spec, prefill_backends, prefill_backends)
+    return HybridAttention(spec, prefill_backends, [_create(decode, spec, group) for group in spec.groups])
 
 
 def import_failure(name: str) -> str | None:
@@ -250,13 +252,13 @@ def _page_size(prefill: str, decode: str, requested: int | None) -> tuple[int, l
     return size, []
 
 
-def _create(name: str, spec: AttentionSpec) -> AttentionBackend:
+def _create(name: str, spec: AttentionSpec, group: LayerGroup) -> AttentionBackend:
     entry = BACKENDS[name]
-    if (refusal := entry.refusal(spec.head_dim, str(spec.dtype).removeprefix("torch."))) is not None:
+    if (refusal := entry.refusal(group.head_dim, str(spec.dtype).removeprefix("torch."))) is not None:
         raise ConfigError(f"the attention backend {name} {refusal}; use triton or torch")
     try:
         module = importlib.import_module(f"minisgl_backend.attention.{entry.module}")
     except ImportError as error:
         raise ConfigError(f"the attention backend {name} cannot be loaded: {error}; {entry.remedy}") from error
-    backend: AttentionBackend = getattr(module, entry.class_name)(spec)
+    backend: AttentionBackend = getattr(module, entry.class_name)(spec, group)
     return backend

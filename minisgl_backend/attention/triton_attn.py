@@ -10,8 +10,14 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs, QKNormRope
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.attention.base import (
+    AttentionBackend,
+    AttentionSpec,
+    DecodeInputs,
+    LayerGroup,
+    PrefillInputs,
+    QKNormRope,
+)
 from minisgl_backend.kernels.decode_attention import (
     DecodeShape,
     DecodeWorkspace,
@@ -21,6 +27,7 @@ from minisgl_backend.kernels.decode_attention import (
     rotation_pays,
 )
 from minisgl_backend.kernels.prefill_attention import prefill_attention
+from minisgl_backend.kv.layout import LayerKV
 
 
 @dataclass(frozen=True)
@@ -38,12 +45,11 @@ class _DecodePlan:
 class TritonBackend(AttentionBackend):
     """Flash decoding with an in-kernel merge, and a paged FlashAttention-2 prefill."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(spec)
-        if spec.sliding_window is not None:
-            raise ConfigError("attention_backend triton does not serve sliding windows; allowed: torch")
+    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+        super().__init__(spec, group)
+        self._window = group.window or 0
         self._workspace = DecodeWorkspace(
-            spec.max_rows, spec.num_q_heads, spec.num_kv_heads, spec.head_dim, spec.device
+            spec.max_rows, group.num_q_heads, group.num_kv_heads, group.head_dim, spec.device
         )
         properties = torch.cuda.get_device_properties(spec.device) if spec.device.type == "cuda" else None
         self._pdl = properties is not None and properties.major >= 9
@@ -53,35 +59,32 @@ class TritonBackend(AttentionBackend):
         lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
         return _PrefillPlan(inputs, int(lengths.max()))
 
-    def prefill(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _PrefillPlan
-    ) -> torch.Tensor:
+    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: _PrefillPlan) -> torch.Tensor:
         i = plan.inputs
         return prefill_attention(
-            q, k_cache, v_cache, i.cu_seqlens_q, i.kv_lens, i.rows, i.page_table, plan.max_q_len,
-            self.spec.softmax_scale,
+            q, kv.k, kv.v, i.cu_seqlens_q, i.kv_lens, i.rows, i.page_table, plan.max_q_len, self.group.softmax_scale,
+            window=self._window,
         )  # fmt: skip
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
-        return _DecodePlan(inputs, decode_shape(inputs.batch_size, self.spec.num_kv_heads, self._num_sms))
+        return _DecodePlan(inputs, decode_shape(inputs.batch_size, self.group.num_kv_heads, self._num_sms))
 
-    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _DecodePlan) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, kv: LayerKV, plan: _DecodePlan) -> torch.Tensor:
         i = plan.inputs
         return decode_attention(
-            q, k_cache, v_cache, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape,
-            self.spec.softmax_scale, pdl=self._overlaps(plan),
+            q, kv.k, kv.v, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, self.group.softmax_scale,
+            pdl=self._overlaps(plan), window=self._window,
         )  # fmt: skip
 
     def supports_fused_rope(self, plan: _DecodePlan) -> bool:
-        return rotation_pays(plan.inputs.batch_size, self.spec.num_kv_heads, self._num_sms)
+        return rotation_pays(plan.inputs.batch_size, self.group.num_kv_heads, self._num_sms)
 
-    def decode_with_rope(
-        self, qkv: torch.Tensor, rotation: QKNormRope, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _DecodePlan
-    ) -> torch.Tensor:
+    def decode_with_rope(self, qkv: torch.Tensor, rotation: QKNormRope, kv: LayerKV, plan: _DecodePlan) -> torch.Tensor:
         i = plan.inputs
         return rotating_decode_attention(
-            qkv, rotation.q_norm, rotation.k_norm, rotation.cos_sin, k_cache, v_cache, i.rows, i.kv_lens, i.page_table,
-            self._workspace, plan.shape, self.spec.softmax_scale, rotation.eps, pdl=self._overlaps(plan),
+            qkv, rotation.q_norm, rotation.k_norm, rotation.cos_sin, kv.k, kv.v, i.rows, i.kv_lens, i.page_table,
+            self._workspace, plan.shape, self.group.softmax_scale, rotation.eps, pdl=self._overlaps(plan),
+            window=self._window,
         )  # fmt: skip
 
     def _overlaps(self, plan: _DecodePlan) -> bool:

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kv.layout import LayerKV
 
 _WORKSPACE_BYTES = 256 << 20
 
@@ -29,15 +30,15 @@ class _Plan:
 class TrtllmBackend(AttentionBackend):
     """The kernels read lengths and pages on the device; only the batch's lines of the page table are gathered."""
 
-    def __init__(self, spec: AttentionSpec) -> None:
-        super().__init__(spec)
+    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+        super().__init__(spec, group)
         if spec.page_size not in (16, 32, 64):
             raise ConfigError(f"attention_backend trtllm serves page_size 16, 32 and 64, not {spec.page_size}")
         import flashinfer
 
         self._flashinfer = flashinfer
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
-        self._window_left = -1 if spec.sliding_window is None else spec.sliding_window - 1
+        self._window_left = -1 if group.window is None else group.window - 1
         self._graph_tables: torch.Tensor | None = None
 
     def plan_prefill(self, inputs: PrefillInputs) -> _Plan:
@@ -47,10 +48,10 @@ class TrtllmBackend(AttentionBackend):
         cu_seqlens_kv = torch.nn.functional.pad(inputs.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return _Plan(inputs.kv_lens, table, inputs.cu_seqlens_q, cu_seqlens_kv, int(lengths.max()), max_kv_len)
 
-    def prefill(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
         out: torch.Tensor = self._flashinfer.prefill.trtllm_batch_context_with_kv_cache(
-            q.contiguous(), (k_cache, v_cache), self._workspace, plan.page_table, plan.kv_lens, plan.max_q_len,
-            plan.max_kv_len, self.spec.softmax_scale, 1.0, plan.kv_lens.shape[0], plan.cu_seqlens_q,
+            q.contiguous(), (kv.k, kv.v), self._workspace, plan.page_table, plan.kv_lens, plan.max_q_len,
+            plan.max_kv_len, self.group.softmax_scale, 1.0, plan.kv_lens.shape[0], plan.cu_seqlens_q,
             plan.cu_seqlens_kv, window_left=self._window_left, kv_layout="HND",
         )  # fmt: skip
         return out
@@ -60,10 +61,10 @@ class TrtllmBackend(AttentionBackend):
         table = inputs.page_table[:, : -(-max_kv_len // self.spec.page_size)].index_select(0, inputs.rows)
         return _Plan(inputs.kv_lens, table, max_kv_len=max_kv_len)
 
-    def decode(self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, plan: _Plan) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
         out: torch.Tensor = self._flashinfer.decode.trtllm_batch_decode_with_kv_cache(
-            q.contiguous(), (k_cache, v_cache), self._workspace, plan.page_table, plan.kv_lens, plan.max_kv_len,
-            bmm1_scale=self.spec.softmax_scale, bmm2_scale=1.0, window_left=self._window_left, kv_layout="HND",
+            q.contiguous(), (kv.k, kv.v), self._workspace, plan.page_table, plan.kv_lens, plan.max_kv_len,
+            bmm1_scale=self.group.softmax_scale, bmm2_scale=1.0, window_left=self._window_left, kv_layout="HND",
         )  # fmt: skip
         return out
 

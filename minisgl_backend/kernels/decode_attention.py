@@ -3,7 +3,8 @@
 Flash decoding (Dao et al., 2023): a sequence's cache is cut into at most `num_splits` parts, each computed by its own
 program for all query heads of one KV head; the program that finishes a sequence last merges the partial results, so
 that no second kernel is needed. The parts adapt to each sequence's length, hence one captured graph serves every length
-and long sequences do not keep one multiprocessor busy alone.
+and long sequences do not keep one multiprocessor busy alone. Of a sliding window only the tiles that it touches are
+read.
 
 `rotating_decode_attention` starts from the projected qkv rows: head norms, the rotary embedding and the store of the
 new token's keys and values happen in the same kernel. The new token then never comes back from the cache, so all that
@@ -91,8 +92,9 @@ def decode_attention(
     scale: float,
     out: torch.Tensor | None = None,
     pdl: bool = False,
+    window: int = 0,
 ) -> torch.Tensor:
-    """Attention of one query token a sequence over its kv_lens cached tokens.
+    """Attention of one query token a sequence over its kv_lens cached tokens, or the last `window` of them (0: all).
 
     q [batch, num_q_heads, head_dim] (rows may be strided, heads of a row follow each other), caches
     [num_pages, num_kv_heads, page_size, head_dim], rows and kv_lens int32 [batch], page_table int32
@@ -100,7 +102,7 @@ def decode_attention(
     pdl: programmatic dependent launch (Hopper and later), whose rules stand in small_linear.py.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    _launch(q, q, q, q, out, k_cache, v_cache, rows, kv_lens, page_table, workspace, shape, scale, 0.0, pdl)
+    _launch(q, q, q, q, out, k_cache, v_cache, rows, kv_lens, page_table, workspace, shape, scale, 0.0, pdl, window)
     return out
 
 
@@ -119,6 +121,7 @@ def rotating_decode_attention(
     scale: float,
     eps: float,
     pdl: bool = False,
+    window: int = 0,
 ) -> torch.Tensor:
     """`Ops.rope_store` and decode_attention in one kernel.
 
@@ -131,7 +134,8 @@ def rotating_decode_attention(
     out = torch.empty((qkv.shape[0], num_q_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     _launch(
         qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, cos_sin, out, k_cache,
-        v_cache, rows, kv_lens, page_table, workspace, shape, scale, eps, pdl, rotate=True, norm=q_norm is not None,
+        v_cache, rows, kv_lens, page_table, workspace, shape, scale, eps, pdl, window, rotate=True,
+        norm=q_norm is not None,
     )  # fmt: skip
     return out
 
@@ -152,6 +156,7 @@ def _launch(
     scale: float,
     eps: float,
     pdl: bool,
+    window: int,
     rotate: bool = False,
     norm: bool = False,
 ) -> None:
@@ -169,7 +174,8 @@ def _launch(
         GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HEAD_PADDED=triton.next_power_of_2(head_dim), SPLITS_PADDED=triton.next_power_of_2(splits),
-        ROTATE=rotate, NORM=norm, EARLY=shape.early and head_dim * k_cache.element_size() <= MAX_EARLY_BYTES, PDL=pdl,
+        WINDOW=window, ROTATE=rotate, NORM=norm,
+        EARLY=shape.early and head_dim * k_cache.element_size() <= MAX_EARLY_BYTES, PDL=pdl,
         num_warps=shape.num_warps, num_stages=shape.num_stages, **extra,
     )  # fmt: skip
 
@@ -224,7 +230,7 @@ def _decode_kernel(
     NUM_SPLITS: tl.constexpr, MIN_PART: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
-    ROTATE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -234,12 +240,15 @@ def _decode_kernel(
     b = tl.program_id(1)
     split = tl.program_id(2)
     kv_len = tl.load(kv_lens_ptr + b)
-    part = tl.maximum(tl.cdiv(kv_len, NUM_SPLITS), MIN_PART)
+    # With a window, the tokens before `lowest` are not seen; parts begin at the tile that holds it.
+    lowest = tl.maximum(kv_len - WINDOW, 0) if WINDOW else 0
+    origin = lowest // TILE * TILE
+    part = tl.maximum(tl.cdiv(kv_len - origin, NUM_SPLITS), MIN_PART)
     part = tl.cdiv(part, TILE) * TILE
-    active = tl.cdiv(kv_len, part)
+    active = tl.cdiv(kv_len - origin, part)
     if split >= active:
         return
-    begin = split * part
+    begin = origin + split * part
     end = tl.minimum(begin + part, kv_len)
 
     g = tl.arange(0, GROUP_PADDED)
@@ -264,6 +273,8 @@ def _decode_kernel(
             # Lengths, pages and earlier tokens were written before this chain of kernels began (small_linear.py).
             offsets = _tile_offsets(table, begin, n, kv_len - 1, kv_stride_page, kv_stride_token, TILE, PAGE_SIZE)
             early_ok = begin + n < cached_end
+            if WINDOW:
+                early_ok &= begin + n >= lowest
             address = offsets[:, None] + d[None, :]
             early_k = tl.load(k_head + address, mask=early_ok[:, None] & d_ok[None, :], other=0.0)
             early_v = tl.load(v_head + address, mask=early_ok[:, None] & d_ok[None, :], other=0.0)
@@ -295,6 +306,8 @@ def _decode_kernel(
     for start in tl.range(begin, cached_end, TILE):
         offsets = _tile_offsets(table, start, n, kv_len - 1, kv_stride_page, kv_stride_token, TILE, PAGE_SIZE)
         n_ok = start + n < cached_end
+        if WINDOW:
+            n_ok &= start + n >= lowest
         address = offsets[:, None] + d[None, :]
         k = tl.load(k_head + address, mask=n_ok[:, None] & d_ok[None, :], other=0.0)
         v = tl.load(v_head + address, mask=n_ok[:, None] & d_ok[None, :], other=0.0)

@@ -20,11 +20,12 @@ def prefill_attention(
     page_table: torch.Tensor,
     max_q_len: int,
     scale: float,
+    window: int = 0,
 ) -> torch.Tensor:
     """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape.
 
     Sequence i owns queries cu_seqlens_q[i] to cu_seqlens_q[i+1], the last of its kv_lens[i] cached tokens.
-    max_q_len: the longest query part, a host integer.
+    max_q_len: the longest query part, a host integer. window: tokens that a query sees, itself included; 0: all.
     """
     num_tokens, num_q_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
@@ -38,6 +39,7 @@ def prefill_attention(
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
         GROUP=num_q_heads // num_kv_heads, NUM_Q_HEADS=num_q_heads, PAGE_SIZE=page_size,
         HEAD_DIM=head_dim, HEAD_PADDED=triton.next_power_of_2(head_dim), TILE_Q=tile_q, TILE_KV=tile_kv,
+        WINDOW=window,
         num_warps=8 if tile_q == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -50,6 +52,7 @@ def _prefill_kernel(
     q_stride_t, q_stride_h, kv_stride_page, kv_stride_head, kv_stride_token, table_stride,
     GROUP: tl.constexpr, NUM_Q_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
+    WINDOW: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(2)
     head = tl.program_id(1)
@@ -75,7 +78,10 @@ def _prefill_kernel(
     total = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, HEAD_PADDED], tl.float32)
     end = tl.minimum(kv_len, kv_len - q_len + (tile + 1) * TILE_Q)
-    for start in tl.range(0, end, TILE_KV):
+    begin = 0
+    if WINDOW:  # the tile that the window of the first query touches
+        begin = tl.maximum(kv_len - q_len + tile * TILE_Q - WINDOW + 1, 0) // TILE_KV * TILE_KV
+    for start in tl.range(begin, end, TILE_KV):
         token = start + n
         safe = tl.minimum(token, kv_len - 1)
         page = tl.load(table + safe // PAGE_SIZE).to(tl.int64)
@@ -85,7 +91,10 @@ def _prefill_kernel(
         k = tl.load(k_ptr + address, mask=ok, other=0.0)
         v = tl.load(v_ptr + address, mask=ok, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
-        scores = tl.where(token[None, :] <= position[:, None], scores, -float("inf"))
+        seen = token[None, :] <= position[:, None]
+        if WINDOW:
+            seen &= token[None, :] > position[:, None] - WINDOW
+        scores = tl.where(seen, scores, -float("inf"))
         m_new = tl.maximum(tl.maximum(m, tl.max(scores, 1)), -1e30)
         p = tl.exp2(scores - m_new[:, None])
         correction = tl.exp2(m - m_new)

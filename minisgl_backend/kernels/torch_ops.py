@@ -48,7 +48,7 @@ class TorchOps(Ops):
         num_q_heads: int,
         eps: float,
     ) -> torch.Tensor:
-        _, num_kv_heads, page_size, head_dim = k_cache.shape
+        _, num_kv_heads, _, head_dim = k_cache.shape
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         qk, v = heads.split([num_q_heads + num_kv_heads, num_kv_heads], dim=1)
         qk = qk.float()
@@ -60,10 +60,8 @@ class TorchOps(Ops):
         first, second = qk.chunk(2, dim=-1)
         rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
         q, k = rotated.split([num_q_heads, num_kv_heads], dim=1)
-        pages = torch.div(slots, page_size, rounding_mode="floor")
-        offsets = slots - pages * page_size
-        k_cache[pages, :, offsets] = k
-        v_cache[pages, :, offsets] = v
+        store_tokens(k_cache, k, slots)
+        store_tokens(v_cache, v, slots)
         return q
 
     def route(
@@ -92,6 +90,13 @@ class TorchOps(Ops):
         # Summed by token and not by adding experts up: the result does not depend on the order of arrival.
         out = out.view(num_tokens, experts_per_token, -1).float() * expert_weights.float().unsqueeze(-1)
         return out.sum(dim=1).to(x.dtype)
+
+
+def store_tokens(cache: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor) -> None:
+    """Writes tokens [num_tokens, num_kv_heads, head_dim] to `slots`, int [num_tokens], of a cache as in kv.layout."""
+    page_size = cache.shape[2]
+    pages = torch.div(slots, page_size, rounding_mode="floor")
+    cache[pages, :, slots - pages * page_size] = tokens
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -39,7 +39,7 @@ class SelfAttention(nn.Module):
         self.o_proj = RowParallelLinear(q_size, shape.hidden_size, "o_proj", shape.output_bias, placement)
         self.q_norm = RMSNorm(shape.head_dim, shape.eps, "q_norm", placement) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.eps, "k_norm", placement) if shape.qk_norm else None
-        self._rotation = QKNormRope(  # weights are loaded in place; the table is that of all layers
+        self._rotation = QKNormRope(  # weights are loaded in place; the table is shared with other layers
             q_norm=self.q_norm.weight if self.q_norm is not None else None,
             k_norm=self.k_norm.weight if self.k_norm is not None else None,
             cos_sin=cos_sin,

@@ -12,8 +12,8 @@ import torch
 
 from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
-from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kv.pool import KVPool
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,9 @@ class ForwardContext(ABC):
         self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops
     ) -> torch.Tensor:
         """All of `attend` but attention; returns the queries, [num_tokens, num_q_heads, head_dim]."""
-        k, v, r = self.pool.k(layer_index), self.pool.v(layer_index), rotation
-        num_q_heads = qkv.shape[1] // k.shape[3] - 2 * k.shape[1]
-        return ops.rope_store(qkv, r.q_norm, r.k_norm, r.cos_sin, positions, self.slots, k, v, num_q_heads, r.eps)
+        kv, r = self.pool.layer(layer_index), rotation
+        num_q_heads = qkv.shape[1] // kv.k.shape[3] - 2 * kv.k.shape[1]
+        return ops.rope_store(qkv, r.q_norm, r.k_norm, r.cos_sin, positions, self.slots, kv.k, kv.v, num_q_heads, r.eps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,8 @@ class StepContext(ForwardContext):
     def attend(
         self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops
     ) -> torch.Tensor:
-        k, v = self.pool.k(layer_index), self.pool.v(layer_index)
-        if self.attention.supports_fused_rope(self.plan):
-            return self.attention.attend_rotating(qkv, rotation, k, v, self.plan)
-        return self.attention.attend(self.rotate_and_store(layer_index, qkv, positions, rotation, ops), k, v, self.plan)
+        kv = self.pool.layer(layer_index)
+        if self.attention.supports_fused_rope(layer_index, self.plan):
+            return self.attention.attend_rotating(layer_index, qkv, rotation, kv, self.plan)
+        q = self.rotate_and_store(layer_index, qkv, positions, rotation, ops)
+        return self.attention.attend(layer_index, q, kv, self.plan)

@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.ops import Ops, select_ops
+from minisgl_backend.kv.layout import MHALayout
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
@@ -86,11 +87,20 @@ def attention_spec(
     device: torch.device,
 ) -> AttentionSpec:
     """What attention backends and the KV pool of one rank must serve for this model."""
+    kv = MHALayout(num_kv_heads=config.num_kv_heads // tp_size, head_dim=config.head_dim, dtype=dtype)
+    # A window that no sequence outgrows is none: its layers join those that see everything.
+    windows = [w if w is not None and w < max_seq_len else None for w in (one.window for one in config.attention)]
+    groups = tuple(
+        LayerGroup(
+            layers=tuple(layer for layer, other in enumerate(windows) if other == window),
+            num_q_heads=config.num_q_heads // tp_size,
+            kv=kv,
+            window=window,
+        )
+        for window in dict.fromkeys(windows)
+    )
     return AttentionSpec(
-        num_layers=config.num_layers,
-        num_q_heads=config.num_q_heads // tp_size,
-        num_kv_heads=config.num_kv_heads // tp_size,
-        head_dim=config.head_dim,
+        groups=groups,
         page_size=page_size,
         max_seq_len=max_seq_len,
         max_rows=max_rows,

@@ -78,6 +78,14 @@ class RopeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """What layers of one model may have each of their own."""
+
+    rope: RopeConfig
+    window: int | None = None  # tokens that a token sees, the last of which is itself; None: all up to itself
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoeConfig:
     """Mixture of experts: the router picks `experts_per_token` of `num_experts` gated MLPs for each token."""
 
@@ -117,8 +125,7 @@ class ModelConfig:
     head_dim: int
     rms_norm_eps: float
     max_position: int  # tokens; with YaRN the stretched length
-    sliding_window: int | None  # tokens; None: every layer attends to all of the sequence
-    rope: RopeConfig
+    attention: tuple[LayerAttention, ...]  # by layer
     tie_word_embeddings: bool
     attention_bias: bool  # as config.json says; Qwen2 has its bias without this key
     dtype: str  # float32, float16 or bfloat16: the format the model was saved in
@@ -157,6 +164,7 @@ class ModelConfig:
         hidden_size = keys.integer("hidden_size")
         position = keys.integer("max_position_embeddings")
         rope = _rope(config, position)
+        windows = _windows(config, architecture, num_layers, position)
         model = cls(
             architecture=architecture,
             vocab_size=keys.integer("vocab_size"),
@@ -168,8 +176,7 @@ class ModelConfig:
             head_dim=keys.integer("head_dim", 128 if architecture == _QWEN3 else hidden_size // num_q_heads),
             rms_norm_eps=keys.number("rms_norm_eps", 1e-6),
             max_position=max(position, int(rope.factor * rope.original_max_position) if rope.type == "yarn" else 0),
-            sliding_window=_sliding_window(config, architecture, num_layers),
-            rope=rope,
+            attention=tuple(LayerAttention(rope=rope, window=window) for window in windows),
             tie_word_embeddings=keys.boolean("tie_word_embeddings", False),
             attention_bias=keys.boolean("attention_bias", False),
             dtype=_dtype(config),
@@ -192,22 +199,14 @@ class ModelConfig:
     def max_seq_len(self, override: int | None = None) -> int:
         """The longest sequence, prompt and answer, in tokens; `override` is the option max_seq_len_override.
 
-        Raises ConfigError for more than the model provides for, and for more than its attention window: until then
-        a window changes nothing.
+        Raises ConfigError for more than the model provides for.
         """
         if override is not None and override > self.max_position:
             raise ConfigError(
                 f"max_seq_len_override is {override}; allowed: 2 to {self.max_position}, the longest sequence that the "
                 "model's config.json provides for"
             )
-        longest = override or self.max_position
-        if self.sliding_window is not None and longest > self.sliding_window:
-            raise ConfigError(
-                f"config.json: sliding_window is {self.sliding_window} and sequences may have {longest} tokens, but "
-                f"sliding windows are not served; allowed: max_seq_len_override={self.sliding_window} or less, so that "
-                "no sequence is longer than the window"
-            )
-        return longest
+        return override or self.max_position
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ConfigError unless heads and MLPs split evenly over `size` ranks."""
@@ -281,24 +280,46 @@ def _refuse_what_is_not_served(config: Mapping[str, Any]) -> None:
             _refuse(key, value, allowed)
 
 
-def _sliding_window(config: Mapping[str, Any], architecture: str, num_layers: int) -> int | None:
-    """The window of the layers that have one; None where none has."""
+def _windows(
+    config: Mapping[str, Any], architecture: str, num_layers: int, max_position: int
+) -> tuple[int | None, ...]:
+    """The window of each layer as transformers has it; None: full attention."""
     layer_types = config.get("layer_types") or []
     for layer_type in layer_types:
         if layer_type not in ("full_attention", "sliding_attention"):
-            _refuse("layer_types", layer_type, "full_attention")
-    # MistralConfig means 4096 where the key is absent; null switches the window off.
-    window = config.get("sliding_window", 4096 if architecture == _MISTRAL else None)
-    if window is not None and (not isinstance(window, int) or isinstance(window, bool) or window < 1):
-        _refuse("sliding_window", window, "null or an integer, 1 or more")
-    if architecture.startswith("Qwen"):
+            _refuse("layer_types", layer_type, "full_attention, sliding_attention")
+    if len(layer_types) not in (0, num_layers):
+        _refuse("layer_types", layer_types, f"null, or one entry for each of the {num_layers} layers")
+    window = _window(config, architecture, max_position)
+    full: tuple[int | None, ...] = (None,) * num_layers
+    if window is None:
+        return full
+    if architecture in (_QWEN2, _QWEN3):
+        first = config.get("max_window_layers", 28)
+        if not isinstance(first, int) or isinstance(first, bool):
+            _refuse("max_window_layers", first, "an integer")
         if layer_types:
-            active = "sliding_attention" in layer_types
-        else:  # dense Qwen slides from layer max_window_layers on, Qwen3-MoE in all layers
-            first = config.get("max_window_layers", 28) if architecture != _QWEN3_MOE else 0
-            active = first < num_layers
-        return window if active and config.get("use_sliding_window") else None
-    return window
+            return tuple(window if layer_type == "sliding_attention" else None for layer_type in layer_types)
+        return tuple(window if layer >= first else None for layer in range(num_layers))
+    # The others have one window for all layers, or none; transformers reads no layer_types for them.
+    if len(set(layer_types)) > 1:
+        _refuse("layer_types", layer_types, f"one type for all layers of {architecture}")
+    return full if "full_attention" in layer_types else (window,) * num_layers
+
+
+def _window(config: Mapping[str, Any], architecture: str, max_position: int) -> int | None:
+    """The one size of all windows; None: no layer has any."""
+    if architecture.startswith("Qwen") and not config.get("use_sliding_window"):
+        return None
+    # The config classes of Mistral and Qwen mean 4096 where the key is absent; null switches windows off.
+    window = config.get("sliding_window", None if architecture == _LLAMA else 4096)
+    if window is None:
+        return None
+    if not isinstance(window, int) or isinstance(window, bool) or window < 1:
+        _refuse("sliding_window", window, "null or an integer, 1 or more")
+    if architecture == _LLAMA and window < max_position:
+        _refuse("sliding_window", window, f"null for {architecture}, whose layers have no windows")
+    return int(window) if window < max_position else None
 
 
 def _rope(config: Mapping[str, Any], max_position: int) -> RopeConfig:

@@ -80,14 +80,17 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self._ops = place.ops
-        cos_sin = rope_table(config.rope, config.head_dim, max_seq_len, place.device)
-        layers = (self.make_layer(config, index, cos_sin, place) for index in range(config.num_layers))
+        ropes = {layer.rope for layer in config.attention}
+        tables = {rope: rope_table(rope, config.head_dim, max_seq_len, place.device) for rope in ropes}
+        layers = (
+            self.make_layer(config, index, tables[layer.rope], place) for index, layer in enumerate(config.attention)
+        )
         self.model = Decoder(config, layers, place)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, "lm_head", place, tied)
 
     def make_layer(self, config: ModelConfig, index: int, cos_sin: torch.Tensor, place: LayerContext) -> DecoderLayer:
-        """The one thing that an architecture has to say. `cos_sin` is the rope table that all layers share."""
+        """The one thing that an architecture has to say. `cos_sin` is the layer's rope table, shared with its like."""
         raise NotImplementedError
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:

@@ -12,12 +12,12 @@ from dataclasses import dataclass, field
 
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec
+from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.hybrid import HybridAttention
-from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.cuda_graph import CudaGraphRunner, EagerGraphRunner, GraphRunner, graph_sizes
@@ -151,7 +151,7 @@ def _load(
         return ModelRunner(
             model=model,
             attention=attention,
-            pool=KVPool(spec, num_pages),
+            pool=KVPool(spec.kv_layouts, spec.page_size, num_pages, device),
             table=table,
             sampling=sampling,
             sampler=sampler,
@@ -164,7 +164,7 @@ def _load(
 def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: HybridAttention) -> tuple[int, ...]:
     if runtime.eager_graphs:
         return graph_sizes(largest)
-    if largest and type(attention.decode_backend).allocate_graph is AttentionBackend.allocate_graph:
+    if largest and not attention.supports_graphs:
         log.warning("attention backend %s has no CUDA graphs; decode runs without them", runtime.decode_backend)
         return ()
     return graph_sizes(largest)

@@ -11,9 +11,9 @@ import numpy as np
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.attention.kv_pool import KVPool, max_pages
 from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kv.pool import KVPool, max_pages
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.device import free_bytes
 from minisgl_backend.runner.model_runner import ModelRunner
@@ -58,7 +58,7 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
     config = runtime.config
     if config.num_pages is not None:
         return config.num_pages
-    page_bytes = KVPool.bytes_per_page(spec)
+    page_bytes = KVPool.bytes_per_page(spec.kv_layouts, spec.page_size)
     most = max_pages(spec.page_size)
     free_now = free_bytes(spec.device)
     if spec.device.type == "cpu":

@@ -14,7 +14,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
-from minisgl_backend.attention.kv_pool import KVPool
+from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext, StepContext
 from minisgl_backend.runner import logprobs
 from minisgl_backend.runner.async_output import PendingStep, ResultReader

@@ -20,8 +20,8 @@ import torch
 
 from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
-from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # that of models.decoder.CausalLM
@@ -56,8 +56,9 @@ class PiecewiseRunner(ABC):
 
     def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool) -> None:
         """Makes all sizes ready; called once, before anything runs. The largest comes first: the others fit into it."""
-        spec = attention.prefill_backend.spec
-        heads = (self.sizes[-1], spec.num_q_heads, spec.head_dim)
+        spec = attention.spec
+        group = spec.groups[0]  # the layers of one model differ in windows, not in heads: one buffer serves all
+        heads = (self.sizes[-1], group.num_q_heads, group.head_dim)
         self._forward, self._attention, self._pool = forward, attention, pool
         self._inputs = torch.zeros(3, self.sizes[-1], dtype=torch.int32, device=spec.device)  # ids, positions, slots
         self._queries = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
@@ -85,8 +86,7 @@ class PiecewiseRunner(ABC):
         queries, attended = self._queries[:num_tokens], self._attended[:num_tokens]
 
         def attend(layer_index: int) -> None:
-            k, v = self._pool.k(layer_index), self._pool.v(layer_index)
-            self._attention.attend_into(queries, k, v, plan, attended)
+            self._attention.attend_into(layer_index, queries, self._pool.layer(layer_index), plan, attended)
 
         self._replay(size, attend)
         return self._hidden[:num_tokens]

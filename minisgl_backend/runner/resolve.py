@@ -6,10 +6,10 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from minisgl_backend.attention.kv_pool import max_pages
 from minisgl_backend.attention.registry import choose_attention, import_failure
 from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kv.pool import max_pages
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.device import DeviceFacts
 

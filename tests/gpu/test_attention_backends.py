@@ -12,6 +12,8 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs, QKNormRope
 from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
 from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kv.layout import LayerKV
+from tests.specs import one_group
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -27,9 +29,9 @@ def make_spec(name: str, page_size: int, shape: tuple[int, int, int]) -> Attenti
     if entry.page_sizes is not None and page_size not in entry.page_sizes:
         pytest.skip(f"{name} does not serve page size {page_size}")
     heads, kv_heads, head_dim = shape
-    return AttentionSpec(
-        num_layers=1, num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
-        max_seq_len=4096, max_rows=33, dtype=torch.bfloat16, device=torch.device("cuda"),
+    return one_group(
+        num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=page_size, max_seq_len=4096,
+        max_rows=33, dtype=torch.bfloat16, device="cuda",
     )  # fmt: skip
 
 
@@ -38,8 +40,9 @@ class Cache:
 
     def __init__(self, spec: AttentionSpec, kv_lens: list[int]) -> None:
         pages = [-(-length // spec.page_size) for length in kv_lens]
-        shape = (sum(pages) + 1, spec.num_kv_heads, spec.page_size, spec.head_dim)
-        self.k, self.v = (torch.randn(shape, device="cuda").to(spec.dtype) for _ in range(2))
+        group = spec.groups[0]
+        shape = (sum(pages) + 1, group.num_kv_heads, spec.page_size, group.head_dim)
+        self.kv = LayerKV(*(torch.randn(shape, device="cuda").to(spec.dtype) for _ in range(2)))
         ids = torch.randperm(sum(pages), device="cuda").int() + 1
         self.table = torch.zeros(spec.max_rows, spec.max_pages_per_row, dtype=torch.int32, device="cuda")
         self.rows_host = np.random.default_rng(0).permutation(spec.max_rows - 1)[: len(kv_lens)].astype(np.int32)
@@ -84,8 +87,8 @@ def test_prefill(name, page_size, shape):
     ]:
         cache = Cache(spec, kv_lens)
         inputs = cache.prefill_inputs(q_lens)
-        q = torch.randn(sum(q_lens), spec.num_q_heads, spec.head_dim, device="cuda").to(spec.dtype)
-        out, ref = (h.attend(q, cache.k, cache.v, h.plan(inputs, None)) for h in (backend, reference))
+        q = torch.randn(sum(q_lens), shape[0], shape[2], device="cuda").to(spec.dtype)
+        out, ref = (h.attend(0, q, cache.kv, h.plan(inputs, None)) for h in (backend, reference))
         assert error(out, ref) < 1e-2
 
 
@@ -101,15 +104,15 @@ def test_decode_eager_and_captured(name, page_size, shape):
     for kv_lens in ([1], [1, 63, 64, 65, 1000, 517, 3000, 2], [100 * i + 1 for i in range(32)]):
         cache = Cache(spec, kv_lens)
         inputs = cache.decode_inputs()
-        q = torch.randn(len(kv_lens), spec.num_q_heads, spec.head_dim, device="cuda").to(spec.dtype)
-        ref = reference.attend(q, cache.k, cache.v, reference.plan(None, inputs))
-        assert error(backend.attend(q, cache.k, cache.v, backend.plan(None, inputs)), ref) < 1e-2
+        q = torch.randn(len(kv_lens), shape[0], shape[2], device="cuda").to(spec.dtype)
+        ref = reference.attend(0, q, cache.kv, reference.plan(None, inputs))
+        assert error(backend.attend(0, q, cache.kv, backend.plan(None, inputs)), ref) < 1e-2
         plan = backend.plan_capture(inputs)
-        backend.attend(q, cache.k, cache.v, plan)
+        backend.attend(0, q, cache.kv, plan)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = backend.attend(q, cache.k, cache.v, plan)
+            out = backend.attend(0, q, cache.kv, plan)
         backend.plan_replay(inputs)
         graph.replay()
         assert error(out, ref) < 1e-2
@@ -134,17 +137,17 @@ def test_rotating_decode_eager_and_captured(page_size, shape, normed):
         positions = inputs.kv_lens - 1
         slots = cache.table[inputs.rows, positions // page_size] * page_size + positions % page_size
         qkv = torch.randn(len(kv_lens), (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
-        k, v = cache.k.clone(), cache.v.clone()
+        k, v = cache.kv.k.clone(), cache.kv.v.clone()
         q = TorchOps().rope_store(qkv.clone(), *norms, rotation.cos_sin, positions, slots, k, v, heads, 1e-6)
-        ref = reference.attend(q, k, v, reference.plan(None, inputs))
+        ref = reference.attend(0, q, LayerKV(k, v), reference.plan(None, inputs))
         plan = backend.plan_capture(inputs)
-        assert error(backend.attend_rotating(qkv, rotation, cache.k, cache.v, plan), ref) < 1e-2
-        assert error(cache.k, k) < 1e-2
-        torch.testing.assert_close(cache.v, v)
+        assert error(backend.attend_rotating(0, qkv, rotation, cache.kv, plan), ref) < 1e-2
+        assert error(cache.kv.k, k) < 1e-2
+        torch.testing.assert_close(cache.kv.v, v)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = backend.attend_rotating(qkv, rotation, cache.k, cache.v, plan)
+            out = backend.attend_rotating(0, qkv, rotation, cache.kv, plan)
         for _ in range(3):
             graph.replay()
         assert error(out, ref) < 1e-2

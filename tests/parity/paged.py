@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
-from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.layers.context import StepContext
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.tensor_parallel import TensorParallel
+from tests.specs import make_pool
 
 
 class PagedModel:
@@ -43,7 +43,7 @@ class PagedModel:
         )
         self.model = build_model(config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp)
         num_pages = max_rows * self.spec.max_pages_per_row
-        self.pool = KVPool(self.spec, num_pages)
+        self.pool = make_pool(self.spec, num_pages)
         self.attention = create_attention("torch", "torch", self.spec)
         order = np.random.default_rng(7).permutation(num_pages) + 1
         self.page_table = torch.from_numpy(order.astype(np.int32)).view(max_rows, -1).to(self.device)

@@ -10,12 +10,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-import torch
 
-from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.attention.registry import BACKENDS, AttentionChoice, choose_attention, create_attention
 from minisgl_backend.errors import ConfigError
+from tests.specs import one_group
 
 
 def without(*packages: str) -> Callable[[str], str | None]:
@@ -192,17 +191,8 @@ def test_page_size(requested: str, wanted: int | None, size: int, warned: bool) 
 
 
 def test_one_object_serves_both_parts() -> None:
-    spec = AttentionSpec(
-        num_layers=1,
-        num_q_heads=2,
-        num_kv_heads=1,
-        head_dim=8,
-        page_size=16,
-        max_seq_len=64,
-        max_rows=2,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-    )
+    spec = one_group(num_q_heads=2, num_kv_heads=1, head_dim=8, page_size=16, max_seq_len=64, max_rows=2)
     attention = create_attention("torch", "torch", spec)
-    assert isinstance(attention.prefill_backend, TorchBackend)
-    assert attention.decode_backend is attention.prefill_backend
+    (prefill,), (decode,) = attention.backends
+    assert isinstance(prefill, TorchBackend)
+    assert decode is prefill

@@ -11,10 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs
-from minisgl_backend.attention.hybrid import HybridAttention
-from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.attention.reference import TorchBackend
+from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.torch_ops import store_tokens
+from minisgl_backend.kv.pool import KVPool
+from tests.specs import make_pool, one_group
 
 MAX_ROWS, MAX_SEQ_LEN, HEAD_DIM = 6, 1024, 8
 
@@ -28,11 +30,9 @@ def make_spec(page_size: int, num_q_heads: int = 4, num_kv_heads: int = 2, **cha
         "page_size": page_size,
         "max_seq_len": MAX_SEQ_LEN,
         "max_rows": MAX_ROWS,
-        "dtype": torch.float32,
-        "device": torch.device("cpu"),
         **changes,
     }
-    return AttentionSpec(**values)  # type: ignore[arg-type]
+    return one_group(**values)  # type: ignore[arg-type]
 
 
 class World:
@@ -42,22 +42,25 @@ class World:
         generator = torch.Generator().manual_seed(seed)
         self.spec = spec
         pages = MAX_ROWS * spec.max_pages_per_row
-        self.pool = KVPool(spec, pages)
+        self.pool = make_pool(spec, pages)
+        (self.group,) = spec.groups
         order = torch.randperm(pages, generator=generator) + 1
         self.page_table = order.view(MAX_ROWS, -1).int()
-        shape = (MAX_ROWS, MAX_SEQ_LEN, spec.num_kv_heads, spec.head_dim)
+        shape = (MAX_ROWS, MAX_SEQ_LEN, self.group.num_kv_heads, self.group.head_dim)
         self.k, self.v = torch.randn(shape, generator=generator), torch.randn(shape, generator=generator)
         positions = torch.arange(MAX_SEQ_LEN)
         for row in range(MAX_ROWS):
             slots = self.page_table[row, positions // spec.page_size] * spec.page_size + positions % spec.page_size
-            self.pool.store(1, self.k[row], self.v[row], slots)
+            store_tokens(self.pool.layer(1).k, self.k[row], slots)
+            store_tokens(self.pool.layer(1).v, self.v[row], slots)
 
     def expected(self, q: torch.Tensor, row: int, kv_len: int) -> torch.Tensor:
         """q [num_heads, head_dim], the token at kv_len - 1."""
-        group = self.spec.num_q_heads // self.spec.num_kv_heads
-        k = self.k[row, :kv_len].repeat_interleave(group, dim=1)
-        v = self.v[row, :kv_len].repeat_interleave(group, dim=1)
-        weights = torch.softmax(torch.einsum("hd,thd->ht", q, k) * self.spec.softmax_scale, dim=-1)
+        group = self.group.num_q_heads // self.group.num_kv_heads
+        first = max(0, kv_len - (self.group.window or kv_len))
+        k = self.k[row, first:kv_len].repeat_interleave(group, dim=1)
+        v = self.v[row, first:kv_len].repeat_interleave(group, dim=1)
+        weights = torch.softmax(torch.einsum("hd,thd->ht", q, k) * self.group.softmax_scale, dim=-1)
         return torch.einsum("ht,thd->hd", weights, v)
 
     def prefill_inputs(self, parts: list[tuple[int, int, int]]) -> PrefillInputs:
@@ -88,14 +91,13 @@ class World:
         )
 
     def check(self, prefill: list[tuple[int, int, int]], decode: list[tuple[int, int]]) -> None:
-        backend = TorchBackend(self.spec)
-        attention = HybridAttention(backend, backend)
+        attention = create_attention("torch", "torch", self.spec)
         num_tokens = sum(part[1] for part in prefill) + len(decode)
-        q = torch.randn(num_tokens, self.spec.num_q_heads, self.spec.head_dim)
+        q = torch.randn(num_tokens, self.group.num_q_heads, self.group.head_dim)
         plan = attention.plan(
             self.prefill_inputs(prefill) if prefill else None, self.decode_inputs(decode) if decode else None
         )
-        out = attention.attend(q, self.pool.k(1), self.pool.v(1), plan)
+        out = attention.attend(1, q, self.pool.layer(1), plan)
         places = [(row, kv_len - count + i + 1) for row, count, kv_len in prefill for i in range(count)] + decode
         expected = torch.stack([self.expected(q[i], row, kv_len) for i, (row, kv_len) in enumerate(places)])
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
@@ -112,15 +114,32 @@ def test_long_chunk_after_a_cached_prefix_is_tiled() -> None:
     World(make_spec(16)).check([(0, 700, 1000)], [])
 
 
+@pytest.mark.parametrize("window", [1, 24, 600, 1000])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_windows(page_size: int, window: int) -> None:
+    """Prompts whole, behind a cached prefix, and longer than the queries that share a mask; decode at every length."""
+    world = World(make_spec(page_size, window=window))
+    world.check([(0, 700, 1000), (1, 40, 40), (2, 1, 90)], [(3, 1), (4, window), (5, min(window + 1, MAX_SEQ_LEN))])
+    world.check([(0, MAX_SEQ_LEN, MAX_SEQ_LEN)], [(1, 1000), (2, MAX_SEQ_LEN), (3, 30), (4, 700), (5, 25)])
+
+
+def test_pages_behind_the_window_are_not_read() -> None:
+    world = World(make_spec(16, window=24))
+    world.page_table[0, :3] = -1  # tokens 0 to 47
+    world.check([(0, 10, 90)], [])
+    world.check([], [(0, 72), (1, 100), (2, 3)])
+
+
 @pytest.mark.parametrize("kv_lens", [[1, 1000, 3, 900, 260, 2], [700, 700, 700, 700, 700, 700]])
 def test_decode_of_very_different_lengths(kv_lens: list[int]) -> None:
     World(make_spec(16)).check([], list(enumerate(kv_lens)))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(data=st.data())
 def test_any_step(data: st.DataObject) -> None:
-    world = World(make_spec(data.draw(st.sampled_from([1, 2, 16]))))
+    window = data.draw(st.sampled_from([None, None, 1, 7, 16, 24, 100]))
+    world = World(make_spec(data.draw(st.sampled_from([1, 2, 16])), window=window))
     rows = data.draw(st.permutations(range(MAX_ROWS)))
     num_prefill = data.draw(st.integers(0, 3))
     lengths = st.integers(1, 300)
@@ -137,49 +156,51 @@ def test_garbage_beyond_the_end_of_a_sequence_does_not_matter() -> None:
     world = World(make_spec(16))
     world.page_table[0, 3:] = -1
     last_page = int(world.page_table[0, 2])
-    world.pool.k(1)[last_page, :, -1] = 1e6  # position 47, which does not exist yet
+    world.pool.layer(1).k[last_page, :, -1] = 1e6  # position 47, which does not exist yet
     world.check([(0, 3, 47)], [])
     world.check([], [(0, 47), (1, 100)])
 
 
 def test_scale() -> None:
-    assert make_spec(1).softmax_scale == 1 / math.sqrt(HEAD_DIM)
+    assert make_spec(1).groups[0].softmax_scale == 1 / math.sqrt(HEAD_DIM)
     World(make_spec(16, scale=0.7)).check([(0, 5, 9)], [(1, 33)])
 
 
-@pytest.mark.parametrize("changes", [{"sliding_window": 128}, {"num_q_heads": 3}])
-def test_what_it_cannot_serve_is_refused_at_start(changes: dict[str, int]) -> None:
+def test_what_it_cannot_serve_is_refused_at_start() -> None:
+    spec = make_spec(16, num_q_heads=3)
     with pytest.raises(ConfigError):
-        TorchBackend(make_spec(16, **changes))  # type: ignore[arg-type]
+        TorchBackend(spec, spec.groups[0])
 
 
 def test_pool_sizes() -> None:
     spec = make_spec(16)
-    pool = KVPool(spec, 10)
-    assert pool.k(0).shape == (11, 2, 16, HEAD_DIM)
-    used = sum(pool.k(layer).nbytes + pool.v(layer).nbytes for layer in range(2))
-    assert KVPool.bytes_per_page(spec) * 11 == used
+    pool = make_pool(spec, 10)
+    assert pool.layer(0).k.shape == (11, 2, 16, HEAD_DIM)
+    used = sum(pool.layer(layer).k.nbytes + pool.layer(layer).v.nbytes for layer in range(2))
+    assert KVPool.bytes_per_page(spec.kv_layouts, 16) * 11 == used
 
 
+@pytest.mark.parametrize("window", [None, 24])
 @pytest.mark.parametrize("page_size", [1, 16])
 @pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
-def test_what_is_no_number_beyond_the_end_of_a_sequence_does_not_matter(page_size: int, poison: float) -> None:
+def test_what_is_no_number_beyond_the_end_of_a_sequence_does_not_matter(
+    page_size: int, poison: float, window: int | None
+) -> None:
     """In pages that another sequence has left, or that are its own now, and in what the table names beyond the end."""
-    world = World(make_spec(page_size))
+    world = World(make_spec(page_size, window=window))
     bad, short = 0, 1
     held = -(-47 // page_size)
     world.page_table[short, held:] = world.page_table[bad, held:]  # entries of an earlier sequence of the row
-    for cache in (world.pool.k(1), world.pool.v(1)):
+    kv = world.pool.layer(1)
+    for cache in (kv.k, kv.v):
         cache[world.page_table[bad].long()] = poison
         if page_size > 1:
             cache[int(world.page_table[short, held - 1]), :, 47 % page_size :] = poison
     world.check([(short, 3, 47)], [])
     world.check([], [(short, 47), (2, 100)])
     q = torch.randn(3, 4, HEAD_DIM)
-    backend = TorchBackend(world.spec)
-    out = backend.decode(
-        q, world.pool.k(1), world.pool.v(1), backend.plan_decode(world.decode_inputs([(bad, 100), (short, 47), (2, 9)]))
-    )
+    backend = TorchBackend(world.spec, world.group)
+    out = backend.decode(q, kv, backend.plan_decode(world.decode_inputs([(bad, 100), (short, 47), (2, 9)])))
     assert not torch.isfinite(out[0]).any(), "the test poisons nothing"
     expected = torch.stack([world.expected(q[1], short, 47), world.expected(q[2], 2, 9)])
     torch.testing.assert_close(out[1:], expected, rtol=1e-4, atol=1e-5)

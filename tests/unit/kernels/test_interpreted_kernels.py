@@ -11,9 +11,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs
+from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kv.layout import LayerKV
+from tests.specs import one_group
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -38,7 +40,9 @@ CPU = torch.device("cpu")
 class PagedCase:
     """A random pool, shuffled pages and rows, and the same attention by the torch backend."""
 
-    def __init__(self, kv_lens: list[int], page_size: int, heads: int, kv_heads: int, head_dim: int) -> None:
+    def __init__(
+        self, kv_lens: list[int], page_size: int, heads: int, kv_heads: int, head_dim: int, window: int = 0
+    ) -> None:
         torch.manual_seed(page_size)
         most = -(-max(kv_lens) // page_size)
         count = len(kv_lens)
@@ -47,35 +51,40 @@ class PagedCase:
         self.table = (torch.randperm(count * most) + 1).int().reshape(count, most)
         self.rows = torch.randperm(count).int()
         self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32)
-        self.spec = AttentionSpec(
-            num_layers=1, num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
-            max_seq_len=most * page_size, max_rows=count, dtype=torch.float32, device=CPU,
+        self.spec = one_group(
+            num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
+            max_seq_len=most * page_size, max_rows=count, window=window or None,
         )  # fmt: skip
-        self.reference = TorchBackend(self.spec)
+        self.reference = TorchBackend(self.spec, self.spec.groups[0])
 
 
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 0), (64, 0), (1, 24), (16, 1), (64, 64), (64, 200)])
 @pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3)])
-def test_decode_attention(page_size, shape):
-    case = PagedCase([1, 63, 65, 300], page_size, heads=4, kv_heads=2, head_dim=64)
+def test_decode_attention(page_size, window, shape):
+    case = PagedCase([1, 63, 65, 300], page_size, heads=4, kv_heads=2, head_dim=64, window=window)
     q = torch.randn(4, 4, 64)
     workspace = DecodeWorkspace(4, 4, 2, 64, CPU)
     inputs = DecodeInputs(
         kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
         rows_host=case.rows.numpy(),
     )  # fmt: skip
-    expected = case.reference.decode(q, case.k, case.v, case.reference.plan_decode(inputs))
+    expected = case.reference.decode(q, LayerKV(case.k, case.v), case.reference.plan_decode(inputs))
     for _ in range(2):  # the counters are back at zero after each launch
-        out = decode_attention(q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, 0.125)
+        out = decode_attention(
+            q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, 0.125, window=window
+        )
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     assert int(workspace.counters.abs().sum()) == 0
 
 
-@pytest.mark.parametrize(("page_size", "normed"), [(1, True), (16, False), (64, True)])
+@pytest.mark.parametrize(
+    ("page_size", "normed", "window"),
+    [(1, True, 0), (16, False, 0), (64, True, 0), (1, True, 40), (16, False, 1), (64, True, 2), (64, True, 100)],
+)
 @pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(32, 32, 32, 4, 3, early=True)])
-def test_rotating_decode_attention(page_size, shape, normed):
+def test_rotating_decode_attention(page_size, shape, normed, window):
     heads, kv_heads, dim = 6, 2, 48
-    case = PagedCase([1, 64, 65, 200], page_size, heads, kv_heads, dim)
+    case = PagedCase([1, 64, 65, 200], page_size, heads, kv_heads, dim, window)
     qkv = torch.randn(4, (heads + 2 * kv_heads) * dim)
     norms = [torch.randn(dim), torch.randn(dim)] if normed else [None, None]
     angles = torch.randn(201, dim // 2)
@@ -89,12 +98,12 @@ def test_rotating_decode_attention(page_size, shape, normed):
     )  # fmt: skip
     k, v = case.k.clone(), case.v.clone()
     q = TorchOps().rope_store(qkv.clone(), *norms, cos_sin, positions, slots, k, v, heads, 1e-6)
-    expected = case.reference.decode(q, k, v, case.reference.plan_decode(inputs))
+    expected = case.reference.decode(q, LayerKV(k, v), case.reference.plan_decode(inputs))
     workspace = DecodeWorkspace(4, heads, kv_heads, dim, CPU)
     for _ in range(2):
         out = rotating_decode_attention(
             qkv, *norms, cos_sin, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape,
-            case.spec.softmax_scale, 1e-6,
+            case.spec.groups[0].softmax_scale, 1e-6, window=window,
         )  # fmt: skip
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
         torch.testing.assert_close(case.k, k, atol=1e-5, rtol=1e-5)
@@ -102,18 +111,19 @@ def test_rotating_decode_attention(page_size, shape, normed):
     assert int(workspace.counters.abs().sum()) == 0
 
 
+@pytest.mark.parametrize("window", [0, 1, 24, 50])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_prefill_attention(page_size):
-    q_lens, kv_lens = [5, 40, 1], [5, 70, 33]
-    case = PagedCase(kv_lens, page_size, heads=2, kv_heads=1, head_dim=64)
+def test_prefill_attention(page_size, window):
+    q_lens, kv_lens = [5, 40, 1], [5, 130, 33]
+    case = PagedCase(kv_lens, page_size, heads=2, kv_heads=1, head_dim=64, window=window)
     starts = torch.tensor([0, 5, 45, 46], dtype=torch.int32)
     q = torch.randn(sum(q_lens), 2, 64)
     inputs = PrefillInputs(
         cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
         cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
     )  # fmt: skip
-    expected = case.reference.prefill(q, case.k, case.v, case.reference.plan_prefill(inputs))
-    out = prefill_attention(q, case.k, case.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), 0.125)
+    expected = case.reference.prefill(q, LayerKV(case.k, case.v), case.reference.plan_prefill(inputs))
+    out = prefill_attention(q, case.k, case.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), 0.125, window)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
 

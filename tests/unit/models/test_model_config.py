@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.config import GenerationDefaults, ModelConfig, RopeConfig, read_end_of_text
+from minisgl_backend.models.config import GenerationDefaults, LayerAttention, ModelConfig, RopeConfig, read_end_of_text
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -39,7 +39,7 @@ def read(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfi
 def test_reads_sizes() -> None:
     config = read()
     assert (config.num_layers, config.num_q_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
-    assert config.rope == RopeConfig(theta=10000.0)
+    assert config.attention == (LayerAttention(rope=RopeConfig(theta=10000.0)),) * 2
     assert config.moe is None
     assert not config.tie_word_embeddings
 
@@ -53,7 +53,7 @@ def test_reads_sizes() -> None:
     ],
 )
 def test_both_spellings_of_rope(spelling: dict[str, Any]) -> None:
-    rope = read(**spelling).rope
+    rope = read(**spelling).attention[0].rope
     assert rope == RopeConfig(
         type="llama3",
         theta=5e5,
@@ -75,8 +75,8 @@ def test_rope_scaling_beside_rope_parameters_counts() -> None:
     saved = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     assert read(**saved, rope_scaling={**yarn, "rope_theta": 5e5}) == read(rope_theta=5e5, rope_scaling=yarn)
     assert read(**saved, rope_theta=5e5, rope_scaling=yarn) == read(rope_theta=5e5, rope_scaling=yarn)
-    assert read(**saved, rope_scaling=None).rope == RopeConfig(theta=5e5)
-    assert read(rope_parameters=yarn, rope_scaling={"rope_type": "default"}).rope == RopeConfig()
+    assert read(**saved, rope_scaling=None).attention[0].rope == RopeConfig(theta=5e5)
+    assert read(rope_parameters=yarn, rope_scaling={"rope_type": "default"}).attention[0].rope == RopeConfig()
     with pytest.raises(ConfigError, match=r"rope_parameters has rope_theta 500000.0, but beside rope_scaling"):
         read(**saved, rope_scaling=yarn)
 
@@ -148,55 +148,61 @@ def test_rope_refused_by_name(key: str, rope: dict[str, Any], named: str) -> Non
         read(**{key: rope})
 
 
+_MISTRAL = {"architectures": ["MistralForCausalLM"]}
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "use_sliding_window": True}
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "head_dim": 16}
+_QWEN3_MOE = {
+    **_QWEN3,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+
+
 @pytest.mark.parametrize(
-    ("changes", "active"),
+    ("changes", "windows"),
     [
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": None}, False),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 512}, True),
-        ({"architectures": ["MistralForCausalLM"], "sliding_window": 1024}, False),
-        ({"architectures": ["MistralForCausalLM"]}, False),  # 4096 is meant, and the context is shorter
-        ({"architectures": ["MistralForCausalLM"], "max_position_embeddings": 8192}, True),
-        ({"architectures": ["Qwen2ForCausalLM"], "sliding_window": 512, "use_sliding_window": False}, False),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 512,
-                "use_sliding_window": True,
-                "max_window_layers": 1,
-            },
-            True,
-        ),
-        (
-            {
-                "architectures": ["Qwen2ForCausalLM"],
-                "sliding_window": 512,
-                "use_sliding_window": True,
-                "max_window_layers": 2,
-            },
-            False,
-        ),
-        (
-            {
-                "architectures": ["Qwen3ForCausalLM"],
-                "sliding_window": 512,
-                "use_sliding_window": True,
-                "layer_types": ["full_attention", "sliding_attention"],
-            },
-            True,
-        ),
+        ({**_MISTRAL, "sliding_window": None}, (None, None)),
+        ({**_MISTRAL, "sliding_window": 512}, (512, 512)),
+        ({**_MISTRAL, "sliding_window": 1024}, (None, None)),  # no token is further away
+        (_MISTRAL, (None, None)),  # 4096 is meant, and the context is shorter
+        ({**_MISTRAL, "max_position_embeddings": 8192}, (4096, 4096)),
+        ({**_MISTRAL, "sliding_window": 512, "layer_types": [_SLIDING] * 2}, (512, 512)),
+        ({**_QWEN2, "sliding_window": 512, "use_sliding_window": False}, (None, None)),
+        ({**_QWEN2, "sliding_window": 512, "max_window_layers": 1}, (None, 512)),
+        ({**_QWEN2, "sliding_window": 512, "max_window_layers": 0}, (512, 512)),
+        ({**_QWEN2, "sliding_window": 512, "max_window_layers": 2}, (None, None)),
+        ({**_QWEN2, "sliding_window": 512}, (None, None)),  # from layer 28 on
+        ({**_QWEN2, "max_window_layers": 1, "max_position_embeddings": 8192}, (None, 4096)),
+        ({**_QWEN3, "sliding_window": 512, "layer_types": [_FULL, _SLIDING]}, (None, 512)),
+        ({**_QWEN3, "sliding_window": 512, "layer_types": [_SLIDING, _FULL], "max_window_layers": 0}, (512, None)),
+        ({**_QWEN3_MOE, "sliding_window": 512, "max_window_layers": 2}, (512, 512)),
+        ({**_QWEN3_MOE, "sliding_window": None}, (None, None)),
+        ({"sliding_window": 1024}, (None, None)),
     ],
 )
-def test_sliding_window_is_refused_only_where_it_acts(changes: dict[str, Any], active: bool) -> None:
+def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     config = read(**changes)
-    if not active:
-        assert config.max_seq_len() == config.max_position
-        return
-    assert config.sliding_window is not None
-    with pytest.raises(ConfigError, match=rf"sliding_window.*max_seq_len_override={config.sliding_window} or less"):
-        config.max_seq_len()
-    with pytest.raises(ConfigError, match="sliding_window"):
-        config.max_seq_len(config.sliding_window + 1)
-    assert config.max_seq_len(config.sliding_window) == config.sliding_window
+    assert tuple(layer.window for layer in config.attention) == windows
+    assert config.max_seq_len() == config.max_position
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"sliding_window": 512}, "sliding_window"),  # Llama has none
+        ({**_MISTRAL, "sliding_window": 0}, "sliding_window"),
+        ({**_MISTRAL, "sliding_window": "512"}, "sliding_window"),
+        ({**_MISTRAL, "sliding_window": 512, "layer_types": [_FULL, _SLIDING]}, "layer_types"),
+        ({**_QWEN2, "sliding_window": 512, "layer_types": [_FULL]}, "layer_types"),
+        ({**_QWEN2, "sliding_window": 512, "max_window_layers": "1"}, "max_window_layers"),
+    ],
+)
+def test_windows_refused_by_name(changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError, match=named):
+        read(**changes)
 
 
 def test_the_longest_sequence_may_be_made_shorter_never_longer() -> None:

@@ -9,10 +9,10 @@ import pytest
 import torch
 from hand_made_plans import Driver
 
-from minisgl_backend.attention.kv_pool import KVPool
 from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import SamplingParams
@@ -62,7 +62,7 @@ def test_pages_follow_from_memory(tiny_model_dir: Path, monkeypatch: pytest.Monk
     """Nine tenths of what was free, less the weights, less a step, less the padding page."""
     runtime, model = runtime_for(tiny_model_dir, max_running_requests=4096, memory_ratio=0.5)
     spec = attention_spec(model, tp_size=1, page_size=16, max_seq_len=256, max_rows=5, dtype=torch.float32, device=CPU)
-    page = KVPool.bytes_per_page(spec)
+    page = KVPool.bytes_per_page(spec.kv_layouts, 16)
     on_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
     monkeypatch.setattr(memory, "free_bytes", lambda device: 900 * page)
     assert choose_num_pages(runtime, on_gpu, free_at_start=1000 * page, step_bytes=50 * page) == 500 - 100 - 50 - 1

@@ -11,9 +11,7 @@ import pytest
 import torch
 from hand_made_plans import Driver
 
-from minisgl_backend.attention.hybrid import HybridAttention
-from minisgl_backend.attention.kv_pool import KVPool
-from minisgl_backend.attention.reference import TorchBackend
+from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import SamplingParams
@@ -24,6 +22,7 @@ from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.sampling_rows import SamplingRows
 from minisgl_backend.runner.warm_up import warm_up, warm_up_plans
 from minisgl_backend.step import StepPlan, StepResult
+from tests.specs import make_pool
 
 CPU = torch.device("cpu")
 VOCAB = 160
@@ -51,12 +50,11 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
             dtype=torch.float32,
             device=CPU,
         )
-        backend = TorchBackend(spec)
         table = RowTable(max_running=max_running, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU)
         runner = ModelRunner(
             model=model,
-            attention=HybridAttention(backend, backend),
-            pool=KVPool(spec, 600 // page_size),
+            attention=create_attention("torch", "torch", spec),
+            pool=make_pool(spec, 600 // page_size),
             table=table,
             sampling=SamplingRows(table.max_rows, VOCAB, (2,), CPU),
         )
@@ -140,13 +138,13 @@ def test_padding_of_pieces_writes_no_page_of_a_step_before(make_runner: MakeRunn
     runner, driver = make_runner(pieces=(64,)), Driver(4)
     driver.admit(0, PROMPTS[2], GREEDY)
     run(runner, driver, driver.plan(prefill={0: len(PROMPTS[2])}))
-    before = [(runner._pool.k(layer)[1:].clone(), runner._pool.v(layer)[1:].clone()) for layer in (0, 1)]
+    pages = [cache[1:] for layer in (0, 1) for cache in (runner._pool.layer(layer).k, runner._pool.layer(layer).v)]
+    before = [cache.clone() for cache in pages]
     taken = driver.next_page - 1
     driver.admit(1, PROMPTS[0], GREEDY)
     run(runner, driver, driver.plan(prefill={1: len(PROMPTS[0])}))
-    for layer, (k, v) in enumerate(before):
-        assert torch.equal(runner._pool.k(layer)[1 : taken + 1], k[:taken])
-        assert torch.equal(runner._pool.v(layer)[1 : taken + 1], v[:taken])
+    for cache, kept in zip(pages, before, strict=True):
+        assert torch.equal(cache[:taken], kept[:taken])
 
 
 def test_piece_sizes() -> None:
@@ -160,7 +158,7 @@ def test_piece_sizes() -> None:
 def test_a_runner_that_warmed_up_has_forgotten_it(make_runner: MakeRunner, expected: list[list[int]]) -> None:
     runner = make_runner(graph_sizes=(1, 6), pieces=(64,))
     warm_up(runner, 6, 100, MAX_SEQ_LEN)
-    assert not runner._pool.k(0)[1:].any(), "only the padding page was written"
+    assert not runner._pool.layer(0).k[1:].any(), "only the padding page was written"
     assert generate(runner, PROMPTS, [GREEDY] * 4) == expected
 
 

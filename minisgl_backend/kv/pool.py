@@ -1,0 +1,52 @@
+"""Keys and values of all layers, in pages."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from minisgl_backend.kv.layout import KVScales, LayerKV, MHALayout
+
+
+def max_pages(page_size: int) -> int:
+    """Pages that a pool can have: a slot is an int32, and one page more is the padding page."""
+    return (2**31 - 1) // page_size - 1
+
+
+class KVPool:
+    """`num_pages` pages with the ids 1 to num_pages, and page 0, the padding page, which no sequence owns.
+
+    A page id means the same page in all layers, whatever their layouts: a sequence has one page table.
+    """
+
+    def __init__(
+        self,
+        layouts: Sequence[MHALayout],
+        page_size: int,
+        num_pages: int,
+        device: torch.device,
+        scales: Sequence[KVScales] | None = None,
+    ) -> None:
+        """`layouts` and `scales`: one for each layer; no scales: all are 1."""
+        self.num_pages = num_pages
+        self.page_size = page_size
+        # One piece of memory for each layout: many small ones would each be rounded up.
+        unused = {
+            layout: iter(layout.allocate(layouts.count(layout), num_pages + 1, page_size, device))
+            for layout in set(layouts)
+        }
+        scales = scales or [KVScales()] * len(layouts)
+        self._layers: list[LayerKV] = []
+        for layout, layer_scales in zip(layouts, scales, strict=True):
+            k, v = next(unused[layout])
+            self._layers.append(LayerKV(k, v, layer_scales))
+
+    @staticmethod
+    def bytes_per_page(layouts: Sequence[MHALayout], page_size: int) -> int:
+        """Device memory of one page, all layers."""
+        return sum(layout.bytes_per_token for layout in layouts) * page_size
+
+    def layer(self, layer_index: int) -> LayerKV:
+        """Keys and values of one layer, [num_pages + 1, num_kv_heads, page_size, head_dim] each."""
+        return self._layers[layer_index]
