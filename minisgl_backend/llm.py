@@ -29,8 +29,7 @@ from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidReques
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from minisgl_backend.scheduler.outputs import SequenceDetail, SequenceOutputs
 from minisgl_backend.step import Logprobs, StepStats
-from minisgl_backend.text.detokenizer import new_detokenizer
-from minisgl_backend.text.stop_strings import StopStrings
+from minisgl_backend.text.output_processor import OutputProcessor
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, has_tokenizer, load_vocabulary
 
 if TYPE_CHECKING:
@@ -48,7 +47,7 @@ COMPILER_WAIT_S = 0.001
 class Completion:
     """One answer to a prompt."""
 
-    text: str
+    text: str  # without a stop string, and without the text of a stop token
     token_ids: list[int]  # end-of-sequence and stop tokens included
     finish_reason: str  # "stop", "length", "cancelled" or "error"
     logprobs: list[Logprobs] | None  # one entry a token; None: not asked for
@@ -215,7 +214,9 @@ class LLM:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
 
     def _translate(self, params: SamplingParams) -> SamplingParams:
-        """Bad words as token ids."""
+        """Bad words as token ids. Raises InvalidRequestError for stop strings where no token has a text."""
+        if params.stop and not len(self._vocabulary):
+            raise InvalidRequestError(f"stop is {params.stop!r}; allowed: none, as this model has no tokenizer")
         if not params.bad_words:
             return params
         words = (*params.bad_words_token_ids, *self.tokenizer.encode_words(params.bad_words))
@@ -275,16 +276,10 @@ class LLM:
                 continue
             if details and index in details:
                 stream.take_detail(details[index])
-            if token >= 0:
-                stream.token_ids.append(token)
-                if stream.stops is not None and stream.found_stop(token):
-                    del open_streams[uid]
-                    if not reason:  # the engine does not know yet
-                        self.engine.core.abort([uid], FinishReason.STOP)
-                    continue
-            if reason:
-                stream.end(FinishReason(reason))
+            if stream.append(token, reason):
                 del open_streams[uid]
+                if not reason:  # a stop string, which the engine does not know of
+                    self.engine.core.abort([uid], FinishReason.STOP)
         return before - len(open_streams)
 
     def _abandon(self, open_streams: dict[int, _Stream]) -> None:
@@ -312,34 +307,36 @@ class LLM:
 class _Stream:
     """One answer as it grows. Text is made at the end, except where stop strings have to be seen in time."""
 
-    def __init__(self, uid: int, answer: _Answer, stops: tuple[str, ...], vocabulary: Vocabulary) -> None:
+    def __init__(self, uid: int, answer: _Answer, vocabulary: Vocabulary) -> None:
+        params = answer.request.params
         self.uid = uid
         self.answer = answer
         self.token_ids: list[int] = []
-        self.stops = StopStrings(stops) if stops else None
-        self._detokenizer = new_detokenizer(vocabulary)
+        self._output = OutputProcessor(
+            vocabulary,
+            stop=params.stop,
+            min_tokens=params.min_tokens,
+            prompt_tail=vocabulary.tail(answer.token_ids),
+        )
         self._pieces: list[str] = []
+        self._num_fed = 0  # tokens whose text has been made
         self._logprobs: list[Logprobs] = []
         self._reason = FinishReason.RUNNING
         self._error = ""
 
-    def found_stop(self, token: int) -> bool:
-        """Whether this token completes a stop string, which ends the stream before it."""
-        assert self.stops is not None, "only streams with stop strings look for them"
-        piece, found = self.stops.feed(self._detokenizer.feed([token]))
-        self._pieces.append(piece)
-        if found:
-            self._reason = FinishReason.STOP
-        return found
-
-    def end(self, reason: FinishReason) -> None:
-        """The engine's last record."""
-        self._reason = reason
-        if self.stops is None:
-            self._pieces = [self._detokenizer.feed(self.token_ids), self._detokenizer.finish()]
-            return
-        piece, found = self.stops.feed(self._detokenizer.finish())
-        self._pieces += [piece] if found else [piece, self.stops.finish()]
+    def append(self, token: int, reason: int) -> bool:
+        """One record of the engine; token -1 says that there is none. True: the answer ends with it."""
+        if token >= 0:
+            self.token_ids.append(token)
+        if not reason and not self._output.is_eager:
+            return False
+        stop_token = token >= 0 and reason == FinishReason.STOP
+        new = self.token_ids[self._num_fed :]
+        text, _, ended = self._output.feed(new, reason, ends_with_stop_token=stop_token)
+        self._num_fed += len(new)
+        self._pieces.append(text)
+        self._reason = FinishReason(ended)
+        return bool(ended)
 
     def take_detail(self, detail: SequenceDetail) -> None:
         """What the engine says beside a token."""
@@ -370,7 +367,7 @@ class _Answer:
         self.token_ids = token_ids
         self.cached_tokens = 0
         self.prompt_logprobs: list[tuple[int, Logprobs]] = []
-        self.streams = [_Stream(uid + index, self, params.stop, vocabulary) for index in range(params.n)]
+        self.streams = [_Stream(uid + index, self, vocabulary) for index in range(params.n)]
 
     def output(self) -> RequestOutput:
         return RequestOutput(

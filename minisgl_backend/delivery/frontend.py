@@ -25,7 +25,7 @@ from minisgl_backend.host.status_files import drain_deadline, drained_mark, lost
 from minisgl_backend.ipc.messages import CANCELLED, Outputs, Rejected, Welcome
 from minisgl_backend.ipc.wire import Chunk, EngineRequest
 from minisgl_backend.request import MAX_PRIORITY, FinishReason, Request
-from minisgl_backend.text.vocabulary import Vocabulary
+from minisgl_backend.text.vocabulary import PROMPT_TAIL, Vocabulary
 
 SILENCE_S = 30.0  # the detokenizer itself is stuck or dead
 POLL_EVERY_S = 0.1  # senders that can say themselves that their client left; and what the supervisor says
@@ -105,7 +105,8 @@ class EngineFront:
             sender.fail(status_of(error), str(error))
             return
         uid = self.client.new_uid(spec.params.n)
-        stream = Stream(sender, spec, uid, len(token_ids), self._vocabulary, confirmed=confirmed)
+        tail = self._vocabulary.tail(token_ids[-PROMPT_TAIL:].tolist())
+        stream = Stream(sender, spec, uid, len(token_ids), self._vocabulary, confirmed=confirmed, prompt_tail=tail)
         self.responder.adopt(stream)
         self._sequences.update((sequence.uid, sequence) for sequence in stream.sequences)
         request = Request(

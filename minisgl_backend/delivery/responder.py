@@ -266,7 +266,9 @@ class Responder:
 
 def _text_options(stream: Stream) -> TextOptions:
     options = stream.spec.options
-    return TextOptions(skip_special_tokens=options.skip_special_tokens, prompt=options.prompt)
+    return TextOptions(
+        skip_special_tokens=options.skip_special_tokens, prompt=options.prompt, prompt_tail=stream.prompt_tail
+    )
 
 
 def streams_of(sequences: Mapping[int, SequenceStream]) -> list[Stream]:

@@ -13,8 +13,7 @@ from minisgl_backend.delivery.arrays import Arrays
 from minisgl_backend.ipc.messages import SequenceDetail, TokenLogprobs
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, Part
 from minisgl_backend.request import FinishReason
-from minisgl_backend.text.detokenizer import new_detokenizer
-from minisgl_backend.text.stop_strings import StopStrings
+from minisgl_backend.text.output_processor import OutputProcessor
 from minisgl_backend.text.vocabulary import Vocabulary
 
 
@@ -62,6 +61,7 @@ class Stream:
         "num_input_tokens",
         "num_unfinished",
         "prompt_logprobs",
+        "prompt_tail",
         "reused_tokens",
         "sender",
         "sequences",
@@ -80,11 +80,13 @@ class Stream:
         vocabulary: Vocabulary,
         *,
         confirmed: bool,
+        prompt_tail: tuple[int, ...] = (),
     ) -> None:
-        """`confirmed`: a detokenizer confirms what it has handled of this stream."""
+        """`confirmed`: a detokenizer confirms what it has handled of this stream. `prompt_tail`: Vocabulary.tail."""
         self.sender = sender
         self.spec = spec
         self.num_input_tokens = num_input_tokens
+        self.prompt_tail = prompt_tail
         self.confirmed = confirmed
         self.sequences = [SequenceStream(self, uid + index, index, vocabulary) for index in range(spec.params.n)]
         self.num_unfinished = len(self.sequences)
@@ -139,10 +141,10 @@ class SequenceStream:
         "logprobs",
         "num_tokens",
         "number",
+        "output",
         "pending",
         "queued",
         "reason",
-        "stop_search",
         "stop_token",
         "stream",
         "uid",
@@ -160,8 +162,9 @@ class SequenceStream:
         self.reason = 0
         # Written by the responder thread.
         spec = stream.spec
-        self.stop_search = StopSearch(spec, vocabulary) if spec.params.stop else None
-        self.eager = spec.options.stream or self.stop_search is not None  # tokens are wanted as they come
+        # The text is made here where it may end the sequence, else in the detokenizer.
+        self.output = _new_output(stream, vocabulary) if spec.params.stop else None
+        self.eager = spec.options.stream or self.output is not None  # tokens are wanted as they come
         self.queued = False
         self.blocked = False
         self.finished = False
@@ -215,9 +218,10 @@ class SequenceStream:
         if not tokens and not reason:
             return None
         text = None
-        if self.stop_search is not None:
-            text, tokens, stopped = self.stop_search.feed(tokens, reason, self.stop_token)
-            reason = FinishReason.STOP if stopped else reason
+        stop_token = bool(reason) and self.stop_token
+        if self.output is not None:
+            text, num_tokens, reason = self.output.feed(tokens, reason, ends_with_stop_token=stop_token)
+            tokens = tokens[:num_tokens]
         self.num_tokens += len(tokens)
         self.finished = bool(reason)
         logprobs = tuple(self.logprobs[: len(tokens)])
@@ -227,7 +231,7 @@ class SequenceStream:
             token_ids=np.asarray(tokens, dtype="<i4").tobytes(),
             text=text,
             is_last=self.finished,
-            ends_with_stop_token=self.finished and self.stop_token and text is None,
+            ends_with_stop_token=stop_token and text is None and not self.stream.spec.options.include_stop_string,
         )
         return Delta(
             part=part,
@@ -239,40 +243,16 @@ class SequenceStream:
         )
 
 
-class StopSearch:
-    """Looks for stop strings in the text of one sequence, token by token, so that the count of tokens is exact."""
-
-    __slots__ = ("_detokenizer", "_min_tokens", "_num_tokens", "_stops")
-
-    def __init__(self, spec: EngineRequest, vocabulary: Vocabulary) -> None:
-        self._detokenizer = new_detokenizer(vocabulary, spec.options.skip_special_tokens)
-        self._stops = StopStrings(spec.params.stop, include=spec.options.include_stop_string)
-        self._min_tokens = spec.params.min_tokens
-        self._num_tokens = 0
-
-    def feed(self, tokens: Sequence[int], reason: int, stop_token: bool) -> tuple[str, list[int], bool]:
-        """(text that is free to go, the tokens that count, whether a stop string ended the sequence).
-
-        `reason` is 0 or why the engine ended the sequence after these tokens; `stop_token`: the last one is no text.
-        """
-        pieces: list[str] = []
-        for position, token in enumerate(tokens):
-            self._num_tokens += 1
-            if reason and stop_token and position == len(tokens) - 1:
-                break
-            piece = self._detokenizer.feed((token,))
-            if self._num_tokens < self._min_tokens:
-                pieces.append(piece)
-                continue
-            text, found = self._stops.feed(piece)
-            pieces.append(text)
-            if found:
-                return "".join(pieces), list(tokens[: position + 1]), True
-        if reason:
-            text, found = self._stops.feed(self._detokenizer.finish())
-            pieces += [text] if found else [text, self._stops.finish()]
-            return "".join(pieces), list(tokens), found
-        return "".join(pieces), list(tokens), False
+def _new_output(stream: Stream, vocabulary: Vocabulary) -> OutputProcessor:
+    params, options = stream.spec.params, stream.spec.options
+    return OutputProcessor(
+        vocabulary,
+        stop=params.stop,
+        min_tokens=params.min_tokens,
+        include_stop=options.include_stop_string,
+        skip_special_tokens=options.skip_special_tokens,
+        prompt_tail=stream.prompt_tail,
+    )
 
 
 def join_deltas(deltas: Sequence[Delta]) -> Delta:

@@ -13,7 +13,8 @@ import numpy.typing as npt
 from minisgl_backend.delivery.arrays import texts
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.ipc.wire import Chunk, Part, TextOptions
-from minisgl_backend.text.detokenizer import Detokenizer, new_detokenizer
+from minisgl_backend.request import FinishReason
+from minisgl_backend.text.output_processor import OutputProcessor
 from minisgl_backend.text.vocabulary import Vocabulary
 
 
@@ -28,7 +29,7 @@ class StreamError(MinisglError):
 @dataclass(slots=True)
 class _StreamText:
     prompt: str  # goes before the text
-    detokenizer: Detokenizer
+    output: OutputProcessor
     last_number: int = 0
 
 
@@ -66,7 +67,12 @@ class TextOutputEncoder:
         return texts([text])[0]
 
     def _new(self, options: TextOptions) -> _StreamText:
-        return _StreamText(options.prompt or "", new_detokenizer(self._vocabulary, options.skip_special_tokens))
+        output = OutputProcessor(
+            self._vocabulary,
+            skip_special_tokens=options.skip_special_tokens,
+            prompt_tail=options.prompt_tail,
+        )
+        return _StreamText(options.prompt or "", output)
 
     def _known(self, chunk: Chunk) -> _StreamText:
         stream = self._streams.get(chunk.uid)
@@ -83,11 +89,8 @@ class TextOutputEncoder:
             text = part.text
         else:
             ids = np.frombuffer(part.token_ids, dtype="<i4").tolist()
-            if part.ends_with_stop_token:
-                ids.pop()
-            text = stream.detokenizer.feed(ids)
-            if part.is_last:
-                text += stream.detokenizer.finish()
+            reason = FinishReason.STOP if part.is_last else FinishReason.RUNNING
+            text = stream.output.feed(ids, reason, ends_with_stop_token=part.ends_with_stop_token).text
         if stream.prompt:
             text, stream.prompt = stream.prompt + text, ""
         return text

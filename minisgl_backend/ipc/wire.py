@@ -49,6 +49,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     skip_special_tokens: bool = True
     prompt: str | None = None  # goes before the text
+    prompt_tail: tuple[int, ...] = ()  # the last tokens of the prompt, where the text depends on them
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

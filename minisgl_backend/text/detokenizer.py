@@ -30,11 +30,13 @@ class Detokenizer(Protocol):
         ...
 
 
-def new_detokenizer(vocabulary: Vocabulary, skip_special_tokens: bool = True) -> Detokenizer:
-    """A detokenizer for one stream."""
+def new_detokenizer(
+    vocabulary: Vocabulary, skip_special_tokens: bool = True, prompt_tail: Sequence[int] = ()
+) -> Detokenizer:
+    """A detokenizer for one stream. `prompt_tail`: the prompt's last tokens, as `Vocabulary.tail` has them."""
     if vocabulary.byte_exact:
         return _ByteDetokenizer(vocabulary, skip_special_tokens)
-    return _WindowDetokenizer(vocabulary, skip_special_tokens)
+    return _WindowDetokenizer(vocabulary, skip_special_tokens, prompt_tail)
 
 
 class _ByteDetokenizer:
@@ -63,12 +65,12 @@ class _WindowDetokenizer:
 
     __slots__ = ("_decode", "_ids", "_known", "_skip", "_text_of_known")
 
-    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool) -> None:
+    def __init__(self, vocabulary: Vocabulary, skip_special_tokens: bool, prompt_tail: Sequence[int]) -> None:
         self._decode = vocabulary.decode
         self._skip = skip_special_tokens
-        self._ids: list[int] = []  # the window: the last tokens whose text is out, and those after them
-        self._known = 0  # so many of the window's tokens have their text out
-        self._text_of_known = ""
+        self._ids = list(prompt_tail)  # the window: the last tokens whose text is out, and those after them
+        self._known = len(self._ids)  # so many of the window's tokens have their text out
+        self._text_of_known = self._decode(self._ids, self._skip)
 
     def feed(self, token_ids: Sequence[int]) -> str:
         pieces = []

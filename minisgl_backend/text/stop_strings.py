@@ -21,10 +21,13 @@ class StopStrings:
         self._include = include
         self._held = ""
 
-    def feed(self, piece: str) -> tuple[str, bool]:
-        """The text that is free to go, and whether a stop string was found; nothing more may be fed after that."""
+    def feed(self, piece: str, *, counts: bool = True) -> tuple[str, bool]:
+        """The text that is free to go, and whether a stop string was found; nothing more may be fed after that.
+
+        `counts`: whether a stop string may end in this piece. It may begin in an earlier one all the same.
+        """
         text = self._held + piece
-        found = self._first_match(text)
+        found = self._first_match(text, len(self._held)) if counts else None
         if found is not None:
             start, end = found
             self._held = ""
@@ -38,10 +41,11 @@ class StopStrings:
         held, self._held = self._held, ""
         return held
 
-    def _first_match(self, text: str) -> tuple[int, int] | None:
+    def _first_match(self, text: str, known: int) -> tuple[int, int] | None:
+        """Start and end of the first match that ends behind the `known` first characters."""
         best: tuple[int, int] | None = None
         for stop in self._stops:
-            start = text.find(stop)
+            start = text.find(stop, max(0, known + 1 - len(stop)))
             if start < 0:
                 continue
             end = start + len(stop)

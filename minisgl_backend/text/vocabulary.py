@@ -16,6 +16,8 @@ from minisgl_backend.errors import ConfigError
 
 Decode = Callable[[Sequence[int], bool], str]
 
+PROMPT_TAIL = 6  # tokens, as many as vLLM looks at
+
 NOT_A_BYTE = 0x10FFFF  # a code point that latin-1 cannot encode
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
@@ -52,6 +54,10 @@ class Vocabulary:
     def table(self, skip_special_tokens: bool) -> list[bytes]:
         """The bytes of each id, b"" for holes and, if asked, for special tokens. Not to be changed."""
         return self._printable if skip_special_tokens else self._bytes
+
+    def tail(self, prompt: Sequence[int]) -> tuple[int, ...]:
+        """What the text of an answer depends on: the prompt's last tokens, or none where each token has its text."""
+        return () if self.byte_exact else tuple(prompt[-PROMPT_TAIL:])
 
     def token_text(self, token_id: int) -> str:
         """The token alone as a text, special ones included; U+FFFD for parts of characters, "" for a hole."""

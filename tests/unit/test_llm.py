@@ -70,6 +70,26 @@ def test_stop_strings_end_the_text_before_them(llm: LLM) -> None:
     assert llm.stats.num_running == 0 or llm.generate("x", max_tokens=1)
 
 
+def test_stop_strings_count_after_min_tokens(llm: LLM) -> None:
+    values = {"max_tokens": 40, "temperature": 0, "ignore_eos": True}
+    free = llm.chat(ask("Count from 1 to 12."), **values)[0]
+    late = llm.chat(ask("Count from 1 to 12."), stop="1", min_tokens=20, **values)[0]
+    assert late.finish_reason == "stop"
+    assert len(late.token_ids) > 20
+    assert free.text.startswith(late.text)
+    assert "1" in late.text
+
+
+def test_the_text_of_a_stop_token_is_no_part_of_the_answer(llm: LLM) -> None:
+    free = llm.chat(ask("Count from 1 to 12."))[0]
+    token = llm.tokenizer.encode("1, 2, 3, 4", add_special_tokens=False)[-1]
+    stopped = llm.chat(ask("Count from 1 to 12."), stop_token_ids=token)[0]
+    assert stopped.finish_reason == "stop"
+    assert stopped.token_ids[-1] == token
+    assert free.text.startswith(stopped.text)
+    assert stopped.text == "1, 2, 3, "
+
+
 def test_a_text_where_a_list_is_meant(llm: LLM) -> None:
     listed = llm.chat(ask("Count from 1 to 12."), stop=("9, 10",))[0]
     assert listed.text == "1, 2, 3, 4, 5, 6, 7, 8, "
@@ -108,6 +128,8 @@ def test_a_folder_without_a_tokenizer_serves_token_ids(
         assert answer.text == ""
         with pytest.raises(ConfigError, match="has no tokenizer") as caught:
             bare.generate("text")
+        with pytest.raises(InvalidRequestError, match="this model has no tokenizer"):
+            bare.generate([[5, 6, 7]], stop="x")
         assert "\n" not in str(caught.value)
 
 
