@@ -6,7 +6,8 @@ A plan is born complete and never changes. Rank 0 makes it and every tensor-para
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Container
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,17 @@ import numpy.typing as npt
 from minisgl_backend.request import SamplingParams
 
 Int32Array = npt.NDArray[np.int32]
+
+NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
+NO_PAGES.setflags(write=False)
+
+
+class RowError(Exception):
+    """What one row of a plan asks for cannot be prepared; the rest of the plan can."""
+
+    def __init__(self, row: int, cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.row = row
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +41,10 @@ class AdmittedRow:
     prompt_len: int  # tokens of the client's prompt; what follows in token_ids was generated (resumption)
     token_ids: Int32Array  # all tokens so far, [num_tokens]; penalties and bad words need the cached ones too
     cached_len: int  # tokens whose keys and values are already in this row's pages
+
+    def asking_nothing(self) -> AdmittedRow:
+        """The row with one token and no option."""
+        return replace(self, params=SamplingParams(seed=0), prompt_len=1, token_ids=self.token_ids[:1], cached_len=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +80,9 @@ class StepPlan:
         Int32Array  # [num_decode]  tokens in the cache after this step; the input token's position is one less
     )
     decode_uids: npt.NDArray[np.int64]  # [num_decode]  for sampling noise and logs
+    # [num_cleared]  pages to be set to zero before anything of the step is written: a sequence that failed has left
+    # what may be no number in them, and kernels may read a page beyond the end of the next one.
+    cleared_pages: Int32Array = field(default_factory=lambda: NO_PAGES)
 
     @property
     def num_tokens(self) -> int:
@@ -75,6 +94,19 @@ class StepPlan:
         """Rows that sample a token in this step, in result order; int32 [num_sampled]."""
         first = np.array([chunk.row for chunk in self.prefill if chunk.samples], dtype=np.int32)
         return np.concatenate([first, self.decode_rows]) if len(first) else self.decode_rows
+
+    def without(self, rows: Container[int]) -> StepPlan:
+        """The same step without the parts of these rows. Those of them that it admits ask for nothing then, so that
+        nothing is left of what they asked."""
+        kept = np.array([row not in rows for row in self.decode_rows.tolist()], dtype=np.bool_)
+        return replace(
+            self,
+            admitted=tuple(one.asking_nothing() if one.row in rows else one for one in self.admitted),
+            prefill=tuple(chunk for chunk in self.prefill if chunk.row not in rows),
+            decode_rows=self.decode_rows[kept],
+            decode_lengths=self.decode_lengths[kept],
+            decode_uids=self.decode_uids[kept],
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +152,10 @@ class StepResult:
     token_ids: Int32Array  # [num_sampled]
     logprobs: dict[int, Logprobs] = field(default_factory=dict)  # by index into token_ids; only where asked for
     prompt_logprobs: dict[int, list[Logprobs]] = field(default_factory=dict)  # by row: the chunk's positions
-    failed_rows: frozenset[int] = frozenset()  # rows whose sequence must end with FinishReason.ERROR
+    # Rows whose sequence must end with FinishReason.ERROR: also those of chunks that do not end their prompt.
+    failed_rows: frozenset[int] = frozenset()
+    why: str = ""  # they failed, where not because of what the model computed
+    executed: bool = True  # False: nothing of the plan has reached the device
 
 
 @dataclass(frozen=True, slots=True)

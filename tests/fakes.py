@@ -46,7 +46,8 @@ class FakeRunner:
     """Executes plans on a pretended device: a page table, a token table, and one token for each slot of the cache.
 
     Each step it asserts that the cache, read through the page table, holds exactly the tokens of the sequence: a page
-    that was shared, reused or freed wrongly is found in the step that would have read it.
+    that was shared, reused or freed wrongly is found in the step that would have read it. What a failing sequence
+    writes is no number: no other may have it in its pages, not even beyond its end.
     """
 
     def __init__(self, limits: SchedulerLimits, vocab_size: int = VOCAB_SIZE) -> None:
@@ -57,6 +58,7 @@ class FakeRunner:
         self._page_table = np.zeros((rows, -(-length // limits.page_size)), dtype=np.int32)
         self._token_table = np.full((rows, length + 1), -1, dtype=np.int32)
         self._slots = np.full((limits.num_pages + 1) * limits.page_size, -1, dtype=np.int32)
+        self._unsound = np.full(len(self._slots), -1, dtype=np.int64)  # by slot: who wrote what is no number; -1: none
         self._params: dict[int, SamplingParams] = {}
         self._prompt_len = np.zeros(rows, dtype=np.int32)
         self.fail: Callable[[int], bool] = lambda uid: False  # which sequences' steps fail
@@ -96,6 +98,9 @@ class FakeRunner:
         assert len(set(entries)) == len(entries), "an entry of the page table is written twice in one step"
         assert (plan.page_rows >= 0).all(), "an entry of the page table without a row"
         assert not (plan.page_ids == 0).any(), "page 0 is the padding page"
+        assert len(set(plan.cleared_pages.tolist())) == len(plan.cleared_pages), "a page is cleared twice in one step"
+        for array in (self._slots, self._unsound):
+            array.reshape(-1, self._page_size)[plan.cleared_pages] = -1
         self._page_table[plan.page_rows, plan.page_columns] = plan.page_ids
         for admitted in plan.admitted:
             self._token_table[admitted.row] = -1
@@ -115,6 +120,10 @@ class FakeRunner:
         assert (token_ids >= 0).all(), "an input token is not on the device yet"
         assert np.array_equal(self._token_table[row, start:end], token_ids)
         self._slots[self._slots_of(row, start, end)] = token_ids
+        uid = self._uids[row]
+        self._unsound[self._slots_of(row, start, end)] = uid if self.fail(uid) else -1
+        pages = self._page_table[row, : -(-end // self._page_size)]
+        assert np.isin(self._unsound.reshape(-1, self._page_size)[pages], (-1, uid)).all(), "another's NaN is in a page"
         context = self._slots[self._slots_of(row, 0, end)]
         assert np.array_equal(context, self._token_table[row, :end]), "the cache holds other tokens than the sequence"
         self.computed_tokens += len(token_ids)

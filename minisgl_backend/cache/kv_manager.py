@@ -52,6 +52,7 @@ class KVManager:
         self.cache: PrefixCache[Any] = RadixCache(page_size) if cache_type == "radix" else NaiveCache()
         self.table: Int32Array = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
         self.held = np.zeros(max_rows, dtype=np.int32)  # pages of each row
+        self._unsound: list[Int32Array] = []  # pages that the next step sets to zero before it uses them
 
     @property
     def num_available(self) -> int:
@@ -102,17 +103,34 @@ class KVManager:
         own[differs] = swap.new  # a view: this writes the page table
         return swap
 
-    def release(self, lease: PageLease, token_ids: Int32Array = NO_PAGES) -> None:
+    def release(self, lease: PageLease, token_ids: Int32Array = NO_PAGES, *, sound: bool = True) -> None:
         """Ends a lease; the full pages of `token_ids` (computed tokens from the row's first one on) stay known to the
-        prefix cache. Raises RuntimeError for a lease that has ended already."""
+        prefix cache. Not `sound`: the row's own pages may hold what is no number, and must be set to zero.
+
+        Raises RuntimeError for a lease that has ended already.
+        """
         self._refuse_released(lease)
         swap = self.publish(lease, token_ids)
         if swap is not None:
             self.pool.give_back(swap.old)
-        self.pool.give_back(self.table[lease.row, lease.num_shared : self.held[lease.row]])
+        own = self.table[lease.row, lease.num_shared : self.held[lease.row]]
+        self.pool.give_back(own)
+        if not sound:
+            self.add_unsound(own)
         self.cache.unpin(lease.pin)
         self.held[lease.row] = 0
         lease.released = True
+
+    def add_unsound(self, pages: Int32Array) -> None:
+        """The next step must set these pages to zero before it uses them. They may be free or newly handed out."""
+        self._unsound.append(pages.copy())
+
+    def take_unsound(self) -> Int32Array:
+        """Pages that must be set to zero now, int32 [num_pages], each once."""
+        if not self._unsound:
+            return NO_PAGES
+        pages, self._unsound = self._unsound, []
+        return np.unique(np.concatenate(pages))
 
     def pages_of(self, lease: PageLease) -> Int32Array:
         """All pages of a lease in order, int32 [num_pages]; a view of the page table."""

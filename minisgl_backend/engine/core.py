@@ -14,14 +14,14 @@ from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, MinisglError
 from minisgl_backend.ipc.messages import Rejected
 from minisgl_backend.request import FinishReason, Request
-from minisgl_backend.scheduler.outputs import SequenceDetail, SequenceOutputs
-from minisgl_backend.step import StepPlan, StepResult, StepStats
+from minisgl_backend.scheduler.outputs import SequenceOutputs
+from minisgl_backend.step import RowError, StepPlan, StepResult, StepStats
 
 log = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 
-MAX_FAILED_STEPS = 3  # in a row; after them the engine gives up
+MAX_FAILED_STEPS = 3  # in a row; after them the engine gives up, unless it still computes a step of nobody's
 # Texts of errors after which the device answers nothing more.
 FATAL_DEVICE_ERRORS = ("CUDA error", "device-side assert", "illegal memory access", "NCCL", "Connection closed by peer")
 
@@ -65,6 +65,7 @@ class _Launched:
     plan: StepPlan
     pending: PendingStep | None  # None: nothing of it was executed
     failed_rows: frozenset[int] = frozenset()  # those whose part was not executed
+    why: str = ""  # and why, for their clients
 
 
 class EngineCore:
@@ -74,15 +75,22 @@ class EngineCore:
     """
 
     def __init__(
-        self, scheduler: StepScheduler, runner: StepRunner, *, overlap: bool, grammars: Grammars | None = None
+        self,
+        scheduler: StepScheduler,
+        runner: StepRunner,
+        *,
+        overlap: bool,
+        grammars: Grammars | None = None,
+        trial_plan: StepPlan | None = None,
     ) -> None:
+        """`trial_plan`: a step of nobody's, which tells a broken engine from requests that break steps."""
         self._scheduler = scheduler
         self._runner = runner
         self._overlap = overlap
         self._grammars = grammars
+        self._trial_plan = trial_plan
         self._in_flight: _Launched | None = None
         self._failed_steps = 0  # in a row
-        self._last_error = ""
         self._rejected: list[Rejected] = []
         self._names: dict[int, str] = {}  # by uid of every sequence that has not ended: its request, for the log
         self._early_aborts: list[tuple[int, FinishReason]] = []  # of sequences that the scheduler never saw
@@ -196,49 +204,52 @@ class EngineCore:
             name = self._names.pop(uid, f"uid {uid}")
             if outputs.reasons[index] == FinishReason.ERROR:
                 failed.append(name)
-                if self._last_error:
-                    detail = outputs.details.get(index, SequenceDetail())
-                    outputs.details[index] = dataclasses.replace(detail, error=self._last_error)
         if failed:
             log.error("ended with an error: %s", _request_list(failed))
 
     def _launch(self, plan: StepPlan) -> _Launched:
+        """Launches the plan, or as much of it as can be: a sequence that cannot be prepared is left out alone, and
+        where the step fails as a whole, running streams get a second chance without the prompts beside them."""
         masks = self._grammars.masks(plan) if self._grammars is not None else None
-        try:
-            return _Launched(plan, self._runner.execute(self._runner.prepare(plan, masks)))
-        except Exception as error:
-            self._note_failure(plan, error)
-        if not plan.prefill or not len(plan.decode_rows):
-            return _Launched(plan, None, _rows_of(plan))
-        # Running streams must not die of a prompt that arrived beside them: their part gets a second chance.
-        try:
-            rest = dataclasses.replace(plan, prefill=())
-            pending = self._runner.execute(self._runner.prepare(rest, _masks_without_prefill(plan, masks)))
-            return _Launched(plan, pending, frozenset(chunk.row for chunk in plan.prefill))
-        except Exception as error:
-            self._note_failure(plan, error)
-            return _Launched(plan, None, _rows_of(plan))
+        prompts = {chunk.row for chunk in plan.prefill}
+        left_out: frozenset[int] = frozenset()
+        why, counted = "", False
+        while True:
+            try:
+                rest = plan.without(left_out) if left_out else plan
+                pending = self._runner.execute(self._runner.prepare(rest, _masks_of(plan, masks, left_out)))
+                return _Launched(plan, pending, left_out, why)
+            except RowError as error:
+                why = self._note_failure(plan, error, counts=False)
+                more = left_out | {error.row}
+            except Exception as error:
+                why = self._note_failure(plan, error, counts=not counted)
+                counted, more = True, left_out | prompts
+            if more == left_out:
+                return _Launched(plan, None, _rows_of(plan), why)
+            left_out = more
 
     def _commit(self, launched: _Launched) -> None:
-        plan, result = launched.plan, None
+        plan, result, why = launched.plan, None, launched.why
         if launched.pending is not None:
             try:
                 result = launched.pending.result()
-                self._failed_steps = 0
+                if launched.failed_rows != _rows_of(plan):  # else nothing was computed
+                    self._failed_steps = 0
             except Exception as error:
-                self._note_failure(plan, error)
+                why = self._note_failure(plan, error)
         if result is None:
-            result = _failed_result(plan)
+            result = _failed_result(plan, why, executed=launched.pending is not None)
         elif launched.failed_rows:
-            result = _with_failed_prefill(plan, result, launched.failed_rows)
+            result = _with_left_out(plan, result, launched.failed_rows, why)
         ended = self._grammars.advance(plan, result) if self._grammars is not None else ()
         self._scheduler.commit(plan, result)
-        for uid in ended:
-            self._scheduler.abort(uid, FinishReason.STOP)
+        for uid, reason in ended:
+            self._scheduler.abort(uid, reason)
 
-    def _note_failure(self, plan: StepPlan, error: Exception) -> None:
-        self._failed_steps += 1
-        self._last_error = f"the engine failed to compute this answer: {type(error).__name__}: {error}"[:500]
+    def _note_failure(self, plan: StepPlan, error: Exception, *, counts: bool = True) -> str:
+        """Logs a failure and gives up where it is one too many; else returns what the clients are to hear."""
+        self._failed_steps += counts
         log.error(
             "step %d failed (%d prompt tokens, %d running sequences)",
             plan.step,
@@ -249,7 +260,20 @@ class EngineCore:
         if isinstance(error, EngineDeadError) or any(text in str(error) for text in FATAL_DEVICE_ERRORS):
             self._give_up(f"the device failed: {error}", error)
         if self._failed_steps >= MAX_FAILED_STEPS:
-            self._give_up(f"{self._failed_steps} steps in a row failed; the last error: {error}", error)
+            if self._trial_plan is None or not self._computes(self._trial_plan):
+                self._give_up(f"{self._failed_steps} steps in a row failed; the last error: {error}", error)
+            log.warning("%d steps in a row failed because of their requests: the engine computes", self._failed_steps)
+            self._failed_steps = 0
+        cause = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {error}"
+        return f"the engine failed to compute this answer: {cause}"[:500]
+
+    def _computes(self, trial: StepPlan) -> bool:
+        try:
+            self._runner.execute(self._runner.prepare(trial)).result()
+        except Exception as error:
+            log.error("a step of nobody's failed, too", exc_info=error)
+            return False
+        return True
 
     def _give_up(self, reason: str, cause: Exception) -> NoReturn:
         log.error("lost with the engine: %s", _request_list(self._names.values()))
@@ -266,30 +290,40 @@ def _rows_of(plan: StepPlan) -> frozenset[int]:
     return frozenset([*(chunk.row for chunk in plan.prefill), *plan.decode_rows.tolist()])
 
 
-def _failed_result(plan: StepPlan) -> StepResult:
+def _failed_result(plan: StepPlan, why: str, *, executed: bool) -> StepResult:
     tokens = np.zeros(len(plan.sampled_rows), dtype=np.int32)
-    return StepResult(step=plan.step, token_ids=tokens, failed_rows=_rows_of(plan))
+    return StepResult(step=plan.step, token_ids=tokens, failed_rows=_rows_of(plan), why=why, executed=executed)
 
 
-def _with_failed_prefill(plan: StepPlan, result: StepResult, failed_rows: frozenset[int]) -> StepResult:
-    """The result of the decode part alone, as one of the whole plan."""
-    missing = len(plan.sampled_rows) - len(plan.decode_rows)
-    return StepResult(
-        step=plan.step,
-        token_ids=np.concatenate([np.zeros(missing, dtype=np.int32), result.token_ids]),
-        logprobs={index + missing: logprobs for index, logprobs in result.logprobs.items()},
-        failed_rows=result.failed_rows | failed_rows,
+def _with_left_out(plan: StepPlan, result: StepResult, left_out: frozenset[int], why: str) -> StepResult:
+    """The result of a plan without some of its rows as one of the whole plan."""
+    kept = _kept(plan, left_out)
+    tokens = np.zeros(len(plan.sampled_rows), dtype=np.int32)
+    tokens[kept] = result.token_ids
+    return dataclasses.replace(
+        result,
+        token_ids=tokens,
+        logprobs={int(kept[index]): logprobs for index, logprobs in result.logprobs.items()},
+        failed_rows=result.failed_rows | left_out,
+        why=why,
     )
 
 
-def _masks_without_prefill(
-    plan: StepPlan, masks: tuple[Int32Array, Int32Array] | None
+def _masks_of(
+    plan: StepPlan, masks: tuple[Int32Array, Int32Array] | None, left_out: frozenset[int]
 ) -> tuple[Int32Array, Int32Array] | None:
-    if masks is None:
-        return None
-    missing = len(plan.sampled_rows) - len(plan.decode_rows)
-    kept = masks[0] >= missing
-    return (masks[0][kept] - missing, masks[1][kept]) if kept.any() else None
+    """The masks of a plan as those of the plan without some of its rows."""
+    if masks is None or not left_out:
+        return masks
+    indices, bits = masks
+    kept = _kept(plan, left_out)
+    stays = np.isin(indices, kept)
+    return (np.searchsorted(kept, indices[stays]).astype(np.int32), bits[stays]) if stays.any() else None
+
+
+def _kept(plan: StepPlan, left_out: frozenset[int]) -> npt.NDArray[np.intp]:
+    """Result indices of the rows that stay, ascending."""
+    return np.flatnonzero(np.isin(plan.sampled_rows, list(left_out), invert=True))
 
 
 def _with_early_aborts(outputs: SequenceOutputs | None, aborted: list[tuple[int, FinishReason]]) -> SequenceOutputs:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
-from minisgl_backend.request import Grammar, Request
+from minisgl_backend.request import FinishReason, Grammar, Request
 from minisgl_backend.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -145,16 +145,21 @@ class Grammars:
                 bits[k] = 0
         return np.array([index for index, _ in matched], dtype=np.int32), bits
 
-    def advance(self, plan: StepPlan, result: StepResult) -> list[int]:
-        """Follows the sampled tokens; returns sequences whose answer is complete although they may go on."""
-        ended: list[int] = []
+    def advance(self, plan: StepPlan, result: StepResult) -> list[tuple[int, FinishReason]]:
+        """Follows the sampled tokens; returns sequences that must end although they may go on, and why: their answer
+        is complete, or what their grammar said cannot be followed."""
+        ended: list[tuple[int, FinishReason]] = []
         if not self._matchers:
             return ended
         for index, uid in self._matched(plan):
             matcher = self._matchers[uid]
-            accepted = not matcher.is_terminated() and matcher.accept_token(int(result.token_ids[index]))
-            if not accepted or matcher.is_terminated():
-                ended.append(uid)
+            try:
+                accepted = not matcher.is_terminated() and matcher.accept_token(int(result.token_ids[index]))
+                if not accepted or matcher.is_terminated():
+                    ended.append((uid, FinishReason.STOP))
+            except Exception:  # whatever the library raises ends one sequence, not the step
+                log.exception("the grammar of sequence %d failed", uid)
+                ended.append((uid, FinishReason.ERROR))
         return ended
 
     def _matched(self, plan: StepPlan) -> list[tuple[int, int]]:

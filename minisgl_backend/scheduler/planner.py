@@ -57,6 +57,7 @@ class Planner:
         if builder.empty:
             return None
         self._running.send_swaps(builder)
+        builder.cleared_pages = self._running.kv.take_unsound()
         return builder.build(step)
 
     def _prompt_budget(self, num_decoding: int) -> int:

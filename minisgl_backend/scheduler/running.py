@@ -171,11 +171,11 @@ class RunningSet:
     def _release(self, sequence: Sequence) -> None:
         row, rows = sequence.row, self.rows
         computed = min(int(rows.planned[row]), int(rows.total[row]))
-        tokens = rows.token_ids[row, : computed if sequence.publishable else 0]
+        tokens = rows.token_ids[row, : computed if sequence.sound else 0]
         if sequence.state is SequenceState.PREEMPTED:
             sequence.token_ids = rows.token_ids[row, : rows.total[row]].copy()
         assert sequence.lease is not None, "a sequence with a row has a lease"
-        self.kv.release(sequence.lease, tokens)
+        self.kv.release(sequence.lease, tokens, sound=sequence.sound)
         sequence.lease = None
         self._swaps = [entry for entry in self._swaps if entry[0] is not sequence]
         rows.clear(sequence)

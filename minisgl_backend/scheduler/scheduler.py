@@ -28,7 +28,7 @@ from minisgl_backend.step import PrefillChunk, StepPlan, StepResult, StepStats
 
 Int32Array = npt.NDArray[np.int32]
 
-STEP_FAILED = "the step that computed this sequence failed"
+UNSOUND = "what the model computed for this sequence is no number, or leaves no token to choose"
 
 # Spreads the seeds of the sequences of one request (n > 1) over the whole range: 2**64 divided by the golden ratio.
 SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -137,6 +137,8 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} cannot be committed with the result of step {result.step} now")
         self._in_flight.popleft()
         self._last_prefill_tokens = self._last_decode_tokens = 0
+        if not result.executed:  # all that was handed out in this plan has failed with it
+            self._running.kv.add_unsound(plan.cleared_pages)
         first_decode = 0
         for chunk in plan.prefill:
             self._commit_chunk(chunk, first_decode, result)
@@ -273,10 +275,12 @@ class Scheduler:
         sequence = self._running.rows.sequences[chunk.row]
         assert sequence is not None, "a row in flight keeps its sequence"
         self._last_prefill_tokens += len(chunk.token_ids)
+        failed = chunk.row in result.failed_rows
+        sequence.sound &= not failed
         if sequence.state is SequenceState.ENDED:
             return
-        if chunk.row in result.failed_rows:
-            self._fail(sequence)
+        if failed:
+            self._fail(sequence, result.why)
             return
         if sequence.prompt_logprobs is not None:
             sequence.prompt_logprobs.extend(result.prompt_logprobs.get(chunk.row, ()))
@@ -327,7 +331,7 @@ class Scheduler:
         tokens = np.array(result.token_ids[first:], dtype=np.int32)  # a copy: the runner uses its buffer again
         dropped = state.ended.take(rows)  # ghosts
         if result.failed_rows:
-            dropped |= self._fail_rows(rows, dropped, result.failed_rows)
+            dropped |= self._fail_rows(rows, dropped, result)
         positions = None
         if dropped.any():
             positions = np.flatnonzero(~dropped)
@@ -365,18 +369,19 @@ class Scheduler:
     # ---- ends
 
     def _fail_rows(
-        self, rows: npt.NDArray[np.intp], dropped: npt.NDArray[np.bool_], failed_rows: frozenset[int]
+        self, rows: npt.NDArray[np.intp], dropped: npt.NDArray[np.bool_], result: StepResult
     ) -> npt.NDArray[np.bool_]:
-        failed = np.isin(rows, list(failed_rows))
-        for row in rows[failed & ~dropped]:
+        failed = np.isin(rows, list(result.failed_rows))
+        for row, ended in zip(rows[failed], dropped[failed], strict=True):
             sequence = self._running.rows.sequences[row]
             assert sequence is not None, "a row in flight keeps its sequence"
-            self._fail(sequence)
+            sequence.sound = False  # a ghost's pages, too
+            if not ended:
+                self._fail(sequence, result.why)
         return failed
 
-    def _fail(self, sequence: Sequence) -> None:
-        sequence.publishable = False
-        self._outputs.add(sequence.uid, NO_TOKEN, FinishReason.ERROR, SequenceDetail(error=STEP_FAILED))
+    def _fail(self, sequence: Sequence, why: str) -> None:
+        self._outputs.add(sequence.uid, NO_TOKEN, FinishReason.ERROR, SequenceDetail(error=why or UNSOUND))
         self._end(sequence, FinishReason.ERROR)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:

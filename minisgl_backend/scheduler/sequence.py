@@ -42,8 +42,8 @@ class Sequence:
         "params",
         "prompt_len",
         "prompt_logprobs",
-        "publishable",
         "row",
+        "sound",
         "state",
         "tells_prompt",
         "token_ids",
@@ -72,7 +72,7 @@ class Sequence:
         self.admission = -1  # -1: not running
         self.admissions_before = 0  # admissions of all sequences when this one arrived
         self.group: Group | None = None
-        self.publishable = True  # false once a step of it has failed: its pages may hold anything
+        self.sound = True  # false once a step of it has failed: its pages may hold what is no number
         self.new_request = False  # counts against max_waiting_requests
         self.tells_prompt = False  # of all sequences of its request it tells what is known of their prompt
         self.cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+from minisgl_backend.step import NO_PAGES, AdmittedRow, PrefillChunk, StepPlan
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -23,6 +23,7 @@ class StepPlanBuilder:
         "_page_ids",
         "_rows",
         "admitted",
+        "cleared_pages",
         "decode_lengths",
         "decode_rows",
         "decode_uids",
@@ -35,6 +36,7 @@ class StepPlanBuilder:
         self.decode_rows: Int32Array = NONE32
         self.decode_lengths: Int32Array = NONE32
         self.decode_uids: npt.NDArray[np.int64] = NONE64
+        self.cleared_pages: Int32Array = NO_PAGES
         self._rows: list[Int32Array] = []
         self._columns: list[Int32Array] = []
         self._page_ids: list[Int32Array] = []
@@ -60,6 +62,7 @@ class StepPlanBuilder:
             decode_rows=self.decode_rows,
             decode_lengths=self.decode_lengths,
             decode_uids=self.decode_uids,
+            cleared_pages=self.cleared_pages,
         )
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.engine.core import MAX_FAILED_STEPS, EngineCore
 from minisgl_backend.errors import EngineDeadError
-from minisgl_backend.request import FinishReason, Grammar
+from minisgl_backend.request import FinishReason, Grammar, SamplingParams
 from minisgl_backend.scheduler.scheduler import Scheduler
-from minisgl_backend.step import StepPlan
+from minisgl_backend.step import RowError, StepPlan
 from tests.fakes import FakeRunner, Records, expected_answer, make_request
 
 LIMITS = SchedulerLimits(
@@ -27,13 +28,30 @@ LIMITS = SchedulerLimits(
 )
 
 
+NONE = np.zeros(0, dtype=np.int32)
+TRIAL = StepPlan(-1, (), NONE, NONE, NONE, (), NONE, NONE, NONE.astype(np.int64))
+
+
 class FailingRunner(FakeRunner):
-    """Raises in the stages that it is told to, before it changes anything."""
+    """Raises in the stages that it is told to, before it changes anything on the device."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         super().__init__(limits)
+        self.fails_prepare: Any = lambda plan: False
+        self.refused: Any = lambda params: False  # of an admitted row
+        self.asked: dict[int, SamplingParams] = {}  # what the host keeps for each row
         self.fails_execute: Any = lambda plan: False
         self.error: Exception = RuntimeError("no memory for that")
+
+    def prepare(self, plan: StepPlan, masks: object = None) -> StepPlan:
+        for admitted in plan.admitted:
+            self.asked[admitted.row] = admitted.params
+            if self.refused(admitted.params):
+                raise RowError(admitted.row, OverflowError("too large a number"))
+        assert not any(map(self.refused, self.asked.values())), "what was refused is still there"
+        if self.fails_prepare(plan):
+            raise self.error
+        return plan
 
     def execute(self, batch: StepPlan) -> Any:
         if self.fails_execute(batch):
@@ -45,7 +63,7 @@ class Harness:
     def __init__(self, overlap: bool) -> None:
         self.scheduler = Scheduler(LIMITS, seed=0)
         self.runner = FailingRunner(LIMITS)
-        self.core = EngineCore(self.scheduler, self.runner, overlap=overlap)
+        self.core = EngineCore(self.scheduler, self.runner, overlap=overlap, trial_plan=TRIAL)
         self.records = Records()
 
     def run(self, most_steps: int = 10_000) -> Records:
@@ -138,6 +156,76 @@ def test_a_step_that_fails_as_a_whole_ends_its_sequences_only(harness: Harness) 
     assert set(records.reasons.values()) == {FinishReason.ERROR}
     harness.core.submit(make_request(5, [8, 9], max_tokens=5, ignore_eos=True))
     assert harness.run().reasons[5] == FinishReason.LENGTH
+
+
+def test_a_request_that_cannot_be_prepared_ends_alone(harness: Harness) -> None:
+    """Neither streams nor prompts that arrive with it are lost, and whoever gets its row is not disturbed."""
+    harness.runner.refused = lambda params: params.min_tokens > 1000
+    asked = [make_request(uid, [5, 6, 7 + uid], max_tokens=20, ignore_eos=True) for uid in range(8)]
+    for request in asked[:2]:
+        harness.core.submit(request)
+    for _ in range(4):
+        harness.core.step()
+    harness.core.submit(asked[2])
+    harness.core.submit(make_request(10, [5, 6, 7], max_tokens=5000, min_tokens=4000))
+    harness.core.submit(asked[3])
+    harness.core.submit(make_request(11, [5, 6, 7, 8, 9], max_tokens=5000, min_tokens=4000, n=3))
+    records = harness.run()
+    for request in asked[4:]:
+        harness.core.submit(request)
+    harness.run()
+    for request in asked:
+        answer = expected_answer(request, LIMITS.max_seq_len, LIMITS.eos_token_ids)
+        assert (records.tokens[request.uid], records.reasons[request.uid]) == answer
+    for uid in (10, 11, 12, 13):
+        assert records.reasons[uid] == FinishReason.ERROR
+        assert "OverflowError: too large a number" in records.details[uid][-1].error
+
+
+def test_requests_that_cannot_be_prepared_never_end_the_engine(harness: Harness) -> None:
+    harness.runner.refused = lambda params: params.min_tokens > 1000
+    for uid in range(4 * MAX_FAILED_STEPS):
+        harness.core.submit(make_request(uid, [5, 6], max_tokens=5000, min_tokens=4000))
+        assert harness.run().reasons[uid] == FinishReason.ERROR
+    harness.core.submit(make_request(99, [8, 9], max_tokens=5, ignore_eos=True))
+    assert harness.run().reasons[99] == FinishReason.LENGTH
+
+
+@pytest.mark.parametrize("stage", ["fails_prepare", "fails_execute"])
+def test_requests_that_break_steps_never_end_an_engine_that_computes(harness: Harness, stage: str) -> None:
+    """Alone or beside streams; that it computes is tried with a step of nobody's."""
+    setattr(harness.runner, stage, lambda plan: any(5 in chunk.token_ids for chunk in plan.prefill))
+    for uid in range(4 * MAX_FAILED_STEPS):
+        harness.core.submit(make_request(uid, [5, 6], max_tokens=5))
+        assert harness.run().reasons[uid] == FinishReason.ERROR
+    harness.core.submit(make_request(50, [8, 9], max_tokens=50, ignore_eos=True))
+    for uid in range(100, 100 + 4 * MAX_FAILED_STEPS):
+        harness.core.step()
+        harness.core.submit(make_request(uid, [5, 6], max_tokens=5))
+    records = harness.run()
+    assert (len(records.tokens[50]), records.reasons[50]) == (50, FinishReason.LENGTH)
+    assert {records.reasons[uid] for uid in range(100, 100 + 4 * MAX_FAILED_STEPS)} == {FinishReason.ERROR}
+
+
+def test_pages_of_failed_sequences_are_cleared_before_others_get_them(harness: Harness) -> None:
+    """The fake runner finds what was left."""
+    harness.runner.fail = lambda uid: uid % 2 == 0
+    for uid in range(60):
+        harness.core.submit(make_request(uid, range(5, 20 + uid), max_tokens=9, ignore_eos=True))
+    records = harness.run()
+    assert [records.reasons[uid] for uid in range(4)] == [FinishReason.ERROR, FinishReason.LENGTH] * 2
+
+
+def test_pages_are_cleared_even_where_the_step_that_was_to_do_it_failed(harness: Harness) -> None:
+    harness.runner.fail = lambda uid: uid == 0
+    harness.core.submit(make_request(0, range(100), max_tokens=9, ignore_eos=True))
+    assert harness.run().reasons[0] == FinishReason.ERROR
+    harness.runner.fails_execute = lambda plan: len(plan.cleared_pages) > 0
+    harness.core.submit(make_request(1, range(5), max_tokens=9, ignore_eos=True))
+    assert harness.run().reasons[1] == FinishReason.ERROR
+    harness.runner.fails_execute = lambda plan: False
+    harness.core.submit(make_request(2, range(5, 55), max_tokens=9, ignore_eos=True))
+    assert harness.run().reasons[2] == FinishReason.LENGTH
 
 
 def test_the_engine_gives_up_when_every_step_fails(harness: Harness) -> None:

@@ -53,8 +53,8 @@ def test_num_pages_is_obeyed(tiny_model_dir: Path) -> None:
 
 
 def test_an_impossible_pool_is_refused_with_a_remedy(tiny_model_dir: Path) -> None:
-    runtime, model = runtime_for(tiny_model_dir, num_pages=2**40)
-    with pytest.raises(ConfigError, match=r"out of memory.*num_pages \(1099511627776\).*max_prefill_length"):
+    runtime, model = runtime_for(tiny_model_dir, num_pages=2**26)
+    with pytest.raises(ConfigError, match=r"out of memory.*num_pages \(67108864\).*max_prefill_length"):
         build_runner(runtime, model)
 
 
