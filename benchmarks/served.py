@@ -53,7 +53,7 @@ class Served:
         return self._process
 
     def __enter__(self) -> Served:
-        command = [sys.executable, "-m", "minisgl_backend.host.server_supervisor"]
+        command = [sys.executable, "-m", "minisgl_backend.host.server_supervisor", "--openai-port", "0"]
         for name in ("http", "grpc", "metrics", "health"):
             command += [f"--{name}-port", str(getattr(self, f"{name}_port"))]
         with self.log.open("wb") as output:

@@ -58,8 +58,12 @@ class ServerSettings:
     @property
     def address(self) -> str:
         """HOST:PORT of the HTTP endpoint as seen from this machine."""
+        return self.address_of(self.http_port)
+
+    def address_of(self, port: int) -> str:
+        """HOST:PORT of one of the server's ports as seen from this machine."""
         host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"[{host}]:{self.http_port}" if ":" in host else f"{host}:{self.http_port}"
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class ServerProcess:

@@ -22,6 +22,7 @@ from typing import Any
 from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
+from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint, add_endpoint_options, endpoint_of
 from minisgl_backend.host.repository import parse_options, render_repository
 from minisgl_backend.host.server_process import ServerProcess, ServerSettings, free_port_error
 from minisgl_backend.host.triton_server import find_triton_server
@@ -40,6 +41,7 @@ class Arguments:
 
     server: ServerSettings
     health_port: int
+    endpoint: EndpointSettings | None  # None: no OpenAI-compatible endpoint
     engine_parameters: dict[str, str]  # options of the engine that were given; empty: the repository as it is
 
 
@@ -58,7 +60,13 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         verbose=values["verbose"],
         arguments=tuple(arguments[split + 1 :]),
     )
-    return Arguments(settings, values["health_port"], parse_options(given))
+    endpoint = endpoint_of(
+        values,
+        host=settings.host,
+        grpc_address=settings.address_of(settings.grpc_port),
+        metrics_address=settings.address_of(settings.metrics_port),
+    )
+    return Arguments(settings, values["health_port"], endpoint, parse_options(given))
 
 
 class Supervisor:
@@ -68,6 +76,7 @@ class Supervisor:
         self._arguments = arguments
         self._settings = settings
         self._server: ServerProcess | None = None
+        self._endpoint: OpenAIEndpoint | None = None
         self._busy: str | None = "starting"  # why not ready, as far as the supervisor knows
         self._stop = threading.Event()
         self._abandon = threading.Event()
@@ -81,6 +90,8 @@ class Supervisor:
         try:
             return self._keep_running()
         finally:
+            if self._endpoint is not None:
+                self._endpoint.stop()
             if health is not None:
                 health.close()
 
@@ -115,6 +126,8 @@ class Supervisor:
             if server.ready():
                 server.dead_models(confirmed=True)
                 server.learn_models()
+                if server.has_model("ensemble"):
+                    self._start_endpoint()
                 self._busy = None
                 self._announce(server)
                 return time.monotonic()
@@ -156,10 +169,19 @@ class Supervisor:
     def _end(self, server: ServerProcess) -> None:
         if self._stop.is_set():
             say("stopping: requests in flight are finished first; Ctrl-C again ends them")
+            if self._endpoint is not None:
+                self._endpoint.begin_stop()  # what it still answers ends with the server's requests
             server.stop(self._abandon)
             say("stopped")
         else:
             server.clean_up()
+
+    def _start_endpoint(self) -> None:
+        """Once, behind the first server that is ready: it outlives those that are restarted."""
+        settings = self._arguments.endpoint
+        if settings is not None and self._endpoint is None:
+            self._endpoint = OpenAIEndpoint(settings, say)
+            say(f"OpenAI-compatible: {settings.url}/v1, and a page to chat: {settings.url}")
 
     def _announce(self, server: ServerProcess) -> None:
         if self._announced:
@@ -231,6 +253,8 @@ def _check_ports(arguments: Arguments) -> None:
     ]
     if arguments.health_port:
         ports.append(("--health-port", arguments.health_port))
+    if arguments.endpoint is not None:
+        ports.append(("--openai-port", arguments.endpoint.port))
     problem = free_port_error(server.host, ports)
     if problem is not None:
         raise ConfigError(problem)
@@ -267,6 +291,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SECONDS",
         help="for requests in flight at the end [%(default)s]",
     )
+    add_endpoint_options(parser)
     parser.add_argument("--verbose", action="store_true", help="tritonserver's whole log")
     group = parser.add_argument_group("engine options", "each is also a parameter of engine/config.pbtxt")
     for name, option in OPTIONS.items():

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import minisgl_backend
@@ -19,15 +19,24 @@ PR_SET_PDEATHSIG = 1
 TIED = "--tied"  # tells a child that its parent's starting thread lives as long as the parent
 
 
-def start_child(module: str, arguments: Sequence[str], *, fds: tuple[int, ...], tied: bool) -> subprocess.Popen[bytes]:
+def start_child(
+    module: str,
+    arguments: Sequence[str],
+    *,
+    fds: tuple[int, ...],
+    tied: bool,
+    environment: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
     """Starts `python -m module arguments`. The child ends when its standard input closes.
 
     `fds` stay open in the child under the same numbers. `tied`: the calling thread lives as long as this process,
-    so that the kernel may kill the child when it ends.
+    so that the kernel may kill the child when it ends. `environment`: variables beside those of this process.
     """
     command = [python_executable(), "-m", module, *arguments, *([TIED] if tied else [])]
     # Output goes to stderr: standard output may belong to whoever started this process.
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=fds, env=_environment())
+    return subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=2, pass_fds=fds, env={**_environment(), **(environment or {})}
+    )
 
 
 def python_executable() -> str:

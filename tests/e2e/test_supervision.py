@@ -162,6 +162,7 @@ def service(tmp_path: Path) -> Iterator[Service]:
     http, grpc, metrics, health = free_ports(4)
     log = tmp_path / "log"
     command = [sys.executable, "-m", "minisgl_backend.host.server_supervisor", "--repository", str(repository)]
+    command += ["--openai-port", "0"]
     for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics), ("health", health)):
         command += [f"--{name}-port", str(port)]
     with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output) as process:

@@ -1,0 +1,278 @@
+"""Runs the OpenAI-compatible endpoint: worker processes on one listening socket, watched and started again.
+
+This process owns the socket, so that connections wait for a worker that is being replaced instead of being refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.spawn import start_child
+
+SETTINGS_VARIABLE = "MINISGL_OPENAI_SETTINGS"  # not on a command line, where everybody could read the keys
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json")
+REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
+
+_WORKER = "minisgl_backend.openai.worker"
+_PACKAGES = ("fastapi", "uvicorn", "tritonclient")
+_BACKLOG = 2048
+_LOOK_SECONDS = 0.1
+_BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
+_STABLE_SECONDS = 30.0  # a worker that lived this long starts again without a delay
+_STOP_SECONDS = 3.0  # for workers to end, once no request is left
+
+
+@dataclass(frozen=True, kw_only=True)
+class EndpointSettings:
+    """How the endpoint is served. Addresses are HOST:PORT."""
+
+    host: str = "127.0.0.1"
+    port: int = 9000
+    grpc_address: str = "127.0.0.1:8001"
+    metrics_address: str = ""  # of the server's metrics; "": there are none
+    workers: int = 1
+    served_model_names: tuple[str, ...] = ()  # (): as the server calls its model
+    api_keys: tuple[str, ...] = ()  # (): nobody is asked for one
+    tool_call_parser: str = "auto"
+    reasoning_parser: str = "auto"
+    allowed_origins: tuple[str, ...] = ()  # of pages in browsers (CORS); (): only the endpoint's own
+    ssl_certfile: str = ""
+    ssl_keyfile: str = ""
+    max_body_bytes: int = 16 << 20
+    max_requests: int = 8192  # of one worker at a time; one more is answered 429
+
+    def check(self) -> None:
+        """Raises ConfigError naming the option that is wrong."""
+        missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
+        if missing:
+            raise ConfigError(
+                f"the OpenAI-compatible endpoint needs {', '.join(missing)}: pip install 'minisgl-backend[openai]', "
+                "or do without it: --openai-port 0"
+            )
+        if self.workers < 1:
+            raise ConfigError(f"--openai-workers is {self.workers}; allowed: 1 or more")
+        for option, value, allowed in (
+            ("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS),
+            ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
+        ):
+            if value not in allowed:
+                raise ConfigError(f"{option} is {value!r}; allowed: {', '.join(allowed)}")
+        if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
+            raise ConfigError("--ssl-certfile and --ssl-keyfile belong together; one of them is missing")
+        for option, value in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", self.ssl_keyfile)):
+            if value and not Path(value).is_file():
+                raise ConfigError(f"{option} is {value!r}, which is no file")
+        if self.max_body_bytes < 1:
+            raise ConfigError(f"--max-body-bytes is {self.max_body_bytes}; allowed: 1 or more")
+        if not all(self.api_keys):
+            raise ConfigError("--api-key is empty; allowed: at least one character")
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> EndpointSettings:
+        """What `to_json` wrote."""
+        values = json.loads(text)
+        tuples = [field.name for field in fields(cls) if str(field.type).startswith("tuple")]
+        return cls(**{**values, **{name: tuple(values[name]) for name in tuples}})
+
+    @property
+    def url(self) -> str:
+        """As seen from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
+        host = f"[{host}]" if ":" in host and not host.startswith("[") else host
+        return f"{'https' if self.ssl_certfile else 'http'}://{host}:{self.port}"
+
+
+def api_keys_of(given: Sequence[str] | None, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    """The keys of the command line, else those in MINISGL_API_KEY (with commas between them)."""
+    if given:
+        return tuple(given)
+    return tuple(key.strip() for key in environment.get("MINISGL_API_KEY", "").split(",") if key.strip())
+
+
+class OpenAIEndpoint:
+    """The endpoint from construction until `stop`. Raises ConfigError where it cannot be served."""
+
+    def __init__(self, settings: EndpointSettings, say: Callable[[str], None] = lambda text: None) -> None:
+        """`say` gets what a person should know: deaths and restarts."""
+        settings.check()
+        self._settings = settings
+        self._say = say
+        self._socket = _listen(settings.host, settings.port)
+        self._stopping = threading.Event()
+        self._lock = threading.Lock()
+        self._workers: list[subprocess.Popen[bytes] | None] = [None] * settings.workers
+        self._started_at = [0.0] * settings.workers
+        self._failures = [0] * settings.workers
+        self._next_start = [0.0] * settings.workers
+        # Workers die with the thread that started them: the one that watches starts them all.
+        self._thread = threading.Thread(target=self._watch, name="openai-endpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The TCP port in use."""
+        return int(self._socket.getsockname()[1])
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the living workers."""
+        with self._lock:
+            return [worker.pid for worker in self._workers if worker is not None and worker.poll() is None]
+
+    def begin_stop(self) -> None:
+        """No new connections and requests; those in flight go on until the server has answered them."""
+        self._stopping.set()
+        self._socket.close()
+        with self._lock:
+            self._signal(signal.SIGTERM)
+
+    def stop(self, timeout: float = _STOP_SECONDS) -> None:
+        """Waits up to `timeout` seconds for requests in flight, then ends the workers."""
+        if not self._stopping.is_set():
+            self.begin_stop()
+        deadline = time.monotonic() + timeout
+        while self.process_ids and time.monotonic() < deadline:
+            time.sleep(0.02)
+        with self._lock:
+            self._signal(signal.SIGKILL)
+            for worker in self._workers:
+                if worker is not None:
+                    worker.wait()
+        self._thread.join()
+
+    def _signal(self, number: int) -> None:
+        for worker in self._workers:
+            if worker is not None and worker.poll() is None:
+                worker.send_signal(number)
+
+    def _watch(self) -> None:
+        while True:
+            with self._lock:
+                if self._stopping.is_set():
+                    break
+                for number in range(len(self._workers)):
+                    self._look_at(number)
+            self._stopping.wait(_LOOK_SECONDS)
+        while self.process_ids:  # they die with this thread
+            time.sleep(0.02)
+
+    def _look_at(self, number: int) -> None:
+        now, worker = time.monotonic(), self._workers[number]
+        if worker is not None and worker.poll() is not None:
+            stable = now - self._started_at[number] > _STABLE_SECONDS
+            failures = self._failures[number] = 0 if stable else self._failures[number]
+            delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
+            self._failures[number] += 1
+            self._next_start[number] = now + delay
+            self._workers[number] = None
+            self._say(f"the OpenAI endpoint's process {worker.pid} died; it starts again")
+        if self._workers[number] is None and now >= self._next_start[number]:
+            self._workers[number] = self._start()
+            self._started_at[number] = now
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        environment = {SETTINGS_VARIABLE: self._settings.to_json()}
+        fd = self._socket.fileno()
+        return start_child(_WORKER, [str(fd)], fds=(fd,), tied=True, environment=environment)
+
+
+def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the endpoint, for the server's command line; `endpoint_of` reads them."""
+    group = parser.add_argument_group("OpenAI-compatible endpoint", "docs/openai.md")
+    default = EndpointSettings()
+    group.add_argument(
+        "--openai-port", type=_port_or_none, default=default.port, metavar="PORT", help="0: no endpoint [%(default)s]"
+    )
+    group.add_argument(
+        "--openai-workers", type=int, default=1, metavar="N", help="processes, for many streams at once [%(default)s]"
+    )
+    add_serving_options(group)
+
+
+def add_serving_options(group: Any) -> None:
+    """Those options that the endpoint has in whatever way it is started."""
+    group.add_argument(
+        "--served-model-name", nargs="+", metavar="NAME", help="what clients call the model [the model's name]"
+    )
+    group.add_argument(
+        "--api-key", nargs="+", metavar="KEY", help="keys that clients need one of; also MINISGL_API_KEY [none]"
+    )
+    group.add_argument(
+        "--tool-call-parser", choices=TOOL_PARSERS, default="auto", help="how the model writes tool calls [%(default)s]"
+    )
+    group.add_argument(
+        "--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how it marks its thoughts [%(default)s]"
+    )
+    group.add_argument("--ssl-certfile", default="", metavar="FILE", help="serves https with this certificate")
+    group.add_argument("--ssl-keyfile", default="", metavar="FILE", help="and its key")
+    group.add_argument(
+        "--allowed-origins", nargs="+", metavar="ORIGIN", help="whose pages browsers let in (CORS); *: all [none]"
+    )
+    group.add_argument(
+        "--max-body-bytes", type=int, default=EndpointSettings().max_body_bytes, metavar="N", help="[%(default)s]"
+    )
+
+
+def endpoint_of(
+    values: Mapping[str, Any], *, host: str, grpc_address: str, metrics_address: str
+) -> EndpointSettings | None:
+    """The settings that the options come to; None for port 0. Raises ConfigError."""
+    if not values["openai_port"]:
+        return None
+    settings = EndpointSettings(
+        host=host,
+        port=values["openai_port"],
+        grpc_address=grpc_address,
+        metrics_address=metrics_address,
+        workers=values["openai_workers"],
+        served_model_names=tuple(values["served_model_name"] or ()),
+        api_keys=api_keys_of(values["api_key"]),
+        tool_call_parser=values["tool_call_parser"],
+        reasoning_parser=values["reasoning_parser"],
+        allowed_origins=tuple(values["allowed_origins"] or ()),
+        ssl_certfile=values["ssl_certfile"],
+        ssl_keyfile=values["ssl_keyfile"],
+        max_body_bytes=values["max_body_bytes"],
+    )
+    settings.check()
+    return settings
+
+
+def _port_or_none(text: str) -> int:
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535, or 0 for no endpoint")
+    return int(text)
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(_BACKLOG)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            listener.close()
+        reason = (error.strerror or str(error)).lower()
+        raise ConfigError(
+            f"--openai-port is {port}, which cannot be had on {host} ({reason}); choose another port"
+        ) from None
+    return listener

@@ -1,0 +1,83 @@
+"""Errors in OpenAI's shape, and how what the server says of a request becomes one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from client.errors import Cancelled, ClientError, InvalidRequest, TimedOut, Unavailable
+from client.errors import from_message as client_error_of
+
+_FIELD = re.compile(r"^(?:request parameter |input |sampling_parameters )?'?([A-Za-z_]\w*)")
+_FULL = re.compile(r"\b(?:requests are waiting|wait for their grammars)\b")
+_TOO_LONG = re.compile(r"takes prompts of at most|cannot take so long a prompt")
+_TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error"}
+_RETRY_SECONDS = 1
+
+
+class ApiError(Exception):
+    """An answer that is an error. `param` names the field of the request, `code` is OpenAI's word where it has one."""
+
+    def __init__(
+        self, status: int, message: str, *, param: str | None = None, code: str | None = None, kind: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code
+        self.kind = kind or _TYPES.get(status) or ("rate_limit_error" if status == 429 else "server_error")
+        if 400 <= status < 500 and status not in (401, 429):
+            self.kind = kind or "invalid_request_error"
+
+    @property
+    def body(self) -> dict[str, Any]:
+        error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+    @property
+    def headers(self) -> dict[str, str]:
+        if self.status == 429:
+            return {"retry-after": str(_RETRY_SECONDS)}
+        return {"www-authenticate": "Bearer"} if self.status == 401 else {}
+
+
+class ClientLeft(Exception):
+    """The client has closed its connection; there is nobody to answer."""
+
+
+def invalid(param: str | None, message: str, code: str | None = None) -> ApiError:
+    """A request that can never be served."""
+    return ApiError(400, message, param=param, code=code)
+
+
+def from_message(message: str, names: Mapping[str, str]) -> ApiError:
+    """The error for a text inside a stream. `names`: the server's name of a field -> the client's."""
+    return from_client_error(client_error_of(message), names)
+
+
+def from_client_error(error: ClientError, names: Mapping[str, str]) -> ApiError:
+    """The error for one that the project's client knows by type."""
+    if isinstance(error, InvalidRequest):
+        message, param = _in_the_clients_words(error.message, names)
+        return invalid(param, message, "context_length_exceeded" if _TOO_LONG.search(message) else None)
+    if isinstance(error, Unavailable):
+        if _FULL.search(error.message):
+            return ApiError(429, error.message, code="queue_full")
+        return ApiError(503, error.message, code="unavailable", kind="server_error")
+    if isinstance(error, TimedOut):
+        return ApiError(408, error.message, code="timeout", kind="timeout_error")
+    if isinstance(error, Cancelled):
+        return ApiError(503, error.message, code="cancelled", kind="server_error")
+    return ApiError(500, error.message, kind="server_error")
+
+
+def _in_the_clients_words(message: str, names: Mapping[str, str]) -> tuple[str, str | None]:
+    found = _FIELD.match(message)
+    if found is None:
+        return message, None
+    name = found[1]
+    if name not in names:
+        return message, name if "_" in name or message[found.end() : found.end() + 4] in (" is ", " has") else None
+    return message[: found.start(1)] + names[name] + message[found.end(1) :], names[name]

@@ -1,0 +1,89 @@
+"""What is refused before a request is read: bodies over the limit, and requests without a key."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+
+from starlette.datastructures import Headers
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.sse import encode
+
+_OPEN_PATHS = ("/", "/health", "/metrics", "/version")  # no model is asked there
+
+
+async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *, close: bool = False) -> None:
+    """Answers with the error. `close`: the connection ends with it, since the rest of the body was not read."""
+    headers = {**error.headers, **({"connection": "close"} if close else {})}
+    response = Response(encode(error.body), error.status, headers, media_type="application/json")
+    await response(scope, receive, send)
+
+
+class BodyLimit:
+    """Answers 413 to a body that says it is too long before it is read, and to any other once it is."""
+
+    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+        self._app = app
+        self._most_bytes = most_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
+            await self._app(scope, receive, send)
+            return
+        length = Headers(scope=scope).get("content-length", "")
+        if length.isdecimal() and int(length) > self._most_bytes:
+            await refuse(self._error(), scope, receive, send, close=True)
+            return
+        read = 0
+        begun = False
+
+        async def counted() -> Message:
+            nonlocal read
+            message = await receive()
+            if message["type"] == "http.request":
+                read += len(message.get("body", b""))
+                if read > self._most_bytes:
+                    raise self._error()
+            return message
+
+        async def noted(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self._app(scope, counted, noted)
+        except ApiError as error:
+            if begun:
+                raise
+            await refuse(error, scope, receive, send, close=True)
+
+    def _error(self) -> ApiError:
+        return ApiError(
+            413, f"the body is longer than {self._most_bytes} bytes, all that this server reads", code="body_too_large"
+        )
+
+
+class ApiKeys:
+    """Answers 401 to requests without one of the keys, but for paths where no model is asked."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[str]) -> None:
+        self._app = app
+        self._keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS"
+        if is_open or self._is_known(Headers(scope=scope).get("authorization", "")):
+            await self._app(scope, receive, send)
+            return
+        error = ApiError(401, "this server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")
+        await refuse(error, scope, receive, send)
+
+    def _is_known(self, header: str) -> bool:
+        scheme, _, key = header.partition(" ")
+        given = key.strip().encode()
+        found = [secrets.compare_digest(given, known) for known in self._keys]  # all of them: time tells nothing
+        return scheme.lower() == "bearer" and any(found)

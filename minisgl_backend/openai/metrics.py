@@ -1,0 +1,53 @@
+"""The server's own metrics, handed on: one place to scrape, and one truth however many workers there are."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import urllib.error
+import urllib.request
+
+from minisgl_backend.openai.errors import ApiError
+
+_TIMEOUT_SECONDS = 5.0
+_FRESH_SECONDS = 0.2  # more often nothing new is there
+_DOWN = re.compile(r"^minisgl_engine_up(?:\{[^}]*\})? 0(?:\.0*)?$", re.MULTILINE)
+
+
+class ServerMetrics:
+    """Fetches them, at most a few times a second for all who ask."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: HOST:PORT; "" where there are none."""
+        self._address = address
+        self._text = ""
+        self._fetched_at = 0.0
+        self._lock = asyncio.Lock()
+
+    async def text(self) -> str:
+        """Raises ApiError where the server does not answer, or has none."""
+        if not self._address:
+            raise ApiError(404, "this endpoint does not know where the server's metrics are")
+        async with self._lock:
+            if time.monotonic() - self._fetched_at > _FRESH_SECONDS:
+                self._text = await asyncio.to_thread(self._fetch)
+                self._fetched_at = time.monotonic()
+            return self._text
+
+    async def engine_is_down(self) -> bool:
+        """True where the server says so itself."""
+        if not self._address:
+            return False
+        try:
+            return _DOWN.search(await self.text()) is not None
+        except ApiError:
+            return True
+
+    def _fetch(self) -> str:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        try:
+            with opener.open(f"http://{self._address}/metrics", timeout=_TIMEOUT_SECONDS) as reply:
+                return str(reply.read().decode("utf-8", "replace"))
+        except (urllib.error.URLError, OSError):
+            raise ApiError(503, "the server's metrics cannot be reached", code="unavailable") from None

@@ -1,0 +1,120 @@
+"""The model behind the endpoint: its names, and which parsers take its answers apart."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.reasoning import CLOSE, OPEN, ReasoningParser
+from minisgl_backend.openai.tool_calls import HermesParser, LlamaParser, ToolParser
+from minisgl_backend.openai.triton import ModelInfo, Prompt, TritonServer
+
+_TOOL_PARSERS: Mapping[str, Callable[[Sequence[str]], ToolParser]] = {
+    "hermes": HermesParser,
+    "llama3_json": LlamaParser,
+}
+_PROBE = ({"role": "user", "content": "x"},)
+_MAX_PROBES = 256
+_ARGUMENTS = re.compile(r"[\"']arguments[\"']|\barguments\b")
+
+
+class ServedModel:
+    """What is known of the model; asked for once it is needed, since the server may start later."""
+
+    def __init__(self, triton: TritonServer, settings: EndpointSettings) -> None:
+        self._triton = triton
+        self._settings = settings
+        self._info: ModelInfo | None = None
+        self._created = int(time.time())
+        self._opens_thoughts: dict[str, bool] = {}  # by the chat template's arguments as JSON
+
+    async def info(self) -> ModelInfo:
+        """Raises ApiError where the server does not answer."""
+        if self._info is None:
+            self._info = await self._triton.model_info()
+        return self._info
+
+    async def names(self) -> Sequence[str]:
+        return self._settings.served_model_names or ((await self.info()).model,)
+
+    async def resolve(self, name: str | None) -> str:
+        """The name that answers carry. Raises ApiError for another model's."""
+        names = await self.names()
+        if name is None or name in names:
+            return name or names[0]
+        allowed = ", ".join(names)
+        message = f"model is {name[:200]!r}, which is not served here; allowed: {allowed}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """As /v1/models lists them."""
+        info = await self.info()
+        return [
+            {
+                "id": name,
+                "object": "model",
+                "created": self._created,
+                "owned_by": "minisgl-backend",
+                "root": info.model,
+                "parent": None,
+                "max_model_len": info.max_model_len,
+            }
+            for name in await self.names()
+        ]
+
+    async def tool_parser(self, names: Sequence[str]) -> Callable[[], ToolParser]:
+        """Makes a parser for each choice. Raises ApiError where the format of the model's calls is not known."""
+        kind = self._settings.tool_call_parser
+        if kind == "auto":
+            kind = tool_format(await self.info())
+        if kind == "none":
+            raise invalid(
+                "tools",
+                "tools: it is not known how this model writes tool calls (--tool-call-parser says it); allowed: "
+                "tool_choice required or a function's name",
+            )
+        parser = _TOOL_PARSERS[kind]
+        return lambda: parser(names)
+
+    async def reasoning_parser(self, template_kwargs: Mapping[str, Any]) -> Callable[[], ReasoningParser] | None:
+        """Makes a parser for each choice; None for a model that writes no thoughts."""
+        kind = self._settings.reasoning_parser
+        if kind == "auto":
+            kind = "qwen3" if writes_thoughts(await self.info()) else "none"
+        if kind == "none":
+            return None
+        inside = kind == "deepseek_r1" or await self._prompt_opens_thoughts(template_kwargs)
+        return lambda: ReasoningParser(inside=inside)
+
+    async def _prompt_opens_thoughts(self, template_kwargs: Mapping[str, Any]) -> bool:
+        """Whether the chat template ends with `<think>`, as some do, or only with certain arguments."""
+        key = json.dumps(template_kwargs, sort_keys=True)
+        if key not in self._opens_thoughts:
+            prompt = Prompt(messages=_PROBE, template_kwargs=template_kwargs)
+            names = {"messages": "chat_template_kwargs"}
+            found = await self._triton.tokenize(prompt, ["prompt_text"], names)
+            text = found["prompt_text"][0].decode("utf-8", "replace")
+            if len(self._opens_thoughts) >= _MAX_PROBES:
+                self._opens_thoughts.clear()
+            self._opens_thoughts[key] = text.rfind(OPEN) > text.rfind(CLOSE)
+        return self._opens_thoughts[key]
+
+
+def tool_format(info: ModelInfo) -> str:
+    """The format that the chat template shows beyond doubt, else `none`."""
+    template = info.chat_template
+    if "<tool_call>" in template and "<function=" not in template and _ARGUMENTS.search(template):
+        return "hermes"
+    if "<|python_tag|>" in info.added_tokens and '"parameters"' in template:
+        return "llama3_json"
+    return "none"
+
+
+def writes_thoughts(info: ModelInfo) -> bool:
+    """Whether template or vocabulary know the end of thoughts."""
+    return CLOSE in info.chat_template or CLOSE in info.added_tokens

@@ -1,0 +1,301 @@
+"""The server behind the endpoint, over gRPC: generations as streams, and what its tokenizer tells of prompts and model.
+
+Every generation is a call of its own, so that each can be cancelled alone, and a stream even where the client wants one
+answer: only streams tell the server that their client has left. Messages are handled as bytes and parsed once.
+
+A call is never cancelled right behind its end or an error but read on to its end (client/grpc_transport.py says why).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+import grpc.aio
+import msgspec
+from tritonclient.grpc import service_pb2
+
+from client.errors import ClientError, from_message, from_status
+from minisgl_backend.openai.errors import ApiError, ClientLeft, from_client_error
+
+_INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
+_UNARY = "/inference.GRPCInferenceService/ModelInfer"
+_READY = "/inference.GRPCInferenceService/ModelReady"
+_CHANNEL_OPTIONS = (
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.enable_http_proxy", 0),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+)
+_ASK_SECONDS = 30.0  # for anything but a generation
+_END_SECONDS = 1.0  # how long the end of a call may stay away behind its last response
+_ENSEMBLE = "ensemble"
+
+_LOGGER = logging.getLogger(__name__)
+_parse = service_pb2.ModelStreamInferResponse.FromString
+
+
+class TokenLogprob(msgspec.Struct, frozen=True):
+    """One token's log-probability as the server writes it."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+    bytes: list[int] | None = None  # where decoded_token is not whole characters
+
+
+Position = dict[str, TokenLogprob]  # by token id: the position's own token first, then the most likely ones
+_positions = msgspec.json.Decoder(list[Position] | None)
+
+
+class ModelInfo(msgspec.Struct, frozen=True):
+    """What the tokenizer tells of the model."""
+
+    model: str
+    max_model_len: int
+    vocab_size: int
+    chat_template: str
+    added_tokens: list[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A text, chat messages or token ids; exactly one of them."""
+
+    text: str | None = None
+    messages: Sequence[Mapping[str, Any]] | None = None
+    token_ids: Sequence[int] | None = None
+    template_kwargs: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RequestContext:
+    """What goes with a request: its id, and the client's trace headers as gRPC metadata."""
+
+    request_id: str
+    metadata: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(slots=True)
+class Delta:
+    """What is new of one sequence."""
+
+    index: int  # of the sequence among those of its prompt
+    text: str
+    num_tokens: int
+    reason: str | None  # "stop", "length"; None: the sequence goes on
+    logprobs: Sequence[Position]
+
+
+class Generation:
+    """One request to the ensemble. Used by one task; `cancel` by any of the same event loop."""
+
+    def __init__(self, call: Any, num_sequences: int, names: Mapping[str, str]) -> None:
+        """`names`: what the client called the fields that the server knows by another name."""
+        self._call = call
+        self._names = names
+        self._unfinished = num_sequences
+        self._left = False
+        self.num_prompt_tokens = 0
+        self.num_output_tokens = 0
+        self.prompt_logprobs: Sequence[Position] = ()
+        self.perf_metrics: dict[str, int] = {}
+
+    async def next(self) -> Delta | None:
+        """The next part of a sequence, None after the last one's end. Raises ApiError, ClientLeft."""
+        if not self._unfinished:
+            return None
+        raw = await self._read()
+        if raw is grpc.aio.EOF:
+            raise ApiError(500, "the server's stream ended before the answer was complete")
+        response = _parse(raw)
+        if response.error_message:
+            await self.drain()
+            raise from_client_error(from_message(response.error_message), self._names)
+        infer = response.infer_response
+        index, text, tokens, reason, positions = 0, "", 0, None, ()
+        for output, value in zip(infer.outputs, infer.raw_output_contents, strict=False):
+            name = output.name
+            if name == "text_output":
+                text = value[4:].decode("utf-8", "replace")
+            elif name == "num_output_tokens":
+                tokens = int.from_bytes(value, "little")
+            elif name == "finish_reason":
+                reason = None if value[4:] == b"None" else value[4:].decode()
+            elif name == "num_input_tokens":
+                self.num_prompt_tokens = int.from_bytes(value, "little")
+            elif name == "sequence_index":
+                index = int.from_bytes(value, "little")
+            elif name == "logprobs":
+                positions = _positions.decode(value[4:]) or ()
+            elif name == "prompt_logprobs":
+                self.prompt_logprobs = _positions.decode(value[4:]) or ()
+            elif name.endswith("_time_ns"):
+                self.perf_metrics[name] = int.from_bytes(value, "little")
+        self.num_output_tokens += tokens
+        if reason is not None:
+            self._unfinished -= 1
+        return Delta(index, text, tokens, reason, positions)
+
+    def cancel(self) -> None:
+        """The client has left."""
+        self._left = True
+        self._call.cancel()
+
+    def cancel_unfinished(self) -> None:
+        """What is still being generated is not wanted any more: a sibling has failed."""
+        if self._unfinished:
+            self.cancel()
+
+    async def drain(self) -> None:
+        """Until the call has ended; to be called when all has been read. One that does not end is cancelled."""
+        if self._left:
+            return
+        bound = asyncio.get_running_loop().call_later(_END_SECONDS, self._call.cancel)
+        try:
+            while await self._call.read() is not grpc.aio.EOF:
+                pass
+        except (grpc.RpcError, asyncio.CancelledError):
+            pass  # how it ends changes nothing any more
+        finally:
+            bound.cancel()
+
+    async def _read(self) -> Any:
+        try:
+            return await self._call.read()
+        except asyncio.CancelledError:
+            if self._left:
+                raise ClientLeft from None
+            raise
+        except grpc.RpcError as error:
+            if self._left:
+                raise ClientLeft from None
+            raise from_client_error(_rpc_error(error), self._names) from None
+
+
+class TritonServer:
+    """A connection to a server, for one event loop."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: HOST:PORT of its gRPC endpoint."""
+        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+        self._infer_stream = self._channel.unary_stream(_INFER)
+        self._infer = self._channel.unary_unary(_UNARY)
+        self._model_ready = self._channel.unary_unary(_READY)
+
+    def start(
+        self,
+        prompt: Prompt,
+        sampling: Mapping[str, Any],
+        context: RequestContext,
+        names: Mapping[str, str],
+    ) -> Generation:
+        """Sends a request. What is wrong with it comes from the generation's first `next`."""
+        message = _message(_ENSEMBLE, prompt, {**_RETURNED, **sampling}, context.request_id)
+        message.parameters["triton_enable_empty_final_response"].bool_param = True
+        call = self._infer_stream(message.SerializeToString(), metadata=context.metadata or None)
+        return Generation(call, int(sampling.get("n", 1)), names)
+
+    async def tokenize(
+        self, prompt: Prompt, outputs: Sequence[str], names: Mapping[str, str], sampling: Mapping[str, Any] = {}
+    ) -> dict[str, Any]:
+        """What the tokenizer says of a prompt: `input_ids` (ints), `prompt_text`, `token_texts`. Raises ApiError."""
+        message = _message("tokenizer", prompt, sampling, "")
+        for name in outputs:
+            message.outputs.add(name=name)
+        return await self._ask_tokenizer(message, names)
+
+    async def model_info(self) -> ModelInfo:
+        """Raises ApiError where the server does not answer."""
+        message = _message("tokenizer", Prompt(text=""), {}, "")
+        message.outputs.add(name="model_info")
+        found = await self._ask_tokenizer(message, {})
+        return msgspec.json.decode(found["model_info"][0], type=ModelInfo)
+
+    async def is_ready(self) -> bool:
+        """Whether the server says that the ensemble is."""
+        request = service_pb2.ModelReadyRequest(name=_ENSEMBLE).SerializeToString()
+        try:
+            raw = await self._model_ready(request, timeout=5.0)
+        except grpc.RpcError:
+            return False
+        return bool(service_pb2.ModelReadyResponse.FromString(raw).ready)
+
+    async def close(self) -> None:
+        await self._channel.close()
+
+    async def _ask_tokenizer(self, message: Any, names: Mapping[str, str]) -> dict[str, Any]:
+        try:
+            raw = await self._infer(message.SerializeToString(), timeout=_ASK_SECONDS)
+        except grpc.RpcError as error:
+            raise from_client_error(_rpc_error(error), names) from None
+        response = service_pb2.ModelInferResponse.FromString(raw)
+        return {
+            output.name: _values(output.datatype, value)
+            for output, value in zip(response.outputs, response.raw_output_contents, strict=True)
+        }
+
+
+_RETURNED = {
+    "stream": True,
+    "return_finish_reason": True,
+    "return_num_input_tokens": True,
+    "return_num_output_tokens": True,
+}
+
+
+def _message(model: str, prompt: Prompt, sampling: Mapping[str, Any], request_id: str) -> Any:
+    message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    if prompt.token_ids is not None:
+        _check_ids(prompt.token_ids)
+        tensor = message.inputs.add(name="prompt_token_ids", datatype="INT32", shape=[1, len(prompt.token_ids)])
+        tensor.contents.int_contents.extend(prompt.token_ids)
+    elif prompt.messages is not None:
+        _add_text(message, "messages", json.dumps(prompt.messages))
+    else:
+        _add_text(message, "text_input", prompt.text or "")
+        sampling = {"apply_chat_template": False, **sampling}
+    if prompt.template_kwargs:
+        _add_text(message, "chat_template_kwargs", json.dumps(prompt.template_kwargs))
+    _add_text(message, "sampling_parameters", json.dumps(sampling))
+    return message
+
+
+def _check_ids(token_ids: Sequence[int]) -> None:
+    for token in token_ids:
+        if not -(2**31) <= token < 2**31:
+            raise ApiError(400, f"prompt has token id {token}; allowed: the model's token ids", param="prompt")
+
+
+def _add_text(message: Any, name: str, text: str) -> None:
+    tensor = message.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
+    tensor.contents.bytes_contents.append(text.encode())
+
+
+def _values(datatype: str, raw: bytes) -> list[Any]:
+    if datatype != "BYTES":
+        return list(struct.unpack(f"<{len(raw) // 4}i", raw))
+    values, position = [], 0
+    while position < len(raw):
+        (length,) = struct.unpack_from("<I", raw, position)
+        values.append(raw[position + 4 : position + 4 + length])
+        position += 4 + length
+    return values
+
+
+def _rpc_error(error: Any) -> ClientError:
+    """What the status that ended a call means; Triton gives its model's errors outside streams as statuses."""
+    code, details = error.code(), error.details() or ""
+    if code is grpc.StatusCode.CANCELLED:
+        return from_status("UNAVAILABLE", "the server ended the call; try again later")
+    if code is grpc.StatusCode.INTERNAL:
+        return from_message(details)
+    return from_status(code.name, details or code.name)

@@ -1,0 +1,49 @@
+"""What pydantic says of a body -> one error that names the field."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from minisgl_backend.openai.errors import ApiError, invalid
+
+_MAX_SHOWN = 60
+_PLAIN = ("messages", "tools", "stream_options", "response_format", "structured_outputs")
+
+
+def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
+    """The first field's error, with all that pydantic says of it."""
+    first = errors[0]
+    place = [part for part in first["loc"] if part != "body"]
+    if first["type"] in ("json_invalid", "json_type") or not place or isinstance(place[0], int):
+        reason = (first.get("ctx") or {}).get("error", "") or first["msg"]
+        return invalid(
+            "body", f"the body is no JSON object ({reason}); allowed: JSON with content-type application/json"
+        )
+    name = str(place[0])
+    path = _path(place) if name in _PLAIN else name
+    if first["type"] == "extra_forbidden":
+        return invalid(path, f"{path} is unknown; allowed: the fields of OpenAI's API and those of docs/openai.md")
+    if first["type"] == "missing":
+        return invalid(path, f"{path} is missing")
+    # Of a union each member has its own error.
+    said = dict.fromkeys(
+        str(error["msg"]) for error in errors if [p for p in error["loc"] if p != "body"][:1] == [name]
+    )
+    reasons = "; or: ".join(text.removeprefix("Input should be ") for text in said)
+    return invalid(path, f"{path} is {_shown(first.get('input'))}; allowed: {reasons}"[:600])
+
+
+def _path(place: Sequence[Any]) -> str:
+    text = str(place[0])
+    for part in place[1:]:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif str(part).isidentifier() and part not in ("str", "int", "float", "bool"):
+            text += f".{part}"
+    return text
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -1,0 +1,144 @@
+"""Parsers of tool calls and thoughts: the same whatever places a text is cut at, and nothing of it is lost."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from minisgl_backend.openai.reasoning import ReasoningParser
+from minisgl_backend.openai.tool_calls import ArgumentsParser, CallListParser, HermesParser, LlamaParser
+
+ARGUMENTS = {"city": 'Köln "am" {Rhein}\\', "days": [1, {"x": None}], "flag": True}
+NAMES = ("weather", "time")
+
+
+def hermes(*calls: tuple[str, Any]) -> str:
+    return "\n".join(f"<tool_call>\n{json.dumps({'name': n, 'arguments': a})}\n</tool_call>" for n, a in calls)
+
+
+def llama(*calls: tuple[str, Any]) -> str:
+    return "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
+
+
+def run(parser: Any, pieces: Sequence[str]) -> list[tuple[Any, ...]]:
+    """All events, those that continue each other joined."""
+    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    joined: list[tuple[Any, ...]] = []
+    for kind, text, *number in events:
+        if joined and kind != "call" and (joined[-1][0], joined[-1][2:]) == (kind, tuple(number)):
+            joined[-1] = (kind, joined[-1][1] + text, *number)
+        else:
+            joined.append((kind, text, *number))
+    return joined
+
+
+def calls_of(events: Sequence[tuple[Any, ...]]) -> list[tuple[str, Any]]:
+    names = [text for kind, text, _ in events if kind == "call"]
+    return [(n, json.loads(t)) for n, t in zip(names, [t for k, t, _ in events if k == "arguments"], strict=True)]
+
+
+def content_of(events: Sequence[tuple[Any, ...]]) -> str:
+    return "".join(text for kind, text, *_ in events if kind == "content")
+
+
+PARSERS: dict[str, Callable[[], Any]] = {
+    "hermes": lambda: HermesParser(NAMES),
+    "llama": lambda: LlamaParser(NAMES),
+    "list": CallListParser,
+    "arguments": lambda: ArgumentsParser("weather"),
+    "reasoning": lambda: ReasoningParser(inside=False),
+    "reasoning inside": lambda: ReasoningParser(inside=True),
+}
+TEXTS = (
+    hermes(("weather", ARGUMENTS)),
+    "Let me look.\n" + hermes(("weather", ARGUMENTS), ("time", {})) + "\n",
+    hermes(("weather", {})) + " and then ",
+    "a < b, <tool_ b> and <tool_call",
+    "<tool_call>no JSON</tool_call> after",
+    '<tool_call>{"name": 3, "arguments": {}}</tool_call>',
+    '<tool_call>{"arguments": {"a": 1}, "name": "time"}</tool_call>',
+    '<tool_call>{"name": "time", "arguments": "{\\"a\\": 1}"}</tool_call>',
+    '<tool_call>{"name": "time", "arguments": {"a": 1',
+    '<tool_call>{"name": "time", "arguments": {}}}</tool_call>' + hermes(("time", {"b": 2})),
+    llama(("weather", ARGUMENTS)),
+    "<|python_tag|>" + llama(("weather", ARGUMENTS), ("time", {})),
+    '{"answer": 42}',
+    llama(("no tool of the request", {})) + " ",
+    "[" + ", ".join(llama((name, ARGUMENTS)) for name in NAMES) + "]",
+    "<think>\nfirst this, then that\n</think>\n\nThe answer.\n",
+    "first this </thin </think> The <think> answer",
+    "<think>never ended ",
+    "  <thin air",
+    "plain text",
+    "",
+)
+
+
+@pytest.mark.parametrize("parser", PARSERS)
+@pytest.mark.parametrize("text", TEXTS)
+def test_cut_at_every_place(parser: str, text: str) -> None:
+    whole = run(PARSERS[parser](), [text])
+    for place in range(len(text)):
+        assert run(PARSERS[parser](), [text[:place], text[place:]]) == whole
+    assert run(PARSERS[parser](), list(text)) == whole
+
+
+_FRAGMENTS = st.sampled_from(
+    [
+        *("<tool_call>", "</tool_call>", "<think>", "</think>", "<", "\n", " ", '{"name": "time", "arguments": {', "}"),
+        *("{", '"', "\\", '"name"', ":", ",", '"time"', '"arguments"', "[", "]", "; ", "x", "é", "<|python_tag|>", "1"),
+    ]
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.sampled_from(sorted(PARSERS)), st.lists(_FRAGMENTS, max_size=30), st.data())
+def test_cut_anywhere(parser: str, fragments: list[str], data: st.DataObject) -> None:
+    text = "".join(fragments)
+    cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    assert run(PARSERS[parser](), pieces) == run(PARSERS[parser](), [text])
+
+
+@pytest.mark.parametrize(("parser", "write"), [("hermes", hermes), ("llama", llama)])
+def test_calls_are_found(parser: str, write: Callable[..., str]) -> None:
+    calls = [("weather", ARGUMENTS), ("time", {}), ("weather", {"a": []})]
+    events = run(PARSERS[parser](), [write(*calls)])
+    assert calls_of(events) == calls
+    assert [number for kind, _, number in events if kind == "call"] == [0, 1, 2]
+    assert content_of(events) == ""
+
+
+def test_arguments_come_while_they_are_written() -> None:
+    parser = HermesParser(NAMES)
+    parser.feed('<tool_call>{"name": "time", "arguments": {"zone": "')
+    assert [event.text for event in parser.feed("UT")] == ["UT"]
+
+
+@pytest.mark.parametrize(
+    ("parser", "text"),
+    [("hermes", TEXTS[3]), ("hermes", TEXTS[4]), ("hermes", TEXTS[5]), ("llama", TEXTS[12]), ("llama", TEXTS[13])],
+)
+def test_what_is_no_call_is_content(parser: str, text: str) -> None:
+    assert run(PARSERS[parser](), [text]) == [("content", text, 0)]
+
+
+def test_a_list_of_calls_and_one_by_name() -> None:
+    assert calls_of(run(CallListParser(), [TEXTS[14]])) == [(name, ARGUMENTS) for name in NAMES]
+    text = json.dumps(ARGUMENTS)
+    assert run(ArgumentsParser("weather"), [text]) == [("call", "weather", 0), ("arguments", text, 0)]
+
+
+def test_thoughts() -> None:
+    thoughts, answer = ("reasoning", "first this, then that"), ("content", "The answer.\n")
+    text = TEXTS[15]
+    assert run(ReasoningParser(inside=False), [text]) == [thoughts, answer]
+    assert run(ReasoningParser(inside=True), [text]) == [thoughts, answer]
+    assert run(ReasoningParser(inside=True), [text.removeprefix("<think>")]) == [thoughts, answer]
+    assert run(ReasoningParser(inside=False), ["x <think>"]) == [("content", "x <think>")]
+    assert run(ReasoningParser(inside=True), ["cut off"]) == [("reasoning", "cut off")]

@@ -1,0 +1,184 @@
+"""Requests in OpenAI's shapes -> the server's options, and errors that name the field."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from minisgl_backend.openai.errors import ApiError, from_message
+from minisgl_backend.openai.logprobs import CompletionLogprobs, chat_logprobs
+from minisgl_backend.openai.model import tool_format, writes_thoughts
+from minisgl_backend.openai.requests import ChatRequest, CompletionRequest, Message
+from minisgl_backend.openai.triton import ModelInfo, TokenLogprob
+from minisgl_backend.openai.validation import from_validation
+
+HELLO = [{"role": "user", "content": "hello"}]
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$defs": {"x": {}}}}}
+OTHER = {"type": "function", "function": {"name": "g"}}
+
+
+def chat(**values: Any) -> ChatRequest:
+    return ChatRequest.model_validate({"messages": HELLO, **values})
+
+
+def completion(**values: Any) -> CompletionRequest:
+    return CompletionRequest.model_validate({"prompt": "hello", **values})
+
+
+@pytest.mark.parametrize(
+    ("given", "sent"),
+    [
+        ({}, {}),
+        ({"temperature": 1, "top_p": 0.5, "seed": 7}, {"temperature": 1.0, "top_p": 0.5, "seed": 7}),
+        ({"max_tokens": 5, "max_completion_tokens": 9}, {"max_tokens": 9}),
+        ({"stop": "x", "stop_token_ids": [3]}, {"stop": "x", "stop_token_ids": [3]}),
+        ({"logprobs": True}, {"logprobs": 0}),
+        ({"logprobs": True, "top_logprobs": 5}, {"logprobs": 5}),
+        ({"logprobs": False}, {}),
+        ({"response_format": {"type": "text"}}, {}),
+        ({"response_format": {"type": "json_object"}}, {"guided_decoding": {"json_object": True}}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {"type": "object"}}}},
+            {"guided_decoding": {"json": '{"type": "object"}'}},
+        ),
+        ({"guided_json": {"type": "object"}}, {"guided_decoding": {"json": '{"type": "object"}'}}),
+        ({"guided_regex": "a+"}, {"guided_decoding": {"regex": "a+"}}),
+        ({"guided_choice": ["a", "b"]}, {"guided_decoding": {"choice": ["a", "b"]}}),
+        ({"structured_outputs": {"grammar": "root ::= x"}}, {"guided_decoding": {"grammar": "root ::= x"}}),
+        ({"structured_outputs": {"json_object": True}}, {"guided_decoding": {"json_object": True}}),
+        ({"user": "me", "metadata": {"a": 1}, "store": False}, {}),
+    ],
+)
+def test_options(given: dict[str, Any], sent: dict[str, Any]) -> None:
+    request = chat(**given)
+    request.check()
+    assert request.sampling() == sent
+
+
+def test_completions() -> None:
+    assert completion().sampling() == {"max_tokens": 16}
+    assert completion(max_tokens=3, logprobs=2).sampling() == {"max_tokens": 3, "logprobs": 2}
+    echo = {"max_tokens": 1, "logprobs": 2, "prompt_logprobs": 2}
+    assert completion(max_tokens=0, logprobs=2, echo=True).sampling() == echo
+    for prompt, prompts in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])):
+        assert completion(prompt=prompt).prompts == prompts
+
+
+def test_tools() -> None:
+    required = chat(tools=[TOOL, OTHER], tool_choice="required")
+    schema = json.loads(required.sampling()["guided_decoding"]["json"])
+    assert [call["properties"]["name"]["enum"] for call in schema["items"]["anyOf"]] == [["f"], ["g"]]
+    assert schema["$defs"] == {"x": {}}
+    assert "maxItems" not in schema
+    assert chat(tools=[TOOL], tool_choice="required", parallel_tool_calls=False).tool_schema()["maxItems"] == 1
+    named = chat(tools=[TOOL, OTHER], tool_choice={"type": "function", "function": {"name": "f"}})
+    assert named.tool_schema() == TOOL["function"]["parameters"]  # type: ignore[index]
+    assert chat(tools=[TOOL]).template_kwargs()["tools"][0]["function"]["name"] == "f"
+    assert chat(tools=[TOOL], tool_choice="none").template_kwargs() == {}
+
+
+def test_messages_as_templates_expect_them() -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    message = Message.model_validate({"role": "assistant", "content": None, "tool_calls": calls})
+    found = message.for_template(0)
+    assert found["content"] == ""
+    assert found["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert Message(role="user", content=parts).for_template(0) == {"role": "user", "content": "a\nb"}
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"n": 0}, "n"),
+        ({"top_logprobs": 1}, "top_logprobs"),
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"response_format": {"type": "json_schema"}}, "response_format"),
+        ({"guided_regex": "a", "guided_json": {}}, "guided_regex"),
+        ({"guided_choice": []}, "guided_choice"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "h"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": "required", "guided_regex": "a"}, "guided_regex"),
+        ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
+        ({"max_tokens": 2**40}, "max_tokens"),
+    ],
+)
+def test_what_is_refused_here(values: dict[str, Any], param: str) -> None:
+    with pytest.raises(ApiError) as error:
+        chat(**values).check()
+    assert (error.value.status, error.value.param) == (400, param)
+
+
+@pytest.mark.parametrize(
+    ("values", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages[0].role"),
+        ({"temperature": "hot"}, "temperature"),
+        ({"temperature": float("nan")}, "temperature"),
+        ({"stop": [1]}, "stop"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        ({"tool_choice": 3}, "tool_choice"),
+        ({"temprature": 1}, "temprature"),
+        ({"stream_options": {"x": 1}}, "stream_options.x"),
+    ],
+)
+def test_types_are_errors_that_name_the_field(values: dict[str, Any], param: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        chat(**values)
+    found = from_validation([{**one, "loc": ("body", *one["loc"])} for one in error.value.errors()])
+    assert (found.status, found.param) == (400, param)
+    assert found.message.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("message", "status", "param"),
+    [
+        ("in ensemble 'ensemble', temperature is 101.0; allowed: 0 to 100", 400, "temperature"),
+        ("max_tokens is 0; allowed: 1 or more", 400, "max_completion_tokens"),
+        ("guided_decoding_guide cannot be compiled: x; allowed: y", 400, "guided_regex"),
+        ("messages has 9 tokens; this model takes prompts of at most 4", 400, "messages"),
+        ("7 requests are waiting, all that max_waiting_requests allows; try again later", 429, None),
+        ("the engine died while it computed this answer; it starts again by itself", 503, None),
+        ("the server is shutting down", 503, None),
+        ("something else", 500, None),
+    ],
+)
+def test_the_servers_errors(message: str, status: int, param: str | None) -> None:
+    error = from_message(message, chat(guided_regex="a", max_completion_tokens=0).names())
+    assert (error.status, error.param) == (status, param)
+    if param is not None:
+        assert error.message.startswith(param)
+    assert error.headers == ({"retry-after": "1"} if status == 429 else {})
+
+
+def test_log_probabilities() -> None:
+    a, b, c = (TokenLogprob(-0.5, 1, "a"), TokenLogprob(-1.5, 2, "b"), TokenLogprob(-9.0, 7, "\ufffd", [226, 130]))
+    content = chat_logprobs([{"3": c, "1": a, "2": b}], 2)["content"]
+    assert content[0]["bytes"] == [226, 130]
+    assert [top["token"] for top in content[0]["top_logprobs"]] == ["a", "b"]
+    shape = CompletionLogprobs(2)
+    first = shape.encode([None, {"1": a, "2": b}], "xyz")
+    assert first["tokens"] == ["xyz", "a"]
+    assert first["token_logprobs"] == [None, -0.5]
+    assert first["text_offset"] == [0, 3]
+    assert first["top_logprobs"] == [None, {"a": -0.5, "b": -1.5}]
+    assert shape.encode([{"2": b}])["text_offset"] == [4]
+
+
+@pytest.mark.parametrize(
+    ("template", "tokens", "form", "thoughts"),
+    [
+        ('<tool_call>\n{"name": <n>, "arguments": <a>}\n</tool_call>', [], "hermes", False),
+        ("<tool_call>\n<function=x>arguments", ["</think>"], "none", True),
+        ('{"name": f, "parameters": d} <|python_tag|>', ["<|python_tag|>"], "llama3_json", False),
+        ("{{ messages }}", [], "none", False),
+        ("... '</think>' ...", [], "none", True),
+    ],
+)
+def test_formats_are_known_only_where_certain(template: str, tokens: list[str], form: str, thoughts: bool) -> None:
+    info = ModelInfo("m", 1, 1, template, tokens)
+    assert (tool_format(info), writes_thoughts(info)) == (form, thoughts)
