@@ -44,7 +44,7 @@ class SamplingOptions(TypedDict, total=False):
     chat_template_kwargs: Mapping[str, Any]
     exclude_input_in_output: bool  # False: the answer starts with the prompt (not in a stream)
     guided_decoding_guide_type: str  # "json", "json_schema", "regex" or "ebnf_grammar"
-    guided_decoding_guide: str
+    guided_decoding_guide: str | Mapping[str, Any]  # a mapping is a JSON schema
     return_cumulative_logprob: bool  # comes in `extra`
     return_perf_metrics: bool  # comes in `extra`
     sampling_parameters: Mapping[str, Any]  # vLLM's names, sent as one JSON object
@@ -130,6 +130,8 @@ def build_tensors(
 
 
 def _encode_option(name: str, value: Any) -> tuple[str, Tensor]:
+    if name == "guided_decoding_guide" and isinstance(value, Mapping):
+        value = _to_json(name, dict(value))
     if name in _SCALARS:
         tensor, datatype = _SCALARS[name]
         return tensor, _scalar(name, datatype, value)

@@ -14,3 +14,6 @@ if shutil.which("nvidia-smi") is None:
 # A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C tests would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Other people's tests, which tests/e2e/test_third_party_clients.py runs against a server.
+collect_ignore = ["third_party"]

@@ -122,6 +122,12 @@ class EngineFront:
         except (EngineDeadError, CapacityError, InvalidRequestError) as error:
             self.responder.fail(stream, status_of(error), str(error))
 
+    def stop_requests(self, request_id: str) -> None:
+        """Ends what runs under this id of its client's with what it has so far, as if the model had ended it."""
+        for stream in streams_of(self._sequences):
+            if stream.spec.request_id == request_id:
+                self.client.abort(stream.uids, FinishReason.STOP)
+
     def _check(self, token_ids: npt.NDArray[np.int32], spec: EngineRequest) -> None:
         """What the tokenizer guarantees and a client of the bare engine may not: it could end the core."""
         if self._draining:

@@ -39,13 +39,19 @@ class OutputFieldEncoder:
         if options.cumulative_logprob:
             arrays["cumulative_logprob"] = floats([delta.cumulative_logprob for delta in deltas])
         if options.logprobs:
-            arrays["logprobs"] = texts([self._logprobs_json(delta.logprobs) for delta in deltas])
+            entries = [() if options.null_logprobs else delta.logprobs for delta in deltas]
+            arrays["logprobs"] = texts([self._logprobs_json(one) for one in entries])
         if options.prompt_logprobs and first and deltas[0].index == 0:  # once: all sequences have the same prompt
             arrays["prompt_logprobs"] = texts([self._logprobs_json(stream.prompt_logprobs)])
         if options.log_probs:
             _add_log_probs(arrays, stream, deltas)
-        if len(stream.sequences) > 1 and len(deltas) == 1:
+        if len(deltas) == 1 and (len(stream.sequences) > 1 or options.apart):
             arrays["sequence_index"] = ints([deltas[0].index])
+        if options.apart:
+            arrays["batch_index"] = ints([0])
+        if options.token_ids:
+            length = deltas[0].num_tokens + (len(options.prompt_ids) // 4 if first else 0)
+            arrays["sequence_length"] = ints([length])
         if metrics is not None:
             _add_metrics(arrays, metrics)
         return arrays
@@ -97,6 +103,7 @@ def _add_metrics(arrays: Arrays, metrics: PerfMetrics) -> None:
     arrays["kv_cache_alloc_total_blocks"] = ints([metrics.total_pages])
     for name, value in (
         ("arrival_time_ns", metrics.arrival_ns),
+        ("first_scheduled_time_ns", metrics.first_scheduled_ns),
         ("first_token_time_ns", metrics.first_token_ns),
         ("last_token_time_ns", metrics.last_token_ns),
     ):

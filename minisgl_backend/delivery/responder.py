@@ -23,7 +23,10 @@ from minisgl_backend.request import FinishReason
 
 MAX_UNCONFIRMED = 128  # responses between front and detokenizer, over all streams; each may have one
 
-NO_TEXT = "the requested outputs lack text_output; allowed with stream=true: text_output and others, or none by name"
+NO_TEXT = (
+    "the requested outputs lack text_output (output_ids of tensorrt_llm); allowed with stream=true: it and others, "
+    "or none by name"
+)
 LATE = "the request was cancelled: its timeout has passed"
 
 _LOGGER = logging.getLogger(__name__)
@@ -180,6 +183,9 @@ class Responder:
         if stream.spec.options.stream:
             if sequence.finished or delta.part.text != "":
                 self._send_delta(sequence)
+        elif stream.spec.options.apart:
+            if sequence.finished:
+                self._send_delta(sequence)
         elif stream.num_unfinished == 0:
             self._send_whole(stream)
 
@@ -201,8 +207,9 @@ class Responder:
             confirm=confirm,
             parts=(delta.part,),
             options=_text_options(stream) if first else None,
+            token_ids=stream.spec.options.token_ids,
         )
-        self._send(stream, chunk, self._encode_details(stream, (delta,), first=first, final=final), final)
+        self._send(stream, chunk, self._encode_details(stream, (delta,), first=first), final)
 
     def _send_whole(self, stream: Stream) -> None:
         deltas = [join_deltas(sequence.deltas) for sequence in stream.sequences]
@@ -212,13 +219,12 @@ class Responder:
             parts=tuple(delta.part for delta in deltas),
             options=_text_options(stream),
         )
-        self._send(stream, chunk, self._encode_details(stream, deltas, first=True, final=True), True)
+        self._send(stream, chunk, self._encode_details(stream, deltas, first=True), True)
 
-    def _encode_details(self, stream: Stream, deltas: Sequence[Delta], *, first: bool, final: bool) -> Arrays:
+    def _encode_details(self, stream: Stream, deltas: Sequence[Delta], *, first: bool) -> Arrays:
         if not stream.wants_details:
             return {}
-        metrics = stream.metrics(self.page_size) if final else None
-        return self._details.encode(stream, deltas, first=first, metrics=metrics)
+        return self._details.encode(stream, deltas, first=first, metrics=stream.metrics(self.page_size))
 
     def _send(self, stream: Stream, chunk: Chunk, details: Arrays, final: bool) -> None:
         if final:
@@ -267,7 +273,10 @@ class Responder:
 def _text_options(stream: Stream) -> TextOptions:
     options = stream.spec.options
     return TextOptions(
-        skip_special_tokens=options.skip_special_tokens, prompt=options.prompt, prompt_tail=stream.prompt_tail
+        skip_special_tokens=options.skip_special_tokens,
+        prompt=options.prompt,
+        prompt_tail=stream.prompt_tail,
+        prompt_ids=options.prompt_ids,
     )
 
 

@@ -31,6 +31,7 @@ class PerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
     """Times are nanoseconds since the epoch, as clients of tensorrtllm_backend read them; pages are KV pages."""
 
     arrival_ns: int
+    first_scheduled_ns: int
     first_token_ns: int
     last_token_ns: int
     reused_pages: int
@@ -57,6 +58,7 @@ class Stream:
         "closed",
         "confirmed",
         "failure",
+        "first_scheduled_ns",
         "first_token_ns",
         "num_input_tokens",
         "num_unfinished",
@@ -94,6 +96,7 @@ class Stream:
         self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
         self.reused_tokens = 0
         self.arrival_ns = time.time_ns()
+        self.first_scheduled_ns = 0  # when the first step with a token of it was planned
         self.first_token_ns = 0  # when the core had it
         self.started = False  # the first token was taken over by a responder thread
         self.failure: tuple[str, str] | None = None  # status and message
@@ -111,12 +114,13 @@ class Stream:
         return tuple(sequence.uid for sequence in self.sequences)
 
     def metrics(self, page_size: int) -> PerfMetrics | None:
-        """Figures for the last chunk, where the client asked for them."""
+        """Figures so far, where the client asked for them."""
         if not self.spec.options.perf_metrics:
             return None
         tokens = self.num_input_tokens + sum(sequence.num_tokens for sequence in self.sequences)
         return PerfMetrics(
             arrival_ns=self.arrival_ns,
+            first_scheduled_ns=self.first_scheduled_ns,
             first_token_ns=self.first_token_ns,
             last_token_ns=time.time_ns(),
             reused_pages=self.reused_tokens // page_size,
@@ -204,6 +208,7 @@ class SequenceStream:
             self.stream.reused_tokens = detail.cached_tokens
         if detail.first_token_ns and not self.stream.first_token_ns:
             self.stream.first_token_ns = detail.first_token_ns
+            self.stream.first_scheduled_ns = detail.first_scheduled_ns
         if detail.error:
             self.error = detail.error
 

@@ -1,4 +1,4 @@
-"""Chunks of the engine -> text.
+"""Chunks of the engine -> text, or the token ids themselves.
 
 All that needs no text is in `delivery.output_fields`, which the engine's front sends by itself.
 """
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.delivery.arrays import texts
+from minisgl_backend.delivery.arrays import Arrays, texts
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.ipc.wire import Chunk, Part, TextOptions
 from minisgl_backend.request import FinishReason
@@ -44,27 +44,32 @@ class TextOutputEncoder:
         """Streams with state."""
         return len(self._streams)
 
-    def encode(self, chunk: Chunk) -> npt.NDArray[np.object_]:
-        """The text of each part, object [n] of UTF-8 bytes: one-dimensional under a batch dimension too, as
-        TensorRT-LLM's postprocessing sends it. Its clients read `text_output[0]`, and a row of it ends them.
+    def encode(self, chunk: Chunk) -> Arrays:
+        """The text of each part, `text_output` [n]; or `output_ids` [1, 1, tokens] of the one part there is.
 
-        Raises StreamError where there is none.
+        The text is one-dimensional under a batch dimension too, as TensorRT-LLM's postprocessing sends it: its clients
+        read `text_output[0]`, and a row of it ends them. Raises StreamError where there is nothing to send.
         """
         for uid in chunk.forget:
             self._streams.pop(uid, None)
         if chunk.failure is not None:
             raise StreamError(*chunk.failure)
+        if chunk.token_ids:
+            return {"output_ids": _output_ids(chunk)}
+        return {"text_output": texts(self._texts(chunk))[0]}
+
+    def _texts(self, chunk: Chunk) -> list[str]:
         if not chunk.parts:  # a probe: nobody reads the answer
-            return texts([""])[0]
+            return [""]
         if len(chunk.parts) > 1:
             assert chunk.options is not None, "an answer of several sequences comes in one chunk"
-            return texts([self._text(self._new(chunk.options), part) for part in chunk.parts])[0]
+            return [self._text(self._new(chunk.options), part) for part in chunk.parts]
         if chunk.options is not None:
             self._streams[chunk.uid] = self._new(chunk.options)
         text = self._text(self._known(chunk), chunk.parts[0])
         if chunk.parts[0].is_last:
             del self._streams[chunk.uid]
-        return texts([text])[0]
+        return [text]
 
     def _new(self, options: TextOptions) -> _StreamText:
         output = OutputProcessor(
@@ -94,3 +99,10 @@ class TextOutputEncoder:
         if stream.prompt:
             text, stream.prompt = stream.prompt + text, ""
         return text
+
+
+def _output_ids(chunk: Chunk) -> npt.NDArray[np.int32]:
+    """int32 [1, 1, tokens], as TensorRT-LLM sends them: batch, beam, tokens. Needs no state."""
+    prompt = chunk.options.prompt_ids if chunk.options is not None else b""
+    ids = np.frombuffer(prompt + b"".join(part.token_ids for part in chunk.parts), dtype="<i4")
+    return ids.astype(np.int32, copy=False).reshape(1, 1, -1)

@@ -180,9 +180,14 @@ def to_message(outputs: SequenceOutputs, entries: Entries = ALL) -> Outputs:
 
 
 def _detail(detail: SchedulerDetail, token_id: int) -> SequenceDetail:
+    first_token_ns = first_scheduled_ns = 0
+    if detail.cached_tokens is not None:
+        first_token_ns = time.time_ns()
+        first_scheduled_ns = first_token_ns - int((time.monotonic() - detail.first_planned) * 1e9)
     return SequenceDetail(
         cached_tokens=detail.cached_tokens,
-        first_token_ns=0 if detail.cached_tokens is None else time.time_ns(),
+        first_token_ns=first_token_ns,
+        first_scheduled_ns=first_scheduled_ns,
         logprobs=None if detail.logprobs is None else _logprobs(token_id, detail.logprobs),
         prompt_logprobs=tuple(_logprobs(token, logprobs) for token, logprobs in detail.prompt_logprobs),
         error=detail.error,

@@ -31,6 +31,7 @@ Int32Array = npt.NDArray[np.int32]
 MAX_COMPILING = 256  # requests whose grammar waits for the compiler
 MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
 CACHE_BYTES = 256 << 20
+_ANY_JSON = '{"type": ["object", "array"]}'
 
 
 @dataclass(frozen=True)
@@ -194,11 +195,11 @@ class Grammars:
                 self._load_tokenizer(), vocab_size=self._vocab_size, stop_token_ids=self._eos_token_ids or None
             )
             self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+        # Free whitespace would let a model indent until its tokens run out: JSON is written as json.dumps writes it.
         if grammar.kind == "json":
-            return self._compiler.compile_builtin_json_grammar()
+            return self._compiler.compile_json_schema(_ANY_JSON, any_whitespace=False)
         if grammar.kind == "json_schema":
             _check_schema(grammar.text)
-            # Free whitespace would let a model indent until its tokens run out.
             return self._compiler.compile_json_schema(grammar.text, any_whitespace=False)
         if grammar.kind == "regex":
             return self._compiler.compile_regex(grammar.text)

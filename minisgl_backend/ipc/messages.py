@@ -77,6 +77,7 @@ class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     # With the first token of a request's first sequence, as are prompt_logprobs:
     cached_tokens: int | None = None  # prompt tokens that the prefix cache supplied
     first_token_ns: int = 0  # when the core had that token, nanoseconds since the epoch
+    first_scheduled_ns: int = 0  # when the first step with a token of it was planned, likewise
     logprobs: TokenLogprobs | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     error: str = ""  # with FinishReason.ERROR

@@ -16,11 +16,15 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
     stream: bool = False
     prompt: str | None = None  # goes before the answer (only with stream=False)
+    token_ids: bool = False  # token ids instead of text
+    prompt_ids: bytes = b""  # go before the answer's: int32, little-endian (only with stream=False)
+    apart: bool = False  # without stream: each sequence is a response of its own, as with TensorRT-LLM
     skip_special_tokens: bool = True
     include_stop_string: bool = False
     finish_reason: bool = False
     cumulative_logprob: bool = False
     logprobs: bool = False
+    null_logprobs: bool = False  # `logprobs` is "null": vllm_backend's answer where nothing said how many
     prompt_logprobs: bool = False
     num_input_tokens: bool = False
     num_output_tokens: bool = False
@@ -30,8 +34,15 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     @property
     def details(self) -> bool:
         """Whether it wants to read anything beside the text."""
-        asked = (self.finish_reason, self.num_input_tokens, self.num_output_tokens, self.perf_metrics)
-        return any(asked) or self.cumulative_logprob or self.logprobs or self.prompt_logprobs or self.log_probs
+        asked = (self.finish_reason, self.num_input_tokens, self.num_output_tokens, self.perf_metrics, self.token_ids)
+        return (
+            any(asked)
+            or self.apart
+            or self.cumulative_logprob
+            or self.logprobs
+            or self.prompt_logprobs
+            or self.log_probs
+        )
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -42,6 +53,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
     request_id: str = ""
+    stop: bool = False  # no prompt: what runs under this request_id ends with what it has
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -50,6 +62,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     skip_special_tokens: bool = True
     prompt: str | None = None  # goes before the text
     prompt_tail: tuple[int, ...] = ()  # the last tokens of the prompt, where the text depends on them
+    prompt_ids: bytes = b""  # go before the token ids of a chunk that becomes no text
 
 
 class Part(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -70,6 +83,7 @@ class Chunk(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     confirm: bool = True  # False: with a later one, so that few chunks cost a message to the front
     parts: tuple[Part, ...] = ()
     options: TextOptions | None = None  # with number 1
+    token_ids: bool = False  # the client wants the ids, not the text
     failure: tuple[str, str] | None = None  # status and message: the request ends with this error
     forget: tuple[int, ...] = ()  # uids that end here without a last part
 

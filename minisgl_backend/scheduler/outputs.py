@@ -21,9 +21,11 @@ NO_TOKEN = -1
 class SequenceDetail:
     """What few records need."""
 
-    # Both with the first token of a request's first sequence: prompt tokens that the prefix cache supplied, and
-    # (token id, its values) of every prompt token but the first.
+    # With the first token of a request's first sequence: prompt tokens that the prefix cache supplied; when the first
+    # step with a token of it was planned, by the scheduler's clock; (token id, its values) of every prompt token but
+    # the first.
     cached_tokens: int | None = None
+    first_planned: float = 0.0
     prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
     logprobs: Logprobs | None = None  # of the record's token
     error: str = ""  # with FinishReason.ERROR

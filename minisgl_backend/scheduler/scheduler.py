@@ -238,8 +238,10 @@ class Scheduler:
         return self._running.kv.cache.peek(sequence.token_ids[:-1]) * self._limits.page_size
 
     def _note_admissions(self, plan: StepPlan) -> None:
+        now = self._clock()
         for admitted in plan.admitted:
             sequence = self._sequences[admitted.uid]
+            sequence.first_planned = sequence.first_planned or now
             if sequence.new_request:
                 sequence.new_request = False
                 self._num_new_requests -= 1
@@ -320,6 +322,7 @@ class Scheduler:
         followed = sequence.token_ids[1 : sequence.prompt_len].tolist() if values else ()
         return SequenceDetail(
             cached_tokens=sequence.cached_tokens,
+            first_planned=sequence.first_planned,
             logprobs=logprobs,
             prompt_logprobs=tuple(zip(followed, values or ())),  # noqa: B905 - the runner may add the last position
         )

@@ -35,6 +35,7 @@ class Sequence:
         "arrival",
         "cached_tokens",
         "deadline",
+        "first_planned",
         "group",
         "lease",
         "level",
@@ -66,6 +67,7 @@ class Sequence:
         self.level = level  # 1 is the most urgent
         self.arrival = arrival
         self.deadline = deadline  # of the scheduler's clock
+        self.first_planned = 0.0  # of the scheduler's clock; 0: not yet
         self.state = SequenceState.WAITING
         self.row = -1  # -1: none
         self.lease: PageLease | None = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -65,11 +65,23 @@ class RequestCodec:
         request_id: str = "",
     ) -> tuple[npt.NDArray[np.int32], EngineRequest]:
         """Prompt tokens (int32 [n]) and the rest of a request. Raises InvalidRequestError."""
+        tensors = dict(tensors)
+        is_vllm = "vllm_text_input" in tensors
+        if is_vllm:
+            tensors["text_input"] = tensors.pop("vllm_text_input")
         fields = collect_fields(tensors, parameters)
         _refuse_what_is_not_served(fields)
-        text, prompt_ids = self._prompt(fields)
+        if fields.get("stop_request"):
+            return _stop_request(request_id)
+        text = ""
+        prompt_ids: Sequence[int] | npt.NDArray[np.int32]
+        if "trtllm_input_ids" in fields:
+            prompt_ids = self._input_ids(fields)
+        else:
+            text, prompt_ids = self._prompt(fields)
         params = self._params(fields)
-        options = self._options(fields, params, text)
+        options = self._options(fields, params, is_vllm)
+        options = _with_prompt(options, self._echoes(fields), text, prompt_ids)
         priority = fields.get("priority", 0)
         if not 0 <= priority <= MAX_PRIORITY:
             raise InvalidRequestError(f"priority is {priority}; allowed: 0 (default), or 1 (first) to {MAX_PRIORITY}")
@@ -102,7 +114,7 @@ class RequestCodec:
         else:
             echo, rendered, special = given, given, fields.get("add_special_tokens", True)
         ids = self._tokenizer.encode(rendered, add_special_tokens=special)
-        self._check_length(name, ids)
+        self._check_length(name, len(ids))
         return echo, ids
 
     def _given_tokens(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:
@@ -111,7 +123,7 @@ class RequestCodec:
                 "prompt_token_ids is given beside text_input or messages; allowed: exactly one of them"
             )
         ids: list[int] = fields["prompt_token_ids"]
-        self._check_length("prompt_token_ids", ids)
+        self._check_length("prompt_token_ids", len(ids))
         low, high = min(ids), max(ids)
         if low < 0 or high >= self._settings.vocab_size:
             wrong = low if low < 0 else high
@@ -119,12 +131,24 @@ class RequestCodec:
             raise InvalidRequestError(f"prompt_token_ids is token id {wrong} at one place; allowed: {allowed}")
         return self._tokenizer.decode(ids), ids
 
-    def _check_length(self, name: str, ids: list[int]) -> None:
-        if not ids:
+    def _input_ids(self, fields: Mapping[str, Any]) -> npt.NDArray[np.int32]:
+        """The prompt of tensorrt_llm: `input_ids`, of which `input_lengths` count."""
+        for name in ("text_input", "messages", "prompt_token_ids"):
+            if fields.get(name):
+                raise InvalidRequestError(f"{name} and input_ids are both given; allowed: exactly one of them")
+        given: npt.NDArray[np.int32] = fields["trtllm_input_ids"]
+        length = fields.get("input_lengths", len(given))
+        if not 1 <= length <= len(given):
+            raise InvalidRequestError(f"input_lengths is {length}; allowed: 1 to {len(given)}, the tokens of input_ids")
+        self._check_length("input_ids", length)
+        return given[:length]
+
+    def _check_length(self, name: str, length: int) -> None:
+        if not length:
             raise InvalidRequestError(f"{name} is empty; allowed: a prompt of at least one token")
-        if len(ids) >= self._settings.max_seq_len:
+        if length >= self._settings.max_seq_len:
             raise InvalidRequestError(
-                f"{name} has {len(ids)} tokens; this model takes prompts of at most {self._settings.max_seq_len - 1}"
+                f"{name} has {length} tokens; this model takes prompts of at most {self._settings.max_seq_len - 1}"
             )
 
     def _params(self, fields: Fields) -> SamplingParams:
@@ -134,11 +158,12 @@ class RequestCodec:
                 values[name] = fields[name]
         values["n"] = fields.get("num_return_sequences", 1)
         values["stop"] = fields.get("stop_words", ())
-        values["stop_token_ids"] = tuple(fields.get("stop_token_ids", ()))
+        values["stop_token_ids"] = (*fields.get("stop_token_ids", ()), *_stop_tokens(fields.get("stop_words_list", [])))
         bad_words = SamplingParams(bad_words=fields.get("bad_words", ()))
         bad_words.validate()
         values["bad_words"] = bad_words.bad_words
-        values["bad_words_token_ids"] = self._tokenizer.encode_words(bad_words.bad_words)
+        listed = _token_words("bad_words_list", fields.get("bad_words_list", []))
+        values["bad_words_token_ids"] = (*self._tokenizer.encode_words(bad_words.bad_words), *listed)
         values["logit_bias"] = _logit_bias(fields.get("logit_bias"))
         values["grammar"] = _grammar(fields)
         self._apply_end_id(fields, values)
@@ -161,18 +186,29 @@ class RequestCodec:
         if end_id != -1:  # -1 is tensorrtllm_backend's way of saying that nothing ends the text
             values["stop_token_ids"] = (*values["stop_token_ids"], end_id)
 
-    def _options(self, fields: Mapping[str, Any], params: SamplingParams, text: str) -> OutputOptions:
-        stream = fields.get("stream", False)
-        exclude = fields.get("exclude_input_in_output", self._settings.exclude_input_in_output)
+    def _echoes(self, fields: Mapping[str, Any]) -> bool:
+        """Whether the answer begins with the prompt."""
+        # A stream is deltas only, whatever exclude_input_in_output says: NVIDIA's own client always sends false.
+        if fields.get("stream", False):
+            return False
+        # Clients of tensorrt_llm count on the prompt where they say nothing.
+        default = self._settings.exclude_input_in_output and "trtllm_input_ids" not in fields
+        return not fields.get("exclude_input_in_output", default)
+
+    def _options(self, fields: Mapping[str, Any], params: SamplingParams, is_vllm: bool) -> OutputOptions:
+        token_ids = "trtllm_input_ids" in fields
+        # To vllm_backend `logprobs` says how many, and only `return_logprobs` that they are wanted.
+        wants_logprobs = fields.get("return_logprobs", not is_vllm and "logprobs" in fields)
         return OutputOptions(
-            stream=stream,
-            # A stream is deltas only, whatever exclude_input_in_output says: NVIDIA's own client always sends false.
-            prompt=None if stream or exclude else text,
+            stream=fields.get("stream", False),
+            token_ids=token_ids,
+            apart=token_ids or "num_responses" in fields,
             skip_special_tokens=fields.get("skip_special_tokens", True),
             include_stop_string=fields.get("include_stop_string", False),
             finish_reason=fields.get("return_finish_reason", False),
             cumulative_logprob=fields.get("return_cumulative_logprob", False),
-            logprobs=fields.get("return_logprobs", False) or fields.get("logprobs") is not None,
+            logprobs=wants_logprobs,
+            null_logprobs=wants_logprobs and "logprobs" not in fields,
             prompt_logprobs=params.prompt_logprobs is not None,
             num_input_tokens=fields.get("return_num_input_tokens", False),
             num_output_tokens=fields.get("return_num_output_tokens", False),
@@ -186,6 +222,47 @@ _PLAIN_FIELDS = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs"),
 )
+
+
+def _stop_request(request_id: str) -> tuple[npt.NDArray[np.int32], EngineRequest]:
+    if not request_id:
+        raise InvalidRequestError("stop is true and the request has no id; allowed: the id of the request to stop")
+    spec = EngineRequest(params=SamplingParams(), options=OutputOptions(), request_id=request_id, stop=True)
+    return np.zeros(1, dtype=np.int32), spec
+
+
+def _with_prompt(
+    options: OutputOptions, echoes: bool, text: str, prompt_ids: Sequence[int] | npt.NDArray[np.int32]
+) -> OutputOptions:
+    if not echoes:
+        return options
+    if options.token_ids:
+        return msgspec.structs.replace(options, prompt_ids=np.asarray(prompt_ids, dtype="<i4").tobytes())
+    return msgspec.structs.replace(options, prompt=text)
+
+
+def _token_words(name: str, flat: Sequence[int]) -> list[tuple[int, ...]]:
+    """TensorRT-LLM's word lists, [2, n]: the ids of all words in one row, and where each word ends in the other."""
+    half = len(flat) // 2
+    words, start = [], 0
+    for end in flat[half:]:
+        if end < 0:  # padding
+            break
+        if not start < end <= half:
+            raise InvalidRequestError(f"{name} has a word from {start} to {end}; allowed: rising ends, up to {half}")
+        words.append(tuple(flat[start:end]))
+        start = end
+    return words
+
+
+def _stop_tokens(flat: Sequence[int]) -> list[int]:
+    words = _token_words("stop_words_list", flat)
+    for word in words:
+        if len(word) > 1:
+            raise InvalidRequestError(
+                f"stop_words_list has a word of {len(word)} tokens; allowed: 1 (stop_words takes texts of any length)"
+            )
+    return [word[0] for word in words]
 
 
 def _refuse_what_is_not_served(fields: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The Triton model `detokenizer`: chunks of the engine in, text out."""
+"""The Triton model `detokenizer`: chunks of the engine in, text out (or the token ids, where they are wanted)."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ class TritonPythonModel:
             self._handled.note(chunk.uid, chunk.number)
             self._must_tell |= chunk.confirm or len(self._handled) >= TELL_AT
             self._look_for_client(request, chunk)
-            text = self._answers.encode(chunk)
+            arrays = self._answers.encode(chunk)
         except StreamError as error:
             return _error(error.status, str(error))
         except msgspec.MsgspecError as error:
             return _error("INVALID_ARG", f"chunk is not valid: {error}")
-        return pb_utils.InferenceResponse([pb_utils.Tensor("text_output", text)])
+        return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
 
     def _look_for_client(self, request: Any, chunk: Chunk) -> None:
         """An ensemble tells only its new steps of a cancellation, never the engine's running one."""

@@ -70,6 +70,10 @@ class TritonPythonModel:
                     sender.fail("INVALID_ARG", message)
                     continue
                 spec = self._codec.spec(packed.as_numpy())
+                if spec.stop:
+                    self._front.stop_requests(spec.request_id)
+                    sender.end()
+                    continue
                 self._front.submit(sender, ids.as_numpy().reshape(-1), spec, confirmed=True)
             except msgspec.MsgspecError as error:
                 sender.fail("INVALID_ARG", f"spec is not valid: {error}")
@@ -113,6 +117,12 @@ class _TritonSender:
     def fail(self, status: str, message: str) -> None:
         error = pb_utils.TritonError(message, getattr(pb_utils.TritonError, status))
         self._end(pb_utils.InferenceResponse(error=error))
+
+    def end(self) -> None:
+        """Ends a request to which there is nothing to say."""
+        with self._lock:
+            self._ended = True
+            self._sender.send(flags=pb_utils.TRITONSERVER_RESPONSE_COMPLETE_FINAL)
 
     def is_cancelled(self) -> bool:
         with self._lock:

@@ -14,9 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.errors import InvalidRequestError
-from minisgl_backend.serving.schema import INPUTS, TENSORS
+from minisgl_backend.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from minisgl_backend.serving.schema import INPUTS, RENAMED_INPUTS, TENSORRT_LLM_INPUTS, TENSORS
 
 MAX_LIST = 4096
+_LONGEST = {"stop_words": MAX_STOP_STRINGS, "bad_words": MAX_BAD_WORDS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
 MAX_SHOWN = 60  # characters of a wrong value that a message repeats
 
 # Another name for a field, from an older or a foreign API; the canonical one wins where both are given.
@@ -29,6 +31,11 @@ ALIASES = {
     "structured_outputs": "guided_decoding",
     "num_logprobs": "logprobs",
     "num_prompt_logprobs": "prompt_logprobs",
+    "request_output_len": "max_tokens",
+    "streaming": "stream",
+    "runtime_top_k": "top_k",
+    "runtime_top_p": "top_p",
+    "len_penalty": "length_penalty",
 }
 
 # Fields of vllm's SamplingParams that are no tensors.
@@ -40,17 +47,23 @@ _JSON_FIELDS = {
     "guided_decoding": "json",
     "use_beam_search": "bool",
     "detokenize": "bool",
-    "early_stopping": "bool",
     "spaces_between_special_tokens": "bool",
 }
+
+# Fields of vllm's requests that are no tensors either, and why they are not served.
+_REFUSED = {"lora_name": "this server has no LoRA"}
+
+# What comes as a tensor of a certain ensemble or not at all: no request parameter makes a request something else.
+_ONLY_TENSORS = frozenset(tensor.name for tensor in (*TENSORRT_LLM_INPUTS, *RENAMED_INPUTS)) - {"early_stopping"}
 
 # Request parameters that belong to Triton itself, to HTTP front ends or to the client's own bookkeeping.
 _FOREIGN_PARAMETERS = frozenset(
     {"sequence_id", "sequence_start", "sequence_end", "timeout", "binary_data_output", "headers"}
     | {"model", "id", "user", "request_id", "timestamp"}
+    | {"Streaming"}  # of the clients of tensorrt_llm, beside the input
 )
 
-_OWN_KINDS = {"prompt_token_ids": "ids", "messages": "chat"}
+_OWN_KINDS = {"prompt_token_ids": "ids", "messages": "chat", "trtllm_input_ids": "array"}
 
 _KINDS = {"STRING": "str", "BOOL": "bool", "INT32": "int", "UINT64": "int", "FP32": "float"}
 
@@ -74,7 +87,7 @@ def _kind(name: str) -> str | None:
     if tensor is None:
         return None
     kind = _KINDS.get(tensor.dtype, "tensor")
-    return kind + "s" if tensor.dims == (-1,) else kind
+    return kind + "s" if -1 in tensor.dims else kind
 
 
 def collect_fields(tensors: Mapping[str, npt.NDArray[Any]], parameters: Mapping[str, Any] | None = None) -> Fields:
@@ -94,10 +107,11 @@ def collect_fields(tensors: Mapping[str, npt.NDArray[Any]], parameters: Mapping[
     ):
         for name in sorted(values, key=lambda name: name not in ALIASES):
             value, canonical = values[name], ALIASES.get(name, name)
-            kind = _kind(canonical)
-            if kind is None or canonical == "sampling_parameters":
-                raise InvalidRequestError(f"{where} {shown(name)} is unknown; allowed: {_known_names()}")
             _check_served(canonical)
+            kind = _kind(canonical)
+            is_tensor = isinstance(value, np.ndarray)
+            if kind is None or canonical == "sampling_parameters" or (name in _ONLY_TENSORS and not is_tensor):
+                raise InvalidRequestError(f"{where} {shown(name)} is unknown; allowed: {_known_names()}")
             if isinstance(value, np.ndarray):
                 value = _tensor_value(name, kind, value)
             elif value is not None:
@@ -122,8 +136,9 @@ def coerce(name: str, kind: str, value: Any) -> Any:
         return value
     if kind.endswith("s") and kind != "json":
         items = list(value) if isinstance(value, (list, tuple)) else [value]
-        if len(items) > MAX_LIST:
-            raise InvalidRequestError(f"{name} is {len(items)} entries; allowed: at most {MAX_LIST}")
+        longest = _LONGEST.get(ALIASES.get(name, name), MAX_LIST)
+        if len(items) > longest:
+            raise InvalidRequestError(f"{name} is {len(items)} entries; allowed: at most {longest}")
         return [_COERCIONS[kind[:-1]](name, item) for item in items]
     return _COERCIONS[kind](name, value)
 
@@ -158,7 +173,7 @@ def _is_foreign(name: str) -> bool:
 
 def _known_names() -> str:
     served = [tensor.name for tensor in INPUTS if not tensor.refused]
-    return ", ".join(sorted({*served, *_JSON_FIELDS, *ALIASES} - {"sampling_parameters"}))
+    return ", ".join(sorted({*served, *_JSON_FIELDS, *ALIASES} - {"sampling_parameters"} - _ONLY_TENSORS))
 
 
 def _check_served(name: str) -> None:
@@ -166,11 +181,15 @@ def _check_served(name: str) -> None:
     # Forms that mean "no" are sent by some clients with every request and ask for nothing.
     if tensor is not None and tensor.refused and tensor.dtype != "BOOL":
         raise InvalidRequestError(f"{name} is not served: {tensor.refused}")
+    if name in _REFUSED:
+        raise InvalidRequestError(f"{name} is not served: {_REFUSED[name]}")
 
 
 def _tensor_value(name: str, kind: str, array: npt.NDArray[Any]) -> Any:
     if kind == "tensor":
         return None
+    if kind == "array":
+        return array.reshape(-1)
     items = array.reshape(-1).tolist()
     if kind.endswith("s"):
         return coerce(name, kind, items)

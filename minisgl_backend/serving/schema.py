@@ -1,6 +1,6 @@
 """The tensors that clients may send and receive, once; every config.pbtxt is written from these tables.
 
-`python -m minisgl_backend.serving.schema --write` writes the five config.pbtxt of model_repository/ (parameters that a
+`python -m minisgl_backend.serving.schema --write` writes the config.pbtxt files of model_repository/ (parameters that a
 user has set there are kept), `--check` says whether they are up to date.
 """
 
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-
-MODELS = ("tokenizer", "engine", "detokenizer", "ensemble", "vllm_model")
 
 
 @dataclass(frozen=True)
@@ -97,7 +95,36 @@ SAMPLING_INPUTS = (
 
 INPUTS = COMMON_INPUTS + SAMPLING_INPUTS
 
+# TensorRT-LLM's names on its model `tensorrt_llm`, which takes token ids; most are other names of inputs above.
+TENSORRT_LLM_INPUTS = (
+    Tensor("input_lengths", "INT32"),
+    Tensor("request_output_len", "INT32"),
+    Tensor("streaming", "BOOL"),
+    Tensor("runtime_top_k", "INT32"),
+    Tensor("runtime_top_p", "FP32"),
+    Tensor("len_penalty", "FP32"),
+    Tensor("early_stopping", "BOOL"),
+    Tensor("stop_words_list", "INT32", (2, -1)),
+    Tensor("bad_words_list", "INT32", (2, -1)),
+    Tensor("embedding_bias", "FP32", (-1,), "use logit_bias"),
+    Tensor("draft_input_ids", "INT32", (-1,), "this server has no speculative decoding"),
+    Tensor("decoder_input_ids", "INT32", (-1,), "this server has no encoder-decoder models"),
+    Tensor("prompt_table_extra_ids", "UINT64", (-1,), "this server has no prompt tuning"),
+    Tensor("lookahead_window_size", "INT32", (1,), "this server has no speculative decoding"),
+    Tensor("lookahead_ngram_size", "INT32", (1,), "this server has no speculative decoding"),
+    Tensor("lookahead_verification_set_size", "INT32", (1,), "this server has no speculative decoding"),
+)
+
+# What an ensemble's own inputs become at the tokenizer, so that it knows which API is spoken: see `Ensemble.renamed`.
+RENAMED_INPUTS = (
+    Tensor("vllm_text_input", "STRING"),
+    Tensor("trtllm_input_ids", "INT32", (-1,)),
+    Tensor("stop_request", "BOOL"),
+    Tensor("num_responses", "INT32"),
+)
+
 TEXT_OUTPUTS = (Tensor("text_output", "STRING", (-1,)),)
+TOKEN_OUTPUTS = (Tensor("output_ids", "INT32", (-1, -1)),)  # [beam, tokens]
 
 # All that needs no text: sent by the engine itself. Every output that a model declares costs each of its requests some
 # microseconds, asked for or not, and to the engine an answer is one request, to the detokenizer each chunk of it.
@@ -112,8 +139,6 @@ DETAIL_OUTPUTS = (
     Tensor("cum_log_probs", "FP32", (-1,)),
     Tensor("output_log_probs", "FP32", (-1, -1)),
     Tensor("batch_index", "INT32"),
-    Tensor("context_logits", "FP32", (-1, -1)),
-    Tensor("generation_logits", "FP32", (-1, -1, -1)),
     Tensor("kv_cache_alloc_new_blocks", "INT32"),
     Tensor("kv_cache_reused_blocks", "INT32"),
     Tensor("kv_cache_alloc_total_blocks", "INT32"),
@@ -127,8 +152,9 @@ DETAIL_OUTPUTS = (
 )
 
 OUTPUTS = TEXT_OUTPUTS + DETAIL_OUTPUTS
+SEQUENCE_LENGTH = (Tensor("sequence_length", "INT32", (-1,)),)
 
-# Between the models. `spec` and `chunk` are packed structs of serving.wire.
+# Between the models. `spec` and `chunk` are packed structs of ipc.wire.
 ENGINE_INPUTS = (Tensor("input_ids", "INT32", (-1,)), Tensor("spec", "UINT8", (-1,)))
 CHUNK = (Tensor("chunk", "UINT8", (-1,)),)
 
@@ -139,7 +165,64 @@ PROMPT_OUTPUTS = (
     Tensor("model_info", "STRING"),  # JSON: model, max_model_len, vocab_size, chat_template, added_tokens
 )
 
-TENSORS = {tensor.name: tensor for tensor in INPUTS}
+TENSORS = {tensor.name: tensor for tensor in (*INPUTS, *TENSORRT_LLM_INPUTS, *RENAMED_INPUTS)}
+
+
+@dataclass(frozen=True)
+class Ensemble:
+    """One way into the three models: a client's request passes tokenizer, engine and detokenizer once."""
+
+    name: str
+    inputs: tuple[Tensor, ...]
+    text: tuple[Tensor, ...] = TEXT_OUTPUTS  # what the detokenizer sends
+    details: tuple[Tensor, ...] = DETAIL_OUTPUTS  # what the engine sends
+    max_batch_size: int = 1
+    renamed: Mapping[str, str] = field(default_factory=dict)  # input of the tokenizer -> input of the ensemble
+
+    @property
+    def tokenizer_map(self) -> dict[str, str]:
+        """Input of the tokenizer -> input of the ensemble, all of them."""
+        own = [tensor.name for tensor in self.inputs if tensor.name in TENSORS]
+        moved = {*self.renamed.values()} - {"num_return_sequences"}
+        return {**{name: name for name in own if name not in moved}, **self.renamed}
+
+
+_APART = {"num_responses": "num_return_sequences"}  # with TensorRT-LLM each sequence is a response of its own
+_OF_TEXT = {
+    "text_input",
+    "prompt_token_ids",
+    "stream",
+    "messages",
+    "apply_chat_template",
+    "chat_template_kwargs",
+    "add_special_tokens",
+}
+_OF_TEXT |= {"image", "embedding_request", "skip_special_tokens", "top_k", "top_p", "length_penalty", "max_tokens"}
+_OF_TEXT |= {"decoder_text_input", "embedding_bias_words", "embedding_bias_weights"}
+
+ENSEMBLES = (
+    Ensemble("ensemble", INPUTS),
+    # TensorRT-LLM's BLS model: as its ensemble.
+    Ensemble("tensorrt_llm_bls", INPUTS, renamed=_APART),
+    # TensorRT-LLM's engine: token ids in, token ids out.
+    Ensemble(
+        "tensorrt_llm",
+        (
+            Tensor("input_ids", "INT32", (-1,)),
+            *TENSORRT_LLM_INPUTS,
+            Tensor("stop", "BOOL"),
+            *(tensor for tensor in INPUTS if tensor.name not in _OF_TEXT),
+        ),
+        text=TOKEN_OUTPUTS,
+        details=DETAIL_OUTPUTS + SEQUENCE_LENGTH,
+        renamed={"trtllm_input_ids": "input_ids", "stop_request": "stop", **_APART},
+    ),
+    # vllm_backend's model, whose tensors have no batch dimension.
+    Ensemble("vllm_model", COMMON_INPUTS, max_batch_size=0, renamed={"vllm_text_input": "text_input"}),
+)
+
+_ENSEMBLE_NAMES = tuple(ensemble.name for ensemble in ENSEMBLES)
+MODELS = ("tokenizer", "engine", "detokenizer", *_ENSEMBLE_NAMES)
 
 _WRITTEN = "# Written by `python -m minisgl_backend.serving.schema --write`"
 _EDITED = _WRITTEN + ", but for the part from instance_group on, which is yours to edit.\n"
@@ -159,21 +242,24 @@ _DETOKENIZER_NOTE = """\
 
 def config_text(model: str, tail: str | None = None) -> str:
     """The config.pbtxt of one of MODELS. `tail` replaces the part that users edit: instance group and parameters."""
-    if model in ("ensemble", "vllm_model"):
-        return _ensemble(model)
+    for ensemble in ENSEMBLES:
+        if ensemble.name == model:
+            return _ensemble(ensemble)
     if model == "tokenizer":
         head = (
             _head(model, 1)
-            + _tensors("input", INPUTS, optional=True)
+            + _tensors("input", list(TENSORS.values()), optional=True)
             + _tensors("output", ENGINE_INPUTS + PROMPT_OUTPUTS)
         )
         default = _CPU + "".join(f"# {help}\n{_parameter(key, value)}" for key, value, help in _TOKENIZER_PARAMETERS)
     elif model == "engine":
         head = _head(model, 1) + "model_transaction_policy { decoupled: true }\n"
-        head += _tensors("input", ENGINE_INPUTS, optional=True) + _tensors("output", CHUNK + DETAIL_OUTPUTS)
+        head += _tensors("input", ENGINE_INPUTS, optional=True) + _tensors(
+            "output", CHUNK + DETAIL_OUTPUTS + SEQUENCE_LENGTH
+        )
         default = _CPU + "# every engine option is a parameter here\n" + _parameter("model", "demo")
     else:
-        head = _head(model, 1) + _tensors("input", CHUNK) + _tensors("output", TEXT_OUTPUTS)
+        head = _head(model, 1) + _tensors("input", CHUNK) + _tensors("output", TEXT_OUTPUTS + TOKEN_OUTPUTS)
         default = _DETOKENIZER_NOTE + _CPU
         return _WRITTEN + ".\n" + head + default
     return _EDITED + head + (default if tail is None else tail)
@@ -186,7 +272,10 @@ def write_configs(repository: Path) -> list[Path]:
         path = repository / model / "config.pbtxt"
         text = config_text(model, _user_part(path))
         if not path.is_file() or path.read_text(encoding="utf-8") != text:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            version = path.parent / "1"
+            version.mkdir(parents=True, exist_ok=True)
+            if model in _ENSEMBLE_NAMES:  # git keeps no empty folder, and Triton wants one
+                (version / ".gitkeep").touch()
             path.write_text(text, encoding="utf-8")
             changed.append(path)
     return changed
@@ -220,29 +309,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if outdated else 0
 
 
-def _ensemble(model: str) -> str:
-    inputs = INPUTS if model == "ensemble" else COMMON_INPUTS
+def _ensemble(ensemble: Ensemble) -> str:
+    # An ensemble has one name space for what its clients send and what its models hand on.
+    taken = {tensor.name for tensor in ensemble.inputs}
+    handed_on = {
+        tensor.name: f"checked_{tensor.name}" if tensor.name in taken else tensor.name for tensor in ENGINE_INPUTS
+    }
+    chunk = _same(CHUNK)
     return (
         f"{_WRITTEN}.\n"
-        + f'name: "{model}"\nplatform: "ensemble"\nmax_batch_size: {1 if model == "ensemble" else 0}\n'
-        + _tensors("input", inputs, True)
-        + _tensors("output", OUTPUTS)
+        + f'name: "{ensemble.name}"\nplatform: "ensemble"\nmax_batch_size: {ensemble.max_batch_size}\n'
+        + _tensors("input", ensemble.inputs, True)
+        + _tensors("output", ensemble.text + ensemble.details)
         + "ensemble_scheduling {\n  step [\n"
         + ",\n".join(
             (
-                _step("tokenizer", inputs, ENGINE_INPUTS),
-                _step("engine", ENGINE_INPUTS, CHUNK + DETAIL_OUTPUTS),
-                _step("detokenizer", CHUNK, TEXT_OUTPUTS),
+                _step("tokenizer", ensemble.tokenizer_map, handed_on),
+                _step("engine", handed_on, {**chunk, **_same(ensemble.details)}),
+                _step("detokenizer", chunk, _same(ensemble.text)),
             )
         )
         + "\n  ]\n}\n"
     )
 
 
-def _step(model: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> str:
+def _same(tensors: Sequence[Tensor]) -> dict[str, str]:
+    return {tensor.name: tensor.name for tensor in tensors}
+
+
+def _step(model: str, inputs: Mapping[str, str], outputs: Mapping[str, str]) -> str:
+    """`inputs` and `outputs`: the model's name -> the ensemble's."""
     lines = [f'      model_name: "{model}"', "      model_version: -1"]
-    lines += [f'      input_map {{ key: "{tensor.name}" value: "{tensor.name}" }}' for tensor in inputs]
-    lines += [f'      output_map {{ key: "{tensor.name}" value: "{tensor.name}" }}' for tensor in outputs]
+    for kind, names in (("input", inputs), ("output", outputs)):
+        lines += [f'      {kind}_map {{ key: "{key}" value: "{value}" }}' for key, value in names.items()]
     return "    {\n" + "\n".join(lines) + "\n    }"
 
 

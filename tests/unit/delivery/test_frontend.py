@@ -18,10 +18,13 @@ from minisgl_backend.delivery.send_queue import CONFIRM_S
 from minisgl_backend.ipc.messages import CANCELLED, Rejected, SequenceDetail, TokenLogprobs
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
 from minisgl_backend.request import FinishReason, SamplingParams
+from minisgl_backend.serving.schema import DETAIL_OUTPUTS
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.unit.delivery.fake_engine import FakeEngine, Recorder, anything
 
 STOP, LENGTH = int(FinishReason.STOP), int(FinishReason.LENGTH)
+METRICS = [name for name in (tensor.name for tensor in DETAIL_OUTPUTS) if name.endswith(("_ns", "_blocks", "_rate"))]
+METRICS += ["total_draft_tokens", "total_accepted_draft_tokens"]
 
 
 def letters() -> Vocabulary:
@@ -46,12 +49,13 @@ def ask(
     include: bool = False,
     wanted: Sequence[str] = (),
     deadline: float | None = None,
+    request_id: str = "",
     **params: Any,
 ) -> tuple[Recorder, int]:
     """`wanted`: fields of OutputOptions that are set."""
     sender = Recorder()
     options = OutputOptions(stream=stream, include_stop_string=include, **dict.fromkeys(wanted, True))
-    spec = EngineRequest(params=SamplingParams(**params), options=options, deadline=deadline)
+    spec = EngineRequest(params=SamplingParams(**params), options=options, deadline=deadline, request_id=request_id)
     front.submit(sender, np.array([1, 2, 3], dtype=np.int32), spec, confirmed=confirmed)
     return sender, front.client.requests[-1].uid if front.client.requests else 0
 
@@ -319,7 +323,8 @@ def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> Non
     sender, uid = ask(front, logprobs=1, wanted=[*wanted, "prompt_logprobs", "perf_metrics"])
     for number, token in enumerate(b"AB", start=1):
         entry = TokenLogprobs(token_id=token, logprob=-0.25, rank=2, top_ids=(token + 1,), top=(-0.125,))
-        detail = SequenceDetail(logprobs=entry, first_token_ns=5 if number == 1 else 0)
+        times = {"first_token_ns": 5, "first_scheduled_ns": 4} if number == 1 else {}
+        detail = SequenceDetail(logprobs=entry, **times)
         front.client.give((uid, token, LENGTH if number == 2 else 0), details={0: detail})
         sender.wait_chunks(number)
     sender.wait_end()
@@ -335,6 +340,12 @@ def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> Non
         for token in b"AB"
     ]
     counts = {"num_input_tokens": [3], "num_output_tokens": [1]}
+    # NVIDIA's client reads the figures of every response.
+    figures = [{name: found.pop(name)[0] for name in METRICS} for found in (first, last)]
+    assert [found["first_scheduled_time_ns"] for found in figures] == [4, 4]
+    assert [found["first_token_time_ns"] for found in figures] == [5, 5]
+    assert figures[0]["last_token_time_ns"] <= figures[1]["last_token_time_ns"]
+    assert [found["kv_cache_alloc_total_blocks"] for found in figures] == [1, 1]
     assert first == {
         **counts,
         "finish_reason": ["None"],
@@ -348,8 +359,6 @@ def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> Non
         "finish_reason": ["length"],
         "cumulative_logprob": [-0.5],
         "output_log_probs": [-0.25, -0.25],
-        "first_token_time_ns": [5],
-        "kv_cache_alloc_total_blocks": [1],
     }
     assert {name: last.get(name) for name in expected} == expected
     assert "prompt_logprobs" not in last
@@ -369,6 +378,47 @@ def test_the_values_of_a_prompt_come_once_however_many_sequences_it_has(front: E
         "65": {"logprob": -0.5, "rank": 2, "decoded_token": "A"},
     }
     assert told == [[position, position]]
+
+
+def test_each_sequence_is_a_response_of_its_own_where_that_is_asked(front: EngineFront) -> None:
+    sender, uid = ask(front, stream=False, n=2, wanted=["apart"])
+    front.client.give((uid, 65, 0), (uid + 1, 66, LENGTH))
+    sender.wait_chunks(1)
+    assert not sender.ended
+    front.client.give((uid, 67, LENGTH))
+    sender.wait_end()
+    found = [values(details) for details in sender.details]
+    assert found == [{"sequence_index": [index], "batch_index": [0]} for index in (1, 0)]
+    assert [len(chunk.parts) for chunk in sender.chunks] == [1, 1]
+    assert all(chunk.options is not None for chunk in sender.chunks)
+    assert sender.tokens() == [66, 65, 67]
+
+
+def test_token_ids_come_with_their_number(front: EngineFront) -> None:
+    sender, uid = ask(front, wanted=["token_ids", "apart"])
+    front.client.give((uid, 65, 0))
+    sender.wait_chunks(1)
+    front.client.give((uid, 66, 0), (uid, 67, LENGTH))
+    sender.wait_end()
+    lengths = [values(details)["sequence_length"][0] for details in sender.details]
+    assert sum(lengths) == 3
+    assert all(chunk.token_ids for chunk in sender.chunks)
+
+
+def test_a_stop_request_ends_what_runs_under_its_id(front: EngineFront) -> None:
+    _, first = ask(front, request_id="mine", n=2)
+    ask(front, request_id="other")
+    ask(front)
+    front.stop_requests("mine")
+    assert front.client.aborted == [(first, STOP), (first + 1, STOP)]
+
+
+def test_log_probabilities_without_a_number_are_null(front: EngineFront) -> None:
+    sender, uid = ask(front, stream=False, logprobs=0, wanted=["logprobs", "null_logprobs", "cumulative_logprob"])
+    entry = TokenLogprobs(token_id=65, logprob=-0.5, rank=1, top_ids=(), top=())
+    front.client.give((uid, 65, LENGTH), details={0: SequenceDetail(logprobs=entry)})
+    sender.wait_end()
+    assert values(sender.details[0]) == {"logprobs": ["null"], "cumulative_logprob": [-0.5]}
 
 
 def values(arrays: dict[str, Any]) -> dict[str, list[Any]]:

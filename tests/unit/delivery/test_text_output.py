@@ -22,7 +22,8 @@ def part(text: bytes, **fields: Any) -> Part:
     return Part(token_ids=np.frombuffer(text, np.uint8).astype("<i4").tobytes(), **fields)
 
 
-def plain(array: Any) -> list[str]:
+def plain(arrays: Any) -> list[str]:
+    (array,) = arrays.values()
     assert array.ndim == 1, "TensorRT-LLM's clients decode text_output[0]"
     return [item.decode() for item in array.tolist()]
 
@@ -69,3 +70,15 @@ def test_a_failure_and_a_lost_chunk_are_errors(answers: TextOutputEncoder) -> No
     with pytest.raises(StreamError, match="restarted"):
         answers.encode(Chunk(uid=5, number=4, parts=(part(b"a"),)))
     assert plain(answers.encode(Chunk(uid=9, number=1))) == [""]
+
+
+def test_token_ids_instead_of_text(answers: TextOutputEncoder) -> None:
+    """Batch, beam, tokens; the prompt's before the first, where it is wanted."""
+    prompt = np.array([7, 8], dtype="<i4").tobytes()
+    first = Chunk(uid=1, number=1, parts=(part(b"ab"),), options=TextOptions(prompt_ids=prompt), token_ids=True)
+    (ids,) = answers.encode(first).values()
+    assert ids.dtype == np.int32
+    assert ids.tolist() == [[[7, 8, 97, 98]]]
+    last = Chunk(uid=1, number=2, parts=(part(b"", is_last=True),), token_ids=True)
+    assert answers.encode(last)["output_ids"].shape == (1, 1, 0)
+    assert len(answers) == 0

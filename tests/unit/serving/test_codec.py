@@ -121,6 +121,82 @@ def test_request_parameters_are_fields_too(codec: RequestCodec) -> None:
         decode(codec, {"tempersture": 1})
 
 
+def test_return_logprobs_decides_where_vllm_is_spoken(codec: RequestCodec) -> None:
+    def options(**values: Any) -> tuple[bool, bool]:
+        found = codec.decode(tensors(**values))[1].options
+        return found.logprobs, found.null_logprobs
+
+    vllm = {"vllm_text_input": "hello", "sampling_parameters": '{"logprobs": 2}'}
+    assert options(**vllm) == (False, False)
+    assert options(**vllm, return_logprobs=False) == (False, False)
+    assert options(**vllm, return_logprobs=True) == (True, False)
+    assert options(vllm_text_input="hello", return_logprobs=True, return_cumulative_logprob=True) == (True, True)
+    assert options(text_input="hello", num_logprobs=2) == (True, False)
+    assert options(text_input="hello", num_logprobs=2, return_logprobs=False) == (False, False)
+    assert not codec.decode(tensors(vllm_text_input="hello"), {"logprobs": 2})[1].options.logprobs
+
+
+def test_lora_is_refused_by_name(codec: RequestCodec) -> None:
+    for values, parameters in (({"sampling_parameters": '{"lora_name": "x"}'}, {}), ({}, {"lora_name": "x"})):
+        with pytest.raises(InvalidRequestError, match="lora_name is not served: this server has no LoRA"):
+            decode(codec, parameters, **values)
+
+
+def test_a_list_that_is_too_long_names_the_one_limit(codec: RequestCodec) -> None:
+    for count in (65, 10_000):
+        with pytest.raises(InvalidRequestError, match=f"stop_words is {count} entries; allowed: at most 64"):
+            decode(codec, stop_words=["x"] * count)
+
+
+def test_token_ids_are_a_prompt(codec: RequestCodec) -> None:
+    """tensorrt_llm's names; the prompt goes before the answer where nobody says anything, but not in a stream."""
+    asked = {"trtllm_input_ids": [5, 6, 7, 0], "input_lengths": 3, "request_output_len": 9, "runtime_top_k": 1}
+    ids, spec = codec.decode(tensors(**asked, runtime_top_p=0.0, streaming=False, end_id=2, pad_id=0))
+    assert ids.tolist() == [5, 6, 7]
+    assert (spec.params.max_tokens, spec.params.top_k, spec.params.top_p) == (9, 1, 1.0)
+    assert (spec.options.token_ids, spec.options.apart, spec.options.stream) == (True, True, False)
+    assert np.frombuffer(spec.options.prompt_ids, dtype="<i4").tolist() == [5, 6, 7]
+    assert codec.decode(tensors(**asked, streaming=True))[1].options.prompt_ids == b""
+    assert codec.decode(tensors(**asked, exclude_input_in_output=True))[1].options.prompt_ids == b""
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"input_lengths": 4}, "input_lengths is 4; allowed: 1 to 3"),
+        ({"input_lengths": 0}, "input_lengths is 0"),
+        ({"text_input": "x"}, "text_input and input_ids are both given"),
+        ({"trtllm_input_ids": [5] * 5000}, "input_ids has 5000 tokens; this model takes prompts of at most 4095"),
+        ({"beam_width": 2}, "beam_width is 2"),
+        ({"draft_input_ids": [1]}, "draft_input_ids is not served"),
+        ({"stop_words_list": [1, 2, 2, -1]}, "stop_words_list has a word of 2 tokens"),
+        ({"bad_words_list": [1, 2, 5, -1]}, "bad_words_list has a word from 0 to 5"),
+        ({"stop_request": True}, "stop is true and the request has no id"),
+    ],
+)
+def test_wrong_requests_with_token_ids(codec: RequestCodec, values: dict[str, Any], message: str) -> None:
+    with pytest.raises(InvalidRequestError, match=message):
+        codec.decode(tensors(**{"trtllm_input_ids": [5, 6, 7], **values}))
+
+
+def test_word_lists_of_token_ids(codec: RequestCodec) -> None:
+    asked = {"trtllm_input_ids": [5], "stop_words_list": [8, 9, 1, 2], "bad_words_list": [3, 4, 5, 2, 3, -1]}
+    params = codec.decode(tensors(**asked))[1].params
+    assert (params.stop_token_ids, params.bad_words_token_ids) == ((8, 9), ((3, 4), (5,)))
+
+
+def test_a_stop_request(codec: RequestCodec) -> None:
+    _, spec = codec.decode(tensors(trtllm_input_ids=[0], input_lengths=0, stop_request=True), request_id="mine")
+    assert (spec.stop, spec.request_id) == (True, "mine")
+
+
+@pytest.mark.parametrize("name", ["trtllm_input_ids", "stop_request", "num_responses", "streaming", "vllm_text_input"])
+def test_what_names_an_ensemble_is_no_request_parameter(codec: RequestCodec, name: str) -> None:
+    for parameters in ({name: "1"}, {"sampling_parameters": json.dumps({name: "1"})}):
+        with pytest.raises(InvalidRequestError, match=f"'{name}' is unknown"):
+            decode(codec, parameters)
+
+
 def test_bad_words_with_and_without_a_space(codec: RequestCodec, tokenizer: Tokenizer) -> None:
     words = decode(codec, bad_words=["blue"]).params.bad_words_token_ids
     expected = {tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("blue", " blue")}

@@ -8,7 +8,15 @@ import pytest
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.serving.schema import INPUTS, MODELS, OUTPUTS, outdated_configs, write_configs
+from minisgl_backend.serving.schema import (
+    ENSEMBLES,
+    INPUTS,
+    MODELS,
+    OUTPUTS,
+    TENSORS,
+    outdated_configs,
+    write_configs,
+)
 from minisgl_backend.serving.settings import is_demo, read_engine_config, read_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[3] / "model_repository"
@@ -20,8 +28,18 @@ def test_the_files_are_up_to_date() -> None:
 
 def test_inputs_and_outputs_share_no_name() -> None:
     """An ensemble has one name space for both."""
-    assert not {tensor.name for tensor in INPUTS} & {tensor.name for tensor in OUTPUTS}
-    assert len({tensor.name for tensor in INPUTS}) == len(INPUTS)
+    assert not set(TENSORS) & {tensor.name for tensor in OUTPUTS}
+    for ensemble in ENSEMBLES:
+        names = [tensor.name for tensor in (*ensemble.inputs, *ensemble.text, *ensemble.details)]
+        assert len(set(names)) == len(names)
+
+
+def test_every_input_of_an_ensemble_reaches_the_tokenizer_under_one_type() -> None:
+    for ensemble in ENSEMBLES:
+        inputs = {tensor.name: tensor for tensor in ensemble.inputs}
+        assert set(ensemble.tokenizer_map.values()) == set(inputs)
+        for name, own in ensemble.tokenizer_map.items():
+            assert (TENSORS[name].dtype, TENSORS[name].dims) == (inputs[own].dtype, inputs[own].dims)
 
 
 def test_what_users_edit_is_kept(tmp_path: Path) -> None:
