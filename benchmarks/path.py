@@ -35,7 +35,9 @@ from benchmarks.steal_watch import StealWatch
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.processes import descendants, process_table
 from minisgl_backend.host.repository import parse_options, render_repository
-from minisgl_backend.host.server_process import ServerProcess, ServerSettings
+from minisgl_backend.host.serve_options import ServerSettings
+from minisgl_backend.host.server_process import ServerProcess
+from minisgl_backend.host.triton_server import find_triton_server
 from minisgl_backend.serving.settings import read_engine_config
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -244,12 +246,12 @@ def _running_server(repository: Path, arguments: Sequence[str], verbose: bool) -
         verbose=verbose,
         arguments=tuple(arguments),
     )
-    server = ServerProcess(settings)
+    server = ServerProcess(settings, find_triton_server())
     try:
         deadline = time.monotonic() + START_SECONDS
         while not server.ready():
             if server.exit_code is not None or time.monotonic() > deadline:
-                raise ConfigError("the server did not become ready; what it said is above")
+                raise ConfigError(server.refusal or "the server did not become ready; what it said is above")
             time.sleep(0.1)
         yield server.pid, grpc
     finally:

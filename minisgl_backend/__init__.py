@@ -1,6 +1,7 @@
 """Serve large language models on Triton Inference Server: the engine and its Triton door.
 
-Importing this package loads neither torch nor Triton: names are resolved when first used.
+Importing this package loads neither torch nor Triton, nor anything else that is installed: names are resolved when
+first used.
 """
 
 from __future__ import annotations
@@ -8,10 +9,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.request import SamplingParams
 
 if TYPE_CHECKING:
     from minisgl_backend.llm import LLM
+    from minisgl_backend.request import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from minisgl_backend.llm import LLM
 
         return LLM
+    if name == "SamplingParams":
+        from minisgl_backend.request import SamplingParams
+
+        return SamplingParams
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

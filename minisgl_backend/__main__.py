@@ -6,12 +6,14 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from minisgl_backend import __version__
 from minisgl_backend.config import OPTIONS, EngineConfig, Environment, Option
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.host.spawn import log_to_stderr
@@ -75,6 +77,12 @@ def _options_text() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"minisgl-backend {__version__}")
+        raise typer.Exit
+
+
 app = typer.Typer(
     help="A large language model engine for Triton Inference Server. These commands use it without a server: "
     "`generate` answers prompts, `options` lists every option, `check` says what options come to on this machine.",
@@ -131,6 +139,15 @@ def _parameter(option: Option, panel: str) -> inspect.Parameter:
     return inspect.Parameter(option.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """What comes before a command; the help text stands at `app`."""
+
+
 @app.command()
 @with_engine_options
 def generate(
@@ -177,11 +194,24 @@ def options() -> None:
 
 @app.command()
 @with_engine_options
-def check(config: EngineConfig) -> None:
+def check(
+    config: EngineConfig,
+    repository: Annotated[
+        Path | None, typer.Option(help="A model repository: its engine's options instead of those given here")
+    ] = None,
+) -> None:
     """Say what the options come to for this model on this machine, without loading it."""
     from minisgl_backend.engine.build import resolve_options
+    from minisgl_backend.models.build import check_weight_files
+    from minisgl_backend.serving.settings import read_engine_config
 
-    runtime, model = resolve_options(config, Environment.read())
+    if repository is not None:
+        config = read_engine_config(repository)
+    # The null runner computes nothing, so that no weights and no device can be wrong for it.
+    null = config.runner == "null"
+    runtime, model = resolve_options(EngineConfig(model=config.model) if null else config, Environment.read())
+    if not (null or config.dummy_weights):
+        check_weight_files(Path(runtime.model_dir))
     table = Table("setting", "value")
     table.add_row("architecture", model.architecture)
     table.add_row("vocabulary", f"{model.vocab_size} tokens")

@@ -26,6 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import Engine, build_engine
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
+from minisgl_backend.host.resources import set_openmp_defaults
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from minisgl_backend.scheduler.outputs import SequenceDetail, SequenceOutputs
 from minisgl_backend.step import Logprobs, StepStats
@@ -91,6 +92,7 @@ class LLM:
         """`options` are the fields of EngineConfig. Raises ConfigError for what cannot be served."""
         self._dead = ""
         self._engine: Engine | None = None
+        set_openmp_defaults()
         self.config = EngineConfig(model=model, **options)
         self._engine = build_engine(
             self.config, environment or Environment.read(), on_follower_death=self._note_follower_death

@@ -2,7 +2,7 @@
 # Formatting, lint, types and the rules of who may import whom. `scripts/check.sh --fix` repairs what can be repaired.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-bash scripts/setup.sh
+bash scripts/setup.sh dev
 export PATH="$PWD/.venv/bin:$PATH"
 if [[ ${1:-} == --fix ]]; then
   ruff format .

@@ -2,9 +2,23 @@
 # Serve a model on Triton Inference Server until Ctrl-C. On a fresh machine everything needed is installed first.
 #
 #   bash scripts/serve.sh                                the demo model
-#   bash scripts/serve.sh --model DIR_OR_ID [--attn fi --page-size 16 ...]
+#   bash scripts/serve.sh DIR_OR_ID [--attn fi --page-size 16 ...]
 #   bash scripts/serve.sh --help                         every option
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-bash "$root/scripts/setup.sh"
+
+# Before anything is installed: help, and what is wrong with the options. Any Python can say that.
+for python in "$root/.venv/bin/python" "${PYTHON:-python3}" python3.12 python3.11 python3.10; do
+  if "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then
+    answer=0
+    PYTHONPATH=$root "$python" -S -m minisgl_backend.host.serve_options "$@" || answer=$?
+    case $answer in
+      0) break ;;
+      3) exit 0 ;;
+      *) exit "$answer" ;;
+    esac
+  fi
+done
+
+bash "$root/scripts/setup.sh" serve
 exec "$root/.venv/bin/python" -m minisgl_backend.host.server_supervisor --repository "$root/model_repository" "$@"

@@ -1,9 +1,12 @@
 #!/usr/bin/env bash
 # Make .venv in the checkout and install everything that this machine can use. Takes seconds when nothing has changed.
 #
+#   bash scripts/setup.sh            to serve, and what tests and checks need (`dev`)
+#   bash scripts/setup.sh serve      to serve; an environment that can do more stays as it is
 #   PYTHON=/path/to/python3.11 bash scripts/setup.sh     to choose the Python (3.10 to 3.12; 3.13 serves from a container)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+mode=${1:-dev}
 venv=$PWD/.venv
 stamp=$venv/.minisgl-setup
 tested_torch=2.13.0                               # what a CPU machine gets, where its sources have that build
@@ -11,11 +14,27 @@ torch_cpu_index=https://download.pytorch.org/whl/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK=1
 
 bold='' plain=''
-if [[ -t 2 ]]; then bold=$'\033[1m' plain=$'\033[0m'; else export PIP_PROGRESS_BAR=off; fi
+if [[ -t 2 ]]; then bold=$'\033[1m' plain=$'\033[0m'; fi
 say() { echo "$bold[setup]$plain $*" >&2; }
 die() { say "error: $*"; exit 1; }
+[[ $mode == serve || $mode == dev || $mode == fingerprint ]] || die "the mode is '$mode'; allowed: serve, dev"
+
+# step WHAT COMMAND...: one line for what may take minutes; what the command says is shown where it fails.
+step() {
+  local output started=$SECONDS
+  output=$(mktemp)
+  say "$1 ..."
+  if "${@:2}" >"$output" 2>&1; then
+    rm -f "$output"
+    if ((SECONDS - started >= 10)); then say "... done in $((SECONDS - started)) s"; fi
+  else
+    cat "$output" >&2
+    rm -f "$output"
+    return 1
+  fi
+}
 has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
-# The launcher that this script writes into a .venv, this one or another checkout's, is no server of its own.
+# The package's own entry point in a .venv, this one or another checkout's, is no server of its own.
 triton_on_path() {
   local found
   while IFS= read -r found; do
@@ -24,10 +43,10 @@ triton_on_path() {
 }
 
 # apt PACKAGE...: install as root, else print the command. Fails if the packages are not there afterwards.
+apt_install() { apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@"; }
 apt() {
   if [[ $(id -u) == 0 ]] && command -v apt-get >/dev/null; then
-    say "installing $* with apt-get"
-    apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends "$@" >/dev/null
+    step "installing $* with apt-get" apt_install "$@"
   else
     say "please run: sudo apt-get install $*      (or what your system calls it), then this script again"
     return 1
@@ -63,14 +82,22 @@ python=$(own_path "$python")
 gpu=no; if has_gpu; then gpu=yes; fi
 container=$(triton_on_path)
 fingerprint=$({ cat pyproject.toml scripts/setup.sh; "$python" -VV; echo "$python $PWD $gpu $container"; } | sha256sum | cut -d' ' -f1)
-if [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$fingerprint" ]]; then exit 0; fi
+if [[ $mode == fingerprint ]]; then echo "$fingerprint"; exit 0; fi
+# The stamp is "MODE FINGERPRINT"; whoever can test can serve.
+is_done() {
+  local stamped
+  stamped=$(cat "$stamp" 2>/dev/null || true)
+  [[ -x $venv/bin/python ]] && [[ $stamped == "dev $fingerprint" || $stamped == "$mode $fingerprint" ]]
+}
+if is_done; then exit 0; fi
+if [[ $(cat "$stamp" 2>/dev/null) == dev\ * ]]; then mode=dev; fi
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 say "Python $version at $python, NVIDIA GPU: $gpu, tritonserver on PATH: ${container:-no}"
 
 # One setup at a time; a second one waits and then finds the work done.
 exec 9>"$PWD/.setup.lock"
 if command -v flock >/dev/null; then flock 9; fi
-if [[ -x $venv/bin/python && $(cat "$stamp" 2>/dev/null) == "$fingerprint" ]]; then exit 0; fi
+if is_done; then exit 0; fi
 
 # --- the environment
 options=()
@@ -86,23 +113,26 @@ pip() { "$venv/bin/python" -m pip "$@"; }
 
 # --- torch
 # Never the registry's default build on a machine without a GPU: it brings gigabytes of CUDA libraries.
+cpu_torch() {
+  pip install --no-deps "torch==$tested_torch+cpu" ||
+    pip install --no-deps --no-index torch ||
+    pip install --no-deps --index-url "$torch_cpu_index" "torch==$tested_torch" ||
+    pip install --no-deps --index-url "$torch_cpu_index" torch ||
+    { [[ $(uname -m) != x86_64 ]] && pip install torch; }
+}
 if ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1; then
   if [[ $gpu == yes ]]; then
-    say "installing torch for CUDA"
-    pip install torch
+    step "installing torch for CUDA" pip install torch
   else
-    say "installing torch for CPU: a local wheel or a configured index first, else PyTorch's own index"
-    pip install --no-deps "torch==$tested_torch+cpu" 2>/dev/null ||
-      pip install --no-deps --no-index torch 2>/dev/null ||
-      pip install --no-deps --index-url "$torch_cpu_index" "torch==$tested_torch" ||
-      pip install --no-deps --index-url "$torch_cpu_index" torch ||
-      { [[ $(uname -m) != x86_64 ]] && pip install torch; } ||
+    # A local wheel or a configured index first, else PyTorch's own index.
+    step "installing torch for CPU" cpu_torch ||
       die "no CPU build of torch: put a wheel where pip finds it (pip config set global.find-links DIR) or allow $torch_cpu_index"
   fi
 fi
 
 # --- the package and its extras
-extras=client,grammar,openai,dev
+extras=client,grammar,openai
+if [[ $mode == dev ]]; then extras+=,dev; fi
 if [[ -z $container ]]; then
   if [[ $(uname -s) != Linux || $(uname -m) != x86_64 ]] || ! serving "$venv/bin/python"; then
     say "no tritonserver for this machine: its wheel is for Linux x86-64 and Python 3.10 to 3.12; use NVIDIA's container to serve"
@@ -112,20 +142,18 @@ if [[ -z $container ]]; then
     extras+=,server
   fi
 fi
-say "installing the package with extras $extras"
-pip install -e ".[$extras]"
+step "installing the package with extras $extras" pip install -e ".[$extras]"
 if [[ $gpu == yes ]]; then
   # The kernels' CUDA 13 builds carry another name than the CUDA 12 ones.
   cuda=$("$venv/bin/python" -c 'import torch; print("cuda" if int((torch.version.cuda or "0").split(".")[0]) >= 13 else "cuda12")')
-  say "installing the GPU kernels (extra $cuda)"
-  pip install -e ".[$cuda]" || say "warning: the GPU kernels could not be installed; the triton and torch attention backends work without them"
+  step "installing the GPU kernels (extra $cuda)" pip install -e ".[$cuda]" || say "warning: the GPU kernels could not be installed; the triton and torch attention backends work without them"
 fi
 
 # --- the server's own needs
 if [[ $extras == *server* ]]; then
   "$venv/bin/python" -c 'import sys; from minisgl_backend.host.triton_server import find_libpython; sys.exit(find_libpython() is None)' ||
     apt "libpython$version" || say "warning: without libpython$version.so.1.0 the server cannot start"
-  "$venv/bin/python" -m minisgl_backend.host.triton_server --install-launcher
 fi
-echo "$fingerprint" > "$stamp"
+echo "$mode $fingerprint" > "$stamp.new"
+mv "$stamp.new" "$stamp"
 say "ready: . .venv/bin/activate"

@@ -55,14 +55,17 @@ class EndpointSettings:
     max_body_bytes: int = 16 << 20
     max_requests: int = 8192  # of one worker at a time; one more is answered 429
 
-    def check(self) -> None:
-        """Raises ConfigError naming the option that is wrong."""
+    def check_packages(self) -> None:
+        """Raises ConfigError naming the packages that are not installed."""
         missing = [package for package in _PACKAGES if importlib.util.find_spec(package) is None]
         if missing:
             raise ConfigError(
                 f"the OpenAI-compatible endpoint needs {', '.join(missing)}: pip install 'minisgl-backend[openai]', "
                 "or do without it: --openai-port 0"
             )
+
+    def check(self) -> None:
+        """Raises ConfigError naming the option that is wrong."""
         if self.workers < 1:
             raise ConfigError(f"--openai-workers is {self.workers}; allowed: 1 or more")
         for option, value, allowed in (
@@ -112,6 +115,7 @@ class OpenAIEndpoint:
     def __init__(self, settings: EndpointSettings, say: Callable[[str], None] = lambda text: None) -> None:
         """`say` gets what a person should know: deaths and restarts."""
         settings.check()
+        settings.check_packages()
         self._settings = settings
         self._say = say
         self._socket = _listen(settings.host, settings.port)

@@ -28,6 +28,7 @@ _NOISE = (
 )
 # What a model says when it cannot load, once in each message that passes it on, with the line that raised it.
 _REFUSAL = re.compile(r"TritonModelException: (?P<message>.+?)(?=\n\s*\nAt:\n|;?\Z)", re.DOTALL)
+_LOAD_FAILED = "failed to load all models"
 _PROGRESS = ("loading: ", "successfully loaded ", "Waiting for in-flight requests")
 
 
@@ -66,11 +67,12 @@ class LogFilter:
             self.live_models = int(live[1])
         match = _LINE.match(text)
         refusal = _REFUSAL.search(_unquote(match["message"])) if match and match["level"] == "E" else None
-        known, self.refusal = self.refusal, refusal["message"] if refusal else self.refusal
+        self.refusal = refusal["message"] if refusal else self.refusal
         if self.verbose:
             return line + b"\n"
-        if refusal:
-            return b"" if self.refusal == known else f"error: {self.refusal}\n".encode()
+        # Who started the server says why it could not: once, and not beside what follows from it.
+        if refusal or (self.refusal is not None and _LOAD_FAILED in text):
+            return b""
         readable = readable_line(text)
         return b"" if readable is None else readable.encode() + b"\n"
 

@@ -9,6 +9,7 @@ import fcntl
 import json
 import os
 import pty
+import re
 import secrets
 import shutil
 import signal
@@ -21,12 +22,12 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from minisgl_backend.host.drain import ANSWER_SECONDS, LAST_CHUNK_SECONDS
 from minisgl_backend.host.processes import ServerProcesses
+from minisgl_backend.host.serve_options import ADMIN_APIS, ServerSettings
 from minisgl_backend.host.server_log import LogFilter
 from minisgl_backend.host.status_files import (
     ask_to_drain,
@@ -35,41 +36,18 @@ from minisgl_backend.host.status_files import (
     has_fronts,
     note_lost,
 )
-from minisgl_backend.host.triton_server import DIE_WITH_PARENT
+from minisgl_backend.host.triton_server import DIE_WITH_PARENT, TritonInstall
 from minisgl_backend.ipc.channel import socket_directory
 
 _CONTROL_HEADER = "minisgl-control"
+_MAX_BODY, _MAX_BODY_BYTES = "--http-max-input-size", 16 << 20  # Triton 2.59 and later; 64 MB by default
 _UNLOAD_SECONDS = 5.0  # from SIGTERM, where all requests were finished before
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerSettings:
-    """What a server is started with. Ports are TCP ports; `exit_timeout` is in seconds."""
-
-    repository: Path
-    host: str
-    http_port: int
-    grpc_port: int
-    metrics_port: int
-    exit_timeout: int
-    verbose: bool
-    arguments: tuple[str, ...] = ()  # further ones of tritonserver's own
-
-    @property
-    def address(self) -> str:
-        """HOST:PORT of the HTTP endpoint as seen from this machine."""
-        return self.address_of(self.http_port)
-
-    def address_of(self, port: int) -> str:
-        """HOST:PORT of one of the server's ports as seen from this machine."""
-        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 class ServerProcess:
     """Starts the server at construction. All methods are for one thread; those without effects for any."""
 
-    def __init__(self, settings: ServerSettings) -> None:
+    def __init__(self, settings: ServerSettings, install: TritonInstall) -> None:
         self._settings = settings
         # Loading and unloading models over the network needs this secret, which only this process knows.
         self._control_key = secrets.token_hex(16)
@@ -77,8 +55,9 @@ class ServerProcess:
         self._decoupled: dict[str, bool] = {}
         self._unloadable_models = 0  # left behind by reloads: an instance whose stub died never unloads
         read_end, write_end = _open_log()
+        arguments = server_arguments(settings, install, self._control_key)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "minisgl_backend.host.triton_server", DIE_WITH_PARENT, *self._arguments()],
+            [sys.executable, "-m", "minisgl_backend.host.triton_server", DIE_WITH_PARENT, *arguments],
             stdin=subprocess.DEVNULL,
             stdout=write_end,
             stderr=write_end,
@@ -199,27 +178,6 @@ class ServerProcess:
         if self._process.poll() is None:
             self._process.send_signal(number)
 
-    def _arguments(self) -> list[str]:
-        settings = self._settings
-        restricted = f"model-repository:{_CONTROL_HEADER}={self._control_key}"
-        return [
-            f"--model-repository={settings.repository}",
-            "--model-control-mode=explicit",
-            "--load-model=*",
-            # The configs are complete; completing them would run every model's imports twice.
-            "--disable-auto-complete-config",
-            f"--http-restricted-api={restricted}",
-            f"--grpc-restricted-protocol={restricted}",
-            f"--http-address={settings.host}",
-            f"--grpc-address={settings.host}",
-            f"--metrics-address={settings.host}",
-            f"--http-port={settings.http_port}",
-            f"--grpc-port={settings.grpc_port}",
-            f"--metrics-port={settings.metrics_port}",
-            f"--exit-timeout-secs={settings.exit_timeout}",
-            *settings.arguments,
-        ]
-
     def _request(self, path: str, *, timeout: float, post: dict[str, Any] | None = None) -> bytes | None:
         """The reply's body, or None if there is none or the server says no."""
         request = urllib.request.Request(
@@ -249,6 +207,38 @@ class ServerProcess:
                     break
                 _show(self._log.feed(data))
         _show(self._log.close())
+
+
+def server_arguments(settings: ServerSettings, install: TritonInstall, control_key: str) -> list[str]:
+    """tritonserver's command line. Whoever sends `control_key` as the control header may administer it."""
+    body_limit = f"{_MAX_BODY}={_MAX_BODY_BYTES}"
+    return [
+        f"--model-repository={settings.repository}",
+        "--model-control-mode=explicit",
+        "--load-model=*",
+        # The configs are complete; completing them would run every model's imports twice.
+        "--disable-auto-complete-config",
+        *_restriction("--http-restricted-api", settings, control_key),
+        *_restriction("--grpc-restricted-protocol", settings, control_key),
+        *([body_limit] if _MAX_BODY in install.options else []),
+        f"--http-address={settings.host}",
+        f"--grpc-address={settings.host}",
+        f"--metrics-address={settings.host}",
+        f"--http-port={settings.http_port}",
+        f"--grpc-port={settings.grpc_port}",
+        f"--metrics-port={settings.metrics_port}",
+        f"--exit-timeout-secs={settings.exit_timeout}",
+        *settings.arguments,
+    ]
+
+
+def _restriction(option: str, settings: ServerSettings, control_key: str) -> list[str]:
+    """Restricts what administers the server to those who know the key, but for the interfaces that are open to all, or
+    restricted by the user's own arguments: tritonserver refuses a second restriction."""
+    own = re.findall(rf"{option}[= ]([\w,-]+)", " ".join(settings.arguments))
+    taken = {*settings.allowed_apis, *",".join(own).split(",")}
+    names = [name for name in ADMIN_APIS if name not in taken]
+    return [f"{option}={','.join(names)}:{_CONTROL_HEADER}={control_key}"] if names else []
 
 
 def free_port_error(host: str, ports: Sequence[tuple[str, int]]) -> str | None:
@@ -286,8 +276,6 @@ def _environment() -> dict[str, str]:
     environment["PYTHONUNBUFFERED"] = "1"
     # Requests already run in parallel, and a fork after threads have started makes the library warn.
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Without it a container with few of many cores starts a thread for each of the many.
-    environment.setdefault("OMP_NUM_THREADS", str(len(os.sched_getaffinity(0))))
     return environment
 
 

@@ -7,25 +7,24 @@ server is restarted with a growing delay.
 
 from __future__ import annotations
 
-import argparse
 import signal
 import sys
 import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
-from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
-from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint, add_endpoint_options, endpoint_of
-from minisgl_backend.host.repository import parse_options, render_repository
-from minisgl_backend.host.server_process import ServerProcess, ServerSettings, free_port_error
-from minisgl_backend.host.triton_server import find_triton_server
+from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
+from minisgl_backend.host.option_check import OptionCheck
+from minisgl_backend.host.repository import render_repository
+from minisgl_backend.host.serve_options import Arguments, ServerSettings, parse_arguments, say
+from minisgl_backend.host.server_process import ServerProcess, free_port_error
+from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
 
 _LOOK_SECONDS = 0.05  # between looks at the processes that are known
 _SCAN_SECONDS = 0.5  # between looks for new ones
@@ -35,46 +34,13 @@ _STABLE_SECONDS = 60.0  # a server that was ready this long starts again without
 _EXAMPLE = '{"text_input":"What is 17 + 25?","max_tokens":32}'
 
 
-@dataclass(frozen=True)
-class Arguments:
-    """The command line, checked."""
-
-    server: ServerSettings
-    health_port: int
-    endpoint: EndpointSettings | None  # None: no OpenAI-compatible endpoint
-    engine_parameters: dict[str, str]  # options of the engine that were given; empty: the repository as it is
-
-
-def parse_arguments(arguments: Sequence[str]) -> Arguments:
-    """Raises ConfigError for a wrong engine option; leaves with a message (SystemExit) for any other mistake."""
-    split = list(arguments).index("--") if "--" in arguments else len(arguments)
-    values = vars(_parser().parse_args(arguments[:split]))
-    given = {name: values[name] for name in OPTIONS if values[name] is not None}
-    settings = ServerSettings(
-        repository=Path(values["repository"]).resolve(),
-        host=values["host"],
-        http_port=values["http_port"],
-        grpc_port=values["grpc_port"],
-        metrics_port=values["metrics_port"],
-        exit_timeout=values["exit_timeout"],
-        verbose=values["verbose"],
-        arguments=tuple(arguments[split + 1 :]),
-    )
-    endpoint = endpoint_of(
-        values,
-        host=settings.host,
-        grpc_address=settings.address_of(settings.grpc_port),
-        metrics_address=settings.address_of(settings.metrics_port),
-    )
-    return Arguments(settings, values["health_port"], endpoint, parse_options(given))
-
-
 class Supervisor:
     """Keeps one server running until told to stop."""
 
-    def __init__(self, arguments: Arguments, settings: ServerSettings) -> None:
+    def __init__(self, arguments: Arguments, settings: ServerSettings, install: TritonInstall) -> None:
         self._arguments = arguments
         self._settings = settings
+        self._install = install
         self._server: ServerProcess | None = None
         self._endpoint: OpenAIEndpoint | None = None
         self._busy: str | None = "starting"  # why not ready, as far as the supervisor knows
@@ -98,9 +64,9 @@ class Supervisor:
     def _keep_running(self) -> int:
         failures = 0
         while True:
-            server = self._server = ServerProcess(self._settings)
+            server = self._server = ServerProcess(self._settings, self._install)
             try:
-                ready_since = self._wait_until_ready(server)
+                ready_since, problem = self._wait_until_ready(server)
                 if ready_since is not None:
                     self._watch(server)
             finally:
@@ -108,9 +74,12 @@ class Supervisor:
                 self._end(server)
             if self._stop.is_set():
                 return 0
+            problem = problem or server.refusal
             if not self._announced:
-                say(f"error: the server could not start: {server.refusal or 'what it said is above'}")
+                say(f"error: {problem or 'the server could not start: what it said is above'}")
                 return 1
+            if problem is not None:
+                say(f"error: {problem}")
             stable = ready_since is not None and time.monotonic() - ready_since > _STABLE_SECONDS
             failures = 0 if stable else failures
             delay = _BACKOFF_SECONDS[min(failures, len(_BACKOFF_SECONDS) - 1)]
@@ -119,19 +88,31 @@ class Supervisor:
             if self._stop.wait(delay):
                 return 0
 
-    def _wait_until_ready(self, server: ServerProcess) -> float | None:
-        """The time (monotonic) when it became ready; None if it ended or a stop was asked for."""
-        while server.exit_code is None and not self._stop.wait(0.1):
-            server.dead_models(confirmed=True)  # so that what has started is known, should the server die now
-            if server.ready():
-                server.dead_models(confirmed=True)
-                server.learn_models()
-                if server.has_model("ensemble"):
-                    self._start_endpoint()
-                self._busy = None
-                self._announce(server)
-                return time.monotonic()
-        return None
+    def _wait_until_ready(self, server: ServerProcess) -> tuple[float | None, str | None]:
+        """(The time, monotonic, when it became ready, or None if it did not; what is wrong, as far as is known)."""
+        limit = self._arguments.start_timeout
+        deadline = time.monotonic() + (limit or float("inf"))
+        # What was served once need not be asked again.
+        check = None if self._announced else OptionCheck(self._settings.repository)
+        try:
+            while server.exit_code is None and not self._stop.wait(0.1):
+                server.dead_models(confirmed=True)  # so that what has started is known, should the server die now
+                if server.ready():
+                    server.dead_models(confirmed=True)
+                    server.learn_models()
+                    if server.has_model("ensemble"):
+                        self._start_endpoint()
+                    self._busy = None
+                    self._announce(server)
+                    return time.monotonic(), None
+                if check is not None and (refusal := check.refusal()):
+                    return None, refusal
+                if time.monotonic() > deadline:
+                    return None, f"the server was not ready after {limit} s (--start-timeout)"
+            return None, None
+        finally:
+            if check is not None:
+                check.end()
 
     def _watch(self, server: ServerProcess) -> None:
         """Returns when the server has ended, must be restarted, or a stop was asked for."""
@@ -218,30 +199,33 @@ class Supervisor:
         signal.signal(signal.SIGHUP, handle)
 
 
-def say(text: str) -> None:
-    """One line for the person who runs the server."""
-    bold, plain = ("\033[1m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{bold}[serve]{plain} {text}", file=sys.stderr, flush=True)
-
-
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."""
     try:
         parsed = parse_arguments(sys.argv[1:] if arguments is None else arguments)
-        find_triton_server()
+        install = find_triton_server()
+        if parsed.endpoint is not None:
+            parsed.endpoint.check_packages()
         _check_ports(parsed)
-        with tempfile.TemporaryDirectory(prefix="minisgl-") as folder:  # readable by this user alone
-            return Supervisor(parsed, _with_options(parsed, Path(folder))).run()
+        base = None if is_plain_path(tempfile.gettempdir()) else "/tmp"
+        with tempfile.TemporaryDirectory(prefix="minisgl-", dir=base) as folder:  # readable by this user alone
+            return Supervisor(parsed, _with_repository(parsed, Path(folder)), install).run()
     except ConfigError as error:
         say(f"error: {error}")
         return 2
 
 
-def _with_options(arguments: Arguments, folder: Path) -> ServerSettings:
-    if not arguments.engine_parameters:
-        return arguments.server
-    render_repository(arguments.server.repository, folder, arguments.engine_parameters)
-    return replace(arguments.server, repository=folder)
+def _with_repository(arguments: Arguments, folder: Path) -> ServerSettings:
+    """The settings with the repository to serve: a copy in `folder` where engine options were given."""
+    repository = arguments.server.repository
+    if arguments.engine_parameters:
+        render_repository(repository, folder, arguments.engine_parameters)
+        return replace(arguments.server, repository=folder)
+    if not is_plain_path(repository):  # the Python backend's shell would take it apart
+        link = folder / "model_repository"
+        link.symlink_to(repository)
+        return replace(arguments.server, repository=link)
+    return arguments.server
 
 
 def _check_ports(arguments: Arguments) -> None:
@@ -262,60 +246,6 @@ def _check_ports(arguments: Arguments) -> None:
 
 def _cause(exit_code: int) -> str:
     return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="scripts/serve.sh",
-        usage="%(prog)s [--model DIR_OR_ID] [OPTION ...] [-- TRITONSERVER_OPTION ...]",
-        description="Serve a model on Triton Inference Server until Ctrl-C; without options, the demo model.",
-        epilog="Arguments after -- go to tritonserver itself.",
-        allow_abbrev=False,
-    )
-    repository = Path(__file__).resolve().parents[2] / "model_repository"
-    parser.add_argument("--repository", default=str(repository), help="the model repository [%(default)s]")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all [%(default)s]")
-    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
-        parser.add_argument(f"--{name}-port", type=_port, default=port, metavar="PORT", help="[%(default)s]")
-    parser.add_argument(
-        "--health-port",
-        type=_port,
-        default=8003,
-        metavar="PORT",
-        help="GET /health/ready tells the truth [%(default)s]",
-    )
-    parser.add_argument(
-        "--exit-timeout",
-        type=_seconds,
-        default=30,
-        metavar="SECONDS",
-        help="for requests in flight at the end [%(default)s]",
-    )
-    add_endpoint_options(parser)
-    parser.add_argument("--verbose", action="store_true", help="tritonserver's whole log")
-    group = parser.add_argument_group("engine options", "each is also a parameter of engine/config.pbtxt")
-    for name, option in OPTIONS.items():
-        text = f"{option.help} (allowed: {option.allowed}) [{'unset' if option.default is None else option.default}]"
-        optional: dict[str, Any] = {"nargs": "?", "const": "true"} if option.type is bool else {}
-        help_text = argparse.SUPPRESS if option.internal else text.replace("%", "%%")
-        group.add_argument(*option.flags, dest=name, metavar="VALUE", help=help_text, **optional)
-    return parser
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535")
-    return int(text)
-
-
-def _port_or_none(text: str) -> int:
-    return 0 if text == "0" else _port(text)
-
-
-def _seconds(text: str) -> int:
-    if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: whole seconds, 0 or more")
-    return int(text)
 
 
 if __name__ == "__main__":

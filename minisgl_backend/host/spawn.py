@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import minisgl_backend
+from minisgl_backend.host.resources import openmp_defaults, usual_stack_limit
 
 PR_SET_PDEATHSIG = 1
 TIED = "--tied"  # tells a child that its parent's starting thread lives as long as the parent
@@ -33,10 +34,10 @@ def start_child(
     so that the kernel may kill the child when it ends. `environment`: variables beside those of this process.
     """
     command = [python_executable(), "-m", module, *arguments, *([TIED] if tied else [])]
-    # Output goes to stderr: standard output may belong to whoever started this process.
-    return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=2, pass_fds=fds, env={**_environment(), **(environment or {})}
-    )
+    variables = {**_environment(), **(environment or {})}
+    with usual_stack_limit():
+        # Output goes to stderr: standard output may belong to whoever started this process.
+        return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=fds, env=variables)
 
 
 def python_executable() -> str:
@@ -48,10 +49,10 @@ def python_executable() -> str:
 
 
 def _environment() -> dict[str, str]:
-    """This process's environment, in which a child finds the same package."""
+    """This process's environment, in which a child finds the same package and computes beside other programs."""
     root = str(Path(minisgl_backend.__file__).parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    return {**os.environ, **openmp_defaults(os.environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def begin_child(name: str, log_level: str, *, tied: bool) -> None:

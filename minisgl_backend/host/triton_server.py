@@ -1,14 +1,17 @@
 """Finds a `tritonserver` and the environment that its Python backend needs.
 
 A binary on PATH (NVIDIA's container) wins; else the one inside the wheel `nvidia-pytriton`. Run as a program, this
-module becomes that binary: `python -m minisgl_backend.host.triton_server --model-repository DIR`.
+module becomes that binary: `python -m minisgl_backend.host.triton_server --model-repository DIR`. The package's entry
+point `tritonserver` is the same.
 """
 
 from __future__ import annotations
 
+import argparse
 import ctypes
+import hashlib
 import os
-import shlex
+import re
 import shutil
 import signal
 import subprocess
@@ -16,13 +19,17 @@ import sys
 import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.resources import openmp_defaults, raise_stack_limit
 
 DIE_WITH_PARENT = "--die-with-parent"
 
 _STUB_NAME = "triton_python_backend_stub"
+_HELP_SECONDS = 30.0
 _PR_SET_PDEATHSIG = 1  # prctl(2)
 
 
@@ -34,6 +41,23 @@ class TritonInstall:
     backend_directory: Path | None  # None: the binary knows its own
     library_directories: tuple[Path, ...]  # go before LD_LIBRARY_PATH
     python_directory: Path  # holds the `python3` that the stubs take; goes first on PATH
+
+    @cached_property
+    def options(self) -> frozenset[str]:
+        """The options of its command line, as its help says; none where it gives no help."""
+        try:
+            reply = subprocess.run(
+                [str(self.binary), "--help"],
+                env=self.environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=_HELP_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return frozenset()
+        return frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", reply.stdout.decode(errors="replace")))
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """The server's command line; a `--backend-directory` among `arguments` wins over the wheel's."""
@@ -90,31 +114,53 @@ def find_libpython(libdir: str | None = None) -> Path | None:
     return Path(name) if loader.returncode == 0 else None
 
 
-def install_launcher(target: Path) -> None:
-    """Write an executable `tritonserver` that starts the wheel's binary in the environment that it needs."""
-    target.write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m minisgl_backend.host.triton_server "$@"\n')
-    target.chmod(0o755)
+def is_plain_path(path: Path | str) -> bool:
+    """False for a path that a shell takes apart: the Python backend hands paths to one without quotes."""
+    return re.fullmatch(r"[\w@%+=:,./-]+", str(path), re.ASCII) is not None
+
+
+def check_ascii(what: str, path: Path | str) -> None:
+    """Raises ConfigError for a path that no Python model could open: its interpreter has C's locale, always."""
+    if not str(path).isascii():
+        raise ConfigError(
+            f"{what} is in {str(path)!r}: models of Triton's Python backend cannot open paths with letters beyond "
+            "ASCII; move it"
+        )
 
 
 def main() -> None:
     """Replace this process by the server, with the arguments given.
 
-    Two first arguments are not the server's: `--install-launcher` puts it on the environment's PATH instead,
-    `--die-with-parent` ends it when the process that started it ends, however that ends.
+    One first argument is not the server's: `--die-with-parent` ends it when the process that started it ends, however
+    that ends.
     """
     arguments = sys.argv[1:]
     try:
+        check_ascii("the installation", sys.prefix)
+        check_ascii("the package", Path(__file__).resolve().parents[1])
         install = find_triton_server()
+        _check_repositories(arguments)
     except ConfigError as error:
         sys.exit(f"error: {error}")
-    if arguments == ["--install-launcher"]:
-        install_launcher(Path(sys.executable).with_name("tritonserver"))
-        return
     if arguments[:1] == [DIE_WITH_PARENT]:
         arguments = arguments[1:]
         _die_with_parent()
+    raise_stack_limit()
     command = install.command(arguments)
-    os.execvpe(command[0], command, install.environment(os.environ))
+    os.execvpe(command[0], command, install.environment({**openmp_defaults(os.environ), **os.environ}))
+
+
+def _check_repositories(arguments: Sequence[str]) -> None:
+    """Raises ConfigError for a model repository whose Python models the server could never start."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--model-repository", "--model-store", dest="values", action="append", default=[])
+    for value in parser.parse_known_args(arguments)[0].values:
+        check_ascii("--model-repository", Path(value).resolve())
+        if not is_plain_path(value):
+            raise ConfigError(
+                f"--model-repository is {value!r}: Triton's Python backend starts no model from a path with spaces or "
+                "signs of the shell; give it a link to the folder (ln -s), or use scripts/serve.sh, which makes one"
+            )
 
 
 def _die_with_parent() -> None:
@@ -126,7 +172,7 @@ def _die_with_parent() -> None:
 def _find_on_path(search_path: str) -> Path | None:
     for directory in filter(None, search_path.split(os.pathsep)):
         found = shutil.which("tritonserver", path=directory)
-        # scripts/setup.sh puts a launcher of the same name into .venv: taking it would start a circle.
+        # This module's own entry point has the same name: taking it would start a circle.
         if found is not None and not _is_launcher(Path(found)):
             return Path(found)
     return None
@@ -150,6 +196,12 @@ def _install_from_wheel(site_packages: Path, state_directory: Path, python_direc
     if not stub.is_file():
         known = ", ".join(sorted(path.parent.name for path in server.glob(f"python_backend_stubs/*/{_STUB_NAME}")))
         raise ConfigError(f"nvidia-pytriton has no stub for Python {version}; it has them for {known or 'none'}")
+    numpy_version = _version_of("numpy")
+    if numpy_version is not None and not numpy_version.startswith(("0.", "1.")):
+        raise ConfigError(
+            f"nvidia-pytriton's Python backend needs NumPy below 2, and {numpy_version} is installed; "
+            "pip install 'numpy<2', or use NVIDIA's container"
+        )
     libpython = find_libpython()
     if libpython is None:
         raise ConfigError(
@@ -165,7 +217,27 @@ def _install_from_wheel(site_packages: Path, state_directory: Path, python_direc
         # A link of its own: the folder it comes from may hold libraries that others must not pick up.
         _link(libpython, state_directory / "lib" / libpython.name)
         libraries.append(state_directory / "lib")
-    return TritonInstall(binary, backends, tuple(libraries), python_directory)
+    return TritonInstall(binary, _plain_link(backends), tuple(libraries), python_directory)
+
+
+def _plain_link(directory: Path) -> Path:
+    """`directory`, or a link to it in a private folder where its own path is nothing for a shell."""
+    if is_plain_path(directory):
+        return directory
+    from minisgl_backend.ipc.channel import make_private  # with packages that no other start of a server waits for
+
+    digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:10]
+    folder = Path("/tmp", f"minisgl-{os.getuid()}-backends-{digest}")
+    make_private(folder)
+    _link(directory, folder / directory.name)
+    return folder / directory.name
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def _link(source: Path, target: Path) -> None:

@@ -162,6 +162,11 @@ def _is_tied(folder: Path) -> bool:
     return False
 
 
+def check_weight_files(folder: Path) -> None:
+    """Reads the headers of a model folder's weights. Raises ConfigError where files are missing, cut off or doubled."""
+    _shard_files(folder)
+
+
 def _copy(name: str, part: WeightPart, source: Any, path: Path) -> None:
     shape = tuple(source.get_shape())
     if shape != part.shape:

@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -50,7 +51,7 @@ class RunningServer:
 
     def __enter__(self) -> Server:
         try:
-            install = find_triton_server()
+            find_triton_server()
         except ConfigError as error:
             pytest.skip(f"no tritonserver: {error}")
         repository = self._folder / "repository"
@@ -68,8 +69,9 @@ class RunningServer:
         arguments += ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1"]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                install.command(arguments),
-                env=install.environment(os.environ),
+                # As the command `tritonserver` of the environment starts it; it becomes the server.
+                [sys.executable, "-m", "minisgl_backend.host.triton_server", *arguments],
+                cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,

@@ -11,7 +11,7 @@ import pytest
 from tritonclient import grpc as grpcclient
 
 from tests.e2e.conftest import RunningServer
-from tests.e2e.wire import GrpcStream, Server, Tensor, batched
+from tests.e2e.wire import HOSTILE_BODIES, GrpcStream, Server, Tensor, batched, post_raw
 
 pytestmark = pytest.mark.e2e
 
@@ -79,6 +79,19 @@ def test_messages_that_are_none(server: Server, messages: str) -> None:
     status, answer = server.generate(messages=messages, max_tokens=4)
     assert status == 400
     assert "messages" in answer["error"]
+
+
+@pytest.mark.parametrize("kind", HOSTILE_BODIES)
+def test_no_body_overflows_the_stack(server: Server, kind: str) -> None:
+    with server.open_stream(text_input="Count from 1 to 200.", max_tokens=1000, temperature=0) as stream:
+        assert post_raw(server.http, "/v2/models/ensemble/generate", *HOSTILE_BODIES[kind]).startswith(b"HTTP/1.1 ")
+        arrived = b""
+        while not arrived.endswith(b"0\r\n\r\n"):
+            piece = stream.recv(65536)
+            assert piece, "the stream beside it broke off"
+            arrived += piece
+    assert b'"error"' not in arrived
+    assert server.text(text_input="What is 17 + 25?", max_tokens=16, temperature=0) == "17 + 25 = 42."
 
 
 def test_exactly_one_prompt(server: Server) -> None:

@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import tritonclient.grpc as grpcclient
+from tritonclient.utils import InferenceServerException
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.processes import descendants, environment_folder, process_table
 from minisgl_backend.host.triton_server import find_triton_server
-from tests.e2e.wire import DEATH
+from tests.e2e.wire import DEATH, HOSTILE_BODIES, post_raw
 
 pytestmark = pytest.mark.e2e
 
@@ -80,6 +82,7 @@ class Service:
     http: int
     health: int
     log: Path
+    grpc: int
 
     def answer(self, model: str) -> str | None:
         """The model's answer to «hi», None if it gave an error."""
@@ -149,7 +152,15 @@ def service(tmp_path: Path) -> Iterator[Service]:
         find_triton_server()
     except ConfigError as error:
         pytest.skip(str(error))
-    repository = tmp_path / "repository"
+    # With a space: the Python backend hands paths to a shell without quotes.
+    repository = tmp_path / "model repository"
+    make_repository(repository)
+    with running(repository, tmp_path / "log") as started:
+        started.wait(started.ready)
+        yield started
+
+
+def make_repository(repository: Path) -> None:
     for name, code, config in (
         ("plain", PLAIN, 'backend: "python"\ninstance_group [ { count: 2 kind: KIND_CPU } ]\n'),
         ("endless", ENDLESS, 'backend: "python"\nmodel_transaction_policy { decoupled: true }\n'),
@@ -159,17 +170,19 @@ def service(tmp_path: Path) -> Iterator[Service]:
         (repository / name / "config.pbtxt").write_text(f'name: "{name}"\n{config}{CONFIG}')
         if code is not None:
             (repository / name / "1" / "model.py").write_text(code)
+
+
+@contextlib.contextmanager
+def running(repository: Path, log: Path, *options: str) -> Iterator[Service]:
+    """A supervisor, whether or not its server gets ready."""
     http, grpc, metrics, health = free_ports(4)
-    log = tmp_path / "log"
     command = [sys.executable, "-m", "minisgl_backend.host.server_supervisor", "--repository", str(repository)]
-    command += ["--openai-port", "0"]
     for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics), ("health", health)):
         command += [f"--{name}-port", str(port)]
+    command += ["--openai-port", "0", *options]
     with log.open("wb") as output, subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output) as process:
-        started = Service(process, http, health, log)
         try:
-            started.wait(started.ready)
-            yield started
+            yield Service(process, http, health, log, grpc)
         finally:
             if process.poll() is None:
                 process.terminate()
@@ -244,9 +257,91 @@ def test_a_signal_ends_everything_and_leaves_nothing(service: Service, stub_died
     assert [region for region in regions if Path("/dev/shm", region).exists()] == []
 
 
-def test_models_cannot_be_unloaded_from_outside(service: Service) -> None:
-    assert fetch(f"http://127.0.0.1:{service.http}/v2/repository/models/plain/unload", {}) is None
+ADMINISTRATION = (
+    ("v2/repository/models/plain/unload", {}),
+    ("v2/repository/index", {}),
+    ("v2/systemsharedmemory/region/x/register", {"key": "/x", "offset": 0, "byte_size": 64}),
+    ("v2/logging", {"log_verbose_level": 1}),
+    ("v2/trace/setting", {"trace_rate": "1"}),
+)
+
+
+def test_the_server_cannot_be_administered_from_outside(service: Service) -> None:
+    for path, body in ADMINISTRATION:
+        assert fetch(f"http://127.0.0.1:{service.http}/{path}", body) is None, path
+    with grpcclient.InferenceServerClient(f"127.0.0.1:{service.grpc}") as client:
+        assert client.is_model_ready("plain")
+        for call in (
+            lambda: client.unload_model("plain"),
+            client.get_system_shared_memory_status,
+            client.get_log_settings,
+            client.get_trace_settings,
+        ):
+            with pytest.raises(InferenceServerException, match=r"restricted|minisgl-control"):
+                call()
     assert service.answer("plain") == "hi!"
+
+
+def test_what_is_allowed_is_open(tmp_path: Path) -> None:
+    make_repository(tmp_path / "repository")
+    with running(tmp_path / "repository", tmp_path / "log", "--allow", "shared-memory,logging") as service:
+        service.wait(service.ready)
+        with grpcclient.InferenceServerClient(f"127.0.0.1:{service.grpc}") as client:
+            client.get_system_shared_memory_status()
+            client.get_log_settings()
+        for path, _ in ADMINISTRATION[:2]:
+            assert fetch(f"http://127.0.0.1:{service.http}/{path}", {}) is None, path
+
+
+@pytest.mark.parametrize("kind", HOSTILE_BODIES)
+def test_no_body_overflows_the_stack(service: Service, kind: str) -> None:
+    server = next(pid for pid in children(service.process.pid) if "bin/tritonserver" in command_line(pid))
+    url = f"http://127.0.0.1:{service.http}/v2/models/endless/generate_stream"
+    request = urllib.request.Request(url, json.dumps({"x": "go"}).encode())
+    with urllib.request.urlopen(request, timeout=PATIENCE_SECONDS) as stream:
+        assert stream.readline()
+        reply = post_raw(service.http, "/v2/models/plain/generate", *HOSTILE_BODIES[kind])
+        assert reply.startswith(b"HTTP/1.1 ")
+        for _ in range(10):  # the stream goes on
+            assert stream.readline()
+    assert server in children(service.process.pid)
+    assert service.answer("plain") == "hi!"
+
+
+SLOW = """
+import time
+
+class TritonPythonModel:
+    def initialize(self, args):
+        time.sleep(3600)
+"""
+
+
+def end_of_start(service: Service) -> str:
+    """What the supervisor said in the end, one line."""
+    assert service.process.wait(PATIENCE_SECONDS) == 1
+    (line,) = [line for line in service.log.read_text().splitlines() if line.startswith("[serve] error: ")]
+    return line
+
+
+def make_slow_repository(tmp_path: Path) -> Path:
+    (tmp_path / "slow" / "1").mkdir(parents=True)
+    (tmp_path / "slow" / "config.pbtxt").write_text(f'name: "slow"\nbackend: "python"\n{CONFIG}')
+    (tmp_path / "slow" / "1" / "model.py").write_text(SLOW)
+    return tmp_path
+
+
+def test_a_start_that_takes_for_ever_ends(tmp_path: Path) -> None:
+    with running(make_slow_repository(tmp_path / "repository"), tmp_path / "log", "--start-timeout", "8") as service:
+        assert "not ready after 8 s" in end_of_start(service)
+    assert not service.stubs("slow")
+
+
+def test_options_that_cannot_be_served_end_the_start_with_one_line(tmp_path: Path) -> None:
+    with running(ROOT / "model_repository", tmp_path / "log", "--tp", "3") as service:
+        error = end_of_start(service)
+    assert error == "[serve] error: tp is 3; allowed: a divisor of the model's num_attention_heads, which is 8"
+    assert service.log.read_text().count("tp is 3") == 1
 
 
 def children(pid: int) -> list[int]:

@@ -21,6 +21,30 @@ PATIENCE_SECONDS = 120.0  # far above what is ever needed: the machine may be bu
 _NUMPY = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_, "UINT32": np.uint32}
 
 
+def _hostile(kind: str, body: bytes, length: bool = True) -> tuple[str, bytes]:
+    size = f"Content-Length: {len(body)}" if length else "Transfer-Encoding: chunked"
+    return f"Content-Type: {kind}\r\n{size}", body
+
+
+# (head, body) of POSTs. Each of them ended tritonserver 2.51 with the usual stacks: what `curl -d @file` makes of
+# 4.1 MB, 40,000 nested brackets, 3 MB of one-byte chunks.
+HOSTILE_BODIES = {
+    "form": _hostile("application/x-www-form-urlencoded", b'{"text_input":"' + b"x" * 4_100_000 + b'"}'),
+    "nesting": _hostile("application/json", b'{"text_input":' + b"[" * 40_000 + b"]" * 40_000 + b"}"),
+    "chunks": _hostile("application/json", b"1\r\n[\r\n" * 500_000 + b"0\r\n\r\n", length=False),
+}
+
+
+def post_raw(port: int, path: str, head: str, body: bytes) -> bytes:
+    """The first bytes of the reply; none where the server hangs up."""
+    with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE_SECONDS) as connection:
+        try:
+            connection.sendall(f"POST {path} HTTP/1.1\r\nHost: x\r\n{head}\r\n\r\n".encode() + body)
+            return connection.recv(12)
+        except ConnectionError:
+            return b""
+
+
 @dataclass
 class Chunk:
     """One response of a gRPC stream."""

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from minisgl_backend import __version__
 from minisgl_backend.__main__ import PANELS, app
 from minisgl_backend.config import OPTIONS
+from minisgl_backend.host.repository import render_repository
+
+DEMO = Path(__file__).parents[2] / "model_repository" / "engine" / "demo_model"
+HEADS = "tp is 3; allowed: a divisor of the model's num_attention_heads, which is 8"
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +52,32 @@ def test_check_resolves_without_loading() -> None:
     assert result.exit_code == 0
     assert "Qwen3ForCausalLM" in result.output
     assert "page_size 32" in plain(result.output)
+
+
+def test_check_reads_the_options_of_a_repository(tmp_path: Path) -> None:
+    render_repository(DEMO.parents[1], tmp_path, {"page_size": "32", "tp": "3"})
+    result = run("check", "--repository", str(tmp_path))
+    assert (result.exit_code, result.stderr) == (2, f"error: {HEADS}\n")
+    result = run("check", "--repository", str(DEMO.parents[1]))
+    assert result.exit_code == 0
+
+
+def test_check_finds_weights_that_are_cut_off(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "model")
+    weights = tmp_path / "model" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    result = run("check", "--model", str(tmp_path / "model"))
+    assert result.exit_code == 2
+    assert "model.safetensors cannot be read" in result.stderr
+    assert run("check", "--model", str(tmp_path / "model"), "--dummy-weights").exit_code == 0
+
+
+def test_the_null_runner_needs_nothing_that_could_compute(tmp_path: Path) -> None:
+    assert run("check", "--runner", "null", "--attn", "fa").exit_code == 0
+
+
+def test_the_version() -> None:
+    assert run("--version").output == f"minisgl-backend {__version__}\n"
 
 
 @pytest.mark.parametrize(

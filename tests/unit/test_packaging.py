@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,9 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, install_launcher
+from minisgl_backend.host import triton_server
+from minisgl_backend.host.resources import SERVER_STACK_BYTES, stacks_are_free
+from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
@@ -37,6 +40,10 @@ def test_scripts_are_executable_bash(script: Path) -> None:
     assert "set -euo pipefail" in script.read_text(encoding="utf-8")
 
 
+def test_importing_the_package_needs_nothing_installed() -> None:
+    subprocess.run([sys.executable, "-S", "-c", "import minisgl_backend"], check=True, cwd=ROOT)
+
+
 def test_importing_the_package_loads_no_torch() -> None:
     modules = "minisgl_backend, minisgl_backend.host.server_supervisor, minisgl_backend.engine.build"
     code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
@@ -52,8 +59,25 @@ def test_a_server_on_path_wins(tmp_path: Path) -> None:
     assert install.command(["--x"]) == [str(binary), "--x"]
 
 
-def test_the_launcher_is_not_taken_for_a_server(tmp_path: Path) -> None:
-    install_launcher(tmp_path / "tritonserver")
+ENTRY_POINT = """#!{python}
+import sys
+from minisgl_backend.host.triton_server import main
+if __name__ == "__main__":
+    sys.exit(main())
+"""
+
+
+def entry_point(folder: Path) -> Path:
+    """The script that pip makes of the package's entry point `tritonserver`."""
+    assert re.search(r'^tritonserver = "minisgl_backend\.host\.triton_server:main"$', PYPROJECT, re.MULTILINE)
+    script = folder / "tritonserver"
+    script.write_text(ENTRY_POINT.format(python=sys.executable))
+    script.chmod(0o755)
+    return script
+
+
+def test_the_entry_point_is_not_taken_for_a_server(tmp_path: Path) -> None:
+    entry_point(tmp_path)
     with pytest.raises(ConfigError, match=r"scripts/setup\.sh"):
         find_triton_server(str(tmp_path), site_packages=tmp_path)
     real = tmp_path / "real"
@@ -63,21 +87,81 @@ def test_the_launcher_is_not_taken_for_a_server(tmp_path: Path) -> None:
     assert find_triton_server(f"{tmp_path}{os.pathsep}{real}").binary == real / "tritonserver"
 
 
-def test_the_wheel_gets_a_backend_directory(tmp_path: Path) -> None:
+def test_the_entry_point_hands_over_to_a_server_further_down_path(tmp_path: Path) -> None:
+    """As in NVIDIA's container. What it starts may have large stacks, and waits passively where it computes."""
+    script = entry_point(tmp_path)
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "tritonserver").write_text('#!/bin/sh\necho "$@" && ulimit -s && echo $OMP_WAIT_POLICY\n')
+    (real / "tritonserver").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    environment["PATH"] = os.pathsep.join([str(tmp_path), str(real), "/usr/bin", "/bin"])
+    environment["PYTHONPATH"] = str(ROOT)
+    done = subprocess.run([script, "--model-repository=r"], env=environment, capture_output=True, text=True, check=True)
+    said, stack, policy = done.stdout.splitlines()
+    assert said == "--model-repository=r"
+    assert policy == "passive"
+    if stacks_are_free():
+        assert int(stack) * 1024 >= SERVER_STACK_BYTES
+
+
+def test_a_repository_that_no_shell_takes_whole_is_refused_in_one_line(tmp_path: Path) -> None:
+    real = tmp_path / "real"
+    real.mkdir()
+    (real / "tritonserver").write_bytes(b"\x7fELF")
+    (real / "tritonserver").chmod(0o755)
+    for path, words in (("my models", "spaces"), ("mödels", "beyond ASCII")):
+        done = subprocess.run(
+            [entry_point(tmp_path), "--model-repository", str(tmp_path / path)],
+            env={**os.environ, "PATH": str(real), "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 1
+        assert words in done.stderr
+        assert done.stderr.count("\n") == 1
+
+
+def test_a_wheel_under_an_odd_path_gets_a_link_that_shells_take_whole(tmp_path: Path) -> None:
+    site_packages = wheel(tmp_path / "a b" / "site-packages")
+    try:
+        install = find_triton_server("", site_packages=site_packages, state_directory=tmp_path / "a b" / "state")
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert install.backend_directory is not None
+    try:
+        assert is_plain_path(install.backend_directory)
+        assert (install.backend_directory / "python" / "libtriton_python.so").exists()
+    finally:
+        shutil.rmtree(install.backend_directory.parent)
+
+
+def test_numpy_2_is_refused_where_the_wheel_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_server.metadata, "version", lambda name: "2.4.1")
+    with pytest.raises(ConfigError, match=r"NumPy below 2, and 2\.4\.1 is installed"):
+        find_triton_server("", site_packages=wheel(tmp_path), state_directory=tmp_path / "state")
+
+
+def wheel(site_packages: Path) -> Path:
+    """What find_triton_server looks for in the wheel."""
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
-    server = tmp_path / "site-packages" / "pytriton" / "tritonserver"
     for path in (
         "bin/tritonserver",
         "backends/python/libtriton_python.so",
         f"python_backend_stubs/{version}/triton_python_backend_stub",
     ):
-        (server / path).parent.mkdir(parents=True, exist_ok=True)
-        (server / path).touch()
+        file = site_packages / "pytriton" / "tritonserver" / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    return site_packages
+
+
+def test_the_wheel_gets_a_backend_directory(tmp_path: Path) -> None:
+    site_packages = wheel(tmp_path / "site-packages")
     for _ in range(2):  # a second start finds the links in place
         try:
-            install = find_triton_server(
-                "", site_packages=tmp_path / "site-packages", state_directory=tmp_path / "state"
-            )
+            install = find_triton_server("", site_packages=site_packages, state_directory=tmp_path / "state")
         except ConfigError as error:
             pytest.skip(str(error))
     assert install.backend_directory is not None

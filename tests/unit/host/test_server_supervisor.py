@@ -18,8 +18,10 @@ from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
 from minisgl_backend.host.processes import ServerProcesses, descendants, process_table
-from minisgl_backend.host.server_process import free_port_error
-from minisgl_backend.host.server_supervisor import main, parse_arguments
+from minisgl_backend.host.serve_options import ADMIN_APIS, parse_arguments
+from minisgl_backend.host.server_process import free_port_error, server_arguments
+from minisgl_backend.host.server_supervisor import main
+from minisgl_backend.host.triton_server import TritonInstall
 
 
 def test_defaults_serve_the_demo_model_on_this_machine_only() -> None:
@@ -47,6 +49,84 @@ def test_engine_options_and_server_arguments() -> None:
 def test_user_errors_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--page-size", "3"]) == 2
     assert capsys.readouterr().err == "[serve] error: page_size is '3'; allowed: a power of two\n".replace("'3'", "3")
+
+
+def test_the_model_may_stand_alone() -> None:
+    assert parse_arguments(["Qwen/Qwen3-0.6B", "--http-port", "80"]).engine_parameters == {"model": "Qwen/Qwen3-0.6B"}
+    for arguments in (["demo", "--model", "demo"], ["--port", "80"]):
+        with pytest.raises(SystemExit):
+            parse_arguments(arguments)
+
+
+def test_no_health_endpoint_and_no_limit() -> None:
+    arguments = parse_arguments(["--health-port", "0", "--start-timeout", "0"])
+    assert (arguments.health_port, arguments.start_timeout) == (0, 0)
+
+
+def test_paths_that_no_python_model_can_open_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "mödel").mkdir()
+    with pytest.raises(ConfigError, match=r"the model is in .*mödel"):
+        parse_arguments(["--model", str(tmp_path / "mödel")])
+    with pytest.raises(ConfigError, match="the model repository is in"):
+        parse_arguments(["--repository", str(tmp_path / "mödel")])
+
+
+def test_options_are_answered_without_any_package() -> None:
+    """As scripts/serve.sh asks on a fresh clone; -S hides what is installed."""
+
+    def ask(*arguments: str) -> tuple[int, str]:
+        command = [sys.executable, "-S", "-m", "minisgl_backend.host.serve_options", *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        return done.returncode, done.stdout + done.stderr
+
+    code, text = ask("--help")
+    assert code == 3
+    assert "--max-running-requests" in text
+    assert ask("--version") == (3, "minisgl-backend 0.1.0\n")
+    assert ask("--page-size", "3") == (2, "[serve] error: page_size is 3; allowed: a power of two\n")
+    code, text = ask("--typo")
+    assert code == 2
+    assert "--typo" in text
+    assert ask("--page-size", "16") == (0, "")
+
+
+def fake_triton(folder: Path, help_text: str) -> TritonInstall:
+    binary = folder / "tritonserver"
+    binary.write_text(f"#!/bin/sh\ncat <<'END'\n{help_text}\nEND\n")
+    binary.chmod(0o755)
+    return TritonInstall(binary, None, (), Path(sys.executable).parent)
+
+
+def test_what_administers_the_server_needs_a_secret(tmp_path: Path) -> None:
+    http, grpc = "--http-restricted-api", "--grpc-restricted-protocol"
+    install = fake_triton(tmp_path, "Usage: tritonserver [options]")
+
+    def restricted(*arguments: str) -> dict[str, set[str]]:
+        command = server_arguments(parse_arguments(arguments).server, install, "secret")
+        found = [item.split("=", 1) for item in command if item.endswith(":minisgl-control=secret")]
+        return {option: set(value.split(":")[0].split(",")) for option, value in found}
+
+    everything = set(ADMIN_APIS)
+    assert restricted() == {http: everything, grpc: everything}
+    less = everything - {"shared-memory", "trace"}
+    assert restricted("--allow", "shared-memory,trace") == {http: less, grpc: less}
+    assert restricted("--allow", ",".join(ADMIN_APIS)) == {}
+    # What the user restricts with a key of his own must not stand there twice: tritonserver refuses that.
+    mine = restricted("--", f"{http}=logging,trace:admin=x", grpc, "trace:admin=x")
+    assert mine == {http: everything - {"logging", "trace"}, grpc: everything - {"trace"}}
+    with pytest.raises(SystemExit):
+        parse_arguments(["--allow", "everything"])
+
+
+def test_a_newer_server_is_told_how_much_a_body_may_hold(tmp_path: Path) -> None:
+    settings = parse_arguments([]).server
+    for version, options in (
+        ("old", "--http-port"),
+        ("new", "--http-port <integer>\n  --http-max-input-size <integer>"),
+    ):
+        (tmp_path / version).mkdir()
+        command = server_arguments(settings, fake_triton(tmp_path / version, f"  {options}"), "secret")
+        assert ("--http-max-input-size=16777216" in command) == (version == "new")
 
 
 def test_taken_and_equal_ports_are_named() -> None:
@@ -84,6 +164,8 @@ def test_health_tells_the_reason() -> None:
     finally:
         health.close()
 
+
+ROOT = Path(__file__).parents[3]
 
 # A stand-in for tritonserver: starts one "stub" with the arguments that the real one gives it, and never collects it.
 FAKE_SERVER = """

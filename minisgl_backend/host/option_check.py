@@ -1,0 +1,50 @@
+"""Asks beside the server's start what `python -m minisgl_backend check` says, which takes seconds and no model.
+
+A process of its own: importing torch would leave the supervisor with its memory.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from minisgl_backend.host.repository import ENGINE_MODEL
+
+_WRONG_OPTIONS = 2  # exit code; any other one says nothing about the options
+
+
+class OptionCheck:
+    """Starts at construction, for the engine options written in `repository`; nothing is checked without an engine."""
+
+    def __init__(self, repository: Path) -> None:
+        self._process: subprocess.Popen[str] | None = None
+        if (repository / ENGINE_MODEL / "config.pbtxt").is_file():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "minisgl_backend", "check", "--repository", str(repository)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C is for the supervisor
+            )
+
+    def refusal(self) -> str | None:
+        """Why the options cannot be served; None while nothing is known and where nothing is wrong. Never waits."""
+        if self._process is None or self._process.poll() != _WRONG_OPTIONS:
+            return None
+        assert self._process.stderr is not None
+        lines = [line.removeprefix("error: ") for line in self._process.stderr.read().splitlines() if line.strip()]
+        self._process.stderr.close()
+        self._process = None
+        return lines[-1] if lines else None
+
+    def end(self) -> None:
+        """The answer is of no interest any more."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            assert self._process.stderr is not None
+            self._process.stderr.close()
+            self._process = None

@@ -1,0 +1,108 @@
+"""What the project's processes take of a machine by default: processors, OpenMP threads, thread stacks."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+# libevhtp and RapidJSON inside tritonserver put what a client sends on the stack of an HTTP thread: with the usual
+# 8 MiB a form of 4.1 MB, 40,000 nested brackets or 3 MB in one-byte chunks end the server. So large that no body of
+# 2 MB does (up to 420 bytes of stack for each of 2,000,000 brackets). A stack is address space until it is touched.
+SERVER_STACK_BYTES = 1 << 30
+USUAL_STACK_BYTES = 8 << 20
+
+_STRICT_OVERCOMMIT = "2"  # vm.overcommit_memory: address space counts as memory
+
+
+def usable_cores(sys_folder: Path = Path("/sys")) -> int:
+    """Processor cores that this process may run on, less where a container's CPU quota allows less time than that.
+
+    Hardware threads of one core count once: they share the units that compute, and torch's own default is the same.
+    """
+    cores = len({_core_of(sys_folder, processor) for processor in os.sched_getaffinity(0)})
+    for quota in _cpu_quotas(sys_folder / "fs" / "cgroup"):
+        cores = min(cores, max(1, math.ceil(quota)))
+    return cores
+
+
+def openmp_defaults(environment: Mapping[str, str]) -> dict[str, str]:
+    """OpenMP's variables that `environment` does not set.
+
+    Threads that wait actively (libgomp's default) take the processors from whatever else runs and, where there are more
+    threads than processors, from each other. Without a number of threads, a container with few of many processors
+    starts one for each of the many.
+    """
+    defaults = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(usable_cores())}
+    return {name: value for name, value in defaults.items() if name not in environment}
+
+
+def set_openmp_defaults() -> None:
+    """For this process. In vain once torch is loaded: OpenMP reads its variables then."""
+    if "torch" not in sys.modules:
+        os.environ.update(openmp_defaults(os.environ))
+
+
+def raise_stack_limit() -> None:
+    """Let new threads of the program that this process is about to become have SERVER_STACK_BYTES of stack.
+
+    Nothing changes where the machine bounds them, or where the limit is larger already.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    # glibc takes an unlimited stack for one of 2 MiB.
+    if stacks_are_free() and (soft == resource.RLIM_INFINITY or soft < SERVER_STACK_BYTES):
+        resource.setrlimit(resource.RLIMIT_STACK, (SERVER_STACK_BYTES, hard))
+
+
+def stacks_are_free() -> bool:
+    """False where large stacks are not allowed, or address space counts as memory."""
+    try:
+        overcommit = Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip()
+    except OSError:
+        overcommit = ""
+    hard = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    large = hard == resource.RLIM_INFINITY or hard >= SERVER_STACK_BYTES
+    return (
+        large
+        and overcommit != _STRICT_OVERCOMMIT
+        and resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY
+    )
+
+
+@contextlib.contextmanager
+def usual_stack_limit() -> Iterator[None]:
+    """Programs started inside have the usual stacks again, where `raise_stack_limit` gave this process larger ones."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_STACK)
+    if soft != SERVER_STACK_BYTES:
+        yield
+        return
+    resource.setrlimit(resource.RLIMIT_STACK, (USUAL_STACK_BYTES, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_STACK, (soft, hard))
+
+
+def _core_of(sys_folder: Path, processor: int) -> str:
+    """The same text for all hardware threads of a core."""
+    siblings = sys_folder / "devices" / "system" / "cpu" / f"cpu{processor}" / "topology" / "thread_siblings_list"
+    try:
+        return siblings.read_text(encoding="ascii").strip()
+    except OSError:
+        return str(processor)
+
+
+def _cpu_quotas(cgroups: Path) -> Iterator[float]:
+    """Processors' worth of time that control groups allow: version 2, then 1; a container sees its own at the root."""
+    with contextlib.suppress(OSError, ValueError):
+        quota, period = (cgroups / "cpu.max").read_text(encoding="ascii").split()
+        yield int(quota) / int(period)  # "max": no quota, no number
+    with contextlib.suppress(OSError, ValueError):
+        quota_us = int((cgroups / "cpu" / "cpu.cfs_quota_us").read_text(encoding="ascii"))
+        period_us = int((cgroups / "cpu" / "cpu.cfs_period_us").read_text(encoding="ascii"))
+        if quota_us > 0:
+            yield quota_us / period_us

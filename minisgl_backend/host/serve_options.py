@@ -1,0 +1,201 @@
+"""The command line of `scripts/serve.sh`, checked before anything is installed or started: standard library only.
+
+Run as a program it answers for the script on a fresh clone: `--help` and `--version`, or what is wrong, in one line.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import minisgl_backend
+from minisgl_backend.config import OPTIONS
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.openai_endpoint import EndpointSettings, add_endpoint_options, endpoint_of
+from minisgl_backend.host.repository import parse_options
+from minisgl_backend.host.triton_server import check_ascii
+
+ANSWERED = 3  # exit code of this module as a program: help or the version was printed, nothing else is wanted
+
+# tritonserver's interfaces that change the server or what is in its memory. Requests and what tells of models, metrics
+# and health stay open to all who reach the ports.
+ADMIN_APIS = ("model-repository", "shared-memory", "logging", "trace")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerSettings:
+    """What a server is started with. Ports are TCP ports; the timeouts are in seconds."""
+
+    repository: Path
+    host: str
+    http_port: int
+    grpc_port: int
+    metrics_port: int
+    exit_timeout: int
+    verbose: bool
+    allowed_apis: tuple[str, ...] = ()  # of ADMIN_APIS: open to everybody
+    arguments: tuple[str, ...] = ()  # further ones of tritonserver's own
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT of the HTTP endpoint as seen from this machine."""
+        return self.address_of(self.http_port)
+
+    def address_of(self, port: int) -> str:
+        """HOST:PORT of one of the server's ports as seen from this machine."""
+        host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host)
+        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """The command line, checked."""
+
+    server: ServerSettings
+    health_port: int  # 0: no such endpoint
+    endpoint: EndpointSettings | None  # None: no OpenAI-compatible endpoint
+    start_timeout: int  # seconds until the first start must have succeeded; 0: no limit
+    engine_parameters: dict[str, str]  # options of the engine that were given; empty: the repository as it is
+
+
+def parse_arguments(arguments: Sequence[str]) -> Arguments:
+    """Raises ConfigError for a wrong engine option; leaves with a message (SystemExit) for any other mistake."""
+    split = list(arguments).index("--") if "--" in arguments else len(arguments)
+    parser = _parser()
+    values = vars(parser.parse_args(arguments[:split]))
+    if values["model_argument"] is not None:
+        if values["model"] is not None:
+            parser.error(f"two models: {values['model_argument']} and --model {values['model']}")
+        values["model"] = values["model_argument"]
+    given = {name: values[name] for name in OPTIONS if values[name] is not None}
+    settings = ServerSettings(
+        repository=Path(values["repository"]).resolve(),
+        host=values["host"],
+        http_port=values["http_port"],
+        grpc_port=values["grpc_port"],
+        metrics_port=values["metrics_port"],
+        exit_timeout=values["exit_timeout"],
+        verbose=values["verbose"],
+        allowed_apis=values["allow"],
+        arguments=tuple(arguments[split + 1 :]),
+    )
+    parameters = parse_options(given)
+    check_ascii("the package", Path(__file__).resolve().parents[1])
+    check_ascii("the model repository", settings.repository)
+    check_ascii("the model", parameters.get("model", ""))
+    endpoint = endpoint_of(
+        values,
+        host=settings.host,
+        grpc_address=settings.address_of(settings.grpc_port),
+        metrics_address=settings.address_of(settings.metrics_port),
+    )
+    return Arguments(settings, values["health_port"], endpoint, values["start_timeout"], parameters)
+
+
+def say(text: str) -> None:
+    """One line for the person who runs the server."""
+    bold, plain = ("\033[1m", "\033[0m") if sys.stderr.isatty() else ("", "")
+    print(f"{bold}[serve]{plain} {text}", file=sys.stderr, flush=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 the arguments are right, 2 they are wrong, ANSWERED nothing more is wanted."""
+    try:
+        parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    except ConfigError as error:
+        say(f"error: {error}")
+        return 2
+    except SystemExit as end:
+        return int(end.code or ANSWERED)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="scripts/serve.sh",
+        usage="%(prog)s [MODEL] [OPTION ...] [-- TRITONSERVER_OPTION ...]",
+        description="Serve a model on Triton Inference Server until Ctrl-C; without options, the demo model.",
+        epilog="Arguments after -- go to tritonserver itself.",
+        allow_abbrev=False,
+    )
+    repository = Path(__file__).resolve().parents[2] / "model_repository"
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="short for --model MODEL")
+    parser.add_argument("--version", action="version", version=f"minisgl-backend {minisgl_backend.__version__}")
+    parser.add_argument("--repository", default=str(repository), help="the model repository [%(default)s]")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all [%(default)s]")
+    parser.add_argument("--port", type=_which_port, help=argparse.SUPPRESS)
+    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        parser.add_argument(f"--{name}-port", type=_port, default=port, metavar="PORT", help="[%(default)s]")
+    parser.add_argument(
+        "--health-port",
+        type=_port_or_none,
+        default=8003,
+        metavar="PORT",
+        help="GET /health/ready tells the truth; 0: no such endpoint [%(default)s]",
+    )
+    parser.add_argument(
+        "--allow",
+        type=_apis,
+        default=(),
+        metavar="API,...",
+        help=f"open these interfaces of tritonserver to all who reach its ports: {', '.join(ADMIN_APIS)} [none]",
+    )
+    parser.add_argument(
+        "--start-timeout",
+        type=_seconds,
+        default=3600,
+        metavar="SECONDS",
+        help="end if the model is not ready by then, downloads included; 0: wait for ever [%(default)s]",
+    )
+    parser.add_argument(
+        "--exit-timeout",
+        type=_seconds,
+        default=30,
+        metavar="SECONDS",
+        help="for requests in flight at the end [%(default)s]",
+    )
+    add_endpoint_options(parser)
+    parser.add_argument("--verbose", action="store_true", help="tritonserver's whole log")
+    group = parser.add_argument_group("engine options", "each is also a parameter of engine/config.pbtxt")
+    for name, option in OPTIONS.items():
+        text = f"{option.help} (allowed: {option.allowed}) [{'unset' if option.default is None else option.default}]"
+        optional: dict[str, Any] = {"nargs": "?", "const": "true"} if option.type is bool else {}
+        help_text = argparse.SUPPRESS if option.internal else text.replace("%", "%%")
+        group.add_argument(*option.flags, dest=name, metavar="VALUE", help=help_text, **optional)
+    return parser
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535")
+    return int(text)
+
+
+def _which_port(text: str) -> int:
+    raise argparse.ArgumentTypeError("there are several: --openai-port, --http-port, --grpc-port, --metrics-port")
+
+
+def _port_or_none(text: str) -> int:
+    return 0 if text == "0" else _port(text)
+
+
+def _seconds(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: whole seconds, 0 or more")
+    return int(text)
+
+
+def _apis(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    unknown = [name for name in names if name not in ADMIN_APIS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r}; allowed: {', '.join(ADMIN_APIS)}, with commas between them")
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())
