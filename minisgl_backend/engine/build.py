@@ -25,6 +25,7 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.runner.null_runner import NullRunner
 from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.step import StepPlan
 
 if TYPE_CHECKING:
     from minisgl_backend.runner.model_runner import ModelRunner
@@ -73,7 +74,8 @@ def build_engine(
             lambda: _load_tokenizer(config, model_dir), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
         scheduler = Scheduler(limits)
-        core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars)
+        trial = None if config.runner == "null" else _trial_plan(config)
+        core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, trial_plan=trial)
     except BaseException:
         close()
         raise
@@ -157,6 +159,12 @@ def _build_runner(runtime: RuntimeConfig, model: ModelConfig, tp: TensorParallel
     from minisgl_backend.runner.build import build_runner
 
     return build_runner(runtime, model, tp, start_progress())
+
+
+def _trial_plan(config: EngineConfig) -> StepPlan:
+    from minisgl_backend.runner.memory import trial_plan
+
+    return trial_plan(config.max_running_requests)
 
 
 def _limits(

@@ -36,6 +36,7 @@ class _Step(msgspec.Struct, frozen=True, array_like=True):
     decode_rows: bytes
     decode_lengths: bytes
     decode_uids: bytes
+    cleared_pages: bytes
     graph_size: int
     resamples: bool
     prompt_logprobs: tuple[tuple[int, int, int, int, int], ...]
@@ -61,6 +62,7 @@ def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
             decode_rows=_int32(plan.decode_rows),
             decode_lengths=_int32(plan.decode_lengths),
             decode_uids=plan.decode_uids.astype(np.int64, copy=False).tobytes(),
+            cleared_pages=_int32(plan.cleared_pages),
             graph_size=decisions.graph_size,
             resamples=decisions.resamples,
             prompt_logprobs=tuple((r.row, r.first, r.position, r.count, r.top) for r in decisions.prompt_logprobs),
@@ -92,6 +94,7 @@ def _plan_of(plan: _Step) -> StepPlan:
         decode_rows=_array(plan.decode_rows),
         decode_lengths=_array(plan.decode_lengths),
         decode_uids=np.frombuffer(plan.decode_uids, dtype=np.int64),
+        cleared_pages=_array(plan.cleared_pages),
     )
 
 

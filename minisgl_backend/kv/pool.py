@@ -47,6 +47,13 @@ class KVPool:
         """Device memory of one page, all layers."""
         return sum(layout.bytes_per_token for layout in layouts) * page_size
 
+    def clear(self, pages: torch.Tensor) -> None:
+        """Sets pages (int [num_cleared]) to zero in all layers."""
+        pages = pages.long()
+        for kv in self._layers:
+            for cache in (kv.k, kv.v):
+                cache.view(torch.uint8).index_fill_(0, pages, 0)  # zero is all bits 0 in every format
+
     def layer(self, layer_index: int) -> LayerKV:
         """Keys and values of one layer, [num_pages + 1, num_kv_heads, page_size, head_dim] each."""
         return self._layers[layer_index]

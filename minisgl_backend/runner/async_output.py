@@ -37,12 +37,15 @@ class PendingStep:
         """Waits for the step's tokens. On rank 0: other ranks know no log-probabilities."""
         self.wait()
         # A graph's outputs are padded; they come back whole, since a slice would need a kernel of its own.
-        token_ids, sound = self._copies[0].numpy()[:, : self._step.num_sampled]
-        plan = self._step.plan
-        failed = () if sound.all() else plan.sampled_rows[sound == 0].tolist()
+        step, plan = self._step, self._step.plan
+        found = self._copies[0].numpy()[:, : step.num_sampled + len(step.checked_rows)]
+        failed: list[int] = []
+        if not found[1].all():
+            failed = [*plan.sampled_rows.tolist(), *step.checked_rows]
+            failed = [row for row, sound in zip(failed, found[1].tolist(), strict=True) if not sound]
         return StepResult(
             step=plan.step,
-            token_ids=token_ids.copy(),
+            token_ids=found[0, : step.num_sampled].copy(),
             logprobs=self._logprobs(),
             prompt_logprobs=self._prompt_logprobs(),
             failed_rows=frozenset(failed),

@@ -18,7 +18,7 @@ from minisgl_backend.runner.row_table import NUM_PARAMS, RowTable, RowUpdates, e
 from minisgl_backend.runner.sampler import SamplingInputs
 from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingMetadata, SamplingRows
 from minisgl_backend.runner.staging import Staged, Staging
-from minisgl_backend.step import AdmittedRow, StepDecisions, StepPlan
+from minisgl_backend.step import AdmittedRow, RowError, StepDecisions, StepPlan
 
 Int32Array = npt.NDArray[np.int32]
 EMPTY = np.zeros(0, dtype=np.int32)
@@ -53,6 +53,7 @@ class HostBatch:
     decode_rows: Int32Array  # [batch], padded where a graph will run
     decode_lengths: Int32Array  # [batch]
     num_sampled: int
+    checked_rows: tuple[int, ...]
     decisions: StepDecisions
     needs: SamplingMetadata  # NOTHING on ranks that do not sample
     penalised: tuple[AdmittedRow, ...]  # whose counts begin anew
@@ -66,11 +67,14 @@ class StepTensors:
     decisions: StepDecisions
     num_prefill_tokens: int
     num_sampled: int
+    checked_rows: tuple[int, ...]  # of chunks that do not end their prompt: nothing else tells that they are sound
     prefill: PrefillInputs | None
     prefill_starts: torch.Tensor | None  # int32 [num_chunks]
     prefill_lengths: torch.Tensor | None  # int32 [num_chunks]
     decode: DecodeInputs | None
-    logits_indices: torch.Tensor | None  # int32 [num_sampled] lines of the hidden states; None: all of them
+    # int32 [num_sampled + num_checked] lines of the hidden states, those that sample first; None: all of them
+    logits_indices: torch.Tensor | None
+    cleared_pages: torch.Tensor | None  # int32 [num_cleared]
     sampling: SamplingInputs
     logprobs: tuple[tuple[int, int], ...]  # result index and alternatives wanted
 
@@ -103,11 +107,14 @@ class BatchBuilder:
     ) -> HostBatch:
         """Everything that the host decides: needs of the sampler, padding, the filled staging buffer.
 
-        `graph_sizes`: decode batches that have a captured graph, ascending. Where a request cannot be served after
-        all, this raises, and nothing has happened on the device or on another rank.
+        `graph_sizes`: decode batches that have a captured graph, ascending. Raises RowError where a request cannot be
+        served after all; nothing has happened on the device or on another rank then.
         """
         for admitted in plan.admitted:
-            self._sampling.admit(admitted)
+            try:
+                self._sampling.admit(admitted)
+            except Exception as error:
+                raise RowError(admitted.row, error) from error
         prefill = _prefill_arrays(plan) if plan.prefill else None
         sampled = _sampled(plan, prefill)
         needs = self._sampling.metadata_of(plan, sampled[0], sampled[1], masks)
@@ -136,7 +143,11 @@ class BatchBuilder:
     ) -> HostBatch:
         rows, positions, lines = sampled
         arrays = _update_arrays(plan)
+        checked_rows: tuple[int, ...] = ()
         if prefill is not None:
+            ends_inside = np.array([not chunk.samples for chunk in plan.prefill], dtype=bool)
+            checked_rows = tuple(prefill.rows[ends_inside].tolist())
+            checked = prefill.cu_seqlens[1:][ends_inside] - 1
             arrays |= {
                 "prefill_rows": prefill.rows,
                 "prefill_starts": prefill.starts,
@@ -145,7 +156,7 @@ class BatchBuilder:
                 "cu_seqlens": prefill.cu_seqlens,
                 "sampled_rows": rows,
                 "sampled_positions": positions,
-                "logits_indices": lines,
+                "logits_indices": np.concatenate([lines, checked]),
             }
         arrays |= needs.arrays
         decode_rows, decode_lengths = self._padded(plan, decisions.graph_size)
@@ -156,6 +167,7 @@ class BatchBuilder:
             decode_rows=decode_rows,
             decode_lengths=decode_lengths,
             num_sampled=len(rows),
+            checked_rows=checked_rows,
             decisions=decisions,
             needs=needs,
             penalised=penalised,
@@ -175,11 +187,13 @@ class BatchBuilder:
             decisions=host.decisions,
             num_prefill_tokens=prefill.num_tokens if prefill is not None else 0,
             num_sampled=host.num_sampled,
+            checked_rows=host.checked_rows,
             prefill=self._prefill_inputs(prefill, arrays) if prefill is not None else None,
             prefill_starts=arrays.get("prefill_starts"),
             prefill_lengths=arrays.get("prefill_lengths"),
             decode=self.decode_inputs(host.decode_rows, host.decode_lengths) if batch else None,
             logits_indices=arrays.get("logits_indices"),
+            cleared_pages=arrays.get("cleared_pages"),
             sampling=self._sampling.inputs_of(host.needs, rows, positions, arrays),
             logprobs=host.needs.logprobs,
         )
@@ -269,16 +283,25 @@ def _sampled(plan: StepPlan, prefill: PrefillHost | None) -> tuple[Int32Array, I
 
 def _update_arrays(plan: StepPlan) -> dict[str, Int32Array]:
     arrays: dict[str, Int32Array] = {}
+    if len(plan.cleared_pages):
+        arrays["cleared_pages"] = plan.cleared_pages
     if len(plan.page_ids):
         arrays |= {"page_rows": plan.page_rows, "page_columns": plan.page_columns, "page_ids": plan.page_ids}
     if plan.admitted:
         arrays |= {
             "admitted_rows": np.array([admitted.row for admitted in plan.admitted], dtype=np.int32),
             "admitted_lengths": np.array([len(admitted.token_ids) for admitted in plan.admitted], dtype=np.int32),
-            "admitted_params": np.concatenate([encode_params(a.params) for a in plan.admitted]).reshape(-1, NUM_PARAMS),
+            "admitted_params": np.concatenate([_params_of(a) for a in plan.admitted]).reshape(-1, NUM_PARAMS),
             "admitted_tokens": np.concatenate([admitted.token_ids for admitted in plan.admitted]),
         }
     return arrays
+
+
+def _params_of(admitted: AdmittedRow) -> Int32Array:
+    try:
+        return encode_params(admitted.params)
+    except Exception as error:
+        raise RowError(admitted.row, error) from error
 
 
 def _graph_size(batch: int, graph_sizes: Sequence[int]) -> int:

@@ -124,6 +124,14 @@ def prompt_plan(num_tokens: int, max_running: int, max_seq_len: int) -> StepPlan
     return padding_plan(admitted, chunks, np.zeros(0, dtype=np.int32))
 
 
+def trial_plan(max_running: int) -> StepPlan:
+    """A step of nobody's, which runs beside whatever does: a prompt of one token in the padding row."""
+    token = np.zeros(1, dtype=np.int32)
+    admitted = AdmittedRow(max_running, 0, SamplingParams(temperature=1.0, seed=0), 1, token, 0)
+    chunk = PrefillChunk(max_running, 0, token, samples=True)
+    return padding_plan((admitted,), (chunk,), np.zeros(0, dtype=np.int32))
+
+
 def padding_plan(
     admitted: tuple[AdmittedRow, ...], chunks: tuple[PrefillChunk, ...], decode_rows: np.ndarray
 ) -> StepPlan:

@@ -7,7 +7,7 @@ tokens are everyone's.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
@@ -70,7 +70,6 @@ class ModelRunner:
         self._reader = ResultReader(table.device)
         self._graphs: GraphRunner | None = None
         self._pieces: PiecewiseRunner | None = None
-        self._one_line = torch.zeros(1, dtype=torch.int32, device=table.device)
 
     @property
     def num_pages(self) -> int:
@@ -117,6 +116,8 @@ class ModelRunner:
     def upload(self, host: HostBatch) -> Batch:
         """Uploads the plan, brings the row table up to date and plans attention; never waits for the device."""
         step = self._builder.upload(host)
+        if step.cleared_pages is not None:
+            self._pool.clear(step.cleared_pages)
         if step.graph_size and step.decode is not None and self._graphs is not None:
             self._graphs.plan_replay(step.decode)
             return Batch(step, None)
@@ -153,8 +154,7 @@ class ModelRunner:
         """The lines of the hidden states that somebody will read; None: all of them."""
         if step.decisions.prompt_logprobs or step.logits_indices is None:
             return None
-        # A chunk that does not end its prompt samples nothing. One line then, which nobody reads: products have some.
-        return step.logits_indices if step.num_sampled else self._one_line
+        return step.logits_indices
 
     def _hidden_states(
         self, rows: torch.Tensor, positions: torch.Tensor, plan: HybridPlan, wanted: torch.Tensor | None = None
@@ -164,11 +164,17 @@ class ModelRunner:
         return self._model.forward(token_ids, positions, ctx)
 
     def _sample(self, step: StepTensors, hidden: torch.Tensor) -> Sampled:
-        if not step.num_sampled:
-            return Sampled(self._no_tokens(0), None)
         if step.logits_indices is not None and self._wanted(step) is None:
             hidden = hidden[step.logits_indices]  # else they are all that there is
-        return self._sample_logits(step, self._model.logits(hidden))
+        sampled = Sampled(self._no_tokens(0), None)
+        if step.num_sampled:
+            sampled = self._sample_logits(step, self._model.logits(hidden[: step.num_sampled]))
+        if not step.checked_rows or self._tp.rank:
+            return sampled
+        # What is no number in a chunk's keys and values is none in the hidden state of its last token, which sees all.
+        sound = torch.isfinite(hidden[step.num_sampled :]).all(dim=1).to(torch.int32)
+        checked = torch.stack([torch.zeros_like(sound), sound])
+        return replace(sampled, token_ids=torch.cat([sampled.token_ids, checked], dim=1))
 
     def _sample_logits(self, step: StepTensors, logits: torch.Tensor) -> Sampled:
         if self._tp.rank == 0:

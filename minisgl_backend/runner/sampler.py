@@ -53,7 +53,7 @@ class Sampled:
     """What one step sampled, on the device."""
 
     # int32 [2, n or more]: the tokens; and 1 where the logits were sound, 0 where they were NaN or infinite.
-    # What a graph sampled comes with its padding.
+    # What a graph sampled comes with its padding; after the tokens, the soundness of chunks that sample none.
     token_ids: torch.Tensor
     logprobs: torch.Tensor | None  # int32 [k, 2 + 2 * top], see logprobs.pack
 

@@ -55,7 +55,10 @@ def check(step: StepTensors, plan: StepPlan, table: RowTable, mirror: Mirror, pa
     assert list(zip(step.sampling.rows.tolist(), step.sampling.positions.tolist(), strict=True)) == sampled
     assert step.num_sampled == len(sampled) == len(plan.sampled_rows)
     if step.logits_indices is not None:
-        assert [(expected[line][0], expected[line][1] + 1) for line in step.logits_indices.tolist()] == sampled
+        checked = [(c.row, c.end) for c in plan.prefill if not c.samples]
+        assert list(step.checked_rows) == [row for row, _ in checked]
+        lines = step.logits_indices.tolist()
+        assert [(expected[line][0], expected[line][1] + 1) for line in lines] == sampled + checked
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
