@@ -89,8 +89,9 @@ class Ops(ABC):
         expert_weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The weighted sum of each token's experts, x [num_tokens, hidden] -> same shape.
+        """The weighted sum of each token's experts, plus `residual` where given: x [num_tokens, hidden] -> same shape.
 
         expert_ids int64 and expert_weights [num_tokens, experts_per_token]; gate_up [num_experts, 2 * size, hidden]
         with gate rows first; down [num_experts, hidden, size]. An expert is down @ (silu(gate) * up). Implementations

@@ -79,6 +79,7 @@ class TorchOps(Ops):
         expert_weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         num_tokens, experts_per_token = expert_ids.shape
         grouped_ids, order = expert_ids.flatten().sort(stable=True)  # (token, choice) pairs grouped by expert
@@ -89,7 +90,8 @@ class TorchOps(Ops):
         out[order] = _experts(grouped, ends, gate_up, down)
         # Summed by token and not by adding experts up: the result does not depend on the order of arrival.
         out = out.view(num_tokens, experts_per_token, -1).float() * expert_weights.float().unsqueeze(-1)
-        return out.sum(dim=1).to(x.dtype)
+        summed = out.sum(dim=1)
+        return (summed if residual is None else summed + residual.float()).to(x.dtype)
 
 
 def store_tokens(cache: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor) -> None:

@@ -104,8 +104,9 @@ class TritonOps(TorchOps):
         expert_weights: torch.Tensor,
         gate_up: torch.Tensor,
         down: torch.Tensor,
+        residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return moe.moe(x, expert_ids, expert_weights, gate_up, down)
+        return moe.moe(x, expert_ids, expert_weights, gate_up, down, residual)
 
 
 def _cache_folder() -> Path:

@@ -42,8 +42,9 @@ class MoeMLP(WeightedLayer):
         x = norm(hidden)
         # All ranks compute the same router, so they pick the same experts.
         expert_ids, weights = ops.route(ops.linear(x, self.router), self._experts_per_token, self._norm_topk_prob)
-        out = ops.moe(x, expert_ids, weights, self.gate_up, self.down)
-        return hidden + tp.all_reduce(out)
+        if tp.size == 1:
+            return ops.moe(x, expert_ids, weights, self.gate_up, self.down, residual=hidden)
+        return hidden + tp.all_reduce(ops.moe(x, expert_ids, weights, self.gate_up, self.down))
 
     def weight_parts(self) -> list[WeightPart]:
         num_experts, hidden_size, local = self.down.shape

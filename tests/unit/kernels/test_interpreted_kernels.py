@@ -29,7 +29,7 @@ from minisgl_backend.kernels.decode_attention import (
     decode_shape,
     rotating_decode_attention,
 )
-from minisgl_backend.kernels.moe import moe, route
+from minisgl_backend.kernels.moe import _align, moe, route
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 from minisgl_backend.runner.gumbel import gumbel, row_keys
 from minisgl_backend.runner.warm_up import DECODING
@@ -225,15 +225,35 @@ def test_route(experts, k, renormalize):
     assert all(len(set(line)) == k and max(line) < experts for line in ids.tolist())
 
 
-@pytest.mark.parametrize(("num_tokens", "experts"), [(3, 8), (40, 2)])
-def test_moe(num_tokens, experts):
+@pytest.mark.parametrize(("num_tokens", "experts"), [(3, 8), (40, 2), (70, 6), (150, 3), (400, 2)])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_moe(num_tokens, experts, with_residual):
+    """Pairs unsorted, and in tiles of 16, 32, 64 and 128, over one block of the sort and several."""
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 64)
     ids = torch.stack([torch.randperm(experts)[:2] for _ in range(num_tokens)])
     weights = torch.rand(num_tokens, 2)
     gate_up, down = torch.randn(experts, 96, 64) * 0.1, torch.randn(experts, 64, 48) * 0.1
-    expected = TorchOps().moe(x, ids, weights, gate_up, down)
-    torch.testing.assert_close(moe(x, ids, weights, gate_up, down), expected, atol=1e-5, rtol=1e-4)
+    residual = torch.randn(num_tokens, 64) if with_residual else None
+    expected = TorchOps().moe(x, ids, weights, gate_up, down, residual)
+    torch.testing.assert_close(moe(x, ids, weights, gate_up, down, residual), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("pairs", "experts", "tile"), [(65, 128, 16), (700, 5, 16), (513, 1, 64)])
+def test_pairs_are_sorted_by_expert_and_cut_into_tiles_of_one(pairs, experts, tile):
+    torch.manual_seed(pairs)
+    ids = torch.randint(experts, (pairs, 1))
+    if experts > 2:
+        ids[ids == 2] = 1  # one without pairs
+    tiles = _align(ids, experts, tile)
+    assert tiles.order.tolist() == ids.flatten().argsort(stable=True).tolist()
+    held = []
+    for expert, first, end in zip(tiles.expert.tolist(), tiles.first.tolist(), tiles.end.tolist(), strict=True):
+        if expert >= 0:
+            assert 0 < end - first <= tile
+            assert set(ids.flatten()[tiles.order[first:end].long()].tolist()) == {expert}
+            held += range(first, end)
+    assert held == list(range(pairs))
 
 
 @pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
