@@ -14,7 +14,7 @@ import numpy.typing as npt
 import zmq
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.delivery.ack_tracker import AckTracker
+from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.host.core_supervisor import Supervisor
 from minisgl_backend.host.status_files import up_mark
@@ -36,11 +36,11 @@ from minisgl_backend.request import FinishReason, Request
 
 log = logging.getLogger(__name__)
 
-ConfirmedCallback = Callable[["npt.NDArray[np.int64]", "npt.NDArray[np.int32]"], None]
+AcknowledgedCallback = Callable[["npt.NDArray[np.int64]", "npt.NDArray[np.int32]"], None]
 
 MAX_FRONT = 65534
 CONNECT_WAIT_MS = 100
-EXPIRE_WAIT_MS = 10  # between looks at the confirmations, while there are any
+EXPIRE_WAIT_MS = 10  # between looks at the credits, while there are any
 IDLE_WAIT_MS = 100
 
 
@@ -56,9 +56,9 @@ class EngineClient:
     * `on_rejected(rejected)`: a request that the core refused; nothing else will come for it.
     * `on_down(reason)`: the core is gone; every request submitted so far is lost and nothing more comes for it.
     * `on_up(welcome)`: a core is ready; also called for the first one, before `start` returns.
-    * `on_confirmed(uids, sequence_numbers)`: the detokenizer has handled these (int64 [n], int32 [n]), after
-      `confirmations` has counted them.
-    * `on_lost(uids)`: `confirmations` knows by now that responses of these were dropped on the way.
+    * `on_acknowledged(uids, sequence_numbers)`: the detokenizer has handled these (int64 [n], int32 [n]), after
+      `credits` has counted them.
+    * `on_lost(uids)`: `credits` knows by now that responses of these were dropped on the way.
 
     Streams that were lost so, or that the detokenizer saw cancelled, are aborted with CANCELLED by the client itself;
     their last record then arrives through `on_outputs` as any other.
@@ -74,20 +74,21 @@ class EngineClient:
         on_rejected: Callable[[Rejected], None],
         on_down: Callable[[str], None],
         on_up: Callable[[Welcome], None] | None = None,
-        on_confirmed: ConfirmedCallback | None = None,
+        on_acknowledged: AcknowledgedCallback | None = None,
         on_lost: Callable[[list[int]], None] | None = None,
+        credits: StreamCredits | None = None,
     ) -> None:
         """`front` is unique among the clients of `socket_dir`; 0 to 65534."""
         if not 0 <= front <= MAX_FRONT:
             raise ConfigError(f"front is {front}; allowed: 0 to {MAX_FRONT}")
-        self.confirmations = AckTracker()
+        self.credits = credits or StreamCredits()
         self._front = front
         self._socket_dir = socket_dir
         self._on_outputs = on_outputs
         self._on_rejected = on_rejected
         self._on_down = on_down
         self._on_up = on_up
-        self._on_confirmed = on_confirmed
+        self._on_acknowledged = on_acknowledged
         self._on_lost = on_lost
         self._supervisor = Supervisor(config, socket_dir, self._note_first_failure)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
@@ -209,14 +210,14 @@ class EngineClient:
         poller.register(channel, select.POLLIN)
         poller.register(handled, select.POLLIN)
         while not self._closing:
-            ready = dict(poller.poll(EXPIRE_WAIT_MS if self.confirmations.total_unconfirmed() else IDLE_WAIT_MS))
+            ready = dict(poller.poll(EXPIRE_WAIT_MS if self.credits.num_in_flight else IDLE_WAIT_MS))
             if channel.fileno() in ready:
                 for event in channel.receive():
                     self._dispatch(channel, event)
                 if channel.ended:
                     return
             if handled.fileno() in ready:
-                self._confirm(*handled.receive())
+                self._acknowledge(*handled.receive())
             self._expire()
 
     def _dispatch(self, channel: FrontChannel, event: Event) -> None:
@@ -250,25 +251,27 @@ class EngineClient:
             self._welcome = None
             self._changed.notify_all()
         up_mark(self._socket_dir, self._front).unlink(missing_ok=True)
-        self.confirmations.clear()
+        self.credits.clear()
         if was_up and not self._closing:
             self._call(self._on_down, "the engine died while it computed this answer; it starts again by itself")
 
-    def _confirm(self, uids: npt.NDArray[np.int64], sequence_numbers: npt.NDArray[np.int32], found_at: float) -> None:
+    def _acknowledge(
+        self, uids: npt.NDArray[np.int64], sequence_numbers: npt.NDArray[np.int32], found_at: float
+    ) -> None:
         if not len(uids):
             return
-        gone = self.confirmations.on_handled(uids.tolist(), sequence_numbers.tolist(), time.monotonic())
+        gone = self.credits.acknowledge(uids.tolist(), sequence_numbers.tolist(), time.monotonic())
         if gone:
             self.abort(gone, FinishReason.CANCELLED, found_at)
-        if self._on_confirmed is not None:
-            self._call(self._on_confirmed, uids, sequence_numbers)
+        if self._on_acknowledged is not None:
+            self._call(self._on_acknowledged, uids, sequence_numbers)
 
     def _expire(self) -> None:
         now = time.monotonic()
         if now < self._next_expire:
             return
         self._next_expire = now + EXPIRE_WAIT_MS / 1000
-        gone = self.confirmations.expire(now)
+        gone = self.credits.expire(now)
         if gone:
             log.debug("%d streams have no reader any more", len(gone))
             if self._on_lost is not None:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.delivery.ack_tracker import AckTracker
+from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.delivery.engine_client import EngineClient
 from minisgl_backend.delivery.latency import LatencyRecorder
 from minisgl_backend.delivery.output_fields import OutputFieldEncoder
@@ -61,22 +61,23 @@ class EngineFront:
         self._detokenizer_lost_at: float | None = None
         self._sequences: dict[int, SequenceStream] = {}  # by uid, those still wanted from the engine
         self.latency = LatencyRecorder()
+        # Probes answer within milliseconds; silence alone is no proof on a machine that is busy.
+        self.credits = StreamCredits(num_workers, silence_s=SILENCE_S)
         self.client = make_client(
             config,
             front=front,
             socket_dir=socket_dir,
+            credits=self.credits,
             on_outputs=self._on_outputs,
             on_rejected=self._on_rejected,
             on_down=self._on_down,
             on_up=self._on_up,
-            on_confirmed=self._on_confirmed,
+            on_acknowledged=self._on_acknowledged,
             on_lost=self._on_lost,
         )
-        # Probes answer within milliseconds; silence alone is no proof on a machine that is busy.
-        self.client.confirmations = AckTracker(silence_s=SILENCE_S)
         self.responder = Responder(
+            credits=self.credits,
             abort=self.client.abort,
-            on_sent=self._on_sent,
             on_closed=self._on_closed,
             latency=self.latency,
             details=OutputFieldEncoder(vocabulary),
@@ -85,9 +86,9 @@ class EngineFront:
         self._stopping = threading.Event()
         self._watcher = threading.Thread(target=self._watch, name="watcher", daemon=True)
         self._prober = Prober(
-            probe=probe, is_silent=self._is_silent, on_sent=self._on_sent, sending=self.responder.sending
+            probe=probe, is_silent=self._is_silent, credits=self.credits, sending=self.responder.sending
         )
-        self._last_confirmed = 0.0
+        self._last_acknowledged = 0.0
 
     def start(self, timeout_s: float | None = None) -> Welcome:
         """Waits for the core. Raises ConfigError or EngineDeadError."""
@@ -203,8 +204,8 @@ class EngineFront:
         self.responder.page_size = welcome.page_size
         self._vocab_size = welcome.vocab_size
 
-    def _on_confirmed(self, uids: npt.NDArray[np.int64], numbers: npt.NDArray[np.int32]) -> None:
-        self._last_confirmed = time.monotonic()
+    def _on_acknowledged(self, uids: npt.NDArray[np.int64], numbers: npt.NDArray[np.int32]) -> None:
+        self._last_acknowledged = time.monotonic()
         sequences = self._sequences
         for uid, number in zip(uids.tolist(), numbers.tolist(), strict=True):
             if (sequence := sequences.get(uid)) is None:
@@ -212,7 +213,7 @@ class EngineFront:
             if number == CANCELLED:
                 self._abandon(sequence.stream)
             else:
-                self.responder.confirm(sequence, number)
+                self.responder.note_acknowledged(sequence)
 
     def _on_lost(self, uids: list[int]) -> None:
         for uid in uids:
@@ -227,13 +228,10 @@ class EngineFront:
 
     # Callbacks of the responder's threads.
 
-    def _on_sent(self, uid: int, number: int, worker: int) -> None:
-        self.client.confirmations.on_sent(uid, number, time.monotonic(), worker)
-
     def _on_closed(self, stream: Stream) -> None:
         for uid in stream.uids:
             self._sequences.pop(uid, None)
-            self.client.confirmations.forget(uid)
+            self.credits.close(uid)
 
     # The watcher thread. It never waits for the detokenizer.
 
@@ -278,6 +276,6 @@ class EngineFront:
     # The prober's thread.
 
     def _is_silent(self, now: float) -> bool:
-        if now - max(self._last_confirmed, self.responder.last_sent) < PROBE_AFTER_S:
+        if now - max(self._last_acknowledged, self.responder.last_sent) < PROBE_AFTER_S:
             return False
-        return any(sequence.number > sequence.confirmed_number for sequence in list(self._sequences.values()))
+        return any(one.credit.sent > one.credit.acknowledged for one in list(self._sequences.values()))

@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
+from minisgl_backend.delivery.credits import Credit, StreamCredits
 from minisgl_backend.ipc.wire import Chunk
 
 PROBE_AFTER_S = 0.03  # of silence while something is unconfirmed
@@ -23,8 +24,8 @@ class Prober:
     """A thread that sends probes, one a sender thread (worker) at a time.
 
     `probe(chunk)` returns when the detokenizer has handled the chunk, or failed to; `is_silent(now)` says whether
-    something is unconfirmed and nothing was sent or heard for PROBE_AFTER_S; `on_sent(uid, number, worker)` is called
-    before each probe; `sending` are the locks that workers hold while they number and send a response.
+    something is unconfirmed and nothing was sent or heard for PROBE_AFTER_S; `credits` numbers probes too; `sending`
+    are the locks that workers hold while they number and send a response.
     """
 
     def __init__(
@@ -32,21 +33,20 @@ class Prober:
         *,
         probe: Callable[[Chunk], None],
         is_silent: Callable[[float], bool],
-        on_sent: Callable[[int, int, int], None],
+        credits: StreamCredits,
         sending: Sequence[threading.Lock],
     ) -> None:
         self._probe = probe
         self._is_silent = is_silent
-        self._on_sent = on_sent
+        self._credits = credits
         self._sending = sending
-        self._uids: list[int] = []  # by worker
-        self._number = 0
+        self._own: list[Credit] = []  # by worker
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
 
     def start(self, uids: Sequence[int]) -> None:
         """`uids`: one of its own for each worker's probes."""
-        self._uids = list(uids)
+        self._own = [self._credits.open(uid, worker) for worker, uid in enumerate(uids)]
         self.restart()
 
     def restart(self) -> None:
@@ -68,19 +68,17 @@ class Prober:
                 _LOGGER.exception("a probe of the detokenizer failed; the next one follows")
 
     def _probe_all(self) -> None:
-        self._number += 1
-        number = self._number
-        for uid in [uid for worker, uid in enumerate(self._uids) if self._take_place(worker, uid, number)]:
-            self._probe(Chunk(uid=uid, number=number))
+        for chunk in [self._take_place(worker, credit) for worker, credit in enumerate(self._own)]:
+            if chunk is not None:
+                self._probe(chunk)
 
-    def _take_place(self, worker: int, uid: int, number: int) -> bool:
-        """Takes the probe's place in the order of what the worker sends; False while the worker is sending."""
+    def _take_place(self, worker: int, credit: Credit) -> Chunk | None:
+        """A probe with its place in the order of what the worker sends; None while the worker is sending."""
         # A response that is numbered but not yet handed over would look dropped if the probe overtook it.
         lock = self._sending[worker]
         if not lock.acquire(blocking=False):
-            return False
+            return None
         try:
-            self._on_sent(uid, number, worker)
+            return Chunk(uid=credit.uid, number=self._credits.send(credit, time.monotonic()))
         finally:
             lock.release()
-        return True

@@ -12,8 +12,10 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 
 from minisgl_backend.delivery.arrays import Arrays
+from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.delivery.latency import LatencyRecorder
 from minisgl_backend.delivery.output_fields import OutputFieldEncoder
 from minisgl_backend.delivery.send_queue import SendQueue
@@ -31,35 +33,33 @@ LATE = "the request was cancelled: its timeout has passed"
 
 _LOGGER = logging.getLogger(__name__)
 
-OnSent = Callable[[int, int, int], None]  # uid, number, worker
-
 
 class Responder:
     """Sender threads and the queues before them.
 
-    `abort(uids, reason)` tells the engine to stop; `on_sent` is called just before each response that will be
-    confirmed; `on_closed(stream)` is called once for each stream, on its thread, when its last response is out.
+    `credits` counts what was sent; `abort(uids, reason)` tells the engine to stop; `on_closed(stream)` is called once
+    for each stream, on its thread, when its last response is out.
     """
 
     def __init__(
         self,
         *,
+        credits: StreamCredits,
         abort: Callable[[Iterable[int], FinishReason], None],
-        on_sent: OnSent,
         on_closed: Callable[[Stream], None],
         latency: LatencyRecorder,
         details: OutputFieldEncoder,
         num_workers: int = 2,
     ) -> None:
+        self._credits = credits
         self._abort = abort
-        self._on_sent = on_sent
         self._on_closed = on_closed
         self._latency = latency
         self._details = details
         self.page_size = 1  # for perf metrics; known once the engine is up
         self._num_streams = 0
         self._count_lock = threading.Lock()
-        self._turns = [SendQueue() for _ in range(num_workers)]
+        self._queues = [SendQueue(credits, worker) for worker in range(num_workers)]
         self._threads = [
             threading.Thread(target=self._run, args=(worker,), name=f"responder-{worker}", daemon=True)
             for worker in range(num_workers)
@@ -77,49 +77,44 @@ class Responder:
     def adopt(self, stream: Stream) -> None:
         """Takes over a new stream. Called before its request reaches the engine."""
         stream.worker = stream.sequences[0].uid % len(self._threads)
+        for sequence in stream.sequences:
+            sequence.credit = self._credits.open(sequence.uid, stream.worker)
         self._count(1)
 
     def wake(self, sequence: SequenceStream) -> None:
         """The sequence has something new."""
         if not sequence.queued or sequence.reason:  # an end does not wait for the turn that was taken for its tokens
-            sequence.queued = True
-            self._turns[sequence.stream.worker].put(sequence)
+            self._queues[sequence.stream.worker].put(sequence)
 
     def fail(self, stream: Stream, status: str, message: str) -> None:
         """Ends the stream with an error."""
         stream.failure = (status, message)
-        sequence = stream.sequences[0]
-        sequence.queued = True
-        self._turns[stream.worker].put(sequence)
+        self._queues[stream.worker].put(stream.sequences[0])
 
-    def confirm(self, sequence: SequenceStream, number: int) -> None:
-        """The detokenizer has handled the sequence's chunks up to `number`."""
-        if number > sequence.confirmed_number:
-            sequence.confirmed_number = number
-            self._turns[sequence.stream.worker].note_confirmed()
-            if sequence.blocked or sequence.reason:
-                sequence.blocked = False
-                self.wake(sequence)
+    def note_acknowledged(self, sequence: SequenceStream) -> None:
+        """The detokenizer has handled a chunk of the sequence."""
+        queue = self._queues[sequence.stream.worker]
+        queue.note_acknowledged()
+        if queue.unblock(sequence) or sequence.reason:
+            self.wake(sequence)
 
     def lose(self, stream: Stream) -> None:
         """The server has dropped a chunk of the stream: its client has left, and nobody reads what comes; or, where
         it dropped them all, the client named its outputs, and an ensemble leaves out a model that nobody asked for."""
-        if not any(sequence.confirmed_number for sequence in stream.sequences):
+        if not any(sequence.credit.acknowledged for sequence in stream.sequences):
             stream.confirmed = False
             self.fail(stream, "INVALID_ARG", NO_TEXT)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads; what is queued before is still sent."""
-        for turns in self._turns:
-            turns.close()
+        for queue in self._queues:
+            queue.close()
         for thread in self._threads:
             thread.join(timeout_s)
 
     def _run(self, worker: int) -> None:
-        turns = self._turns[worker]
-        while (sequence := turns.next()) is not None:
-            # Before the tokens are taken: whoever appends after this wakes the thread again.
-            sequence.queued = False
+        queue = self._queues[worker]
+        while (sequence := queue.next()) is not None:
             try:
                 self._serve(sequence)
             except Exception as error:  # one stream's failure must not end the others'
@@ -144,10 +139,11 @@ class Responder:
 
     def _end_cancelled(self, sequence: SequenceStream) -> None:
         stream = sequence.stream
-        started = [one for one in stream.sequences if one.number]
-        if stream.confirmed and not stream.abandoned and started and not any(one.confirmed_number for one in started):
-            # Whether any of it reaches the detokenizer is known soon, by `confirm` or `lose`: an error behind chunks
-            # that are dropped would be dropped too.
+        sent = any(one.credit.sent for one in stream.sequences)
+        acknowledged = any(one.credit.acknowledged for one in stream.sequences)
+        if stream.confirmed and not stream.abandoned and sent and not acknowledged:
+            # Whether any of it reaches the detokenizer is known soon, by `note_acknowledged` or `lose`: an error behind
+            # chunks that are dropped would be dropped too.
             return
         self._end_with_error(stream, "CANCELLED", LATE if stream.is_late else "the request was cancelled")
 
@@ -157,16 +153,17 @@ class Responder:
             return False
         if not self._is_at_limit(sequence):
             return False
-        sequence.blocked = True
-        # A confirmation may have come between the two lines above.
+        queue = self._queues[stream.worker]
+        queue.block(sequence)
+        # An acknowledgement may have come between the two lines above.
         if not self._is_at_limit(sequence):
-            sequence.blocked = False
+            queue.unblock(sequence)
             return False
         return True
 
     def _is_at_limit(self, sequence: SequenceStream) -> bool:
         limit = max(1, MAX_UNCONFIRMED // max(1, self._num_streams))
-        return sequence.number - sequence.confirmed_number >= limit
+        return sequence.credit.sent - sequence.credit.acknowledged >= limit
 
     def _advance(self, sequence: SequenceStream) -> None:
         delta = sequence.take()
@@ -194,28 +191,26 @@ class Responder:
         final = stream.num_unfinished == 0
         delta = join_deltas(sequence.deltas)
         sequence.deltas = []
-        sequence.number += 1
-        first = sequence.number == 1
-        confirm = True
-        if stream.confirmed and not final:
-            turns = self._turns[stream.worker]
-            turns.note_sent(sequence, sequence.number, time.monotonic())
-            confirm = turns.needs_confirmation() or first or self._is_at_limit(sequence)
-        chunk = Chunk(
-            uid=sequence.uid,
-            number=sequence.number,
-            confirm=confirm,
-            parts=(delta.part,),
-            options=_text_options(stream) if first else None,
-            token_ids=stream.spec.options.token_ids,
+        first = sequence.credit.sent == 0
+        details = self._encode_details(stream, (delta,), first=first)
+        options = _text_options(stream) if first else None
+        chunk = partial(
+            Chunk, uid=sequence.uid, parts=(delta.part,), options=options, token_ids=stream.spec.options.token_ids
         )
-        self._send(stream, chunk, self._encode_details(stream, (delta,), first=first), final)
+        if final or not stream.confirmed:
+            self._send(stream, chunk(number=self._credits.number(sequence.credit)), details, final)
+            return
+        with self.sending[stream.worker]:
+            now = self.last_sent = time.monotonic()
+            number = self._credits.send(sequence.credit, now)
+            ask = self._queues[stream.worker].asks_for_ack() or first or self._is_at_limit(sequence)
+            stream.sender.send(chunk(number=number, confirm=ask), details, False)
 
     def _send_whole(self, stream: Stream) -> None:
         deltas = [join_deltas(sequence.deltas) for sequence in stream.sequences]
         chunk = Chunk(
             uid=stream.sequences[0].uid,
-            number=1,
+            number=self._credits.number(stream.sequences[0].credit),
             parts=tuple(delta.part for delta in deltas),
             options=_text_options(stream),
         )
@@ -231,11 +226,6 @@ class Responder:
             self._close(stream)
             stream.sender.send(chunk, details, True)
             self._on_closed(stream)
-        elif stream.confirmed:
-            with self.sending[stream.worker]:
-                self.last_sent = time.monotonic()
-                self._on_sent(chunk.uid, chunk.number, stream.worker)
-                stream.sender.send(chunk, details, False)
         else:
             stream.sender.send(chunk, details, False)
 
@@ -246,12 +236,12 @@ class Responder:
         unfinished = [sequence.uid for sequence in stream.sequences if not sequence.reason]
         if unfinished:
             self._abort(unfinished, FinishReason.CANCELLED)
-        started = tuple(sequence.uid for sequence in stream.sequences if sequence.number)
+        started = tuple(sequence.uid for sequence in stream.sequences if sequence.credit.sent)
         try:
             if stream.confirmed and started:
                 # In the queue of its chunks, so that none of them is overtaken: an ensemble drops what comes after an
                 # error, and Triton 2.51 then never finishes the request.
-                number = stream.sequences[0].number + 1
+                number = self._credits.number(stream.sequences[0].credit)
                 chunk = Chunk(uid=stream.uids[0], number=number, failure=(status, message), forget=started)
                 stream.sender.send(chunk, {}, True)
             else:
@@ -266,8 +256,8 @@ class Responder:
     def _count(self, change: int) -> None:
         with self._count_lock:
             self._num_streams += change
-            for turns in self._turns:
-                turns.fit(self._num_streams)
+            for queue in self._queues:
+                queue.fit(self._num_streams)
 
 
 def _text_options(stream: Stream) -> TextOptions:

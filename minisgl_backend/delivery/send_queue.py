@@ -13,23 +13,30 @@ import threading
 import time
 from collections import deque
 
+from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.delivery.stream import SequenceStream
 
-WINDOW = 4  # responses on their way; more do not make the path faster, but
-WINDOW_OF_FEW = 32  # few streams cannot queue for long: theirs need not gather while the machine is busy elsewhere
-FEW = 256  # window times streams, between the two
+# Responses on their way, by number of streams: FEW / streams, at least WINDOW (more do not make the path faster) and at
+# most WINDOW_OF_FEW (few streams cannot queue for long: theirs need not gather while the machine is busy elsewhere).
+WINDOW = 4
+WINDOW_OF_FEW = 32
+FEW = 256
 CONFIRM_S = 0.025  # between confirmations while little is on its way: a burst of few streams every 20 ms has one in two
 SLOT_S = 0.025  # a response that is this old holds nobody up: the server drops those of cancelled requests unseen
 
 
 class SendQueue:
-    """Of one sender thread, which alone calls `next` and `note_sent`; the rest may be called from any thread."""
+    """Of one sender thread, which alone calls `next`, `asks_for_ack` and `block`; the rest is for any thread.
 
-    def __init__(self, window: int = WINDOW) -> None:
+    Writes `queued` and `blocked` of sequences, and nobody else does.
+    """
+
+    def __init__(self, credits: StreamCredits, sender: int, window: int = WINDOW) -> None:
+        self._credits = credits
+        self._sender = sender
         self._window = window
         self._arrivals: queue.SimpleQueue[SequenceStream | None] = queue.SimpleQueue()
         self._ready: deque[SequenceStream] = deque()
-        self._sent: deque[tuple[SequenceStream, int, float]] = deque()  # those on their way: number, time
         self._confirm_at = 0.0  # time.monotonic()
         self._waiting = False
         self._closing = False
@@ -40,9 +47,19 @@ class SendQueue:
 
     def put(self, sequence: SequenceStream) -> None:
         """It has something to send."""
+        sequence.queued = True
         self._arrivals.put(sequence)
 
-    def note_confirmed(self) -> None:
+    def block(self, sequence: SequenceStream) -> None:
+        """Its next response waits for an acknowledgement of one before."""
+        sequence.blocked = True
+
+    def unblock(self, sequence: SequenceStream) -> bool:
+        """Whether it was blocked; no longer now."""
+        was_blocked, sequence.blocked = sequence.blocked, False
+        return was_blocked
+
+    def note_acknowledged(self) -> None:
         """A response of this thread has arrived at the detokenizer."""
         if self._waiting:
             self._waiting = False
@@ -53,24 +70,28 @@ class SendQueue:
         self._closing = True
         self._arrivals.put(None)
 
-    def note_sent(self, sequence: SequenceStream, number: int, now: float) -> None:
-        """Its response `number` is on its way; time.monotonic() seconds."""
-        self._sent.append((sequence, number, now))
+    def asks_for_ack(self) -> bool:
+        """Whether the response that was sent last has to be acknowledged by itself.
 
-    def needs_confirmation(self) -> bool:
-        """Whether the response that was noted last has to be confirmed by itself.
-
-        Not while the window is far from full and others follow at once, or a confirmation was asked for just before:
-        the next one confirms it as well.
+        Not while the window is far from full and others follow at once, or one was asked for just before: the next
+        one acknowledges it as well.
         """
-        now = self._sent[-1][2]
-        if 2 * len(self._sent) < self._window and (self._ready or not self._arrivals.empty() or now < self._confirm_at):
+        now = self._credits.newest(self._sender)
+        is_far_from_full = 2 * self._credits.in_flight(self._sender, now - SLOT_S) < self._window
+        if is_far_from_full and (self._ready or not self._arrivals.empty() or now < self._confirm_at):
             return False
         self._confirm_at = now + CONFIRM_S
         return True
 
     def next(self) -> SequenceStream | None:
         """The sequence to serve now; blocks until there is one. None: closed."""
+        sequence = self._next()
+        if sequence is not None:
+            # Before its tokens are taken: whoever appends after this puts it again.
+            sequence.queued = False
+        return sequence
+
+    def _next(self) -> SequenceStream | None:
         wait_s = 0.0
         while True:
             urgent = self._take_arrivals(wait_s)
@@ -105,14 +126,7 @@ class SendQueue:
         if not self._is_full():
             self._waiting = False
             return 0.0
-        return max(0.0, self._sent[0][2] + SLOT_S - time.monotonic())
+        return max(0.0, self._credits.oldest(self._sender) + SLOT_S - time.monotonic())
 
     def _is_full(self) -> bool:
-        sent = self._sent
-        too_old = time.monotonic() - SLOT_S
-        while sent:
-            sequence, number, moment = sent[0]
-            if sequence.confirmed_number < number and not sequence.stream.closed and moment > too_old:
-                break
-            sent.popleft()
-        return len(sent) >= self._window
+        return self._credits.in_flight(self._sender, time.monotonic() - SLOT_S) >= self._window

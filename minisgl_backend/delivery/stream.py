@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 
 from minisgl_backend.delivery.arrays import Arrays
+from minisgl_backend.delivery.credits import Credit
 from minisgl_backend.ipc.messages import SequenceDetail, TokenLogprobs
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, Part
 from minisgl_backend.request import FinishReason
@@ -133,7 +134,7 @@ class SequenceStream:
 
     __slots__ = (
         "blocked",
-        "confirmed_number",
+        "credit",
         "cumulative_logprob",
         "deltas",
         "eager",
@@ -144,7 +145,6 @@ class SequenceStream:
         "log_probs",
         "logprobs",
         "num_tokens",
-        "number",
         "output",
         "pending",
         "queued",
@@ -169,11 +169,10 @@ class SequenceStream:
         # The text is made here where it may end the sequence, else in the detokenizer.
         self.output = _new_output(stream, vocabulary) if spec.params.stop else None
         self.eager = spec.options.stream or self.output is not None  # tokens are wanted as they come
-        self.queued = False
+        self.credit: Credit  # its counts of responses; set when the responder adopts the stream
+        self.queued = False  # this one and the next are written by its SendQueue
         self.blocked = False
         self.finished = False
-        self.number = 0  # chunks sent
-        self.confirmed_number = 0
         self.num_tokens = 0
         self.cumulative_logprob = 0.0
         self.deltas: list[Delta] = []  # taken, not sent
@@ -186,7 +185,7 @@ class SequenceStream:
         stream = self.stream
         if stream.abandoned:
             return False
-        if self.reason or not self.number or stream.failure is not None:
+        if self.reason or not self.credit.sent or stream.failure is not None:
             return True
         return not (stream.confirmed and stream.spec.options.stream)
 

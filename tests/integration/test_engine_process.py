@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.delivery.ack_tracker import AckTracker
+from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.acks import AckSender
 from minisgl_backend.request import FinishReason
@@ -140,20 +140,19 @@ def test_a_slow_front_holds_up_nobody_and_loses_nothing(make_front: MakeFront) -
 
 def test_streams_that_the_detokenizer_does_not_confirm_are_cancelled(make_front: MakeFront, socket_dir: Path) -> None:
     front = make_front(PACED)
-    front.client.confirmations = AckTracker(silence_s=1e6)  # silence proves nothing, as in a server's fronts
+    front.client.credits = StreamCredits(silence_s=1e6)  # silence proves nothing, as in a server's fronts
     sender = AckSender(socket_dir)
     read, left = (front.submit([5, 6], max_tokens=count) for count in (150, 4000))
-    sent = {read: 0, left: 0}
+    credits = {uid: front.client.credits.open(uid, 0) for uid in (read, left)}
     while left not in front.reasons:
-        for uid in sent:
-            if len(front.tokens.get(uid, ())) > sent[uid]:
-                front.client.confirmations.on_sent(uid, sent[uid], time.monotonic())
-                sent[uid] += 1
-                if uid == read or sent[uid] <= 5:  # the client of `left` goes after five responses
-                    sender.note(uid, sent[uid] - 1)
+        for uid, credit in credits.items():
+            if len(front.tokens.get(uid, ())) > credit.sent:
+                number = front.client.credits.send(credit, time.monotonic())
+                if uid == read or number <= 5:  # the client of `left` goes after five responses
+                    sender.note(uid, number)
                     sender.tell()
         time.sleep(0.001)
-    front.client.confirmations.clear()
+    front.client.credits.clear()
     wait_for(lambda: len(front.reasons) == 2)
     assert front.reasons == {left: FinishReason.CANCELLED, read: FinishReason.LENGTH}
     assert len(front.tokens[read]) == 150

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -10,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.delivery.ack_tracker import AckTracker
 from minisgl_backend.delivery.arrays import Arrays
+from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.ipc.messages import Outputs, Rejected, SequenceDetail, Welcome
 from minisgl_backend.ipc.wire import Chunk
@@ -35,12 +36,13 @@ class FakeEngine:
         on_rejected: Callable[[Rejected], None],
         on_down: Callable[[str], None],
         on_up: Callable[[Welcome], None],
-        on_confirmed: Callable[..., None],
+        on_acknowledged: Callable[..., None],
         on_lost: Callable[[list[int]], None],
+        credits: StreamCredits,
     ) -> None:
-        self.confirmations = AckTracker()
+        self.credits = credits
         self.on_outputs, self.on_rejected, self.on_down = on_outputs, on_rejected, on_down
-        self._on_up, self._on_confirmed, self.on_lost = on_up, on_confirmed, on_lost
+        self._on_up, self._on_acknowledged, self.on_lost = on_up, on_acknowledged, on_lost
         self.requests: list[Request] = []
         self.aborted: list[tuple[int, FinishReason]] = []
         self.dead = False
@@ -78,7 +80,8 @@ class FakeEngine:
         )
 
     def confirm(self, uid: int, number: int) -> None:
-        self._on_confirmed(np.array([uid]), np.array([number]))
+        self.credits.acknowledge([uid], [number], time.monotonic())
+        self._on_acknowledged(np.array([uid]), np.array([number]))
 
 
 class Recorder:

@@ -309,11 +309,11 @@ def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
     deadline = time.monotonic() + 30
     while not probes and time.monotonic() < deadline:
         time.sleep(0.01)
-    front.client.confirmations.on_handled(probes, [1] * len(probes), time.monotonic())
+    front.credits.acknowledge(probes, [1] * len(probes), time.monotonic())
     gone: list[int] = []
     while not gone and time.monotonic() < deadline:
         time.sleep(0.01)
-        gone = front.client.confirmations.expire(time.monotonic())
+        gone = front.credits.expire(time.monotonic())
     assert gone == [uid]
     front.close()
 

@@ -1,0 +1,173 @@
+"""Credits: how many responses of each stream were sent and acknowledged, what that allows, and what it proves.
+
+The one owner of these counts. Three things follow from them:
+
+* Backpressure: a sender thread sends only while few of its responses lie between it and the detokenizer (`in_flight`).
+* Which streams are gone. A server may drop the queued responses of a cancelled request without a word. What still tells
+  is order: responses of one sender are handled in the order they were sent, so one that is still unacknowledged when
+  later ones of the same sender are acknowledged was dropped, and so is one that stays so while the detokenizer is idle.
+* Whether anything is on its way at all, so that silence may be asked about (`num_in_flight`).
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+
+class _Sender:
+    """One sender thread. Positions count its responses over all its streams."""
+
+    __slots__ = ("acknowledged", "heard", "in_flight", "sent")
+
+    def __init__(self) -> None:
+        self.sent = 0
+        self.acknowledged = -1  # the highest position that was acknowledged
+        self.heard: float | None = None  # when; None: nothing was sent yet
+        self.in_flight: deque[tuple[Credit, int, float]] = deque()  # number and time; used by the thread itself only
+
+
+class Credit:
+    """One stream's counts. Only its StreamCredits writes them; anybody may read."""
+
+    __slots__ = ("_gap_position", "_gap_since", "_sender", "_waiting", "acknowledged", "closed", "sent", "uid")
+
+    def __init__(self, uid: int, sender: _Sender) -> None:
+        self.uid = uid
+        self.sent = 0  # responses, numbered from 1
+        self.acknowledged = 0  # the highest number that the detokenizer has handled
+        self.closed = False
+        self._sender = sender
+        self._waiting: deque[tuple[int, int, float]] = deque()  # number, position, time; unacknowledged ones
+        self._gap_position = -1
+        self._gap_since = 0.0
+
+
+class StreamCredits:
+    """All streams of one front; thread-safe. Times are time.monotonic() seconds."""
+
+    def __init__(self, num_senders: int = 1, *, gap_grace_s: float = 0.02, silence_s: float = 0.6) -> None:
+        """A gap counts once it is `gap_grace_s` old, silence after `silence_s`."""
+        self._gap_grace_s = gap_grace_s
+        self._silence_s = silence_s
+        self._lock = threading.Lock()
+        self._credits: dict[int, Credit] = {}  # by uid
+        self._senders = [_Sender() for _ in range(num_senders)]
+        self._last_expire = 0.0
+        self.num_in_flight = 0  # responses, over all streams
+
+    def open(self, uid: int, sender: int) -> Credit:
+        """A new stream of the sender thread with this number, always the same one for a stream."""
+        credit = Credit(uid, self._senders[sender])
+        with self._lock:
+            self._credits[uid] = credit
+        return credit
+
+    def number(self, credit: Credit) -> int:
+        """The number of the stream's next response, one that nobody will acknowledge."""
+        credit.sent += 1
+        return credit.sent
+
+    def send(self, credit: Credit, now: float) -> int:
+        """The same for one that will be acknowledged. Call just before the send itself, on the sender's thread or with
+        its lock, so that neither an acknowledgement nor another response overtakes it."""
+        sender = credit._sender
+        with self._lock:
+            credit.sent += 1
+            if sender.heard is None:
+                sender.heard = now
+            credit._waiting.append((credit.sent, sender.sent, now))
+            sender.sent += 1
+            self.num_in_flight += 1
+        sender.in_flight.append((credit, credit.sent, now))
+        return credit.sent
+
+    def in_flight(self, sender: int, sent_after: float) -> int:
+        """Responses of a sender thread on their way to the detokenizer, for that thread only.
+
+        One that was sent before `sent_after` holds nobody up: the server drops those of cancelled requests unseen.
+        """
+        on_their_way = self._senders[sender].in_flight
+        while on_their_way:
+            credit, number, sent_at = on_their_way[0]
+            if credit.acknowledged < number and not credit.closed and sent_at > sent_after:
+                break
+            on_their_way.popleft()
+        return len(on_their_way)
+
+    def oldest(self, sender: int) -> float:
+        """When the first of them was sent."""
+        return self._senders[sender].in_flight[0][2]
+
+    def newest(self, sender: int) -> float:
+        """When the last of them was sent."""
+        return self._senders[sender].in_flight[-1][2]
+
+    def acknowledge(self, uids: Sequence[int], numbers: Sequence[int], now: float) -> list[int]:
+        """Counts one message of the detokenizer. Number -1 says that it saw the stream cancelled.
+
+        Returns the streams that it saw cancelled; nothing is on its way of these any more.
+        """
+        gone = []
+        with self._lock:
+            for uid, number in zip(uids, numbers, strict=True):
+                credit = self._credits.get(uid)
+                if credit is None:
+                    continue
+                sender = credit._sender
+                sender.heard = now
+                if number < 0:
+                    gone.append(uid)
+                    self._drop(credit)
+                    continue
+                credit.acknowledged = max(credit.acknowledged, number)
+                waiting = credit._waiting
+                while waiting and waiting[0][0] <= number:
+                    sender.acknowledged = max(sender.acknowledged, waiting.popleft()[1])
+                    self.num_in_flight -= 1
+        return gone
+
+    def expire(self, now: float) -> list[int]:
+        """The streams that are gone by now, each reported once; call every 10 to 50 ms."""
+        with self._lock:
+            if now - self._last_expire > self._silence_s / 2:
+                # This process itself was stopped or starved: what it did not hear proves nothing.
+                for sender in self._senders:
+                    sender.heard = now
+            self._last_expire = now
+            gone = [credit for credit in self._credits.values() if self._is_gone(credit, now)]
+            for credit in gone:
+                self._drop(credit)
+            return [credit.uid for credit in gone]
+
+    def _is_gone(self, credit: Credit, now: float) -> bool:
+        if not credit._waiting:
+            return False
+        _, position, sent_at = credit._waiting[0]
+        sender = credit._sender
+        if position >= sender.acknowledged:
+            heard = sent_at if sender.heard is None else sender.heard
+            return min(now - sent_at, now - heard) > self._silence_s
+        if credit._gap_position != position:
+            credit._gap_position, credit._gap_since = position, now
+            return False
+        return now - credit._gap_since >= self._gap_grace_s
+
+    def close(self, uid: int) -> None:
+        """The stream's last response was sent, or the stream failed: whatever comes is of no interest."""
+        with self._lock:
+            credit = self._credits.pop(uid, None)
+            if credit is not None:
+                credit.closed = True
+                self._drop(credit)
+
+    def clear(self) -> None:
+        """Expects nothing any more of what was sent."""
+        with self._lock:
+            for credit in self._credits.values():
+                self._drop(credit)
+
+    def _drop(self, credit: Credit) -> None:
+        self.num_in_flight -= len(credit._waiting)
+        credit._waiting.clear()
