@@ -1,6 +1,7 @@
 """The path of tokens from the engine core to clients: the real server, the null runner behind it, every text checked.
 
     python -m benchmarks.path [--json] [--streams 256] [--rate 400] [--seconds 8] [--fronts N] [-o OPTION=VALUE ...]
+    python -m benchmarks.path --openai [--openai-workers N] ...
 
 docs/path.md explains the figures. With --json the last line is one JSON object. On a machine that is shared with others
 the load runs up to --attempts times; the report is that of the run of which the hypervisor took the least, whatever it
@@ -29,10 +30,12 @@ import numpy.typing as npt
 from tritonclient.grpc import service_pb2
 
 from benchmarks.path_answers import Answer, NullAnswers, Question
-from benchmarks.path_client import run_exchanges
+from benchmarks.path_client import Exchange, run_exchanges
+from benchmarks.path_http_client import HttpExchange, packed_request, run_http_exchanges
 from benchmarks.served import START_SECONDS
 from benchmarks.steal_watch import StealWatch
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
 from minisgl_backend.host.processes import descendants, process_table
 from minisgl_backend.host.repository import parse_options, render_repository
 from minisgl_backend.host.serve_options import ServerSettings
@@ -79,6 +82,7 @@ class Target:
     port: int
     step_log: Path  # of the null runner
     connections: int
+    endpoint: OpenAIEndpoint | None = None  # the load goes through it
 
 
 def main() -> int:
@@ -98,8 +102,12 @@ def main() -> int:
             answers = NullAnswers(config.model)
             step_log = repository / "steps"
             os.environ["MINISGL_NULL_RUNNER_LOG"] = str(step_log)
-            with _running_server(repository, options.server_argument, options.verbose) as (pid, port):
-                target = Target(pid, port, step_log, options.connections)
+            workers = options.openai_workers if options.openai else 0
+            with (
+                _running_server(repository, options.server_argument, options.verbose) as (pid, port),
+                _endpoint(port, workers) as endpoint,
+            ):
+                target = Target(pid, port, step_log, options.connections, endpoint)
                 _run(Load(load.streams, load.rate, WARM_UP_SECONDS), answers, target)
                 report = _least_disturbed(load, answers, target, options.attempts)
     except ConfigError as error:
@@ -114,6 +122,8 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rate", type=float, default=400.0, help="tokens a second of each stream [%(default)s]")
     parser.add_argument("--seconds", type=float, default=8.0, help="how long a stream lasts [%(default)s]")
     parser.add_argument("--connections", type=int, default=4, help="TCP connections of the client [%(default)s]")
+    parser.add_argument("--openai", action="store_true", help="through the OpenAI-compatible endpoint")
+    parser.add_argument("--openai-workers", type=int, default=1, metavar="N", help="its processes [%(default)s]")
     parser.add_argument("--attempts", type=int, default=5, help="runs while the machine is disturbed [%(default)s]")
     parser.add_argument("--fronts", type=int, default=0, help="engine front instances [as the repository says]")
     parser.add_argument("-o", "--option", action="append", default=[], metavar="OPTION=VALUE", help="of the engine")
@@ -146,22 +156,14 @@ def _least_disturbed(load: Load, answers: NullAnswers, target: Target, attempts:
 
 def _run(load: Load, answers: NullAnswers, target: Target) -> dict[str, Any]:
     questions = load.questions(answers, "Stream")
-    requests = [[_request(question) for question in stream] for stream in questions]
-    before = _cpu_seconds(target.pid)
+    endpoint_pids = [] if target.endpoint is None else target.endpoint.process_ids
+    before = _cpu_seconds(target.pid, endpoint_pids)
     with StealWatch() as steal:
-        exchanges = run_exchanges(
-            HOST, target.port, requests, connections=min(target.connections, load.streams), give_up_s=GIVE_UP_SECONDS
-        )
-    after = _cpu_seconds(target.pid)
-    flat = [question for stream in questions for question in stream]
-    asked = list(zip(flat, exchanges, strict=True))
-    emissions = np.fromfile(target.step_log, dtype="<f8")
-    checked = [question.check(exchange, emissions) for question, exchange in asked]
-    wrong = {exchange.slot for (_, exchange), answer in zip(asked, checked, strict=True) if answer.faults}
+        checked, slots, started, ended = _exchange(questions, load, target)
+    after = _cpu_seconds(target.pid, endpoint_pids)
+    wrong = {slot for slot, answer in zip(slots, checked, strict=True) if answer.faults}
     for fault in [fault for answer in checked for fault in answer.faults][:SHOWN_FAULTS]:
         print(f"wrong: {fault}", file=sys.stderr)
-    started = min(exchange.sent for exchange in exchanges)
-    ended = max(exchange.done for exchange in exchanges)
     tokens = sum(answer.num_tokens for answer in checked)
     cpu = {name: after[name] - before.get(name, 0.0) for name in after}
     return {
@@ -172,6 +174,29 @@ def _run(load: Load, answers: NullAnswers, target: Target) -> dict[str, Any]:
         "wake_up_limit_us": steal.wake_up_limit_us,
         "undisturbed": _undisturbed(checked, steal),
     }
+
+
+def _exchange(
+    questions: Sequence[Sequence[Question]], load: Load, target: Target
+) -> tuple[list[Answer], list[int], float, float]:
+    """(what came back, the slot of each, when the first was sent, when the last had ended)."""
+    flat = [question for stream in questions for question in stream]
+    exchanges: list[Exchange] | list[HttpExchange]
+    if target.endpoint is None:
+        requests = [[_request(question) for question in stream] for stream in questions]
+        connections = min(target.connections, load.streams)
+        calls = exchanges = run_exchanges(
+            HOST, target.port, requests, connections=connections, give_up_s=GIVE_UP_SECONDS
+        )
+        emissions = np.fromfile(target.step_log, dtype="<f8")
+        checked = [question.check(one, emissions) for question, one in zip(flat, calls, strict=True)]
+    else:
+        requests = [[_http_request(question) for question in stream] for stream in questions]
+        posts = exchanges = run_http_exchanges(HOST, target.endpoint.port, requests, give_up_s=GIVE_UP_SECONDS)
+        emissions = np.fromfile(target.step_log, dtype="<f8")
+        checked = [question.check_events(one, emissions) for question, one in zip(flat, posts, strict=True)]
+    started, ended = min(one.sent for one in exchanges), max(one.done for one in exchanges)
+    return checked, [one.slot for one in exchanges], started, ended
 
 
 def _figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:
@@ -227,6 +252,31 @@ def _request(question: Question) -> bytes:
     return bytes(message.SerializeToString())
 
 
+def _http_request(question: Question) -> bytes:
+    body = {
+        "prompt": question.prompt,
+        "max_tokens": question.max_tokens,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "return_perf_metrics": True,
+    }
+    return packed_request(HOST, "/v1/completions", body, question.name)
+
+
+@contextmanager
+def _endpoint(grpc_port: int, workers: int) -> Iterator[OpenAIEndpoint | None]:
+    """A running endpoint; None where it has no workers."""
+    if not workers:
+        yield None
+        return
+    settings = EndpointSettings(host=HOST, port=_free_ports(1)[0], grpc_address=f"{HOST}:{grpc_port}", workers=workers)
+    endpoint = OpenAIEndpoint(settings)
+    try:
+        yield endpoint
+    finally:
+        endpoint.stop()
+
+
 def _set_fronts(config: Path, count: int) -> None:
     text = config.read_text(encoding="utf-8")
     config.write_text(re.sub(r"(instance_group \[ \{ count: )\d+", rf"\g<1>{count}", text), encoding="utf-8")
@@ -269,17 +319,17 @@ def _free_ports(count: int) -> list[int]:
             one.close()
 
 
-def _cpu_seconds(server: int) -> dict[str, float]:
+def _cpu_seconds(server: int, endpoint: Sequence[int]) -> dict[str, float]:
     """User and system time so far, by part of the path."""
     ticks: dict[str, int] = {}
     table = process_table()
-    for pid in (os.getpid(), server, *(process.pid for process in descendants(server, table))):
+    for pid in (os.getpid(), server, *endpoint, *(process.pid for process in descendants(server, table))):
         try:
             fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
             command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue  # ended between the two
-        name = _part_of(pid, server, command)
+        name = "endpoint" if pid in endpoint else _part_of(pid, server, command)
         ticks[name] = ticks.get(name, 0) + int(fields[11]) + int(fields[12])
     return {name: count / os.sysconf("SC_CLK_TCK") for name, count in ticks.items()}
 

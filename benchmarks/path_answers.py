@@ -14,6 +14,7 @@ import numpy.typing as npt
 from tritonclient.grpc import service_pb2
 
 from benchmarks.path_client import Exchange
+from benchmarks.path_http_client import HttpExchange
 from minisgl_backend.engine.build import NULL_ANSWER
 from minisgl_backend.text.tokenizer import Tokenizer
 from minisgl_backend.text.vocabulary import load_vocabulary
@@ -82,19 +83,61 @@ class Question:
         if not data:
             answer.faults.append(f"{self.name}: no response")
             return answer
-        answer.num_responses = len(data)
         self._check_ids(data, answer)
         ends = self._check_text([bytes(found["text_output"]) for found in outputs], answer)
         if self.usage:
             self._check_usage(outputs, ends, answer)
-        answer.first_token_s = data[0][0] - exchange.sent
-        if "first_token_time_ns" in outputs[-1]:
-            arrivals = np.repeat([moment for moment, _ in data], np.diff(ends, prepend=0))
-            answer.emitted = _emitted(len(arrivals), outputs[-1]["first_token_time_ns"], emissions)
-            answer.delays = arrivals[: len(answer.emitted)] - answer.emitted
-        else:
-            answer.faults.append(f"{self.name}: the last response has no perf metrics")
+        moments = [moment for moment, _ in data]
+        self._measure(moments, ends, exchange.sent, outputs[-1].get("first_token_time_ns"), emissions, answer)
         return answer
+
+    def check_events(self, exchange: HttpExchange, emissions: npt.NDArray[np.float64]) -> Answer:
+        """The same for a stream of the OpenAI-compatible endpoint, whose usage comes once, at its end."""
+        answer = Answer()
+        if exchange.status != 200 or not exchange.done:
+            answer.faults.append(f"{self.name}: status {exchange.status}, ended at {exchange.done}")
+            return answer
+        events = exchange.events()
+        last, done = (event for _, event in events[-2:])
+        chunks = events[:-2]
+        if done != "[DONE]" or not chunks or any(event["id"] != f"cmpl-{self.name}" for _, event in events[:-1]):
+            answer.faults.append(f"{self.name}: it does not end with [DONE], or a chunk has another request's id")
+            return answer
+        choices = [event["choices"][0] for _, event in chunks]
+        reasons = [choice["finish_reason"] for choice in choices]
+        if reasons != [None] * (len(choices) - 1) + ["length"]:
+            answer.faults.append(f"{self.name}: finish_reason is not length with the last chunk alone")
+        prompt = self._answers.num_prompt_tokens(self.prompt)
+        counts = {
+            "prompt_tokens": prompt,
+            "completion_tokens": self.max_tokens,
+            "total_tokens": prompt + self.max_tokens,
+        }
+        if last["usage"] != counts:
+            answer.faults.append(f"{self.name}: usage is {last['usage']}, expected {counts}")
+        ends = self._check_text([choice["text"].encode() for choice in choices], answer)
+        moments = [moment for moment, _ in chunks]
+        first_token_ns = last["perf_metrics"].get("first_token_time_ns")
+        self._measure(moments, ends, exchange.sent, first_token_ns, emissions, answer)
+        return answer
+
+    def _measure(
+        self,
+        moments: Sequence[float],
+        ends: npt.NDArray[np.int64],
+        sent: float,
+        first_token_ns: int | None,
+        emissions: npt.NDArray[np.float64],
+        answer: Answer,
+    ) -> None:
+        answer.num_responses = len(moments)
+        answer.first_token_s = moments[0] - sent
+        if first_token_ns is None:
+            answer.faults.append(f"{self.name}: the last response has no perf metrics")
+            return
+        arrivals = np.repeat(moments, np.diff(ends, prepend=0))
+        answer.emitted = _emitted(len(arrivals), first_token_ns, emissions)
+        answer.delays = arrivals[: len(answer.emitted)] - answer.emitted
 
     def _check_ids(self, data: Sequence[tuple[float, Any]], answer: Answer) -> None:
         if any(response.id != self.name for _, response in data):

@@ -6,14 +6,16 @@ The build order is in the calls: the page count comes out of the runner and goes
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import numpy.typing as npt
 
 from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig, SchedulerLimits
 from minisgl_backend.engine.core import EngineCore, StepRunner
@@ -24,6 +26,7 @@ from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.runner.null_runner import NullRunner
+from minisgl_backend.runner.scripted_runner import ScriptedRunner
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan
 
@@ -208,10 +211,23 @@ def _null_runner(
     max_seq_len = model.max_seq_len(config.max_seq_len_override)
     pages = config.num_pages or min(config.max_running_requests * -(-max_seq_len // page_size), NULL_MAX_PAGES)
     log_file = Path(environment.null_runner_log) if environment.null_runner_log else None
-    runner = NullRunner(np.array(answer, dtype=np.int32), config.null_runner_rate, log_file)
+    runner: StepRunner
+    if environment.null_runner_scripts:
+        scripts = _read_scripts(Path(environment.null_runner_scripts), tokenizer, model.eos_token_ids)
+        runner = ScriptedRunner(scripts, config.null_runner_rate)
+    else:
+        runner = NullRunner(np.array(answer, dtype=np.int32), config.null_runner_rate, log_file)
     mixed = NULL_MIXED_PREFILL if config.mixed_prefill_length is None else config.mixed_prefill_length
     limits = _scheduler_limits(config, model, page_size, pages, max_seq_len, mixed)
     return runner, limits, f"null runner with the tokenizer of {config.model}", lambda: None
+
+
+def _read_scripts(path: Path, tokenizer: Any, eos_token_ids: Sequence[int]) -> list[npt.NDArray[np.int32]]:
+    """The texts of a JSON list as tokens; all but the last end."""
+    texts = json.loads(path.read_text(encoding="utf-8"))
+    scripts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    scripts[:-1] = [[*script, eos_token_ids[0]] for script in scripts[:-1]]
+    return [np.array(script, dtype=np.int32) for script in scripts]
 
 
 def _load_tokenizer(config: EngineConfig, model_dir: Path) -> Any:

@@ -23,7 +23,7 @@ from minisgl_backend.openai.chat import ChatAnswer, Header
 from minisgl_backend.openai.completions import CompletionAnswer, Echo
 from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
 from minisgl_backend.openai.leaving import ClientWatch
-from minisgl_backend.openai.limits import ApiKeys, BodyLimit
+from minisgl_backend.openai.limits import TOO_LARGE, ApiKeys, BodyLimit
 from minisgl_backend.openai.metrics import ServerMetrics
 from minisgl_backend.openai.model import ServedModel
 from minisgl_backend.openai.requests import (
@@ -298,4 +298,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
         message = f"there is no {request.url.path} here; / lists nothing, /docs lists all paths"
     if error.status_code == 400:
         return await _answer_error(request, invalid("body", message))
-    return await _answer_error(request, ApiError(error.status_code, message))
+    code = TOO_LARGE if error.status_code == 413 else None
+    answer = await _answer_error(request, ApiError(error.status_code, message, code=code))
+    answer.headers.update(error.headers or {})
+    return answer

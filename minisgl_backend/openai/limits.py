@@ -6,11 +6,14 @@ import secrets
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.sse import encode
+
+TOO_LARGE = "body_too_large"
 
 _OPEN_PATHS = ("/", "/health", "/metrics", "/version")  # no model is asked there
 
@@ -38,7 +41,6 @@ class BodyLimit:
             await refuse(self._error(), scope, receive, send, close=True)
             return
         read = 0
-        begun = False
 
         async def counted() -> Message:
             nonlocal read
@@ -46,25 +48,15 @@ class BodyLimit:
             if message["type"] == "http.request":
                 read += len(message.get("body", b""))
                 if read > self._most_bytes:
-                    raise self._error()
+                    # FastAPI lets no other error through while it reads a body.
+                    raise HTTPException(413, self._error().message, {"connection": "close"})
             return message
 
-        async def noted(message: Message) -> None:
-            nonlocal begun
-            begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, counted, noted)
-        except ApiError as error:
-            if begun:
-                raise
-            await refuse(error, scope, receive, send, close=True)
+        await self._app(scope, counted, send)
 
     def _error(self) -> ApiError:
-        return ApiError(
-            413, f"the body is longer than {self._most_bytes} bytes, all that this server reads", code="body_too_large"
-        )
+        message = f"the body is longer than {self._most_bytes} bytes, all that this server reads"
+        return ApiError(413, message, code=TOO_LARGE)
 
 
 class ApiKeys:

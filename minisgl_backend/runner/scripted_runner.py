@@ -1,0 +1,48 @@
+"""A runner that says given tokens, so that tests can put words into the model's mouth behind the real stack."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from minisgl_backend.runner.null_runner import NullStep
+from minisgl_backend.step import StepPlan
+
+Int32Array = npt.NDArray[np.int32]
+
+
+class ScriptedRunner:
+    """Answers a request with seed k with script k, and with the last one where there are fewer.
+
+    Args:
+        scripts: token ids int32 [num_tokens] each, as a rule with an end-of-sequence token at the end. The last one
+            goes round for ever.
+        rate: tokens a second of each stream; 0: as fast as steps go.
+    """
+
+    def __init__(self, scripts: Sequence[Int32Array], rate: float = 0.0) -> None:
+        self._scripts = [np.ascontiguousarray(script, dtype=np.int32) for script in scripts]
+        self._interval = 1.0 / rate if rate > 0 else 0.0
+        self._due = 0.0
+        self._rows: dict[int, tuple[Int32Array, int]] = {}  # row -> its script, the prompt's length
+
+    def prepare(self, plan: StepPlan, masks: object = None) -> StepPlan:
+        return plan
+
+    def execute(self, batch: StepPlan) -> NullStep:
+        for admitted in batch.admitted:
+            script = self._scripts[min(admitted.params.seed or 0, len(self._scripts) - 1)]
+            self._rows[admitted.row] = script, admitted.prompt_len
+        ends = [(chunk.row, chunk.end) for chunk in batch.prefill if chunk.samples]
+        ends += zip(batch.decode_rows.tolist(), batch.decode_lengths.tolist(), strict=True)
+        tokens = np.array([self._token(row, end) for row, end in ends], dtype=np.int32)
+        if self._interval:
+            self._due = max(self._due, time.monotonic()) + self._interval
+        return NullStep(batch.step, tokens, self._due)
+
+    def _token(self, row: int, end: int) -> int:
+        script, prompt_len = self._rows[row]
+        return int(script[(end - prompt_len) % len(script)])
