@@ -27,7 +27,7 @@ from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import Engine, build_engine
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
 from minisgl_backend.host.resources import set_openmp_defaults
-from minisgl_backend.request import FinishReason, Request, SamplingParams
+from minisgl_backend.request import FinishReason, Request, SamplingParams, check_prompt
 from minisgl_backend.scheduler.outputs import SequenceDetail, SequenceOutputs
 from minisgl_backend.step import Logprobs, StepStats
 from minisgl_backend.text.output_processor import OutputProcessor
@@ -201,13 +201,12 @@ class LLM:
                 f"sampling_params has {len(sampling_params)} entries; allowed: one, or one for each of the "
                 f"{len(token_ids)} prompts"
             )
-        vocab_size = self.engine.welcome.vocab_size
+        welcome = self.engine.welcome
         answers = []
         for ids, params in zip(token_ids, sampling_params, strict=True):
             params = self._translate(params)
-            params.validate(vocab_size)
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                raise InvalidRequestError(f"the prompt has token ids outside 0 to {vocab_size - 1}")
+            params.validate(welcome.vocab_size)
+            check_prompt("the prompt", ids, vocab_size=welcome.vocab_size, max_seq_len=welcome.max_seq_len)
             answers.append(_Answer(self._new_uid(params.n), ids, params, self._vocabulary))
         self._run(answers, progress)
         return [answer.output() for answer in answers]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NoReturn
 
 import msgspec
@@ -165,6 +165,20 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # 0: the default level; otherwise 1 is the most urgent, as in Triton
     deadline: float | None = None  # time.monotonic() seconds after which the request is dropped
     request_id: str = ""  # the client's own id, for logs
+
+
+def check_prompt(name: str, token_ids: Sequence[int], *, vocab_size: int, max_seq_len: int) -> None:
+    """Raises InvalidRequestError, with `name` for the prompt, unless the model can continue it."""
+    if not token_ids:
+        raise InvalidRequestError(f"{name} is empty; allowed: a prompt of at least one token")
+    if len(token_ids) >= max_seq_len:
+        raise InvalidRequestError(
+            f"{name} has {len(token_ids)} tokens; this model takes prompts of at most {max_seq_len - 1}"
+        )
+    low, high = min(token_ids), max(token_ids)
+    if low < 0 or high >= vocab_size:
+        wrong = low if low < 0 else high
+        raise InvalidRequestError(f"{name} holds token id {wrong}; allowed: token ids 0 to {vocab_size - 1}")
 
 
 def _integer(name: str, value: Any) -> int:

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
 from minisgl_backend.models.config import GenerationDefaults, ModelConfig
-from minisgl_backend.request import MAX_PRIORITY, Grammar, SamplingParams
+from minisgl_backend.request import MAX_PRIORITY, Grammar, SamplingParams, check_prompt
 from minisgl_backend.serving.fields import Fields, collect_fields, json_object, json_value, shown
 from minisgl_backend.serving.schema import TENSORS
 
@@ -114,7 +114,7 @@ class RequestCodec:
         else:
             echo, rendered, special = given, given, fields.get("add_special_tokens", True)
         ids = self._tokenizer.encode(rendered, add_special_tokens=special)
-        self._check_length(name, len(ids))
+        self._check_prompt(name, ids)
         return echo, ids
 
     def _given_tokens(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:
@@ -123,12 +123,7 @@ class RequestCodec:
                 "prompt_token_ids is given beside text_input or messages; allowed: exactly one of them"
             )
         ids: list[int] = fields["prompt_token_ids"]
-        self._check_length("prompt_token_ids", len(ids))
-        low, high = min(ids), max(ids)
-        if low < 0 or high >= self._settings.vocab_size:
-            wrong = low if low < 0 else high
-            allowed = f"token ids 0 to {self._settings.vocab_size - 1}"
-            raise InvalidRequestError(f"prompt_token_ids is token id {wrong} at one place; allowed: {allowed}")
+        self._check_prompt("prompt_token_ids", ids)
         return self._tokenizer.decode(ids), ids
 
     def _input_ids(self, fields: Mapping[str, Any]) -> npt.NDArray[np.int32]:
@@ -140,16 +135,11 @@ class RequestCodec:
         length = fields.get("input_lengths", len(given))
         if not 1 <= length <= len(given):
             raise InvalidRequestError(f"input_lengths is {length}; allowed: 1 to {len(given)}, the tokens of input_ids")
-        self._check_length("input_ids", length)
+        self._check_prompt("input_ids", given[:length].tolist())
         return given[:length]
 
-    def _check_length(self, name: str, length: int) -> None:
-        if not length:
-            raise InvalidRequestError(f"{name} is empty; allowed: a prompt of at least one token")
-        if length >= self._settings.max_seq_len:
-            raise InvalidRequestError(
-                f"{name} has {length} tokens; this model takes prompts of at most {self._settings.max_seq_len - 1}"
-            )
+    def _check_prompt(self, name: str, ids: list[int]) -> None:
+        check_prompt(name, ids, vocab_size=self._settings.vocab_size, max_seq_len=self._settings.max_seq_len)
 
     def _params(self, fields: Fields) -> SamplingParams:
         values: dict[str, Any] = self._settings.generation.sampling_values()

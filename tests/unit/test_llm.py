@@ -173,9 +173,9 @@ def test_bad_words_do_not_appear(llm: LLM) -> None:
 @pytest.mark.parametrize(
     ("prompt", "values", "words"),
     [
-        ([], {}, "the prompt has 0 tokens"),
+        ([], {}, "the prompt is empty"),
         ([5] * 5000, {}, "the prompt has 5000 tokens"),
-        ([10**6], {}, "token ids outside 0 to 1023"),
+        ([10**6], {}, "the prompt holds token id 1000000; allowed: token ids 0 to 1023"),
         ("x", {"temperature": -1.0}, "temperature is -1"),
         ("x", {"stop_token_ids": (5000,)}, "stop_token_ids"),
     ],
