@@ -52,7 +52,7 @@ class KVManager:
         self.cache: PrefixCache[Any] = RadixCache(page_size) if cache_type == "radix" else NaiveCache()
         self.table: Int32Array = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
         self.held = np.zeros(max_rows, dtype=np.int32)  # pages of each row
-        self._unsound: list[Int32Array] = []  # pages that the next step sets to zero before it uses them
+        self.unsound: list[Int32Array] = []  # pages that the next step sets to zero before it uses them
 
     @property
     def num_available(self) -> int:
@@ -123,13 +123,13 @@ class KVManager:
 
     def add_unsound(self, pages: Int32Array) -> None:
         """The next step must set these pages to zero before it uses them. They may be free or newly handed out."""
-        self._unsound.append(pages.copy())
+        self.unsound.append(pages.copy())
 
     def take_unsound(self) -> Int32Array:
         """Pages that must be set to zero now, int32 [num_pages], each once."""
-        if not self._unsound:
+        if not self.unsound:
             return NO_PAGES
-        pages, self._unsound = self._unsound, []
+        pages, self.unsound = self.unsound, []
         return np.unique(np.concatenate(pages))
 
     def pages_of(self, lease: PageLease) -> Int32Array:

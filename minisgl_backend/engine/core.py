@@ -88,6 +88,7 @@ class EngineCore:
         self._runner = runner
         self._overlap = overlap
         self._grammars = grammars
+        self._guides = False  # a request with a grammar has come: until then no step asks for masks
         self._trial_plan = trial_plan
         self._in_flight: _Launched | None = None
         self._failed_steps = 0  # in a row
@@ -105,6 +106,7 @@ class EngineCore:
             elif self._grammars is None:
                 raise InvalidRequestError("guided_decoding_guide: this engine cannot constrain outputs")
             else:
+                self._guides = True
                 self._grammars.submit(request)
         except (InvalidRequestError, CapacityError) as error:
             self._reject(request, error)
@@ -173,7 +175,7 @@ class EngineCore:
             self._grammars.close()
 
     def _admit_compiled(self) -> None:
-        if self._grammars is None or not self._grammars.num_compiling:
+        if self._grammars is None or not self._guides or not self._grammars.num_compiling:
             return
         for compiled in self._grammars.take_compiled():
             try:
@@ -210,7 +212,7 @@ class EngineCore:
     def _launch(self, plan: StepPlan) -> _Launched:
         """Launches the plan, or as much of it as can be: a sequence that cannot be prepared is left out alone, and
         where the step fails as a whole, running streams get a second chance without the prompts beside them."""
-        masks = self._grammars.masks(plan) if self._grammars is not None else None
+        masks = self._grammars.masks(plan) if self._grammars is not None and self._guides else None
         prompts = {chunk.row for chunk in plan.prefill}
         left_out: frozenset[int] = frozenset()
         why, counted = "", False
@@ -234,7 +236,7 @@ class EngineCore:
         if launched.pending is not None:
             try:
                 result = launched.pending.result()
-                if launched.failed_rows != _rows_of(plan):  # else nothing was computed
+                if not launched.failed_rows or launched.failed_rows != _rows_of(plan):  # else nothing was computed
                     self._failed_steps = 0
             except Exception as error:
                 why = self._note_failure(plan, error)
@@ -242,7 +244,7 @@ class EngineCore:
             result = _failed_result(plan, why, executed=launched.pending is not None)
         elif launched.failed_rows:
             result = _with_left_out(plan, result, launched.failed_rows, why)
-        ended = self._grammars.advance(plan, result) if self._grammars is not None else ()
+        ended = self._grammars.advance(plan, result) if self._grammars is not None and self._guides else ()
         self._scheduler.commit(plan, result)
         for uid, reason in ended:
             self._scheduler.abort(uid, reason)

@@ -11,7 +11,6 @@ from collections.abc import Callable
 from minisgl_backend.engine.cancellations import Cancellations
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.idle_cpus import IdleCpus
-from minisgl_backend.engine.status import StatusLine
 from minisgl_backend.ipc.channel import ALL, CoreChannel, Entries, split_by_front
 from minisgl_backend.ipc.messages import (
     Abort,
@@ -30,7 +29,7 @@ from minisgl_backend.ipc.messages import (
 from minisgl_backend.request import FinishReason
 from minisgl_backend.scheduler.outputs import SequenceDetail as SchedulerDetail
 from minisgl_backend.scheduler.outputs import SequenceOutputs
-from minisgl_backend.step import Logprobs
+from minisgl_backend.step import Logprobs, StepStats
 
 log = logging.getLogger(__name__)
 
@@ -67,6 +66,7 @@ class CoreServer:
         self._status = StatusLine(self._started)
         self._collected = self._started
         self._stopped = False
+        self._was_busy = False
 
     def stop(self) -> None:
         """Ends `run` after the step that is being computed; may be called from a signal handler."""
@@ -79,14 +79,19 @@ class CoreServer:
         gc.disable()  # collections happen in `_housekeep`, not in a step
         busy = False
         while not self._stopped:
-            for command in self._channel.receive(0 if busy else self._idle_wait_ms()):
-                self._obey(command)
-            for front in self._channel.take_lost():
-                self._forget_front(front)
-            busy = self._core.step()
-            ended = self._send_events()
-            self._cancellations.end_turn(ended, self._clock(), stepped=busy)
-            self._housekeep(busy)
+            busy = self.turn(busy)
+
+    def turn(self, busy: bool) -> bool:
+        """Commands, a step, what came of it. `busy`: the turn before had something to do; returns whether this had."""
+        for command in self._channel.receive(0 if busy else self._idle_wait_ms()):
+            self._obey(command)
+        for front in self._channel.take_lost():
+            self._forget_front(front)
+        busy = self._core.step()
+        ended = self._send_events()
+        self._cancellations.end_turn(ended, self._clock(), stepped=busy)
+        self._housekeep(busy)
+        return busy
 
     def _idle_wait_ms(self) -> int:
         if self._core.waits_for_compiler or self._core.stats().num_waiting:
@@ -139,11 +144,13 @@ class CoreServer:
 
     def _housekeep(self, busy: bool) -> None:
         now = self._clock()
-        self._idle_cpus.note(busy, now)
+        if not (busy and self._was_busy):
+            self._idle_cpus.note(busy, now)
+        self._was_busy = busy
         if now - self._last_alive >= ALIVE_EVERY_S:
             self._last_alive = now
             self._on_alive()
-        if self._status.is_due(now):
+        if now >= self._status.due:
             self._status.update(self._core.stats(), now)
         if now - self._collected >= (COLLECT_EVERY_S if busy else 1.0):
             gc.collect(1)
@@ -197,4 +204,40 @@ def _detail(detail: SchedulerDetail, token_id: int) -> SequenceDetail:
 def _logprobs(token_id: int, logprobs: Logprobs) -> TokenLogprobs:
     return TokenLogprobs(
         token_id=token_id, logprob=logprobs.token, rank=logprobs.rank, top_ids=logprobs.top_ids, top=logprobs.top
+    )
+
+
+class StatusLine:
+    """Logs a line every `period_s` while there is work, and one when the work has ended."""
+
+    def __init__(self, now: float, period_s: float = 10.0) -> None:
+        self._period_s = period_s
+        self.due = now + period_s  # when `update` is to be called next
+        self._since = now
+        self._last: StepStats | None = None  # at the last line
+
+    def update(self, stats: StepStats, now: float) -> str | None:
+        """Logs and returns the line; None where nothing has happened since the last one."""
+        self.due = now + self._period_s
+        last, since, self._since = self._last, self._since, now
+        if last is not None and stats.step == last.step and not stats.num_running:
+            return None
+        self._last = stats
+        line = _describe(stats, last, max(now - since, 1e-3))
+        log.info("%s", line)
+        return line
+
+
+def _describe(stats: StepStats, last: StepStats | None, seconds: float) -> str:
+    generated = stats.total_generated_tokens - (last.total_generated_tokens if last else 0)
+    prompt = stats.total_prompt_tokens - (last.total_prompt_tokens if last else 0)
+    cached = stats.total_cached_tokens - (last.total_cached_tokens if last else 0)
+    free = stats.pages_free + stats.pages_cached
+    return (
+        f"running {stats.num_running}, waiting {stats.num_waiting}, "
+        f"generated {generated / seconds:.0f} tok/s, prompts {(prompt - cached) / seconds:.0f} tok/s, "
+        f"cache hits {100 * cached / max(prompt, 1):.0f}%, "
+        f"free pages {free} of {stats.pages_total} ({stats.pages_cached} cached), "
+        f"finished {stats.total_finished}, cancelled {stats.total_cancelled}, failed {stats.total_failed}, "
+        f"preempted {stats.total_preempted}"
     )

@@ -29,19 +29,21 @@ class IdleCpus:
         self._wanted = mode == "poll" or (mode == "auto" and _driver(driver) == VIRTUAL_DRIVER)
         self._loud = mode == "poll"
         self._file: int | None = None
-        self._last_busy = 0.0
+        self._idle_since: float | None = None
 
     @property
     def awake(self) -> bool:
         return self._file is not None
 
     def note(self, busy: bool, now: float) -> None:
-        """To be called again and again, `now` in seconds of any steady clock. Costs nothing while nothing changes."""
+        """Call it when work begins, and again and again while there is none; `now` in seconds of a steady clock."""
         if busy:
-            self._last_busy = now
+            self._idle_since = None
             if self._file is None and self._wanted:
                 self._open()
-        elif self._file is not None and now - self._last_busy >= LINGER_S:
+        elif self._idle_since is None:
+            self._idle_since = now
+        elif self._file is not None and now - self._idle_since >= LINGER_S:
             self.close()
 
     def close(self) -> None:

@@ -57,7 +57,8 @@ class Planner:
         if builder.empty:
             return None
         self._running.send_swaps(builder)
-        builder.cleared_pages = self._running.kv.take_unsound()
+        if self._running.kv.unsound:
+            builder.cleared_pages = self._running.kv.take_unsound()
         return builder.build(step)
 
     def _prompt_budget(self, num_decoding: int) -> int:
@@ -67,7 +68,7 @@ class Planner:
         budget, backlog = self._limits.mixed_prefill_length, self._limits.backlog
         if backlog is not None:
             # Once begun it lasts until the queue is empty: the end of a batch should not drag on.
-            self._in_backlog = len(self._queue) > 0 and (
+            self._in_backlog = self._queue.num_tokens > 0 and (
                 self._in_backlog or self._queue.num_tokens > backlog.waiting_tokens
             )
             if self._in_backlog:
@@ -91,7 +92,7 @@ class Planner:
         if not keep.all():
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
         short = np.flatnonzero(lengths > running.kv.held.take(index) * self._limits.page_size)
-        if len(short) > running.kv.num_available:
+        if len(short) and len(short) > running.kv.num_available:
             keep = self._make_room(index, short)
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
             short = np.flatnonzero(lengths > running.kv.held.take(index) * self._limits.page_size)
@@ -142,7 +143,7 @@ class Planner:
             self._add_chunk(builder, sequence, start, end, step)
             budget -= end - start
         may_admit = self._admits and running.capacity_changed and budget > 0
-        if may_admit and len(self._queue) and running.rows.num_free:
+        if may_admit and self._queue.num_tokens and running.rows.num_free:
             self._admit(builder, budget, step)
 
     def _chunk_end(self, start: int, total: int, budget: int, builder: StepPlanBuilder) -> int:

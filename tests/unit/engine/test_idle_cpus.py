@@ -35,7 +35,7 @@ def test_processors_stay_awake_while_sequences_run_and_a_little_longer(device: P
     cpus.note(True, 6.0 + LINGER_S)
     cpus.note(False, 6.0 + 1.5 * LINGER_S)
     assert cpus.awake
-    cpus.note(False, 6.0 + 2.0 * LINGER_S)
+    cpus.note(False, 6.0 + 2.5 * LINGER_S)
     assert not cpus.awake
     cpus.note(True, 9.0)
     assert cpus.awake
