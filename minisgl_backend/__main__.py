@@ -23,6 +23,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     "Attention and memory": (
         "attention_backend",
         "page_size",
+        "kv_cache_dtype",
         "num_pages",
         "memory_ratio",
         "cache_type",

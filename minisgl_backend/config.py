@@ -18,6 +18,7 @@ from typing import Any
 from minisgl_backend.errors import ConfigError
 
 DTYPES = ("auto", "bfloat16", "float16", "float32")
+KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp8_e4m3")
 BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 CACHE_TYPES = ("radix", "naive")
 POLICIES = ("fcfs", "lpm")
@@ -104,10 +105,17 @@ class EngineConfig:
     )
     dtype: str = _option(
         "auto",
-        "number format of weights and KV cache; auto: on GPU bfloat16 models stay and all others become float16, "
+        "number format of weights and computation; auto: on GPU bfloat16 models stay and all others become float16, "
         "on CPU float32",
         ", ".join(DTYPES),
         DTYPES.__contains__,
+    )
+    kv_cache_dtype: str = _option(
+        "auto",
+        "number format of the KV cache; fp8_e4m3 holds twice the tokens of 16-bit numbers, for a little quality; "
+        "auto: that of dtype",
+        ", ".join(KV_DTYPES),
+        KV_DTYPES.__contains__,
     )
     attention_backend: str = _option(
         "auto",
@@ -319,6 +327,7 @@ class RuntimeConfig:
     model_dir: str
     device: str  # "cpu" or "cuda"
     dtype: str  # bfloat16, float16 or float32
+    kv_dtype: str  # bfloat16, float16, float32 or float8_e4m3fn: of the KV cache
     prefill_backend: str
     decode_backend: str
     page_size: int

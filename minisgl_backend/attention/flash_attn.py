@@ -11,7 +11,9 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
-from minisgl_backend.kv.layout import LayerKV
+from minisgl_backend.kv.layout import FP8, LayerKV
+
+_LARGEST = torch.finfo(FP8).max
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,7 @@ class FlashAttentionBackend(AttentionBackend):
         self._window = (-1, -1) if group.window is None else (group.window - 1, 0)
         self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
         self._graph_tables: torch.Tensor | None = None
+        self._scales: dict[float, torch.Tensor] = {}
 
     def plan_prefill(self, inputs: PrefillInputs) -> _Plan:
         lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
@@ -42,6 +45,12 @@ class FlashAttentionBackend(AttentionBackend):
         return _Plan(inputs.kv_lens, table, inputs.cu_seqlens_q, int(lengths.max()))
 
     def prefill(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
+        descales = {}
+        if kv.k.dtype == FP8:
+            # The kernel multiplies FP8 with FP8: queries too, and the weights of the values inside.
+            q = q.clamp(-_LARGEST, _LARGEST).to(FP8)
+            heads = (len(plan.kv_lens), self.group.num_kv_heads)
+            descales = {"k_descale": self._descale(kv.scales.k, heads), "v_descale": self._descale(kv.scales.v, heads)}
         out: torch.Tensor = self._kernel(
             q,
             kv.k.transpose(1, 2),
@@ -53,8 +62,16 @@ class FlashAttentionBackend(AttentionBackend):
             softmax_scale=self.group.softmax_scale,
             causal=True,
             window_size=self._window,
+            **descales,
         )
-        return out
+        return out.to(self.spec.dtype)
+
+    def _descale(self, scale: float, shape: tuple[int, int]) -> torch.Tensor:
+        """float32 [num_seqs, num_kv_heads], all the same number."""
+        one = self._scales.get(scale)
+        if one is None:
+            one = self._scales[scale] = torch.full((1, 1), scale, dtype=torch.float32, device=self.spec.device)
+        return one.expand(shape)
 
     def plan_decode(self, inputs: DecodeInputs) -> _Plan:
         pages = -(-int(inputs.kv_lens_host.max()) // self.spec.page_size)

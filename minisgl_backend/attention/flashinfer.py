@@ -80,11 +80,12 @@ class FlashInferBackend(AttentionBackend):
             torch.from_numpy(inputs.cu_seqlens_q_host), pages.indptr, pages.indices, pages.last_page_len,
             group.num_q_heads, group.num_kv_heads, group.head_dim, spec.page_size, causal=True,
             sm_scale=group.softmax_scale, window_left=self._window_left, q_data_type=spec.dtype,
+            kv_data_type=group.kv.dtype,
         )  # fmt: skip
         return self._prefill.wrapper
 
     def prefill(self, q: torch.Tensor, kv: LayerKV, plan: Any) -> torch.Tensor:
-        out: torch.Tensor = plan.run(q.contiguous(), (kv.k, kv.v))
+        out: torch.Tensor = plan.run(q.contiguous(), (kv.k, kv.v), k_scale=kv.scales.k, v_scale=kv.scales.v)
         return out
 
     def plan_decode(self, inputs: DecodeInputs) -> Any:
@@ -118,7 +119,7 @@ class FlashInferBackend(AttentionBackend):
         spec, group = self.spec, self.group
         planner.plan(
             pages.indptr, pages.indices, pages.last_page_len, group.num_q_heads, group.num_kv_heads, group.head_dim,
-            spec.page_size, window_left=self._window_left, q_data_type=spec.dtype, kv_data_type=spec.dtype,
+            spec.page_size, window_left=self._window_left, q_data_type=spec.dtype, kv_data_type=group.kv.dtype,
             sm_scale=group.softmax_scale,
         )  # fmt: skip
 

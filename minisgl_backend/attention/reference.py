@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.torch_ops import as_bits
 from minisgl_backend.kv.layout import LayerKV
 
 _QUERY_TILE = 512  # queries that share one mask; bounds the mask to this times the context
@@ -96,11 +97,11 @@ class TorchBackend(AttentionBackend):
                     v[:, :, tile.kv_begin : tile.kv_end],
                     attn_mask=tile.mask,
                     is_causal=tile.causal,
-                    scale=self.group.softmax_scale,
+                    scale=self.group.softmax_scale * kv.scales.k,
                     enable_gqa=self.group.num_q_heads != self.group.num_kv_heads,
                 )
                 out[tile.begin : tile.end] = attended[0].transpose(0, 1)
-        return out
+        return out if kv.scales.v == 1.0 else out.mul_(kv.scales.v)
 
     def plan_decode(self, inputs: DecodeInputs) -> tuple[_DecodeGroup, ...]:
         first_pages = self._first_pages(inputs.kv_lens_host)
@@ -126,9 +127,9 @@ class TorchBackend(AttentionBackend):
             self._cleared(self._gather("k", kv.k, group.chunks, group.size), group.beyond),
             self._cleared(self._gather("v", kv.v, group.chunks, group.size), group.beyond),
             attn_mask=group.mask,
-            scale=self.group.softmax_scale,
+            scale=self.group.softmax_scale * kv.scales.k,
         )
-        return attended.reshape(q.shape)
+        return attended.reshape(q.shape) if kv.scales.v == 1.0 else attended.mul_(kv.scales.v).reshape(q.shape)
 
     def _cleared(self, gathered: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:
         if beyond.dtype == torch.bool:
@@ -191,25 +192,25 @@ class TorchBackend(AttentionBackend):
         return (pages.long().unsqueeze(1).clamp_(min=0) * self.group.num_kv_heads + self._kv_heads).flatten()
 
     def _gather(self, name: str, cache: torch.Tensor, chunks: torch.Tensor, batch: int) -> torch.Tensor:
-        """One layer's K or V -> [batch, num_kv_heads, padded length, head_dim], contiguous.
+        """One layer's K or V, without its scale -> [batch, num_kv_heads, padded length, head_dim], contiguous.
 
         On CPU the result lives in scratch memory until the next call with the same name: fresh memory of this size
         would come from the system page by page, which was measured to cost four times the copy itself.
         """
         chunk_size = self.spec.page_size * self.group.head_dim
-        lines = cache.view(-1, chunk_size)
+        lines = as_bits(cache).view(-1, chunk_size)
         if cache.device.type == "cpu":
             gathered = self._scratch_lines(name, len(chunks), chunk_size)
-            torch.index_select(lines, 0, chunks, out=gathered)
+            torch.index_select(lines, 0, chunks, out=as_bits(gathered))
         else:
-            gathered = lines.index_select(0, chunks)
-        return gathered.view(batch, self.group.num_kv_heads, -1, self.group.head_dim)
+            gathered = lines.index_select(0, chunks).view(cache.dtype)
+        return gathered.to(self.spec.dtype).view(batch, self.group.num_kv_heads, -1, self.group.head_dim)
 
     def _scratch_lines(self, name: str, count: int, size: int) -> torch.Tensor:
         scratch = self._scratch.get(name)
         if scratch is None or len(scratch) < count:
             with torch.inference_mode(False):
-                scratch = self._scratch[name] = torch.empty((count, size), dtype=self.spec.dtype)
+                scratch = self._scratch[name] = torch.empty((count, size), dtype=self.group.kv.dtype)
         return scratch[:count]
 
     def _tiles(self, begin: int, end: int, kv_len: int) -> tuple[_Tile, ...]:

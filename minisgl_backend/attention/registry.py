@@ -33,9 +33,11 @@ class BackendEntry:
     head_sizes: tuple[int, ...] | None = None  # None: every multiple of head_multiple up to largest_head
     head_multiple: int = 1
     largest_head: int | None = None  # None: any
+    any_kv: bool = False  # serves a cache in any number format; else in that of the queries, or in FP8
+    fp8_capabilities: range = range(1000)  # compute capabilities on which it reads an FP8 cache
 
-    def refusal(self, head_dim: int, dtype: str) -> str | None:
-        """Why it cannot serve heads of this size in this number format; None: it can."""
+    def refusal(self, head_dim: int, dtype: str, kv_dtype: str, compute_capability: int | None) -> str | None:
+        """Why it cannot serve heads of this size in these number formats; None: it can."""
         if self.half_only and dtype not in ("float16", "bfloat16"):
             return f"serves float16 and bfloat16, not {dtype}"
         if self.head_sizes is not None and head_dim not in self.head_sizes:
@@ -43,8 +45,14 @@ class BackendEntry:
         if head_dim % self.head_multiple or (self.largest_head is not None and head_dim > self.largest_head):
             divisible = f" divisible by {self.head_multiple}" if self.head_multiple > 1 else ""
             return f"serves head sizes to {self.largest_head}{divisible}; this model has {head_dim}"
+        if kv_dtype not in (dtype, FP8_DTYPE) and not self.any_kv:
+            return f"serves a KV cache in {dtype}, as the queries are, or fp8_e4m3, not {kv_dtype}"
+        if kv_dtype == FP8_DTYPE and compute_capability is not None and compute_capability not in self.fp8_capabilities:
+            return f"reads no KV cache in fp8_e4m3 on a GPU of compute capability {compute_capability / 10:.1f}"
         return None
 
+
+FP8_DTYPE = "float8_e4m3fn"
 
 _SGL_KERNEL = "pip install sgl-kernel (and, where its import names libnuma, apt-get install libnuma1)"
 _FLASHINFER = "pip install flashinfer-python"
@@ -61,6 +69,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             device="cuda",
             default_page_size=64,
             kernels="sgl_kernel.flash_attn:is_fa3_supported",
+            fp8_capabilities=range(90, 100),
             half_only=True,
             head_multiple=8,
             largest_head=256,
@@ -83,6 +92,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             device="cuda",
             default_page_size=64,
             page_sizes=(16, 32, 64),
+            fp8_capabilities=range(90, 100),  # the kernels of later GPUs want the queries in FP8 too
             prefill_capability=100,
             prefill_hint="fa,trtllm or triton,trtllm",
             half_only=True,
@@ -96,6 +106,8 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             device="cuda",
             default_page_size=64,
             largest_head=256,
+            any_kv=True,
+            fp8_capabilities=range(89, 1000),  # those that convert FP8 numbers
         ),
         "torch": BackendEntry(
             module="reference",
@@ -104,6 +116,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             remedy="",
             device=None,
             default_page_size=16,
+            any_kv=True,
         ),
     }
 )
@@ -126,21 +139,23 @@ def choose_attention(
     compute_capability: int | None,
     head_dim: int = 128,
     dtype: str = "bfloat16",
+    kv_dtype: str | None = None,
     why_missing: Callable[[str], str | None] | None = None,
 ) -> AttentionChoice:
     """Resolves the two options. Imports the packages that it considers, and nothing on CPU.
 
-    `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dim` and `dtype` are the model's.
+    `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dim` and `dtype` are the model's;
+    `kv_dtype` is that of the KV cache, None: `dtype`.
     `why_missing(name)` returns None for a package, or for MODULE:FUNCTION, that is of use, else the reason. Raises
     ConfigError for a named backend that cannot run here.
     """
     missing = why_missing or import_failure
     if requested == "auto":
-        prefill, decode, warnings = _automatic(compute_capability, head_dim, dtype, missing)
+        prefill, decode, warnings = _automatic(compute_capability, head_dim, dtype, kv_dtype or dtype, missing)
     else:
         prefill, decode = _named(requested, compute_capability, missing)
         for name in (prefill, decode):
-            if (refusal := BACKENDS[name].refusal(head_dim, dtype)) is not None:
+            if (refusal := BACKENDS[name].refusal(head_dim, dtype, kv_dtype or dtype, compute_capability)) is not None:
                 raise ConfigError(f"attention_backend is {requested!r}, but {name} {refusal}; use triton or torch")
         warnings = []
     size, size_warnings = _page_size(prefill, decode, page_size)
@@ -181,14 +196,14 @@ def _why_unusable(entry: BackendEntry, missing: Callable[[str], str | None]) -> 
 
 
 def _automatic(
-    compute_capability: int | None, head_dim: int, dtype: str, missing: Callable[[str], str | None]
+    compute_capability: int | None, head_dim: int, dtype: str, kv_dtype: str, missing: Callable[[str], str | None]
 ) -> tuple[str, str, list[str]]:
     """The first pair, best first, that serves the model and whose packages are of use; and a warning for each better
     one whose packages are not."""
     warnings: list[str] = []
-    for prefill, decode in _preferences(compute_capability):
+    for prefill, decode in _preferences(compute_capability, kv_dtype == FP8_DTYPE):
         names = tuple(dict.fromkeys((prefill, decode)))
-        if any(BACKENDS[name].refusal(head_dim, dtype) for name in names):
+        if any(BACKENDS[name].refusal(head_dim, dtype, kv_dtype, compute_capability) for name in names):
             continue
         for name in names:
             reason = _why_unusable(BACKENDS[name], missing)
@@ -203,17 +218,17 @@ def _automatic(
     raise AssertionError("torch needs no package and serves every model")
 
 
-def _preferences(compute_capability: int | None) -> list[tuple[str, str]]:
+def _preferences(compute_capability: int | None, fp8_kv: bool) -> list[tuple[str, str]]:
     if compute_capability is None:
         return [("torch", "torch")]
     last = [("triton", "triton"), ("torch", "torch")]
     if 100 <= compute_capability < 110:
         return [("trtllm", "trtllm"), ("fi", "fi"), *last]
-    if compute_capability == 90:
+    if compute_capability == 90 and not fp8_kv:  # FlashAttention would want the queries in FP8 too
         # The project's own decode kernel reads 4.3 TB/s where FlashInfer's reads 3.8 (docs/performance.md), and needs
         # no compilation by nvcc at first use.
         return [("fa", "triton"), *last]
-    if compute_capability >= 80:
+    if compute_capability >= 80 and compute_capability != 90:
         return [("fi", "fi"), *last]
     return last
 
@@ -254,7 +269,8 @@ def _page_size(prefill: str, decode: str, requested: int | None) -> tuple[int, l
 
 def _create(name: str, spec: AttentionSpec, group: LayerGroup) -> AttentionBackend:
     entry = BACKENDS[name]
-    if (refusal := entry.refusal(group.head_dim, str(spec.dtype).removeprefix("torch."))) is not None:
+    dtype, kv_dtype = (str(one).removeprefix("torch.") for one in (spec.dtype, group.kv.dtype))
+    if (refusal := entry.refusal(group.head_dim, dtype, kv_dtype, None)) is not None:
         raise ConfigError(f"the attention backend {name} {refusal}; use triton or torch")
     try:
         module = importlib.import_module(f"minisgl_backend.attention.{entry.module}")

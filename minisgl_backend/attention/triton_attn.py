@@ -63,7 +63,7 @@ class TritonBackend(AttentionBackend):
         i = plan.inputs
         return prefill_attention(
             q, kv.k, kv.v, i.cu_seqlens_q, i.kv_lens, i.rows, i.page_table, plan.max_q_len, self.group.softmax_scale,
-            window=self._window,
+            window=self._window, scales=kv.scales,
         )  # fmt: skip
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
@@ -73,7 +73,7 @@ class TritonBackend(AttentionBackend):
         i = plan.inputs
         return decode_attention(
             q, kv.k, kv.v, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, self.group.softmax_scale,
-            pdl=self._overlaps(plan), window=self._window,
+            pdl=self._overlaps(plan), window=self._window, scales=kv.scales,
         )  # fmt: skip
 
     def supports_fused_rope(self, plan: _DecodePlan) -> bool:
@@ -84,7 +84,7 @@ class TritonBackend(AttentionBackend):
         return rotating_decode_attention(
             qkv, rotation.q_norm, rotation.k_norm, rotation.cos_sin, kv.k, kv.v, i.rows, i.kv_lens, i.page_table,
             self._workspace, plan.shape, self.group.softmax_scale, rotation.eps, pdl=self._overlaps(plan),
-            window=self._window,
+            window=self._window, scales=kv.scales,
         )  # fmt: skip
 
     def _overlaps(self, plan: _DecodePlan) -> bool:

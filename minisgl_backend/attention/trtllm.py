@@ -51,8 +51,8 @@ class TrtllmBackend(AttentionBackend):
     def prefill(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
         out: torch.Tensor = self._flashinfer.prefill.trtllm_batch_context_with_kv_cache(
             q.contiguous(), (kv.k, kv.v), self._workspace, plan.page_table, plan.kv_lens, plan.max_q_len,
-            plan.max_kv_len, self.group.softmax_scale, 1.0, plan.kv_lens.shape[0], plan.cu_seqlens_q,
-            plan.cu_seqlens_kv, window_left=self._window_left, kv_layout="HND",
+            plan.max_kv_len, self.group.softmax_scale * kv.scales.k, kv.scales.v, plan.kv_lens.shape[0],
+            plan.cu_seqlens_q, plan.cu_seqlens_kv, window_left=self._window_left, kv_layout="HND",
         )  # fmt: skip
         return out
 
@@ -64,7 +64,8 @@ class TrtllmBackend(AttentionBackend):
     def decode(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
         out: torch.Tensor = self._flashinfer.decode.trtllm_batch_decode_with_kv_cache(
             q.contiguous(), (kv.k, kv.v), self._workspace, plan.page_table, plan.kv_lens, plan.max_kv_len,
-            bmm1_scale=self.group.softmax_scale, bmm2_scale=1.0, window_left=self._window_left, kv_layout="HND",
+            bmm1_scale=self.group.softmax_scale * kv.scales.k, bmm2_scale=kv.scales.v,
+            window_left=self._window_left, kv_layout="HND",
         )  # fmt: skip
         return out
 

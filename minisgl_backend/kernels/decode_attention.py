@@ -9,6 +9,9 @@ read.
 `rotating_decode_attention` starts from the projected qkv rows: head norms, the rotary embedding and the store of the
 new token's keys and values happen in the same kernel. The new token then never comes back from the cache, so all that
 is read there was written in earlier steps, and reading can begin before the product of this layer has ended.
+
+Of an FP8 cache half the bytes are read: numbers are converted in registers, the keys' scale goes into that of the
+scores, the values' onto the result.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.fused import largest_number, to_cache
+from minisgl_backend.kv.layout import FP8, ONE, KVScales
 
 
 @dataclass(frozen=True)
@@ -93,6 +99,7 @@ def decode_attention(
     out: torch.Tensor | None = None,
     pdl: bool = False,
     window: int = 0,
+    scales: KVScales = ONE,
 ) -> torch.Tensor:
     """Attention of one query token a sequence over its kv_lens cached tokens, or the last `window` of them (0: all).
 
@@ -102,7 +109,9 @@ def decode_attention(
     pdl: programmatic dependent launch (Hopper and later), whose rules stand in small_linear.py.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
-    _launch(q, q, q, q, out, k_cache, v_cache, rows, kv_lens, page_table, workspace, shape, scale, 0.0, pdl, window)
+    _launch(
+        q, q, q, q, out, k_cache, v_cache, rows, kv_lens, page_table, workspace, shape, scale, 0.0, pdl, window, scales
+    )
     return out
 
 
@@ -122,6 +131,7 @@ def rotating_decode_attention(
     eps: float,
     pdl: bool = False,
     window: int = 0,
+    scales: KVScales = ONE,
 ) -> torch.Tensor:
     """`Ops.rope_store` and decode_attention in one kernel.
 
@@ -134,7 +144,7 @@ def rotating_decode_attention(
     out = torch.empty((qkv.shape[0], num_q_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     _launch(
         qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, cos_sin, out, k_cache,
-        v_cache, rows, kv_lens, page_table, workspace, shape, scale, eps, pdl, window, rotate=True,
+        v_cache, rows, kv_lens, page_table, workspace, shape, scale, eps, pdl, window, scales, rotate=True,
         norm=q_norm is not None,
     )  # fmt: skip
     return out
@@ -157,6 +167,7 @@ def _launch(
     eps: float,
     pdl: bool,
     window: int,
+    scales: KVScales,
     rotate: bool = False,
     norm: bool = False,
 ) -> None:
@@ -165,18 +176,22 @@ def _launch(
     group = num_q_heads // num_kv_heads
     splits = max(1, min(shape.num_splits, workspace.parts // batch))
     extra = {"launch_pdl": True} if pdl else {}
+    is_fp8 = k_cache.dtype == FP8
+    values = v_cache.view(torch.int16) if is_fp8 else v_cache  # see _from_words
+    stages = 2 * shape.num_stages - 1 if is_fp8 else shape.num_stages  # as many bytes on their way
     _decode_kernel[(num_kv_heads, batch, splits)](
-        q, q_norm, k_norm, cos_sin, k_cache, v_cache, out, rows, kv_lens, page_table,
+        q, q_norm, k_norm, cos_sin, k_cache, values, out, rows, kv_lens, page_table,
         workspace.partial, workspace.lse, workspace.counters,
-        scale * 1.4426950408889634, eps,
+        scale * scales.k * 1.4426950408889634, eps, 1.0 / scales.k, 1.0 / scales.v, scales.v,
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
         NUM_SPLITS=splits, MIN_PART=shape.min_part, TILE=shape.tile, PAGE_SIZE=page_size,
         GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HEAD_PADDED=triton.next_power_of_2(head_dim), SPLITS_PADDED=triton.next_power_of_2(splits),
-        WINDOW=window, ROTATE=rotate, NORM=norm,
+        WINDOW=window, ROTATE=rotate, NORM=norm, FP8=is_fp8, LARGEST=largest_number(k_cache.dtype),
+        NATIVE=k_cache.is_cuda,
         EARLY=shape.early and head_dim * k_cache.element_size() <= MAX_EARLY_BYTES, PDL=pdl,
-        num_warps=shape.num_warps, num_stages=shape.num_stages, **extra,
+        num_warps=shape.num_warps, num_stages=stages, **extra,
     )  # fmt: skip
 
 
@@ -209,28 +224,69 @@ def _tile_offsets(table, start, n, last, kv_stride_page, kv_stride_token, TILE: 
 
 
 @triton.jit
-def _attend_tile(q, k, v, n_ok, m, total, acc, scale_log2):
-    """One step of the online softmax over a tile of keys and values."""
-    scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+def for_cache(q, FP8: tl.constexpr):
+    """Queries in the format of the products. It is float16 for an FP8 cache: every FP8 number is one of float16, and
+    one instruction converts two of them, where the way to bfloat16 takes four."""
+    if FP8 and q.dtype == tl.bfloat16:
+        return q.to(tl.float16)
+    else:
+        return q
+
+
+@triton.jit
+def _from_words(words, dtype: tl.constexpr, NATIVE: tl.constexpr):
+    """FP8 numbers, two in each 16-bit word, as those in the even and those in the odd places.
+
+    Tensor cores want values token by token in a register. For 16-bit words the way there from shared memory is one
+    instruction for many of them; single bytes would be loaded one by one.
+    """
+    if NATIVE:
+        even = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x0020; mov.b32 {a, b}, t; "
+            "cvt.rn.f16x2.e4m3x2 $0, a; }",
+            "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+        odd = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; .reg .b16 a, b; prmt.b32 t, $1, 0, 0x0031; mov.b32 {a, b}, t; "
+            "cvt.rn.f16x2.e4m3x2 $0, a; }",
+            "=r,r", [words], dtype=tl.float16, is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        even = (words & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+        odd = ((words >> 8) & 0xFF).to(tl.uint8).to(tl.float8e4nv, bitcast=True)
+    return even.to(dtype), odd.to(dtype)
+
+
+@triton.jit
+def _attend_tile(q, k, v, n_ok, m, total, acc, acc_odd, scale_log2, FP8: tl.constexpr, NATIVE: tl.constexpr):
+    """One step of the online softmax over a tile of keys and values, in the number format of q."""
+    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
     scores = tl.where(n_ok[None, :], scores, -float("inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
     correction = tl.exp2(m - m_new)
     total = total * correction + tl.sum(p, 1)
-    acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
-    return m_new, total, acc
+    p = p.to(q.dtype)
+    if FP8:
+        even, odd = _from_words(v, q.dtype, NATIVE)
+        acc = acc * correction[:, None] + tl.dot(p, even, input_precision="ieee")
+        acc_odd = acc_odd * correction[:, None] + tl.dot(p, odd, input_precision="ieee")
+    else:
+        acc = acc * correction[:, None] + tl.dot(p, v.to(q.dtype), input_precision="ieee")
+    return m_new, total, acc, acc_odd
 
 
 @triton.jit
 def _decode_kernel(
     q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
     partial_ptr, lse_ptr, counters_ptr,
-    scale_log2, eps,
+    scale_log2, eps, k_inverse, v_inverse, v_scale,
     q_stride, kv_stride_page, kv_stride_head, kv_stride_token, table_stride,
     NUM_SPLITS: tl.constexpr, MIN_PART: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
-    WINDOW: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
+    NATIVE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -255,16 +311,22 @@ def _decode_kernel(
     d = tl.arange(0, HEAD_PADDED)
     n = tl.arange(0, TILE)
     d_ok = d < HEAD_DIM
+    # Of an FP8 cache values are read as words of two.
+    PER_WORD: tl.constexpr = 2 if FP8 else 1
+    w = tl.arange(0, HEAD_PADDED // PER_WORD)
+    w_ok = w < HEAD_DIM // PER_WORD
     q_ok = (g[:, None] < GROUP) & d_ok[None, :]
     q_head = kv_head * GROUP + g
     row = tl.load(rows_ptr + b).to(tl.int64)
     table = table_ptr + row * table_stride
     k_head = k_ptr + kv_head * kv_stride_head
-    v_head = v_ptr + kv_head * kv_stride_head
+    v_head = v_ptr + kv_head * (kv_stride_head // PER_WORD)
 
     m = tl.full([GROUP_PADDED], -float("inf"), tl.float32)
     total = tl.zeros([GROUP_PADDED], tl.float32)
-    acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32)
+    acc = tl.zeros([GROUP_PADDED, HEAD_PADDED // PER_WORD], tl.float32)
+    acc_odd = acc  # of an FP8 cache: `acc` has the even places then
+    cached: tl.constexpr = k_ptr.dtype.element_ty
     q_row = q_ptr + b * q_stride
     if ROTATE:
         # The last token is this step's own: it comes from qkv, everything before it from the cache.
@@ -275,52 +337,68 @@ def _decode_kernel(
             early_ok = begin + n < cached_end
             if WINDOW:
                 early_ok &= begin + n >= lowest
-            address = offsets[:, None] + d[None, :]
-            early_k = tl.load(k_head + address, mask=early_ok[:, None] & d_ok[None, :], other=0.0)
-            early_v = tl.load(v_head + address, mask=early_ok[:, None] & d_ok[None, :], other=0.0)
+            k_address, v_address = offsets[:, None] + d[None, :], (offsets // PER_WORD)[:, None] + w[None, :]
+            early_k = tl.load(k_head + k_address, mask=early_ok[:, None] & d_ok[None, :], other=0.0)
+            early_v = tl.load(v_head + v_address, mask=early_ok[:, None] & w_ok[None, :], other=0)
         if PDL:
             tl_cuda.gdc_wait()
         position = (kv_len - 1).to(tl.int64)
         angles = cos_sin_ptr + position * HEAD_DIM
         heads = q_row + q_head[:, None] * HEAD_DIM
         q = _rotated(heads, q_norm_ptr, angles, d[None, :], q_ok, eps, HEAD_DIM, NORM).to(q_ptr.dtype.element_ty)
+        q = for_cache(q, FP8)
         if split == active - 1:
             new_k_row = q_row + (NUM_Q_HEADS + kv_head) * HEAD_DIM
             new_k = _rotated(new_k_row, k_norm_ptr, angles, d[None, :], d_ok[None, :], eps, HEAD_DIM, NORM)
-            new_k = new_k.to(k_ptr.dtype.element_ty)
-            new_v = tl.load(new_k_row + NUM_KV_HEADS * HEAD_DIM + d[None, :], mask=d_ok[None, :], other=0.0)
+            new_k = new_k.to(q_ptr.dtype.element_ty)
+            new_v_row = new_k_row + NUM_KV_HEADS * HEAD_DIM
             page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
             slot = page * kv_stride_page + (position % PAGE_SIZE) * kv_stride_token
+            new_k = to_cache(new_k, k_inverse, cached, LARGEST)
             tl.store(k_head + slot + d[None, :], new_k, mask=d_ok[None, :])
-            tl.store(v_head + slot + d[None, :], new_v, mask=d_ok[None, :])
+            new_v = tl.load(new_v_row + PER_WORD * w[None, :], mask=w_ok[None, :], other=0.0)
+            new_v = to_cache(new_v, v_inverse, cached, LARGEST)
+            acc += new_v.to(tl.float32)
+            if FP8:
+                odd_v = tl.load(new_v_row + PER_WORD * w[None, :] + 1, mask=w_ok[None, :], other=0.0)
+                odd_v = to_cache(odd_v, v_inverse, cached, LARGEST)
+                acc_odd += odd_v.to(tl.float32)
+                low, high = new_v.to(tl.uint8, bitcast=True), odd_v.to(tl.uint8, bitcast=True)
+                new_v = low.to(tl.int16) | (high.to(tl.int16) << 8)
+            tl.store(v_head + slot // PER_WORD + w[None, :], new_v, mask=w_ok[None, :])
             m = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale_log2
             total = tl.full([GROUP_PADDED], 1.0, tl.float32)
-            acc = tl.zeros([GROUP_PADDED, HEAD_PADDED], tl.float32) + new_v.to(tl.float32)
         if EARLY:
-            m, total, acc = _attend_tile(q, early_k, early_v, early_ok, m, total, acc, scale_log2)
+            m, total, acc, acc_odd = _attend_tile(
+                q, early_k, early_v, early_ok, m, total, acc, acc_odd, scale_log2, FP8, NATIVE
+            )
             begin += TILE
     else:
         cached_end = end
-        q = tl.load(q_row + q_head[:, None] * HEAD_DIM + d[None, :], mask=q_ok, other=0.0)
+        q = for_cache(tl.load(q_row + q_head[:, None] * HEAD_DIM + d[None, :], mask=q_ok, other=0.0), FP8)
 
     for start in tl.range(begin, cached_end, TILE):
         offsets = _tile_offsets(table, start, n, kv_len - 1, kv_stride_page, kv_stride_token, TILE, PAGE_SIZE)
         n_ok = start + n < cached_end
         if WINDOW:
             n_ok &= start + n >= lowest
-        address = offsets[:, None] + d[None, :]
-        k = tl.load(k_head + address, mask=n_ok[:, None] & d_ok[None, :], other=0.0)
-        v = tl.load(v_head + address, mask=n_ok[:, None] & d_ok[None, :], other=0.0)
-        m, total, acc = _attend_tile(q, k, v, n_ok, m, total, acc, scale_log2)
+        k_address, v_address = offsets[:, None] + d[None, :], (offsets // PER_WORD)[:, None] + w[None, :]
+        k = tl.load(k_head + k_address, mask=n_ok[:, None] & d_ok[None, :], other=0.0)
+        v = tl.load(v_head + v_address, mask=n_ok[:, None] & w_ok[None, :], other=0)
+        m, total, acc, acc_odd = _attend_tile(q, k, v, n_ok, m, total, acc, acc_odd, scale_log2, FP8, NATIVE)
 
-    out_address = (b * NUM_Q_HEADS + q_head[:, None]) * HEAD_DIM + d[None, :]
+    if FP8:
+        result = tl.interleave(acc, acc_odd) / total[:, None] * v_scale
+    else:
+        result = acc / total[:, None]
     if active == 1:
-        tl.store(out_ptr + out_address, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=q_ok)
+        out_address = (b * NUM_Q_HEADS + q_head[:, None]) * HEAD_DIM + d[None, :]
+        tl.store(out_ptr + out_address, result.to(out_ptr.dtype.element_ty), mask=q_ok)
         return
 
     # This part's result, then the arrival: whoever arrives last merges all parts in part order.
     index = (b * NUM_SPLITS + split) * NUM_Q_HEADS + q_head
-    tl.store(partial_ptr + index[:, None] * HEAD_DIM + d[None, :], acc / total[:, None], mask=q_ok)
+    tl.store(partial_ptr + index[:, None] * HEAD_DIM + d[None, :], result, mask=q_ok)
     tl.store(lse_ptr + index, m + tl.log2(total), mask=g < GROUP)
     tl.debug_barrier()
     counter = counters_ptr + b * NUM_KV_HEADS + kv_head

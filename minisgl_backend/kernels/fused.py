@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kv.layout import ONE, KVScales
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:
     """x [num_tokens, hidden] -> x / rms(x) * weight, same shape and dtype; statistics in float32."""
@@ -85,12 +87,14 @@ def rope_store(
     num_q_heads: int,
     eps: float,
     pdl: bool = False,
+    scales: KVScales = ONE,
 ) -> torch.Tensor:
     """Per-head norm of q and k (where weights are given), rotary embedding, and the store into the KV pool.
 
     qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] is overwritten in its q part, a view of which is
     returned as [num_tokens, num_q_heads, head_dim]. cos_sin float32 [max_position, head_dim]: cosines of the
-    head_dim / 2 angles, then sines. positions and slots int [num_tokens]; caches as in attention.base.
+    head_dim / 2 angles, then sines. positions and slots int [num_tokens]; caches as in kv.layout,
+    in any number format.
     """
     num_tokens = qkv.shape[0]
     _, num_kv_heads, page_size, head_dim = k_cache.shape
@@ -101,10 +105,10 @@ def rope_store(
         _rope_store_kernel[(num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, tile))](
             qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv,
             cos_sin, positions, slots, k_cache, v_cache,
-            qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps,
+            qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, 1.0 / scales.k, 1.0 / scales.v,
             NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PADDED=triton.next_power_of_2(half),
-            HEADS=tile, PAGE_SIZE=page_size, NORM=q_norm is not None, PDL=pdl,
-            num_warps=1 if tile == 1 else 4, **_launch(pdl),
+            HEADS=tile, PAGE_SIZE=page_size, NORM=q_norm is not None,
+            LARGEST=largest_number(k_cache.dtype), PDL=pdl, num_warps=1 if tile == 1 else 4, **_launch(pdl),
         )  # fmt: skip
     return qkv[:, : num_q_heads * head_dim].view(num_tokens, num_q_heads, head_dim)
 
@@ -112,9 +116,9 @@ def rope_store(
 @triton.jit
 def _rope_store_kernel(
     qkv_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, k_ptr, v_ptr,
-    qkv_stride, kv_stride_page, kv_stride_head, kv_stride_token, eps,
+    qkv_stride, kv_stride_page, kv_stride_head, kv_stride_token, eps, k_inverse, v_inverse,
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HALF: tl.constexpr, HALF_PADDED: tl.constexpr,
-    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -151,11 +155,27 @@ def _rope_store_kernel(
     slot = tl.load(slots_ptr + token).to(tl.int64)
     cache = (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_token + i[None, :]
     k_target = k_ptr + cache + (head[:, None] - NUM_Q_HEADS) * kv_stride_head
-    tl.store(k_target, rotated_first, mask=ok & is_k)
-    tl.store(k_target + HALF, rotated_second, mask=ok & is_k)
+    cached: tl.constexpr = k_ptr.dtype.element_ty
+    tl.store(k_target, to_cache(rotated_first, k_inverse, cached, LARGEST), mask=ok & is_k)
+    tl.store(k_target + HALF, to_cache(rotated_second, k_inverse, cached, LARGEST), mask=ok & is_k)
     v_target = v_ptr + cache + (head[:, None] - NUM_Q_HEADS - NUM_KV_HEADS) * kv_stride_head
-    tl.store(v_target, first_raw, mask=ok & is_v)
-    tl.store(v_target + HALF, second_raw, mask=ok & is_v)
+    tl.store(v_target, to_cache(first_raw, v_inverse, cached, LARGEST), mask=ok & is_v)
+    tl.store(v_target + HALF, to_cache(second_raw, v_inverse, cached, LARGEST), mask=ok & is_v)
+
+
+@triton.jit
+def to_cache(x, inverse, dtype: tl.constexpr, LARGEST: tl.constexpr):
+    """x in the number format of a cache, whose scale has this inverse; what the format cannot hold saturates."""
+    if x.dtype == dtype:
+        return x
+    else:
+        scaled = x.to(tl.float32) * inverse
+        return tl.clamp(scaled, -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL).to(dtype)
+
+
+def largest_number(dtype: torch.dtype) -> float:
+    """Beyond which `to_cache` saturates."""
+    return torch.finfo(dtype).max
 
 
 def _launch(pdl: bool) -> dict[str, bool]:

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
+from minisgl_backend.kv.layout import ONE, KVScales
+
 
 class Ops(ABC):
     """What happens between attention calls, on tensors of one device. Chosen once, then passed to every layer.
@@ -62,12 +64,14 @@ class Ops(ABC):
         v_cache: torch.Tensor,
         num_q_heads: int,
         eps: float,
+        scales: KVScales = ONE,
     ) -> torch.Tensor:
         """Per-head norm of q and k (where weights are given), rotary embedding, and the store into the KV pool.
 
         qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] may be overwritten. cos_sin float32
         [max_position, head_dim]: cosines of the head_dim / 2 angles, then sines; a head's first half pairs with its
-        second half. positions and slots int [num_tokens]; caches [num_pages, num_kv_heads, page_size, head_dim].
+        second half. positions and slots int [num_tokens]; caches [num_pages, num_kv_heads, page_size, head_dim],
+        in any number format: keys and values are divided by `scales` and saturate where the format ends.
         Returns q [num_tokens, num_q_heads, head_dim], possibly a view of qkv.
         """
 

@@ -9,6 +9,9 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backend.kernels.decode_attention import for_cache
+from minisgl_backend.kv.layout import FP8, ONE, KVScales
+
 
 def prefill_attention(
     q: torch.Tensor,
@@ -21,6 +24,7 @@ def prefill_attention(
     max_q_len: int,
     scale: float,
     window: int = 0,
+    scales: KVScales = ONE,
 ) -> torch.Tensor:
     """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape.
 
@@ -35,11 +39,11 @@ def prefill_attention(
     tile_kv = 64 if half_precision else 32
     _prefill_kernel[(triton.cdiv(max_q_len, tile_q), num_q_heads, kv_lens.shape[0])](
         q, k_cache, v_cache, out, cu_seqlens_q, kv_lens, rows, page_table,
-        scale * 1.4426950408889634,
+        scale * scales.k * 1.4426950408889634, scales.v,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
         GROUP=num_q_heads // num_kv_heads, NUM_Q_HEADS=num_q_heads, PAGE_SIZE=page_size,
         HEAD_DIM=head_dim, HEAD_PADDED=triton.next_power_of_2(head_dim), TILE_Q=tile_q, TILE_KV=tile_kv,
-        WINDOW=window,
+        WINDOW=window, FP8=k_cache.dtype == FP8,
         num_warps=8 if tile_q == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -48,11 +52,11 @@ def prefill_attention(
 @triton.jit
 def _prefill_kernel(
     q_ptr, k_ptr, v_ptr, out_ptr, cu_seqlens_ptr, kv_lens_ptr, rows_ptr, table_ptr,
-    scale_log2,
+    scale_log2, v_scale,
     q_stride_t, q_stride_h, kv_stride_page, kv_stride_head, kv_stride_token, table_stride,
     GROUP: tl.constexpr, NUM_Q_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
-    WINDOW: tl.constexpr,
+    WINDOW: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(2)
     head = tl.program_id(1)
@@ -71,6 +75,7 @@ def _prefill_kernel(
     q_ok = (i < q_len)[:, None] & d_ok[None, :]
     q_row = (first + i).to(tl.int64)
     q = tl.load(q_ptr + q_row[:, None] * q_stride_t + head * q_stride_h + d[None, :], mask=q_ok, other=0.0)
+    q = for_cache(q, FP8)
     position = kv_len - q_len + i
     kv_head_offset = (head // GROUP) * kv_stride_head
 
@@ -88,8 +93,8 @@ def _prefill_kernel(
         offset = page * kv_stride_page + kv_head_offset + (safe % PAGE_SIZE) * kv_stride_token
         address = offset[:, None] + d[None, :]
         ok = (token < end)[:, None] & d_ok[None, :]
-        k = tl.load(k_ptr + address, mask=ok, other=0.0)
-        v = tl.load(v_ptr + address, mask=ok, other=0.0)
+        k = tl.load(k_ptr + address, mask=ok, other=0.0).to(q.dtype)
+        v = tl.load(v_ptr + address, mask=ok, other=0.0).to(q.dtype)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         seen = token[None, :] <= position[:, None]
         if WINDOW:
@@ -102,6 +107,8 @@ def _prefill_kernel(
         acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         m = m_new
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
+    if FP8:
+        out *= v_scale
     tl.store(
         out_ptr + (q_row[:, None] * NUM_Q_HEADS + head) * HEAD_DIM + d[None, :],
         out.to(out_ptr.dtype.element_ty),

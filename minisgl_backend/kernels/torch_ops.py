@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kv.layout import ONE, KVScales
 
 
 class TorchOps(Ops):
@@ -47,6 +48,7 @@ class TorchOps(Ops):
         v_cache: torch.Tensor,
         num_q_heads: int,
         eps: float,
+        scales: KVScales = ONE,
     ) -> torch.Tensor:
         _, num_kv_heads, _, head_dim = k_cache.shape
         heads = qkv.view(qkv.shape[0], -1, head_dim)
@@ -60,8 +62,8 @@ class TorchOps(Ops):
         first, second = qk.chunk(2, dim=-1)
         rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
         q, k = rotated.split([num_q_heads, num_kv_heads], dim=1)
-        store_tokens(k_cache, k, slots)
-        store_tokens(v_cache, v, slots)
+        store_tokens(k_cache, k, slots, scales.k)
+        store_tokens(v_cache, v, slots, scales.v)
         return q
 
     def route(
@@ -94,11 +96,22 @@ class TorchOps(Ops):
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
 
 
-def store_tokens(cache: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor) -> None:
-    """Writes tokens [num_tokens, num_kv_heads, head_dim] to `slots`, int [num_tokens], of a cache as in kv.layout."""
+def store_tokens(cache: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> None:
+    """Writes tokens [num_tokens, num_kv_heads, head_dim], divided by `scale`, to a cache as in kv.layout.
+
+    slots int [num_tokens]. What the cache's number format cannot hold becomes the largest number that it can.
+    """
     page_size = cache.shape[2]
     pages = torch.div(slots, page_size, rounding_mode="floor")
-    cache[pages, :, slots - pages * page_size] = tokens
+    if tokens.dtype != cache.dtype:
+        largest = torch.finfo(cache.dtype).max
+        tokens = (tokens.float() / scale).clamp_(-largest, largest).to(cache.dtype)
+    as_bits(cache)[pages, :, slots - pages * page_size] = as_bits(tokens)
+
+
+def as_bits(x: torch.Tensor) -> torch.Tensor:
+    """FP8 numbers as bytes, everything else as it is: torch indexes no FP8 tensors."""
+    return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from minisgl_backend.kernels import fused, moe, small_linear
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kernels.tuned_linear import TunedLinear
+from minisgl_backend.kv.layout import ONE, KVScales
 
 
 class TritonOps(TorchOps):
@@ -87,9 +88,10 @@ class TritonOps(TorchOps):
         v_cache: torch.Tensor,
         num_q_heads: int,
         eps: float,
+        scales: KVScales = ONE,
     ) -> torch.Tensor:
         return fused.rope_store(
-            qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, self._pdl(qkv)
+            qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, self._pdl(qkv), scales
         )
 
     def route(

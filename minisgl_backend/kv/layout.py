@@ -47,10 +47,13 @@ class KVScales:
     v: float = 1.0
 
 
+ONE = KVScales()
+
+
 @dataclass(frozen=True)
 class LayerKV:
     """Keys and values of one layer: what stores and attention kernels are given."""
 
     k: torch.Tensor  # [num_pages, num_kv_heads, page_size, head_dim]
     v: torch.Tensor  # the same shape
-    scales: KVScales = KVScales()
+    scales: KVScales = ONE

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from minisgl_backend.kv.layout import KVScales, LayerKV, MHALayout
+from minisgl_backend.kv.layout import ONE, KVScales, LayerKV, MHALayout
 
 
 def max_pages(page_size: int) -> int:
@@ -36,7 +36,7 @@ class KVPool:
             layout: iter(layout.allocate(layouts.count(layout), num_pages + 1, page_size, device))
             for layout in set(layouts)
         }
-        scales = scales or [KVScales()] * len(layouts)
+        scales = scales or [ONE] * len(layouts)
         self._layers: list[LayerKV] = []
         for layout, layer_scales in zip(layouts, scales, strict=True):
             k, v = next(unused[layout])

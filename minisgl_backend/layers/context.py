@@ -40,7 +40,9 @@ class ForwardContext(ABC):
         """All of `attend` but attention; returns the queries, [num_tokens, num_q_heads, head_dim]."""
         kv, r = self.pool.layer(layer_index), rotation
         num_q_heads = qkv.shape[1] // kv.k.shape[3] - 2 * kv.k.shape[1]
-        return ops.rope_store(qkv, r.q_norm, r.k_norm, r.cos_sin, positions, self.slots, kv.k, kv.v, num_q_heads, r.eps)
+        return ops.rope_store(
+            qkv, r.q_norm, r.k_norm, r.cos_sin, positions, self.slots, kv.k, kv.v, num_q_heads, r.eps, kv.scales
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

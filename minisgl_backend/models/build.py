@@ -9,6 +9,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
+import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +22,7 @@ from safetensors import SafetensorError, safe_open
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.ops import Ops, select_ops
-from minisgl_backend.kv.layout import MHALayout
+from minisgl_backend.kv.layout import KVScales, MHALayout
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
@@ -32,6 +34,8 @@ from minisgl_backend.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
 
+# As compressed-tensors and ModelOpt write them.
+_KV_SCALE = re.compile(r"model\.layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?(?P<kind>[kv])_scale")
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_AT_ONCE = 8192  # of both, while they are compared
 
@@ -85,9 +89,13 @@ def attention_spec(
     max_rows: int,
     dtype: torch.dtype,
     device: torch.device,
+    kv_dtype: torch.dtype | None = None,
 ) -> AttentionSpec:
-    """What attention backends and the KV pool of one rank must serve for this model."""
-    kv = MHALayout(num_kv_heads=config.num_kv_heads // tp_size, head_dim=config.head_dim, dtype=dtype)
+    """What attention backends and the KV pool of one rank must serve for this model.
+
+    `kv_dtype`: of keys and values in the cache; None: `dtype`.
+    """
+    kv = MHALayout(num_kv_heads=config.num_kv_heads // tp_size, head_dim=config.head_dim, dtype=kv_dtype or dtype)
     # A window that no sequence outgrows is none: its layers join those that see everything.
     windows = [w if w is not None and w < max_seq_len else None for w in (one.window for one in config.attention)]
     groups = tuple(
@@ -107,6 +115,28 @@ def attention_spec(
         dtype=dtype,
         device=device,
     )
+
+
+def read_kv_scales(config: ModelConfig, model_dir: str | Path) -> list[KVScales]:
+    """The scales of an FP8 KV cache, by layer: those of the checkpoint, and 1 where it has none.
+
+    Raises ConfigError for a scale that is not a finite number above 0.
+    """
+    scales = [{"k": 1.0, "v": 1.0} for _ in range(config.num_layers)]
+    found = 0
+    for name, path in _shard_files(Path(model_dir)).items():
+        match = _KV_SCALE.fullmatch(name)
+        if match is None or int(match["layer"]) >= config.num_layers:
+            continue
+        with _open(path, torch.device("cpu")) as shard:
+            tensor = shard.get_tensor(name).float()
+        value = tensor.item() if tensor.numel() == 1 else math.nan
+        if not 0 < value < math.inf:
+            raise ConfigError(f"{path}: {name} is {tensor.tolist()}; allowed: one finite number above 0")
+        scales[int(match["layer"])][match["kind"]] = value
+        found += 1
+    log.info("FP8 KV cache: %d scales of the checkpoint, 1 for the others", found)
+    return [KVScales(**values) for values in scales]
 
 
 def weight_parts(model: CausalLM) -> dict[str, WeightPart]:
@@ -228,7 +258,10 @@ def _check_names(config: ModelConfig, parts: dict[str, WeightPart], files: dict[
 
 
 def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Tensors that some exporters write and that say nothing new: a tied output projection, rope frequencies."""
+    """Tensors that some exporters write and that say nothing new: a tied output projection, rope frequencies. And the
+    scales of an FP8 KV cache, which `read_kv_scales` reads where there is one."""
+    if _KV_SCALE.fullmatch(name):
+        return True
     return (config.tie_word_embeddings and name == _OUTPUT) or name.endswith(".rotary_emb.inv_freq")
 
 

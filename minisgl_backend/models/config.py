@@ -275,9 +275,23 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _refuse_what_is_not_served(config: Mapping[str, Any]) -> None:
     for key, served in _ONLY_SERVED.items():
         value = config.get(key)
+        if key == "quantization_config" and _is_of_kv_cache_alone(value):
+            continue
         if value is not None and value not in served:
             allowed = ", ".join(json.dumps(option) for option in served) or "absent: this is not served"
             _refuse(key, value, allowed)
+
+
+def _is_of_kv_cache_alone(quantization: Any) -> bool:
+    """Weights as they were, and scales for an FP8 KV cache: compressed-tensors' kv_cache_scheme without any group."""
+    if not isinstance(quantization, dict) or quantization.get("config_groups"):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    return (
+        isinstance(scheme, dict)
+        and (scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy", "tensor")) == (8, "float", "tensor")
+        and not scheme.get("dynamic")
+    )
 
 
 def _windows(

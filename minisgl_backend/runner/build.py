@@ -18,7 +18,7 @@ from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.models.build import attention_spec, build_model
+from minisgl_backend.models.build import attention_spec, build_model, read_kv_scales
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.cuda_graph import CudaGraphRunner, EagerGraphRunner, GraphRunner, graph_sizes
 from minisgl_backend.runner.device import free_bytes, is_out_of_memory
@@ -135,8 +135,11 @@ def _load(
         max_seq_len=runtime.max_seq_len,
         max_rows=config.max_running_requests + 1,
         dtype=dtype,
+        kv_dtype=getattr(torch, runtime.kv_dtype),
         device=device,
     )
+    is_quantized = any(layout.is_fp8 for layout in spec.kv_layouts)
+    scales = read_kv_scales(model_config, runtime.model_dir) if is_quantized and not config.dummy_weights else None
     attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec)
     table = RowTable(
         max_running=config.max_running_requests,
@@ -151,7 +154,7 @@ def _load(
         return ModelRunner(
             model=model,
             attention=attention,
-            pool=KVPool(spec.kv_layouts, spec.page_size, num_pages, device),
+            pool=KVPool(spec.kv_layouts, spec.page_size, num_pages, device, scales),
             table=table,
             sampling=sampling,
             sampler=sampler,

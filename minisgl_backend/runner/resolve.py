@@ -18,6 +18,7 @@ log = logging.getLogger(__name__)
 # A longer step keeps the device busy for longer than the host needs to launch it, with a small model too: Qwen3-0.6B's
 # first token after 2,048 takes 6.3 ms in pieces and 11.7 kernel by kernel on an H200, after 4,096 12 either way.
 DEFAULT_GRAPH_TOKENS = 2048
+_KV_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp8_e4m3": "float8_e4m3fn"}
 EAGER_GRAPH_MAX_BS = 32  # on the CPU, where there is no memory of graphs to choose it from
 
 
@@ -36,12 +37,14 @@ def resolve(
     _check_tensor_parallel(config, model, device)
     capability = None if device.capability is None else 10 * device.capability[0] + device.capability[1]
     dtype = _dtype(config.dtype, model.dtype, device)
+    kv_dtype = _KV_DTYPES.get(config.kv_cache_dtype, dtype)
     attention = choose_attention(
         config.attention_backend,
         config.page_size,
         compute_capability=capability,
         head_dim=model.head_dim,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         why_missing=why_missing,
     )
     _check_num_pages(config.num_pages, attention.page_size)
@@ -52,6 +55,7 @@ def resolve(
         model_dir=str(model_dir),
         device=device.kind,
         dtype=dtype,
+        kv_dtype=kv_dtype,
         prefill_backend=attention.prefill,
         decode_backend=attention.decode,
         page_size=attention.page_size,

@@ -66,6 +66,12 @@ def test_the_warning_says_how_to_get_the_better_one() -> None:
         (90, {"head_dim": 512}, ("torch", "torch")),
         (100, {"head_dim": 256, "dtype": "float16"}, ("trtllm", "trtllm")),
         (None, {"head_dim": 100, "dtype": "float32"}, ("torch", "torch")),
+        (90, {"kv_dtype": "float8_e4m3fn"}, ("triton", "triton")),  # fa would round the queries too
+        (100, {"kv_dtype": "float8_e4m3fn"}, ("fi", "fi")),
+        (80, {"kv_dtype": "float8_e4m3fn"}, ("fi", "fi")),
+        (75, {"kv_dtype": "float8_e4m3fn", "dtype": "float16"}, ("torch", "torch")),
+        (90, {"kv_dtype": "float16"}, ("triton", "triton")),
+        (None, {"kv_dtype": "float8_e4m3fn", "dtype": "float32"}, ("torch", "torch")),
     ],
 )
 def test_the_automatic_choice_serves_the_model(
@@ -83,6 +89,11 @@ def test_the_automatic_choice_serves_the_model(
         ("fa,triton", {"head_dim": 100}, "fa serves head sizes to 256 divisible by 8; this model has 100"),
         ("fa,triton", {"dtype": "float32"}, "fa serves float16 and bfloat16, not float32"),
         ("triton", {"head_dim": 288}, "triton serves head sizes to 256; this model has 288"),
+        (
+            "fi",
+            {"kv_dtype": "float16"},
+            "fi serves a KV cache in bfloat16, as the queries are, or fp8_e4m3, not float16",
+        ),
     ],
 )
 def test_a_named_backend_that_cannot_serve_the_model_is_refused(
@@ -90,6 +101,16 @@ def test_a_named_backend_that_cannot_serve_the_model_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=words):
         choose(requested, 90, **model)
+
+
+@pytest.mark.parametrize(("requested", "capability"), [("triton", 80), ("trtllm", 100), ("fa,triton", 80)])
+def test_an_fp8_cache_is_refused_where_nobody_reads_it(requested: str, capability: int) -> None:
+    with pytest.raises(
+        ConfigError, match=f"reads no KV cache in fp8_e4m3 on a GPU of compute capability {capability / 10}"
+    ):
+        choose(requested, capability, kv_dtype="float8_e4m3fn")
+    for name in ("triton", "fi", "fa", "fa,trtllm"):
+        choose(name, 90, kv_dtype="float8_e4m3fn")
 
 
 def install_fa(

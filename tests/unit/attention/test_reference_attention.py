@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.torch_ops import store_tokens
+from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
 from minisgl_backend.kv.pool import KVPool
 from tests.specs import make_pool, one_group
 
@@ -42,7 +45,7 @@ class World:
         generator = torch.Generator().manual_seed(seed)
         self.spec = spec
         pages = MAX_ROWS * spec.max_pages_per_row
-        self.pool = make_pool(spec, pages)
+        self.pool: Any = make_pool(spec, pages)
         (self.group,) = spec.groups
         order = torch.randperm(pages, generator=generator) + 1
         self.page_table = order.view(MAX_ROWS, -1).int()
@@ -170,6 +173,23 @@ def test_what_it_cannot_serve_is_refused_at_start() -> None:
     spec = make_spec(16, num_q_heads=3)
     with pytest.raises(ConfigError):
         TorchBackend(spec, spec.groups[0])
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_an_fp8_cache(page_size: int, window: int | None) -> None:
+    """Keys and values that FP8 holds exactly, with scales: what is attended is what was stored."""
+    world = World(make_spec(page_size, window=window, kv_dtype=FP8))
+    kv = LayerKV(world.pool.layer(1).k, world.pool.layer(1).v, KVScales(0.25, 2.0))
+    positions = torch.arange(MAX_SEQ_LEN)
+    for row in range(MAX_ROWS):
+        slots = world.page_table[row, positions // page_size] * page_size + positions % page_size
+        for cache, tokens, scale in ((kv.k, world.k[row], 0.25), (kv.v, world.v[row], 2.0)):
+            tokens.copy_((tokens / scale).to(FP8).float() * scale)
+            store_tokens(cache, tokens, slots, scale)
+    world.pool = SimpleNamespace(layer=lambda index: kv)
+    world.check([(0, 5, 5), (3, 7, 40), (2, 1, 65)], [(1, 1), (4, 64), (5, 129)])
+    assert kv.k.element_size() == 1
 
 
 def test_pool_sizes() -> None:

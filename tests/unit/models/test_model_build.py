@@ -12,7 +12,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.build import build_model, weight_parts
+from minisgl_backend.kv.layout import KVScales
+from minisgl_backend.models.build import build_model, read_kv_scales, weight_parts
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
 from tests.parity.checkpoints import CHECKPOINTS, save_checkpoint
@@ -140,6 +141,27 @@ def test_an_output_projection_of_its_own_counts_though_the_config_ties_it(
     assert "lm_head.weight differs from model.embed_tokens.weight" in caplog.text
     reference = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
     torch.testing.assert_close(reference.lm_head(hidden), hidden @ own.t())
+
+
+def test_scales_of_an_fp8_cache(qwen3: Path) -> None:
+    """Both spellings, and 1 for layers that have none; without an FP8 cache nobody minds them."""
+    config = ModelConfig.load(qwen3)
+    assert read_kv_scales(config, qwen3) == [KVScales()] * 3
+    change(
+        qwen3,
+        model__layers__0__self_attn__k_scale=torch.tensor(0.5),
+        model__layers__0__self_attn__v_scale=torch.tensor([0.25]),
+        model__layers__2__self_attn__k_proj__k_scale=torch.tensor(2.0, dtype=torch.bfloat16),
+    )
+    assert read_kv_scales(config, qwen3) == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
+    build(qwen3)
+
+
+@pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor(float("nan")), torch.ones(2)])
+def test_a_scale_that_is_none(qwen3: Path, scale: torch.Tensor) -> None:
+    change(qwen3, model__layers__1__self_attn__v_scale=scale)
+    with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.v_scale.*one finite number above 0"):
+        read_kv_scales(ModelConfig.load(qwen3), qwen3)
 
 
 def test_weights_in_another_format_come_with_a_hint(qwen3: Path) -> None:

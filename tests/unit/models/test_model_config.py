@@ -205,6 +205,19 @@ def test_windows_refused_by_name(changes: dict[str, Any], named: str) -> None:
         read(**changes)
 
 
+def test_scales_of_an_fp8_cache_are_no_quantization_of_weights() -> None:
+    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
+    read(quantization_config={"quant_method": "compressed-tensors", "config_groups": {}, "kv_cache_scheme": scheme})
+    for changes in (
+        {"config_groups": {"group_0": {}}, "kv_cache_scheme": scheme},
+        {"kv_cache_scheme": {**scheme, "type": "int"}},
+        {"kv_cache_scheme": {**scheme, "dynamic": True}},
+        {"kv_cache_scheme": None},
+    ):
+        with pytest.raises(ConfigError, match="quantization_config"):
+            read(quantization_config={"quant_method": "compressed-tensors", **changes})
+
+
 def test_the_longest_sequence_may_be_made_shorter_never_longer() -> None:
     assert read().max_seq_len() == 1024
     assert read().max_seq_len(10) == 10

@@ -55,6 +55,21 @@ def test_dtype(device: DeviceFacts, saved: str, requested: str, expected: str) -
     assert resolved(device, saved, dtype=requested).dtype == expected
 
 
+@pytest.mark.parametrize(
+    ("device", "requested", "expected"),
+    [
+        (HOPPER, "auto", "bfloat16"),
+        (HOPPER, "bf16", "bfloat16"),
+        (HOPPER, "fp8_e4m3", "float8_e4m3fn"),
+        (CPU, "auto", "float32"),
+        (CPU, "fp8_e4m3", "float8_e4m3fn"),
+        (CPU, "float16", "float16"),
+    ],
+)
+def test_the_format_of_the_cache(device: DeviceFacts, requested: str, expected: str) -> None:
+    assert resolved(device, kv_cache_dtype=requested).kv_dtype == expected
+
+
 def test_on_a_cpu() -> None:
     runtime = resolved(CPU)
     assert (runtime.device, runtime.prefill_backend, runtime.decode_backend) == ("cpu", "torch", "torch")
