@@ -16,4 +16,4 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Other people's tests, which tests/e2e/test_third_party_clients.py runs against a server.
-collect_ignore = ["third_party"]
+collect_ignore = ["third_party", "e2e/vllm_ci"]

@@ -10,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,12 +42,22 @@ def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 class RunningServer:
     """A server for the length of a `with` block; its log is shown where it does not start or leaves work behind."""
 
-    def __init__(self, folder: Path, parameters: dict[str, str], *, fronts: int = 1, exit_seconds: int = 10) -> None:
-        """`exit_seconds`: how long it waits at its end for requests that are not finished."""
+    def __init__(
+        self,
+        folder: Path,
+        parameters: dict[str, str],
+        *,
+        fronts: int = 1,
+        exit_seconds: int = 10,
+        prepare: Callable[[Path], None] = lambda repository: None,
+    ) -> None:
+        """`exit_seconds`: how long it waits at its end for requests that are not finished; `prepare` may change the
+        rendered repository."""
         self._folder = folder
         self._parameters = parameters
         self._fronts = fronts
         self._exit_seconds = exit_seconds
+        self._prepare = prepare
 
     def __enter__(self) -> Server:
         try:
@@ -61,6 +71,7 @@ class RunningServer:
         text = config.read_text(encoding="utf-8")
         assert "count: 1 kind" in text
         config.write_text(text.replace("count: 1 kind", f"count: {self._fronts} kind"), encoding="utf-8")
+        self._prepare(repository)
         self._log = self._folder / "log"
         http, grpc, metrics = free_ports(3)
         arguments = ["--model-repository", str(repository), "--exit-timeout-secs", str(self._exit_seconds)]
