@@ -40,9 +40,9 @@ class OutputFieldEncoder:
             arrays["cumulative_logprob"] = floats([delta.cumulative_logprob for delta in deltas])
         if options.logprobs:
             entries = [() if options.null_logprobs else delta.logprobs for delta in deltas]
-            arrays["logprobs"] = texts([self._logprobs_json(one) for one in entries])
+            arrays["logprobs"] = texts([self._logprobs_json(one, options.token_bytes) for one in entries])
         if options.prompt_logprobs and first and deltas[0].index == 0:  # once: all sequences have the same prompt
-            arrays["prompt_logprobs"] = texts([self._logprobs_json(stream.prompt_logprobs)])
+            arrays["prompt_logprobs"] = texts([self._logprobs_json(stream.prompt_logprobs, options.token_bytes)])
         if options.log_probs:
             _add_log_probs(arrays, stream, deltas)
         if len(deltas) == 1 and (len(stream.sequences) > 1 or options.apart):
@@ -56,29 +56,29 @@ class OutputFieldEncoder:
             _add_metrics(arrays, metrics)
         return arrays
 
-    def _logprobs_json(self, entries: Sequence[TokenLogprobs]) -> str:
+    def _logprobs_json(self, entries: Sequence[TokenLogprobs], with_bytes: bool) -> str:
         """vllm_backend's form: for each position {token id: {logprob, rank, decoded_token}}; "null" for none.
 
-        As there, the token of the position comes first, then the most likely ones; with `bytes` beside a
-        `decoded_token` that is not whole characters.
+        As there, the token of the position comes first, then the most likely ones. `with_bytes`: there are `bytes`
+        beside a `decoded_token` that is not whole characters.
         """
         if not entries:
             return "null"
         # Position by position: one call for those of a long prompt would keep the interpreter from all other streams.
-        return f"[{', '.join(json.dumps(self._position(entry), ensure_ascii=False) for entry in entries)}]"
+        return f"[{', '.join(json.dumps(self._position(entry, with_bytes), ensure_ascii=False) for entry in entries)}]"
 
-    def _position(self, entry: TokenLogprobs) -> dict[str, dict[str, Any]]:
-        position = {str(entry.token_id): self._logprob(entry.token_id, entry.logprob, entry.rank)}
+    def _position(self, entry: TokenLogprobs, with_bytes: bool) -> dict[str, dict[str, Any]]:
+        position = {str(entry.token_id): self._logprob(entry.token_id, entry.logprob, entry.rank, with_bytes)}
         for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top, strict=True), start=1):
-            position[str(token_id)] = self._logprob(token_id, logprob, rank)
+            position[str(token_id)] = self._logprob(token_id, logprob, rank, with_bytes)
         return position
 
-    def _logprob(self, token_id: int, logprob: float, rank: int) -> dict[str, Any]:
+    def _logprob(self, token_id: int, logprob: float, rank: int, with_bytes: bool) -> dict[str, Any]:
         # JSON has no infinities; a token that cannot be sampled has the logarithm of the smallest float instead.
         logprob = max(logprob, -1e4)
         text = self._vocabulary.token_text(token_id)
         found: dict[str, Any] = {"logprob": logprob, "rank": rank, "decoded_token": text}
-        if "\N{REPLACEMENT CHARACTER}" in text:
+        if with_bytes and "\N{REPLACEMENT CHARACTER}" in text:
             found["bytes"] = list(self._vocabulary.table(False)[token_id])
         return found
 

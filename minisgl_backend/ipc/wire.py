@@ -24,6 +24,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     finish_reason: bool = False
     cumulative_logprob: bool = False
     logprobs: bool = False
+    token_bytes: bool = True  # beside a token of log-probabilities that is not whole characters: vllm_backend has none
     null_logprobs: bool = False  # `logprobs` is "null": vllm_backend's answer where nothing said how many
     prompt_logprobs: bool = False
     num_input_tokens: bool = False

@@ -198,6 +198,7 @@ class RequestCodec:
             finish_reason=fields.get("return_finish_reason", False),
             cumulative_logprob=fields.get("return_cumulative_logprob", False),
             logprobs=wants_logprobs,
+            token_bytes=not is_vllm,
             null_logprobs=wants_logprobs and "logprobs" not in fields,
             prompt_logprobs=params.prompt_logprobs is not None,
             num_input_tokens=fields.get("return_num_input_tokens", False),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -28,18 +29,18 @@ QUESTION = "What is 17 + 25?"
 COUNT = "Count from 1 to 60."
 
 
-def run(*command: object, expected: int = 0, **environment: str) -> str:
-    """What the command writes; it has to end with that exit status."""
+def run(*command: object, seconds: float = PATIENCE_SECONDS, **environment: str) -> str:
+    """What the command writes; it has to end well."""
     done = subprocess.run(
         [sys.executable, *map(str, command)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=PATIENCE_SECONDS,
+        timeout=seconds,
         check=False,
     )
-    assert done.returncode == expected, done.stdout[-3000:]
+    assert done.returncode == 0, done.stdout[-3000:]
     return done.stdout
 
 
@@ -123,9 +124,12 @@ def test_end_to_end_client_gets_json(server: Server) -> None:
     ],
 )
 def test_end_to_end_client_hears_what_is_not_served(server: Server, options: tuple[object, ...], message: str) -> None:
-    url = f"127.0.0.1:{server.grpc}"
-    output = run(TENSORRT_LLM / "end_to_end_grpc_client.py", "-u", url, "-p", QUESTION, *options)
-    assert message in output
+    command = (TENSORRT_LLM / "end_to_end_grpc_client.py", "-u", f"127.0.0.1:{server.grpc}", "-p", QUESTION)
+    for _ in range(3):  # tritonserver 2.51 may leave a call open behind its error, and this client waits for its end
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            assert message in run(*command, *options, seconds=30.0)
+            return
+    pytest.fail("the client was never told")
 
 
 # ---- TensorRT-LLM's inflight_batcher_llm_client.py, on `tensorrt_llm`: token ids in, token ids out
