@@ -8,6 +8,7 @@ is left.
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import types
 import typing
@@ -23,6 +24,7 @@ BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 CACHE_TYPES = ("radix", "naive")
 POLICIES = ("fcfs", "lpm")
 RUNNERS = ("model", "null")
+HANG_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,9 @@ class Environment:
     # MINISGL_EAGER_GRAPHS=1: what is captured on a GPU (padding, static buffers, order of the collectives) without a
     # capture, on any device; for tests
     eager_graphs: bool = False
+    # MINISGL_HANG_SECONDS: how long a process of the engine may be silent, and a step may wait for other ranks or for
+    # the device, until the engine counts as hanging
+    hang_s: float = HANG_S
 
     @classmethod
     def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
@@ -284,7 +289,19 @@ class Environment:
             null_runner_log=environ.get("MINISGL_NULL_RUNNER_LOG", ""),
             null_runner_scripts=environ.get("MINISGL_NULL_RUNNER_SCRIPTS", ""),
             eager_graphs=bool(_environment_flag(environ, "MINISGL_EAGER_GRAPHS")),
+            hang_s=_environment_seconds(environ, "MINISGL_HANG_SECONDS", HANG_S),
         )
+
+
+def _environment_seconds(environ: Mapping[str, str], name: str, default: float) -> float:
+    text = environ.get(name, "")
+    try:
+        seconds = float(text) if text else default
+    except ValueError:
+        seconds = 0.0
+    if not (math.isfinite(seconds) and seconds >= 2.0):  # a sign comes every second
+        raise ConfigError(f"{name} is {text!r}; allowed: a number of seconds, 2 or more")
+    return seconds
 
 
 def _environment_flag(environ: Mapping[str, str], name: str) -> bool | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import time
+import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -94,9 +95,14 @@ class LLM:
         self._engine: Engine | None = None
         set_openmp_defaults()
         self.config = EngineConfig(model=model, **options)
+        note_loss = weakref.WeakMethod(self._note_loss)  # a thread that watches other ranks must not keep this alive
         self._engine = build_engine(
-            self.config, environment or Environment.read(), on_follower_death=self._note_follower_death
+            self.config,
+            environment or Environment.read(),
+            on_hang_or_death=lambda reason: (note := note_loss()) and note(reason),
         )
+        # Also where a script ends without `close`: before Python takes apart what it needs, unlike __del__.
+        self._close_engine = weakref.finalize(self, self._engine.close)
         model_dir = self._engine.model_dir
         self._vocabulary = self._load_vocabulary(model_dir)
         self._model_dir = model_dir
@@ -112,12 +118,8 @@ class LLM:
 
     def close(self) -> None:
         """Frees the model and ends the followers. Safe to call twice."""
-        engine, self._engine = self._engine, None
-        if engine is not None:
-            engine.close()
-
-    def __del__(self) -> None:
-        self.close()
+        self._engine = None
+        self._close_engine()
 
     def _load_vocabulary(self, model_dir: Path) -> Vocabulary:
         if has_tokenizer(model_dir):
@@ -239,7 +241,7 @@ class LLM:
             with bar:
                 while waiting or open_streams:
                     self._feed(waiting, open_streams)
-                    if not core.step() and core.waits_for_compiler:
+                    if not self._step() and core.waits_for_compiler:
                         time.sleep(COMPILER_WAIT_S)
                     self._raise_rejected()
                     ended = self._take(core.take_outputs(), open_streams)
@@ -283,6 +285,18 @@ class LLM:
                     self.engine.core.abort([uid], FinishReason.STOP)
         return before - len(open_streams)
 
+    def _step(self) -> bool:
+        engine = self.engine
+        try:
+            with engine.heartbeat.step():
+                busy = engine.core.step()
+        except EngineDeadError as error:
+            self._dead = self._dead or str(error)
+            raise EngineDeadError(self._dead) from error
+        if self._dead:  # what a step computes without its other ranks is no answer
+            raise EngineDeadError(self._dead)
+        return busy
+
     def _abandon(self, open_streams: dict[int, _Stream]) -> None:
         """Leaves an engine that the next call can use."""
         if self._engine is None or self._dead:
@@ -296,12 +310,12 @@ class LLM:
     def _drain(self) -> None:
         """Commits what is in flight of sequences that have ended, so that they hold no pages until the next call."""
         core = self.engine.core
-        while core.step():
+        while self._step():
             pass
         core.take_outputs()
         core.take_rejected()
 
-    def _note_follower_death(self, reason: str) -> None:
+    def _note_loss(self, reason: str) -> None:
         self._dead = reason
 
 

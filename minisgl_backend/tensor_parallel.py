@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any
 
@@ -31,6 +32,8 @@ class TensorParallel:
         self.size = size
         self._group = group
         self._device = device
+        self._leaver = None if group is None else _Leaver(group.abort if device.type == "cuda" else group.shutdown)
+        self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
 
     @classmethod
     def single(cls) -> TensorParallel:
@@ -75,10 +78,19 @@ class TensorParallel:
             raise ConfigError(f"rank {rank} of {size} could not join the others at {host}:{port}: {error}") from error
         return tp
 
+    def note_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:
+        """From now on collectives in which the host waits for other ranks run inside of `waiting()`: those of the CPU.
+
+        A GPU's are only launched here.
+        """
+        if self._device.type == "cpu":
+            self._waiting = waiting
+
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sums over the ranks, in place; returns the tensor."""
         if self._group is not None:
-            self._group.allreduce([tensor]).wait()
+            with self._waiting():
+                self._group.allreduce([tensor]).wait()
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -87,7 +99,8 @@ class TensorParallel:
             return tensor.unsqueeze(0)
         count, *rest = tensor.shape
         gathered = torch.empty((self.size * count, *rest), dtype=tensor.dtype, device=tensor.device)
-        self._group._allgather_base(gathered, tensor.contiguous()).wait()
+        with self._waiting():
+            self._group._allgather_base(gathered, tensor.contiguous()).wait()
         return gathered.view(self.size, count, *rest)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0) -> torch.Tensor:
@@ -95,7 +108,8 @@ class TensorParallel:
         if self._group is not None:
             options = dist.BroadcastOptions()
             options.rootRank = source
-            self._group.broadcast([tensor], options).wait()
+            with self._waiting():
+                self._group.broadcast([tensor], options).wait()
         return tensor
 
     def minimum(self, value: int) -> int:
@@ -114,23 +128,39 @@ class TensorParallel:
         NCCL waits for captured graphs that hold collectives: they are to be freed before. Returns after CLOSE_S at the
         latest, whatever the other ranks do.
         """
-        group, self._group = self._group, None
-        if group is None:
-            return
-        # An abort also ends collectives that wait for a rank which has died.
-        leave = group.abort if self._device.type == "cuda" else group.shutdown
-        leaving = threading.Thread(target=_leave, args=(leave,), name="leave-group", daemon=True)
-        leaving.start()
-        leaving.join(CLOSE_S)
-        if leaving.is_alive():
+        self.abandon()
+        leaver, self._leaver = self._leaver, None
+        if leaver is not None and not leaver.join(CLOSE_S):
             log.warning("rank %d could not leave its group within %g s; it is left behind", self.rank, CLOSE_S)
 
+    def abandon(self) -> None:
+        """Begins to leave the group. On a GPU that ends collectives which wait for a rank that is gone: whoever waits
+        for their results goes on, and must not use them."""
+        self._group = None
+        if self._leaver is not None:
+            self._leaver.go.set()
 
-def _leave(leave: Callable[[], None]) -> None:
-    try:
-        leave()
-    except RuntimeError as error:  # the others may have gone first
-        log.debug("leaving the group: %s", error)
+
+class _Leaver:
+    """A thread that leaves a group when it is told to. It waits from the start: none can begin while Python ends."""
+
+    def __init__(self, leave: Callable[[], None]) -> None:
+        self.go = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=(leave,), name="leave-group", daemon=True)
+        self._thread.start()
+
+    def join(self, timeout_s: float) -> bool:
+        """Waits for its end, and so for that of the group; whether it came. Python must not end in between: a thread
+        that is in a destructor then ends the process with SIGABRT."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def _run(self, leave: Callable[[], None]) -> None:
+        self.go.wait()
+        try:
+            leave()  # an abort also ends collectives that wait for a rank which has died
+        except RuntimeError as error:  # the others may have gone first
+            log.debug("leaving the group: %s", error)
 
 
 def device_of_rank(kind: str, rank: int) -> torch.device:

@@ -22,6 +22,7 @@ from minisgl_backend.engine.core import EngineCore, StepRunner
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
+from minisgl_backend.host.liveness import Heartbeat
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -50,6 +51,7 @@ class Engine:
     welcome: Welcome
     model_dir: Path
     model: ModelConfig
+    heartbeat: Heartbeat  # whoever calls `core.step` is to do so inside of `heartbeat.step`
     _close: Callable[[], None]
 
     def close(self) -> None:
@@ -59,18 +61,27 @@ class Engine:
 
 
 def build_engine(
-    config: EngineConfig, environment: Environment, *, on_follower_death: Callable[[str], None] = log.critical
+    config: EngineConfig,
+    environment: Environment,
+    *,
+    on_hang_or_death: Callable[[str], None] = log.critical,
+    heartbeat: Heartbeat | None = None,
 ) -> Engine:
     """Raises ConfigError for whatever cannot be served.
 
-    `on_follower_death` is called on a thread of its own, with a reason, when a tensor-parallel follower has died.
+    `on_hang_or_death` is called on a thread of its own, with a reason, when a step does not come to an end or a
+    tensor-parallel follower has died. `heartbeat`: this process's, where it has one already.
     """
+    heartbeat = heartbeat or Heartbeat(environment.hang_s)
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = ModelConfig.load(model_dir)
     if config.runner == "null":
         runner, limits, description, close = _null_runner(config, environment, model_dir, model)
+        heartbeat.ready(on_cpu=False)
     else:
-        runner, limits, description, close = _model_runner(config, environment, model_dir, model, on_follower_death)
+        runner, limits, description, close = _model_runner(
+            config, environment, model_dir, model, on_hang_or_death, heartbeat
+        )
     overlap = environment.overlap
     try:
         grammars = Grammars(
@@ -91,7 +102,7 @@ def build_engine(
         num_pages=limits.num_pages,
         description=f"{description}, {'overlapped' if overlap else 'sequential'} scheduling",
     )
-    return Engine(core, welcome, model_dir, model, close)
+    return Engine(core, welcome, model_dir, model, heartbeat, close)
 
 
 def resolve_options(config: EngineConfig, environment: Environment) -> tuple[RuntimeConfig, ModelConfig]:
@@ -118,21 +129,26 @@ def _model_runner(
     environment: Environment,
     model_dir: Path,
     model: ModelConfig,
-    on_follower_death: Callable[[str], None],
+    on_hang_or_death: Callable[[str], None],
+    heartbeat: Heartbeat,
 ) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
     if config.tp == 1:
         runtime, description = _resolve(config, environment, model_dir, model)
+        _announce_compiling(runtime, heartbeat)
         runner = _build_runner(runtime, model)
+        heartbeat.ready(on_cpu=runtime.device == "cpu")
         return runner, _limits(runtime, model, runner), description, lambda: None
     model.check_tensor_parallel(config.tp)  # before any process is started for what cannot be
     followers = Followers.start(config, environment)
     try:
         runtime, description = _resolve(config, environment, model_dir, model)
-        tp = followers.connect(runtime.device)
-        followers.watch(on_follower_death)
+        tp = followers.connect(runtime.device, heartbeat)
+        followers.watch(on_hang_or_death, heartbeat)
+        _announce_compiling(runtime, heartbeat)
         runner = _build_runner(runtime, model, tp)
         limits = _limits(runtime, model, runner, tp)
         followers.note_ready()
+        heartbeat.ready(on_cpu=runtime.device == "cpu")
     except BaseException:
         followers.close()
         raise
@@ -156,6 +172,12 @@ def _resolve(
         f"{f' x {config.tp}' if config.tp > 1 else ''}, attention {runtime.prefill_backend},{runtime.decode_backend}, "
         f"pages of {runtime.page_size} tokens"
     )
+
+
+def _announce_compiling(runtime: RuntimeConfig, heartbeat: Heartbeat) -> None:
+    from minisgl_backend.runner.compiling import announce_compiling
+
+    announce_compiling(runtime.device, heartbeat.compiling, heartbeat.compiled)
 
 
 def _build_runner(runtime: RuntimeConfig, model: ModelConfig, tp: TensorParallel | None = None) -> ModelRunner:

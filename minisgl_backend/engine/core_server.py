@@ -8,9 +8,11 @@ import logging
 import time
 from collections.abc import Callable
 
+from minisgl_backend.config import HANG_S
 from minisgl_backend.engine.cancellations import Cancellations
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.idle_cpus import IdleCpus
+from minisgl_backend.host.liveness import Heartbeat
 from minisgl_backend.ipc.channel import ALL, CoreChannel, Entries, split_by_front
 from minisgl_backend.ipc.messages import (
     Abort,
@@ -36,7 +38,6 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_MS = 500  # how long an idle core sleeps without a command
 STALLED_WAIT_MS = 2  # the same while something waits for what no command will bring
 COLLECT_EVERY_S = 60.0
-ALIVE_EVERY_S = 0.9
 
 
 class CoreServer:
@@ -49,18 +50,17 @@ class CoreServer:
         welcome: Welcome,
         *,
         idle_cpus: IdleCpus | None = None,
-        on_alive: Callable[[], None] = lambda: None,
+        heartbeat: Heartbeat | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`on_alive` is called about once a second, idle or busy, as long as steps come to an end."""
+        """`heartbeat` learns when a turn of the loop begins and ends."""
         self._core = core
         self._channel = channel
         self._welcome = welcome
         self._idle_cpus = idle_cpus or IdleCpus("sleep")
-        self._on_alive = on_alive
+        self._heartbeat = heartbeat or Heartbeat(HANG_S)
         self._clock = clock
         self._started = clock()
-        self._last_alive = self._started
         self._live: dict[int, set[int]] = {}  # uids that each front waits for
         self._cancellations = Cancellations()
         self._status = StatusLine(self._started)
@@ -79,7 +79,8 @@ class CoreServer:
         gc.disable()  # collections happen in `_housekeep`, not in a step
         busy = False
         while not self._stopped:
-            busy = self.turn(busy)
+            with self._heartbeat.step():
+                busy = self.turn(busy)
 
     def turn(self, busy: bool) -> bool:
         """Commands, a step, what came of it. `busy`: the turn before had something to do; returns whether this had."""
@@ -147,9 +148,6 @@ class CoreServer:
         if not (busy and self._was_busy):
             self._idle_cpus.note(busy, now)
         self._was_busy = busy
-        if now - self._last_alive >= ALIVE_EVERY_S:
-            self._last_alive = now
-            self._on_alive()
         if now >= self._status.due:
             self._status.update(self._core.stats(), now)
         if now - self._collected >= (COLLECT_EVERY_S if busy else 1.0):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import logging
 import os
 import socket
@@ -13,12 +14,14 @@ import msgspec
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.followers import HOST, LENGTH
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.liveness import Heartbeat, Sign
 from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
 from minisgl_backend.ipc.plan_codec import unpack_step
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.runner.async_output import PendingStep
 from minisgl_backend.runner.build import build_runner
+from minisgl_backend.runner.compiling import announce_compiling
 from minisgl_backend.runner.device import DeviceFacts
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.prefill_budget import measure_prefill_budget
@@ -42,9 +45,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         environment = Environment(**msgspec.json.decode(options.environment))
         log_to_stderr(name, environment.log_level)
-        runner = _build(EngineConfig(**msgspec.json.decode(options.config)), environment, options.rank, options.port)
+        config = EngineConfig(**msgspec.json.decode(options.config))
+        heartbeat = Heartbeat(environment.hang_s)
         with socket.socket(fileno=options.link_fd) as link:
-            _mirror(runner, link)
+            heartbeat.start(lambda sign: _tell(link, sign))
+            runner = _build(config, environment, options.rank, options.port, heartbeat)
+            _mirror(runner, link, heartbeat)
     except ConfigError as error:
         log.error("%s", error)
         return 2
@@ -55,24 +61,33 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def _build(config: EngineConfig, environment: Environment, rank: int, port: int) -> ModelRunner:
+def _tell(link: socket.socket, sign: Sign) -> None:
+    with contextlib.suppress(OSError):  # rank 0 has gone, or does not read: either ends this process in another way
+        link.send(sign, socket.MSG_DONTWAIT)
+
+
+def _build(config: EngineConfig, environment: Environment, rank: int, port: int, heartbeat: Heartbeat) -> ModelRunner:
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = ModelConfig.load(model_dir)
     runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment)
     share_cores(runtime.device, config.tp)
     tp = TensorParallel.connect(rank, config.tp, HOST, port, device_of_rank(runtime.device, rank))
+    tp.note_waits(heartbeat.waiting)
+    announce_compiling(runtime.device, heartbeat.compiling, heartbeat.compiled)
     runner = build_runner(runtime, model, tp)
     measure_prefill_budget(runner, runtime, tp)  # its steps are those of all ranks
+    heartbeat.ready(on_cpu=runtime.device == "cpu")
     return runner
 
 
-def _mirror(runner: ModelRunner, link: socket.socket) -> None:
+def _mirror(runner: ModelRunner, link: socket.socket, heartbeat: Heartbeat) -> None:
     previous: PendingStep | None = None
     while (frame := _read_frame(link)) is not None:
-        pending = runner.execute(runner.mirror(*unpack_step(frame)))
-        if previous is not None:
-            previous.wait()  # at most two steps in flight, as on rank 0; and errors of the device surface
-        previous = pending
+        with heartbeat.step():
+            pending = runner.execute(runner.mirror(*unpack_step(frame)))
+            if previous is not None:
+                previous.wait()  # at most two steps in flight, as on rank 0; and errors of the device surface
+            previous = pending
 
 
 def _read_frame(link: socket.socket) -> bytes | None:

@@ -17,6 +17,7 @@ import socket
 import struct
 import subprocess
 import threading
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ import numpy.typing as npt
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.core import PendingStep
 from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.host.liveness import PERIOD_S, Heartbeat, Liveness, Sign, wait_in_vain
 from minisgl_backend.host.spawn import start_child
 from minisgl_backend.ipc.plan_codec import pack_step
 from minisgl_backend.step import StepDecisions, StepPlan
@@ -46,21 +48,24 @@ START_GRACE_S = 5.0
 class Followers:
     """The follower processes of one engine, as rank 0 sees them."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, hang_s: float) -> None:
         self._size = size
+        self._hang_s = hang_s
         # Open from the start: a follower may be there first, and waits in the queue then.
         self._listener = socket.create_server((HOST, 0), backlog=size)
         self._processes: list[subprocess.Popen[bytes]] = []
         self._links: list[socket.socket] = []
         self._port = self._listener.getsockname()[1]
         self._tp: TensorParallel | None = None
+        self._on_gpu = False
+        self._watcher: threading.Thread | None = None
         self._ready = threading.Event()
         self._closed = threading.Event()
 
     @classmethod
     def start(cls, config: EngineConfig, environment: Environment) -> Followers:
         """Starts ranks 1 to tp - 1, with rank 0's settings."""
-        followers = cls(config.tp)
+        followers = cls(config.tp, environment.hang_s)
         settings = ["--config", _json(config), "--environment", _json(environment)]
         try:
             for rank in range(1, config.tp):
@@ -81,8 +86,10 @@ class Followers:
                 start_child("minisgl_backend.engine.follower", arguments, fds=(theirs.fileno(),), tied=tied)
             )
 
-    def connect(self, device: str) -> TensorParallel:
+    def connect(self, device: str, heartbeat: Heartbeat) -> TensorParallel:
         """Rank 0's collectives, once all followers have come. `device`: "cpu" or "cuda".
+
+        `heartbeat` learns when they wait for other ranks.
 
         Raises ConfigError where one ended instead.
         """
@@ -97,7 +104,8 @@ class Followers:
                 tp = outcome.get(timeout=0.1)
                 if isinstance(tp, Exception):
                     raise tp
-                self._tp = tp
+                tp.note_waits(heartbeat.waiting)
+                self._tp, self._on_gpu = tp, device == "cuda"
                 return tp
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None:
@@ -112,23 +120,60 @@ class Followers:
         except Exception as error:
             outcome.put(error)
 
-    def watch(self, on_death: Callable[[str], None]) -> None:
-        """Calls `on_death` with a reason, on a thread of its own, when a follower ends before `close`."""
-        threading.Thread(target=self._watch, args=(on_death,), name="follower-watch", daemon=True).start()
+    def watch(self, on_loss: Callable[[str], None], heartbeat: Heartbeat) -> None:
+        """Calls `on_loss` with a reason, on a thread of its own, when a follower ends before `close`, or when ranks
+        hang. If this process goes on after that, whatever waits for a follower goes on too, with an error or with
+        results that are not to be used.
+
+        `heartbeat`: rank 0's own.
+        """
+        heartbeat.start()
+        self._watcher = threading.Thread(
+            target=self._watch, args=(on_loss, heartbeat), name="follower-watch", daemon=True
+        )
+        self._watcher.start()
 
     def note_ready(self) -> None:
         """All ranks are built."""
         self._ready.set()
 
-    def _watch(self, on_death: Callable[[str], None]) -> None:
-        # Followers never say anything: their end of the link becomes readable when they end.
-        readable = select.select(self._links, [], [])[0]
+    def _watch(self, on_loss: Callable[[str], None], heartbeat: Heartbeat) -> None:
+        ranks = [Liveness(self._hang_s) for _ in self._links]
+        while (reason := self._look(ranks, heartbeat)) is None and not self._closed.is_set():
+            pass
         if not self._ready.is_set():
             # What stops a follower from starting mostly stops rank 0 too, in clearer words.
             self._closed.wait(START_GRACE_S)
-        if not self._closed.is_set():
-            rank = self._links.index(readable[0]) + 1
-            on_death(f"tensor-parallel rank {rank} of {self._size} ended")
+        if reason is None or self._closed.is_set():
+            return
+        on_loss(reason)
+        for process in self._processes:
+            process.kill()
+        if self._tp is not None and self._on_gpu:
+            self._tp.abandon()
+
+    def _look(self, ranks: list[Liveness], heartbeat: Heartbeat) -> str | None:
+        """Listens to the followers for a second; the reason for which the engine cannot go on."""
+        for link in select.select(self._links, [], [], PERIOD_S)[0]:
+            rank = self._links.index(link) + 1
+            try:
+                signs = link.recv(4096, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                continue
+            except OSError:
+                signs = b""
+            if not signs:
+                return f"tensor-parallel rank {rank} of {self._size} ended"
+            ranks[rank - 1].heard(signs)
+        now = time.monotonic()
+        for rank, liveness in enumerate(ranks, start=1):
+            if liveness.is_silent(now):
+                return f"tensor-parallel rank {rank} of {self._size} gave no sign of life for {self._hang_s:g} s"
+        signs_of_all = [heartbeat.sign, *(liveness.sign for liveness in ranks)]
+        if wait_in_vain(signs_of_all):
+            stuck = [str(rank) for rank, sign in enumerate(signs_of_all) if sign is Sign.STUCK]
+            return f"a step does not come to an end on tensor-parallel rank {' and '.join(stuck)} of {self._size}"
+        return None
 
     def send(self, plan: StepPlan, decisions: StepDecisions) -> None:
         """Hands the step to every follower. Raises EngineDeadError where one is gone."""
@@ -150,6 +195,8 @@ class Followers:
         for link in self._links:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
+        if self._watcher is not None:
+            self._watcher.join()  # it uses the links, and ends with them
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_GRACE_S)

@@ -1,8 +1,8 @@
 """The engine core's own process: `python -m minisgl_backend.engine.process`, started by a front.
 
 The parent passes the options as JSON and one end of a pipe; the process says on it when it is ready, or why it cannot
-start, and then a dot every second; the parent sees the process end when the pipe closes. Logs and progress go to
-stderr.
+start, and gives a sign of life every second; the parent sees the process end when the pipe closes. Logs and progress
+go to stderr.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from minisgl_backend.engine.build import build_engine
 from minisgl_backend.engine.core_server import CoreServer
 from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.host.liveness import Heartbeat, Sign
 from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
 from minisgl_backend.ipc.channel import CoreChannel
 from minisgl_backend.ipc.messages import StartReport
@@ -47,14 +48,16 @@ def main(arguments: list[str] | None = None) -> int:
         environment = Environment.read()
         log_to_stderr("engine", environment.log_level)
         config = EngineConfig(**msgspec.json.decode(options.config))
-        engine = build_engine(config, environment, on_follower_death=_end_at_once)
+        heartbeat = Heartbeat(environment.hang_s)
+        heartbeat.start(lambda sign: _tell(options.status_fd, sign, config.tp))
+        engine = build_engine(config, environment, on_hang_or_death=_end_at_once, heartbeat=heartbeat)
         channel = CoreChannel(options.socket_dir)
         service = CoreServer(
             engine.core,
             channel,
             engine.welcome,
             idle_cpus=IdleCpus(config.idle_cpus),
-            on_alive=lambda: _show_life(options.status_fd),
+            heartbeat=heartbeat,
         )
     except ConfigError as error:
         _report(options.status_fd, StartReport(kind="ConfigError", message=str(error)))
@@ -90,9 +93,11 @@ def _report(status_fd: int, report: StartReport) -> None:
     os.write(status_fd, msgspec.json.encode(report) + b"\n")
 
 
-def _show_life(status_fd: int) -> None:
+def _tell(status_fd: int, sign: Sign, tp: int) -> None:
     with contextlib.suppress(OSError):  # the parent has gone: that ends this process in another way
-        os.write(status_fd, b".")
+        os.write(status_fd, sign)
+    if sign is Sign.STUCK and tp == 1:  # where there are more ranks, it may rightly wait for one of them
+        _end_at_once("a step does not come to an end")
 
 
 if __name__ == "__main__":

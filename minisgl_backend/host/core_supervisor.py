@@ -16,9 +16,9 @@ from pathlib import Path
 
 import msgspec
 
-from minisgl_backend.config import EngineConfig
+from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
-from minisgl_backend.host.liveness import POLL_S, Liveness
+from minisgl_backend.host.liveness import PERIOD_S, Liveness, Sign
 from minisgl_backend.host.spawn import start_child
 from minisgl_backend.ipc.messages import StartReport
 
@@ -29,6 +29,7 @@ MAX_BACKOFF_S = 10.0
 STABLE_AFTER_S = 10.0  # a core that served this long starts the back-off anew; its start, however long, does not count
 LOCK_POLL_S = 0.1
 STOP_GRACE_S = 3.0
+ALL_SIGNS = b"".join(Sign)
 
 
 class Supervisor:
@@ -92,7 +93,7 @@ class Supervisor:
             ready_at: float | None = None
             try:
                 self._process = process = CoreProcess(self._config, self._socket_dir)
-            except EngineDeadError as error:
+            except MinisglError as error:
                 self._on_first_failure(error)
                 return
             try:
@@ -123,6 +124,7 @@ class CoreProcess:
     """One run of the core's process."""
 
     def __init__(self, config: EngineConfig, socket_dir: Path) -> None:
+        self._liveness = Liveness(Environment.read().hang_s)
         self._status_read, status_write = os.pipe()
         options = dataclasses.asdict(config)
         arguments = ["--socket-dir", str(socket_dir), "--config", msgspec.json.encode(options).decode()]
@@ -146,13 +148,19 @@ class CoreProcess:
         """
         text = b""
         while b"\n" not in text:
-            readable = select.select([self._status_read, stop_fd], [], [])[0]
+            readable = select.select([self._status_read, stop_fd], [], [], PERIOD_S)[0]
             if stop_fd in readable:
                 return
+            if self._status_read not in readable:
+                if self._liveness.is_silent(time.monotonic()):
+                    self._kill_hanging()
+                    raise EngineDeadError("the engine core hung while it started; its log says how far it came")
+                continue
             piece = os.read(self._status_read, 65536)
             if not piece:
                 raise EngineDeadError(f"the engine core ended while it started ({self.stop()}); its log says why")
-            text += piece
+            text = (text + piece).lstrip(ALL_SIGNS)
+            self._liveness.heard(piece)
         report = msgspec.json.decode(text.partition(b"\n")[0], type=StartReport)
         if report.kind == "ConfigError":
             raise ConfigError(report.message)
@@ -161,16 +169,18 @@ class CoreProcess:
 
     def wait_dead(self, stop_fd: int) -> None:
         """Returns when the process has ended, or `stop_fd` becomes readable; ends a process that hangs."""
-        liveness = Liveness(self.pid)
-        while stop_fd not in (readable := select.select([self._status_read, stop_fd], [], [], POLL_S)[0]):
+        while stop_fd not in (readable := select.select([self._status_read, stop_fd], [], [], PERIOD_S)[0]):
             if self._status_read in readable:
-                if not os.read(self._status_read, 65536):
+                if not (piece := os.read(self._status_read, 65536)):
                     return
-                liveness.heard()
-            elif liveness.hangs(time.monotonic()):
-                log.error("the engine core hangs; it is killed")
-                self._popen.kill()  # it would not obey SIGTERM
+                self._liveness.heard(piece)
+            elif self._liveness.is_silent(time.monotonic()):
+                self._kill_hanging()
                 return
+
+    def _kill_hanging(self) -> None:
+        log.error("the engine core hangs; it is killed")
+        self._popen.kill()  # it would not obey SIGTERM
 
     def stop(self) -> str:
         """Ends the process and says how it ended. Safe to call twice."""

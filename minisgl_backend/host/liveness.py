@@ -1,60 +1,179 @@
-"""Whether a process that should give a sign every second hangs: stopped, deadlocked, or lost in one step.
+"""Signs of life of the engine's processes, and what it means when they stay away.
 
-Reads /proc, so Linux only.
+Each process of an engine gives a sign every second, on a thread of its own, that says what its main thread is at. Two
+things end a process: silence, since then it is stopped or lost in a call that never comes back; and a step that does
+not come to an end, since then it waits for what will not come: a rank that left, a device that does not answer. What
+may take long says so: starting, compiling a kernel, and steps that the CPU itself computes.
 """
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
+import contextlib
+import enum
+import faulthandler
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
 
-POLL_S = 1.0
-IDLE_HANG_S = 10.0  # silent, and it and all its children use no processor: nothing will end that
-BUSY_HANG_S = 300.0  # silent however busy; the first step of a new kernel may compile for minutes
-IDLE_SHARE = 0.02  # of one processor
+PERIOD_S = 1.0  # from one sign to the next
+LONG_S = 300.0  # for what may take long
+
+
+class Sign(bytes, enum.Enum):
+    """What one sign says of the process that gives it."""
+
+    WELL = b"."
+    LOADING = b"l"  # it starts or compiles, and may hold the interpreter's lock for long
+    COMPUTING = b"c"  # the CPU computes a step
+    STUCK = b"s"  # the step that it is in does not come to an end
+
+
+_SIGNS = frozenset(sign.value for sign in Sign)
+
+
+class _Doing:
+    """What the main thread is at. Each is an object of its own: one that stays the same shows that nothing moves."""
+
+    __slots__ = ("limit_s", "sign")
+
+    def __init__(self, sign: Sign, limit_s: float) -> None:
+        self.sign = sign
+        self.limit_s = limit_s  # after which it counts as stuck
+
+
+class Heartbeat:
+    """The signs of this process. The main thread says what it does; a thread looks every second and passes it on.
+
+    A process starts as LOADING, until `ready`.
+    """
+
+    def __init__(self, hang_s: float) -> None:
+        """`hang_s`: how long a step may take that waits for others or for a device."""
+        self._hang_s = hang_s
+        self._on_cpu = False
+        self._doing: _Doing | None = _Doing(Sign.LOADING, float("inf"))
+        self._seen: _Doing | None = None
+        self._unmoved_s = 0.0
+        self._looked_at: float | None = None
+        self.sign = Sign.LOADING  # the latest
+        self._on_sign: Callable[[Sign], None] | None = None
+
+    def start(self, on_sign: Callable[[Sign], None] = lambda sign: None) -> None:
+        """Calls `on_sign` about every second from now on, on a thread of its own, as long as the process lives; and on
+        the main thread where that begins or ends what may take long.
+
+        Where that is so already, it stays so, and this changes nothing.
+        """
+        if self._on_sign is None:
+            self._on_sign = on_sign
+            on_sign(self.sign)
+            threading.Thread(target=self._beat, args=(on_sign,), name="heartbeat", daemon=True).start()
+
+    def ready(self, *, on_cpu: bool) -> None:
+        """The process has started. `on_cpu`: it computes its steps itself, which may take long."""
+        self._on_cpu = on_cpu
+        self._turn_to(None)
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """What runs inside must come to an end."""
+        before = self._doing
+        if before is not None and before.sign is Sign.LOADING:
+            yield  # the first steps belong to the start
+            return
+        self._doing = _Doing(Sign.COMPUTING, LONG_S) if self._on_cpu else _Doing(Sign.WELL, self._hang_s)
+        try:
+            yield
+        finally:
+            self._doing = before and _Doing(before.sign, before.limit_s)
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Inside, a step that the CPU computes waits for another rank."""
+        before = self._doing
+        if before is None or before.sign is not Sign.COMPUTING:
+            yield
+            return
+        self._doing = _Doing(Sign.WELL, self._hang_s)
+        try:
+            yield
+        finally:
+            self._doing = _Doing(before.sign, before.limit_s)
+
+    def compiling(self) -> None:
+        """A compiler runs until `compiled`, or until the step ends."""
+        if self._doing is not None and self._doing.sign is not Sign.LOADING:
+            self._turn_to(_Doing(Sign.LOADING, LONG_S))
+
+    def compiled(self) -> None:
+        """The compiler has ended."""
+        doing = self._doing
+        if doing is not None and doing.sign is Sign.LOADING and doing.limit_s == LONG_S:
+            self._turn_to(_Doing(Sign.WELL, self._hang_s))
+
+    def _turn_to(self, doing: _Doing | None) -> None:
+        """What others must know at once: a second later, this process may be able to say nothing."""
+        self._doing = doing
+        self.sign = Sign.WELL if doing is None else doing.sign
+        if self._on_sign is not None:
+            self._on_sign(self.sign)
+
+    def look(self, now: float) -> Sign:
+        """The sign to give; to be called every PERIOD_S. `now`: seconds of any steady clock.
+
+        Only time in which this thread ran counts: a process that was stopped, or a machine that slept, proves nothing.
+        """
+        doing = self._doing
+        gap = 0.0 if self._looked_at is None else min(now - self._looked_at, 2 * PERIOD_S)
+        self._looked_at = now
+        self._unmoved_s = self._unmoved_s + gap if doing is self._seen else 0.0
+        self._seen = doing
+        if doing is None:
+            self.sign = Sign.WELL
+        else:
+            self.sign = Sign.STUCK if self._unmoved_s >= doing.limit_s else doing.sign
+            if self.sign is Sign.COMPUTING and self._unmoved_s < 2 * PERIOD_S:
+                self.sign = Sign.WELL  # one short step after the other is nothing to wait for
+        return self.sign
+
+    def _beat(self, on_sign: Callable[[Sign], None]) -> None:
+        while True:
+            before = self.sign
+            sign = self.look(time.monotonic())
+            if sign is Sign.STUCK and before is not Sign.STUCK:
+                faulthandler.dump_traceback(sys.stderr)  # says where
+            on_sign(sign)
+            time.sleep(PERIOD_S)
 
 
 class Liveness:
-    """Silence of one process. Only time in which the watcher itself ran counts: a machine that slept proves nothing."""
+    """What another process's signs, or their absence, say of it."""
 
-    def __init__(self, pid: int) -> None:
-        self._pid = pid
-        self._silence = 0.0
-        self._last_look: float | None = None
-        self._used = 0.0
+    def __init__(self, hang_s: float) -> None:
+        """`hang_s`: how long it may be silent, where nothing has announced more."""
+        self._hang_s = hang_s
+        self._silent_s = 0.0
+        self._looked_at: float | None = None
+        self.sign = Sign.LOADING
 
-    def heard(self) -> None:
-        """The process gave a sign."""
-        self._silence, self._last_look = 0.0, None
+    def heard(self, data: bytes) -> None:
+        """Something came: signs, the latest last, or anything else, which shows life as well."""
+        if data[-1:] in _SIGNS:
+            self.sign = Sign(data[-1:])
+        self._silent_s, self._looked_at = 0.0, None
 
-    def hangs(self, now: float) -> bool:
-        """Call every POLL_S while nothing is heard; `now` in seconds of any steady clock."""
-        if self._last_look is None:
-            self._used = processor_seconds(self._pid)
-        else:
-            self._silence += min(now - self._last_look, 2 * POLL_S)
-        self._last_look = now
-        if self._silence < IDLE_HANG_S:
-            return False
-        used = processor_seconds(self._pid) - self._used
-        return used < IDLE_SHARE * self._silence or self._silence >= BUSY_HANG_S
+    def is_silent(self, now: float) -> bool:
+        """Whether it has given no sign for too long; to be called about every PERIOD_S.
 
-
-def processor_seconds(pid: int) -> float:
-    """What a process and its living descendants have used so far; 0 for what is gone."""
-    try:
-        # The name in parentheses may hold anything; the fields follow the last one.
-        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-        children = [text for task in Path(f"/proc/{pid}/task").iterdir() for text in _children(task)]
-    except OSError:
-        return 0.0
-    # User and system time, and those of children that have ended.
-    own = sum(int(ticks) for ticks in fields[11:15]) / os.sysconf("SC_CLK_TCK")
-    return own + sum(processor_seconds(int(child)) for child in children)
+        Only time in which the watcher itself ran counts.
+        """
+        if self._looked_at is not None:
+            self._silent_s += min(now - self._looked_at, 2 * PERIOD_S)
+        self._looked_at = now
+        return self._silent_s >= (LONG_S if self.sign is Sign.LOADING else self._hang_s)
 
 
-def _children(task: Path) -> list[str]:
-    try:
-        return (task / "children").read_text().split()
-    except OSError:
-        return []
+def wait_in_vain(signs: list[Sign]) -> bool:
+    """Whether processes that compute one step together hang: some are stuck, and none of the others is at work."""
+    return Sign.STUCK in signs and Sign.LOADING not in signs and Sign.COMPUTING not in signs
