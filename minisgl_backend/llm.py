@@ -29,8 +29,8 @@ from minisgl_backend.engine.build import Engine, build_engine
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
 from minisgl_backend.host.resources import set_openmp_defaults
 from minisgl_backend.request import FinishReason, Request, SamplingParams, check_prompt
-from minisgl_backend.scheduler.outputs import SequenceDetail, SequenceOutputs
-from minisgl_backend.step import Logprobs, StepStats
+from minisgl_backend.scheduler.outputs import SequenceOutputs
+from minisgl_backend.step import Logprobs, SequenceDetail, StepStats
 from minisgl_backend.text.output_processor import OutputProcessor
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, has_tokenizer, load_vocabulary
 
@@ -63,7 +63,7 @@ class RequestOutput:
     prompt_token_ids: list[int]
     completions: list[Completion]  # SamplingParams.n of them
     num_cached_tokens: int  # prompt tokens that the prefix cache supplied
-    prompt_logprobs: list[tuple[int, Logprobs]] | None  # of every prompt token but the first; None: not asked for
+    prompt_logprobs: list[Logprobs] | None  # of every prompt token but the first; None: not asked for
 
     @property
     def text(self) -> str:
@@ -381,7 +381,7 @@ class _Answer:
         self.request = Request(uid=uid, token_ids=np.array(token_ids, dtype="<i4").tobytes(), params=params)
         self.token_ids = token_ids
         self.cached_tokens = 0
-        self.prompt_logprobs: list[tuple[int, Logprobs]] = []
+        self.prompt_logprobs: list[Logprobs] = []
         self.streams = [_Stream(uid + index, self, vocabulary) for index in range(params.n)]
 
     def output(self) -> RequestOutput:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -134,14 +135,26 @@ class StepDecisions:
     prompt_logprobs: tuple[PromptLogprobsRequest, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Logprobs:
+class Logprobs(msgspec.Struct, frozen=True):
     """Log-probabilities of one position, after temperature 1 and before any truncation of the distribution."""
 
-    token: float  # of the token at that position
+    token_id: int  # the token at that position
+    logprob: float
     rank: int  # 1 for the most likely token
     top_ids: tuple[int, ...]
     top: tuple[float, ...]
+
+
+class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
+    """What few records of an answer need beside token and reason: from the scheduler to `LLM` and the fronts."""
+
+    # With the first token of a request's first sequence:
+    cached_tokens: int | None = None  # prompt tokens that the prefix cache supplied
+    first_planned: float = 0.0  # when the first step with a token of it was planned, time.monotonic() seconds
+    first_token: float = 0.0  # when that token was committed, likewise
+    prompt_logprobs: tuple[Logprobs, ...] = ()  # of every prompt token but the first
+    logprobs: Logprobs | None = None  # of the record's token
+    error: str = ""  # with FinishReason.ERROR
 
 
 @dataclass(frozen=True, slots=True)

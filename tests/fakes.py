@@ -9,9 +9,8 @@ import numpy as np
 
 from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.request import FinishReason, Request, SamplingParams
-from minisgl_backend.scheduler.outputs import SequenceDetail
 from minisgl_backend.scheduler.scheduler import Scheduler
-from minisgl_backend.step import Logprobs, StepPlan, StepResult
+from minisgl_backend.step import Logprobs, SequenceDetail, StepPlan, StepResult
 
 VOCAB_SIZE = 97
 
@@ -29,7 +28,8 @@ def next_token(position: int, last_token: int, forbidden: Iterable[int] = (), vo
 
 def fake_logprobs(position: int, token: int) -> Logprobs:
     """The log-probabilities that FakeRunner reports for a token at a position."""
-    return Logprobs(token=-0.5 - token / 8, rank=1 + position % 3, top_ids=(token,), top=(-0.5 - token / 8,))
+    logprob = -0.5 - token / 8
+    return Logprobs(token_id=token, logprob=logprob, rank=1 + position % 3, top_ids=(token,), top=(logprob,))
 
 
 @dataclass(frozen=True)

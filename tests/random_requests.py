@@ -64,7 +64,7 @@ class RandomAnswer:
     token_ids: list[int] = field(default_factory=list)
     reason: FinishReason = FinishReason.RUNNING
     logprobs: list[Logprobs] = field(default_factory=list)
-    prompt_logprobs: list[tuple[int, Logprobs]] = field(default_factory=list)
+    prompt_logprobs: list[Logprobs] = field(default_factory=list)
     error: str = ""
 
 
@@ -161,15 +161,15 @@ def assert_same(
             for a, b in zip(one.logprobs, other.logprobs, strict=False):
                 _assert_close(a, b, tolerance, what)
             if one.prompt_logprobs and other.prompt_logprobs:
-                assert [token for token, _ in one.prompt_logprobs] == [token for token, _ in other.prompt_logprobs]
-                for (_, a), (_, b) in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
+                for a, b in zip(one.prompt_logprobs, other.prompt_logprobs, strict=True):
                     _assert_close(a, b, tolerance, what)
             elif request.leaves_after is None:
                 assert bool(one.prompt_logprobs) == bool(other.prompt_logprobs), what
 
 
 def _assert_close(one: Logprobs, other: Logprobs, tolerance: float, what: str) -> None:
-    assert abs(one.token - other.token) <= tolerance, what
+    assert one.token_id == other.token_id, what
+    assert abs(one.logprob - other.logprob) <= tolerance, what
     assert len(one.top_ids) == len(other.top_ids), what
     assert all(abs(a - b) <= tolerance for a, b in zip(one.top, other.top, strict=True)), what
 

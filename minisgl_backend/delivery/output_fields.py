@@ -13,8 +13,8 @@ import numpy as np
 
 from minisgl_backend.delivery.arrays import Arrays, floats, ints, texts
 from minisgl_backend.delivery.stream import Delta, PerfMetrics, Stream
-from minisgl_backend.ipc.messages import TokenLogprobs
 from minisgl_backend.request import FinishReason
+from minisgl_backend.step import Logprobs
 from minisgl_backend.text.vocabulary import Vocabulary
 
 
@@ -56,7 +56,7 @@ class OutputFieldEncoder:
             _add_metrics(arrays, metrics)
         return arrays
 
-    def _logprobs_json(self, entries: Sequence[TokenLogprobs], with_bytes: bool) -> str:
+    def _logprobs_json(self, entries: Sequence[Logprobs], with_bytes: bool) -> str:
         """vllm_backend's form: for each position {token id: {logprob, rank, decoded_token}}; "null" for none.
 
         As there, the token of the position comes first, then the most likely ones. `with_bytes`: there are `bytes`
@@ -67,7 +67,7 @@ class OutputFieldEncoder:
         # Position by position: one call for those of a long prompt would keep the interpreter from all other streams.
         return f"[{', '.join(json.dumps(self._position(entry, with_bytes), ensure_ascii=False) for entry in entries)}]"
 
-    def _position(self, entry: TokenLogprobs, with_bytes: bool) -> dict[str, dict[str, Any]]:
+    def _position(self, entry: Logprobs, with_bytes: bool) -> dict[str, dict[str, Any]]:
         position = {str(entry.token_id): self._logprob(entry.token_id, entry.logprob, entry.rank, with_bytes)}
         for rank, (token_id, logprob) in enumerate(zip(entry.top_ids, entry.top, strict=True), start=1):
             position[str(token_id)] = self._logprob(token_id, logprob, rank, with_bytes)

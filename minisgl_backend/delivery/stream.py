@@ -11,9 +11,9 @@ import numpy as np
 
 from minisgl_backend.delivery.arrays import Arrays
 from minisgl_backend.delivery.credits import Credit
-from minisgl_backend.ipc.messages import SequenceDetail, TokenLogprobs
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, Part
 from minisgl_backend.request import FinishReason
+from minisgl_backend.step import Logprobs, SequenceDetail
 from minisgl_backend.text.output_processor import OutputProcessor
 from minisgl_backend.text.vocabulary import Vocabulary
 
@@ -46,7 +46,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     num_tokens: int
     reason: int  # FinishReason; 0: the sequence goes on
     index: int  # of the sequence, with n > 1
-    logprobs: tuple[TokenLogprobs, ...]
+    logprobs: tuple[Logprobs, ...]
     cumulative_logprob: float  # of the sequence so far
 
 
@@ -94,7 +94,7 @@ class Stream:
         self.sequences = [SequenceStream(self, uid + index, index, vocabulary) for index in range(spec.params.n)]
         self.num_unfinished = len(self.sequences)
         self.wants_details = spec.options.details or len(self.sequences) > 1
-        self.prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+        self.prompt_logprobs: tuple[Logprobs, ...] = ()
         self.reused_tokens = 0
         self.arrival_ns = time.time_ns()
         self.first_scheduled_ns = 0  # when the first step with a token of it was planned
@@ -160,7 +160,7 @@ class SequenceStream:
         self.index = index
         # Written by the receive thread, `reason` last.
         self.pending: list[int] = []
-        self.logprobs: list[TokenLogprobs] = []
+        self.logprobs: list[Logprobs] = []
         self.error = ""
         self.stop_token = False  # the last token is the one that ended the sequence
         self.reason = 0
@@ -205,9 +205,9 @@ class SequenceStream:
             self.stream.prompt_logprobs = detail.prompt_logprobs
         if detail.cached_tokens is not None:
             self.stream.reused_tokens = detail.cached_tokens
-        if detail.first_token_ns and not self.stream.first_token_ns:
-            self.stream.first_token_ns = detail.first_token_ns
-            self.stream.first_scheduled_ns = detail.first_scheduled_ns
+        if detail.first_token and not self.stream.first_token_ns:
+            self.stream.first_token_ns = _wall_clock_ns(detail.first_token)
+            self.stream.first_scheduled_ns = _wall_clock_ns(detail.first_planned)
         if detail.error:
             self.error = detail.error
 
@@ -245,6 +245,11 @@ class SequenceStream:
             logprobs=logprobs,
             cumulative_logprob=self.cumulative_logprob,
         )
+
+
+def _wall_clock_ns(monotonic: float) -> int:
+    """Nanoseconds since the epoch for seconds of time.monotonic(), which is the same in every process of a machine."""
+    return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)
 
 
 def _new_output(stream: Stream, vocabulary: Vocabulary) -> OutputProcessor:

@@ -21,17 +21,14 @@ from minisgl_backend.ipc.messages import (
     Hello,
     HistogramCounts,
     Outputs,
-    SequenceDetail,
     Stats,
     Submit,
-    TokenLogprobs,
     Welcome,
     front_of,
 )
 from minisgl_backend.request import FinishReason
-from minisgl_backend.scheduler.outputs import SequenceDetail as SchedulerDetail
 from minisgl_backend.scheduler.outputs import SequenceOutputs
-from minisgl_backend.step import Logprobs, StepStats
+from minisgl_backend.step import StepStats
 
 log = logging.getLogger(__name__)
 
@@ -171,37 +168,12 @@ def to_message(outputs: SequenceOutputs, entries: Entries = ALL) -> Outputs:
             places = {index: index for index in outputs.details}
         else:
             places = {index: place for place, index in enumerate(entries.tolist())}
-        details = {
-            places[index]: _detail(detail, int(outputs.token_ids[index]))
-            for index, detail in outputs.details.items()
-            if index in places
-        }
+        details = {places[index]: detail for index, detail in outputs.details.items() if index in places}
     return Outputs(
         uids=outputs.uids[entries].tobytes(),
         token_ids=outputs.token_ids[entries].tobytes(),
         reasons=outputs.reasons[entries].tobytes(),
         details=details,
-    )
-
-
-def _detail(detail: SchedulerDetail, token_id: int) -> SequenceDetail:
-    first_token_ns = first_scheduled_ns = 0
-    if detail.cached_tokens is not None:
-        first_token_ns = time.time_ns()
-        first_scheduled_ns = first_token_ns - int((time.monotonic() - detail.first_planned) * 1e9)
-    return SequenceDetail(
-        cached_tokens=detail.cached_tokens,
-        first_token_ns=first_token_ns,
-        first_scheduled_ns=first_scheduled_ns,
-        logprobs=None if detail.logprobs is None else _logprobs(token_id, detail.logprobs),
-        prompt_logprobs=tuple(_logprobs(token, logprobs) for token, logprobs in detail.prompt_logprobs),
-        error=detail.error,
-    )
-
-
-def _logprobs(token_id: int, logprobs: Logprobs) -> TokenLogprobs:
-    return TokenLogprobs(
-        token_id=token_id, logprob=logprobs.token, rank=logprobs.rank, top_ids=logprobs.top_ids, top=logprobs.top
     )
 
 

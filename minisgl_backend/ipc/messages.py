@@ -15,6 +15,7 @@ from typing import Literal
 import msgspec
 
 from minisgl_backend.request import Request
+from minisgl_backend.step import SequenceDetail
 
 CANCELLED = -1  # in a Ack, in place of the number of a chunk: the stream's client has left
 
@@ -59,28 +60,6 @@ class Welcome(msgspec.Struct, frozen=True, tag=True):
     page_size: int
     num_pages: int
     description: str  # model, backends, dtype: for logs
-
-
-class TokenLogprobs(msgspec.Struct, frozen=True):
-    """Log-probabilities of one position."""
-
-    token_id: int
-    logprob: float
-    rank: int
-    top_ids: tuple[int, ...]
-    top: tuple[float, ...]
-
-
-class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What few records need: sent only where it says something."""
-
-    # With the first token of a request's first sequence, as are prompt_logprobs:
-    cached_tokens: int | None = None  # prompt tokens that the prefix cache supplied
-    first_token_ns: int = 0  # when the core had that token, nanoseconds since the epoch
-    first_scheduled_ns: int = 0  # when the first step with a token of it was planned, likewise
-    logprobs: TokenLogprobs | None = None
-    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
-    error: str = ""  # with FinishReason.ERROR
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

@@ -13,10 +13,10 @@ PROMPT_SLAB = 256  # prompt positions whose logits exist at once
 
 
 def pack(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
-    """What is needed to answer, in one int32 tensor [n, 2 + 2 * top], so that it comes back in one copy.
+    """What is needed to answer, in one int32 tensor [n, 3 + 2 * top], so that it comes back in one copy.
 
-    logits [n, vocab_size], token_ids [n]. Columns: log-probability of the token (float32 bits), its rank, the `top`
-    most likely token ids, their log-probabilities (bits).
+    logits [n, vocab_size], token_ids [n]. Columns: the token, its log-probability (float32 bits), its
+    rank, the `top` most likely token ids, their log-probabilities (bits).
     """
     step = max(1, SLAB_ELEMENTS // logits.shape[1])
     slabs = [
@@ -28,13 +28,14 @@ def pack(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tenso
 
 def unpack(line: npt.NDArray[np.int32], top: int) -> Logprobs:
     """One line of what `pack` made, cut down to `top` alternatives."""
-    packed_top = (len(line) - 2) // 2
+    packed_top = (len(line) - 3) // 2
     floats = line.view(np.float32)
     return Logprobs(
-        token=float(floats[0]),
-        rank=int(line[1]),
-        top_ids=tuple(line[2 : 2 + top].tolist()),
-        top=tuple(floats[2 + packed_top : 2 + packed_top + top].tolist()),
+        token_id=int(line[0]),
+        logprob=float(floats[1]),
+        rank=int(line[2]),
+        top_ids=tuple(line[3 : 3 + top].tolist()),
+        top=tuple(floats[3 + packed_top : 3 + packed_top + top].tolist()),
     )
 
 
@@ -42,7 +43,7 @@ def _pack_slab(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch
     total = torch.logsumexp(logits, dim=1, keepdim=True)
     chosen = logits.gather(1, token_ids.unsqueeze(1))
     rank = (logits > chosen).sum(dim=1, keepdim=True, dtype=torch.int32) + 1
-    columns = [(chosen - total).view(torch.int32), rank]
+    columns = [token_ids.unsqueeze(1).to(torch.int32), (chosen - total).view(torch.int32), rank]
     if top:
         values, ids = torch.topk(logits, min(top, logits.shape[1]), dim=1)
         columns += [ids.to(torch.int32), (values - total).view(torch.int32)]

@@ -55,7 +55,7 @@ class Sampled:
     # int32 [2, n or more]: the tokens; and 1 where the logits were sound, 0 where they were NaN or infinite.
     # What a graph sampled comes with its padding; after the tokens, the soundness of chunks that sample none.
     token_ids: torch.Tensor
-    logprobs: torch.Tensor | None  # int32 [k, 2 + 2 * top], see logprobs.pack
+    logprobs: torch.Tensor | None  # int32 [k, 3 + 2 * top], see logprobs.pack
 
 
 # logits [n, vocab_size], rows int32 [n], positions int32 [n] -> int32 [2, n] like `Sampled.token_ids`

@@ -8,27 +8,13 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.request import FinishReason
-from minisgl_backend.step import Logprobs
+from minisgl_backend.step import SequenceDetail
 
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 UInt8Array = npt.NDArray[np.uint8]
 
 NO_TOKEN = -1
-
-
-@dataclass(frozen=True, slots=True)
-class SequenceDetail:
-    """What few records need."""
-
-    # With the first token of a request's first sequence: prompt tokens that the prefix cache supplied; when the first
-    # step with a token of it was planned, by the scheduler's clock; (token id, its values) of every prompt token but
-    # the first.
-    cached_tokens: int | None = None
-    first_planned: float = 0.0
-    prompt_logprobs: tuple[tuple[int, Logprobs], ...] = ()
-    logprobs: Logprobs | None = None  # of the record's token
-    error: str = ""  # with FinishReason.ERROR
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,12 @@ from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import SEED_RANGE, FinishReason, Request, SamplingParams
 from minisgl_backend.scheduler.admission import AdmissionControl
-from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, SequenceDetail, SequenceOutputs
+from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, SequenceOutputs
 from minisgl_backend.scheduler.planner import Planner
 from minisgl_backend.scheduler.policy import DEFAULT_LEVEL, make_queue
 from minisgl_backend.scheduler.running import RunningSet
 from minisgl_backend.scheduler.sequence import Group, Sequence, SequenceState
-from minisgl_backend.step import PrefillChunk, StepPlan, StepResult, StepStats
+from minisgl_backend.step import PrefillChunk, SequenceDetail, StepPlan, StepResult, StepStats
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -319,12 +319,12 @@ class Scheduler:
         if chunk.end > sequence.prompt_len or not sequence.tells_prompt:
             return SequenceDetail(logprobs=logprobs) if logprobs is not None else None
         values, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-        followed = sequence.token_ids[1 : sequence.prompt_len].tolist() if values else ()
         return SequenceDetail(
             cached_tokens=sequence.cached_tokens,
             first_planned=sequence.first_planned,
             logprobs=logprobs,
-            prompt_logprobs=tuple(zip(followed, values or ())),  # noqa: B905 - the runner may add the last position
+            first_token=self._clock(),
+            prompt_logprobs=tuple(values[: sequence.prompt_len - 1]) if values else (),  # the runner may add one
         )
 
     def _commit_decode(self, plan: StepPlan, first: int, result: StepResult) -> None:

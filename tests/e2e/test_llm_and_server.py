@@ -201,8 +201,8 @@ def ask_llm(llm: LLM, ask: Ask) -> Told:
         told.reasons.append(one.finish_reason)
         told.counts.append(len(one.token_ids))
         values = one.logprobs or []
-        told.logprobs.append([(token, entry.token) for token, entry in zip(one.token_ids, values, strict=False)])
-        assert one.logprobs is None or len(values) == len(one.token_ids)
+        told.logprobs.append([(entry.token_id, entry.logprob) for entry in values])
+        assert one.logprobs is None or [entry.token_id for entry in values] == one.token_ids
     return told
 
 

@@ -80,7 +80,7 @@ def prompt_logprobs(runner: ModelRunner) -> list[float]:
     plans = [driver.plan(prefill={0: len(PROMPTS[2]), 1: 20})]
     plans += [driver.plan(prefill={1: count}, decode=(0,)) for count in (50, len(PROMPTS[3]) - 70)]
     results = [runner.execute(runner.prepare(plan)).result() for plan in plans]
-    return [entry.token for result in results for entry in result.prompt_logprobs[1]]
+    return [entry.logprob for result in results for entry in result.prompt_logprobs[1]]
 
 
 def test_graphs_change_nothing() -> None:

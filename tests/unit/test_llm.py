@@ -159,7 +159,7 @@ def test_several_answers_logprobs_and_cached_tokens(llm: LLM) -> None:
         assert completion.logprobs is not None
         assert [len(entry.top) for entry in completion.logprobs] == [2] * 6
     assert first.prompt_logprobs is not None
-    assert [token for token, _ in first.prompt_logprobs] == ids[1:]
+    assert [entry.token_id for entry in first.prompt_logprobs] == ids[1:]
     assert llm.generate(ids, max_tokens=2)[0].logprobs is None
 
 

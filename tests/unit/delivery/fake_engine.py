@@ -14,9 +14,10 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.arrays import Arrays
 from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.errors import EngineDeadError
-from minisgl_backend.ipc.messages import Outputs, Rejected, SequenceDetail, Welcome
+from minisgl_backend.ipc.messages import Outputs, Rejected, Welcome
 from minisgl_backend.ipc.wire import Chunk
 from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.step import SequenceDetail
 
 WELCOME = Welcome(
     pid=1, max_seq_len=100, vocab_size=300, eos_token_ids=(2,), page_size=16, num_pages=10, description="fake"

@@ -15,10 +15,11 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.frontend import EngineFront
 from minisgl_backend.delivery.responder import LATE, NO_TEXT
 from minisgl_backend.delivery.send_queue import CONFIRM_S
-from minisgl_backend.ipc.messages import CANCELLED, Rejected, SequenceDetail, TokenLogprobs
+from minisgl_backend.ipc.messages import CANCELLED, Rejected
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.serving.schema import DETAIL_OUTPUTS
+from minisgl_backend.step import Logprobs, SequenceDetail
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.unit.delivery.fake_engine import FakeEngine, Recorder, anything
 
@@ -321,9 +322,10 @@ def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
 def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> None:
     wanted = ["finish_reason", "num_input_tokens", "num_output_tokens", "cumulative_logprob", "logprobs", "log_probs"]
     sender, uid = ask(front, logprobs=1, wanted=[*wanted, "prompt_logprobs", "perf_metrics"])
+    now = time.monotonic()
     for number, token in enumerate(b"AB", start=1):
-        entry = TokenLogprobs(token_id=token, logprob=-0.25, rank=2, top_ids=(token + 1,), top=(-0.125,))
-        times = {"first_token_ns": 5, "first_scheduled_ns": 4} if number == 1 else {}
+        entry = Logprobs(token_id=token, logprob=-0.25, rank=2, top_ids=(token + 1,), top=(-0.125,))
+        times = {"first_token": now, "first_planned": now - 2.0} if number == 1 else {}
         detail = SequenceDetail(logprobs=entry, **times)
         front.client.give((uid, token, LENGTH if number == 2 else 0), details={0: detail})
         sender.wait_chunks(number)
@@ -342,8 +344,9 @@ def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> Non
     counts = {"num_input_tokens": [3], "num_output_tokens": [1]}
     # NVIDIA's client reads the figures of every response.
     figures = [{name: found.pop(name)[0] for name in METRICS} for found in (first, last)]
-    assert [found["first_scheduled_time_ns"] for found in figures] == [4, 4]
-    assert [found["first_token_time_ns"] for found in figures] == [5, 5]
+    assert figures[0]["first_scheduled_time_ns"] == figures[1]["first_scheduled_time_ns"]
+    assert figures[0]["first_token_time_ns"] == figures[1]["first_token_time_ns"]
+    assert figures[0]["first_token_time_ns"] - figures[0]["first_scheduled_time_ns"] == pytest.approx(2e9, rel=0.2)
     assert figures[0]["last_token_time_ns"] <= figures[1]["last_token_time_ns"]
     assert [found["kv_cache_alloc_total_blocks"] for found in figures] == [1, 1]
     assert first == {
@@ -367,8 +370,8 @@ def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> Non
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_values_of_a_prompt_come_once_however_many_sequences_it_has(front: EngineFront, stream: bool) -> None:
     sender, uid = ask(front, stream=stream, n=3, prompt_logprobs=1, wanted=["prompt_logprobs"])
-    entries = [TokenLogprobs(token_id=65, logprob=-0.5, rank=2, top_ids=(66,), top=(-0.25,)) for _ in range(2)]
-    detail = SequenceDetail(cached_tokens=0, first_token_ns=5, prompt_logprobs=tuple(entries))
+    entries = [Logprobs(token_id=65, logprob=-0.5, rank=2, top_ids=(66,), top=(-0.25,)) for _ in range(2)]
+    detail = SequenceDetail(cached_tokens=0, prompt_logprobs=tuple(entries))
     front.client.give((uid, 65, 0), (uid + 1, 65, 0), (uid + 2, 65, 0), details={0: detail})
     front.client.give((uid, 66, LENGTH), (uid + 1, 66, LENGTH), (uid + 2, 66, LENGTH))
     sender.wait_end()
@@ -415,7 +418,7 @@ def test_a_stop_request_ends_what_runs_under_its_id(front: EngineFront) -> None:
 
 def test_log_probabilities_without_a_number_are_null(front: EngineFront) -> None:
     sender, uid = ask(front, stream=False, logprobs=0, wanted=["logprobs", "null_logprobs", "cumulative_logprob"])
-    entry = TokenLogprobs(token_id=65, logprob=-0.5, rank=1, top_ids=(), top=())
+    entry = Logprobs(token_id=65, logprob=-0.5, rank=1, top_ids=(), top=())
     front.client.give((uid, 65, LENGTH), details={0: SequenceDetail(logprobs=entry)})
     sender.wait_end()
     assert values(sender.details[0]) == {"logprobs": ["null"], "cumulative_logprob": [-0.5]}

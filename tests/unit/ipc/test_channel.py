@@ -27,11 +27,11 @@ from minisgl_backend.ipc.messages import (
     Hello,
     Outputs,
     Rejected,
-    SequenceDetail,
     Stats,
     Submit,
     uid_of,
 )
+from minisgl_backend.step import SequenceDetail
 from tests.fakes import make_request
 
 

@@ -255,7 +255,7 @@ def test_logprobs_equal_transformers(make_runner: MakeRunner, tiny_model_dir: Pa
     found = [*of_prompt, second.logprobs[0], third.logprobs[1]]
     for position, (token, entry) in enumerate(zip(driver.tokens[1][1:], found, strict=True)):
         line = expected[position]
-        assert entry.token == pytest.approx(float(line[token]), abs=1e-4)
+        assert entry.logprob == pytest.approx(float(line[token]), abs=1e-4)
         assert entry.rank == int((line > line[token]).sum()) + 1
         top = 2 if position < len(prompt) - 1 else 3
         values, ids = line.topk(top)

@@ -323,7 +323,7 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
         token = int(sampled.token_ids[0, line])
         found = unpack(packed, 3)
         order = np.argsort(-expected[line])
-        assert found.token == pytest.approx(expected[line, token], abs=1e-5)
+        assert found.logprob == pytest.approx(expected[line, token], abs=1e-5)
         assert order[found.rank - 1] == token
         assert found.top_ids == tuple(order[:3].tolist())
         assert found.top == pytest.approx(expected[line, order[:3]].tolist(), abs=1e-5)

@@ -245,7 +245,7 @@ def test_logprobs_come_with_their_tokens(overlap: bool) -> None:
         told = [detail.logprobs for detail in loop.records.details[uid]]
         assert told == [fake_logprobs(20 + at, token) for at, token in enumerate(loop.records.tokens[uid])]
     first = loop.records.details[1][0]
-    assert first.prompt_logprobs == tuple((token, fake_logprobs(at, token)) for at, token in enumerate(prompt) if at)
+    assert first.prompt_logprobs == tuple(fake_logprobs(at, token) for at, token in enumerate(prompt) if at)
     assert first.cached_tokens == 0
     assert all(detail.logprobs is None for detail in loop.records.details[2])
 
