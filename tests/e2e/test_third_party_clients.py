@@ -29,10 +29,10 @@ QUESTION = "What is 17 + 25?"
 COUNT = "Count from 1 to 60."
 
 
-def run(*command: object, seconds: float = PATIENCE_SECONDS, **environment: str) -> str:
+def run(*command: object, python: str = sys.executable, seconds: float = PATIENCE_SECONDS, **environment: str) -> str:
     """What the command writes; it has to end well."""
     done = subprocess.run(
-        [sys.executable, *map(str, command)],
+        [python, *map(str, command)],
         env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -291,3 +291,36 @@ def test_vllm_backends_own_tests(vllm_opt: Server, tmp_path: Path, name: str, ev
         *(("-k", chosen) if chosen else ()), here / f"{name}_test.py", **environment,
     )  # fmt: skip
     assert re.search(r"^[1-9]\d* passed", output.splitlines()[-1]), output
+
+
+# ---- LlamaIndex, on `ensemble`
+
+
+@pytest.fixture(scope="module")
+def llama_index(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python with LlamaIndex's client, in an environment of its own: 70 packages, 340 MB."""
+    if not pytestconfig.getoption("--full", default=False):
+        pytest.skip("only with --full")
+    folder = tmp_path_factory.mktemp("llama_index")
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = str(folder / "bin" / "python")
+    packages = ["llama-index-llms-nvidia-triton==0.6.0"]
+    installed = subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=False)
+    if installed.returncode:
+        pytest.skip("pip cannot install LlamaIndex's client here")
+    return python
+
+
+@pytest.mark.timeout(1200)
+def test_llama_index(server: Server, llama_index: str) -> None:
+    program = f"""
+from llama_index.llms.nvidia_triton import NvidiaTriton
+llm = NvidiaTriton(server_url="127.0.0.1:{server.grpc}", model_name="ensemble", tokens=64)
+print("complete:", llm.complete("{QUESTION}").text)
+pieces = [piece.delta or "" for piece in llm.stream_complete("{QUESTION}")]
+print("stream:", "".join(pieces), len(pieces) > 3)
+"""
+    output = run("-c", program, python=llama_index)
+    expected = server.text(text_input=QUESTION, max_tokens=64)
+    assert f"complete: {expected}\n" in output
+    assert f"stream: {expected} True\n" in output
