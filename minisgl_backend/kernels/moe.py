@@ -69,14 +69,14 @@ class MoeShape:
 
 
 def moe_shape(pairs: int, num_experts: int) -> MoeShape:
-    """The cut for so many pairs of token and expert, from how many an expert gets."""
+    """The cut that was measured best on an H200 (128 experts of 2,048 x 768, 8 a token), by the pairs of an expert."""
     if pairs <= 12 * num_experts:
         return MoeShape(16, (32, 128, 4, 4), (64, 128, 4, 4))
+    if pairs <= 24 * num_experts:
+        return MoeShape(32, (64, 128, 4, 3), (128, 128, 4, 3))
     if pairs <= 48 * num_experts:
-        return MoeShape(32, (32, 128, 4, 4), (64, 128, 4, 4))
-    if pairs <= 96 * num_experts:
         return MoeShape(64, (64, 64, 4, 4), (128, 64, 4, 4))
-    return MoeShape(128, (64, 64, 8, 4), (128, 64, 8, 4))
+    return MoeShape(128, (128, 64, 8, 4), (256, 64, 8, 4))
 
 
 @dataclass(frozen=True)
