@@ -13,12 +13,6 @@ from minisgl_backend.errors import ConfigError
 ENGINE_MODEL = "engine"
 DEMO_MODEL = "demo"
 
-# One `{ key: "..." value: { string_value: "..." } }`, in the spellings that protobuf's text format allows.
-_PARAMETER = re.compile(
-    r'\{\s*key\s*:?\s*"(?P<key>[^"\n]*)"\s*[,;]?\s*value\s*:?\s*\{\s*string_value\s*:?\s*'
-    r'(?P<value>"(?:[^"\\\n]|\\.)*")\s*\}\s*[,;]?\s*\}'
-)
-
 
 def parse_options(given: Mapping[str, str]) -> dict[str, str]:
     """Checks option texts by name and returns them as parameter strings; a model folder becomes an absolute path.
@@ -47,25 +41,12 @@ def render_repository(source: Path, target: Path, parameters: Mapping[str, str])
 
 
 def set_parameters(config: str, parameters: Mapping[str, str]) -> str:
-    """The text of a config.pbtxt with these string parameters replaced, or appended where they are missing."""
-    missing = dict(parameters)
-
-    def replace(match: re.Match[str]) -> str:
-        key = match["key"]
-        line_start = config.rfind("\n", 0, match.start()) + 1
-        commented = "#" in config[line_start : match.start()]
-        if commented or key not in parameters:
-            return match[0]
-        missing.pop(key, None)
-        start, end = (position - match.start() for position in match.span("value"))
-        return match[0][:start] + _quote(parameters[key]) + match[0][end:]
-
-    text = _PARAMETER.sub(replace, config)
+    """The text of a config.pbtxt with these string parameters: of entries with one key, the last one counts."""
     lines = [
         f"parameters {{ key: {_quote(key)} value: {{ string_value: {_quote(value)} }} }}\n"
-        for key, value in missing.items()
+        for key, value in parameters.items()
     ]
-    return text if not lines else text.rstrip("\n") + "\n" + "".join(lines)
+    return "".join([config.rstrip("\n"), "\n", *lines]) if lines else config
 
 
 def _resolve_model(model: str) -> str:

@@ -8,6 +8,7 @@ import pytest
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.repository import parse_options, render_repository, set_parameters
+from minisgl_backend.serving.settings import read_parameters
 
 CONFIG = """name: "engine"
 # parameters { key: "page_size" value: { string_value: "commented" } }
@@ -34,13 +35,16 @@ def source(tmp_path: Path) -> Path:
 
 
 def parameters_of(config: str) -> dict[str, str]:
+    """As protobuf reads them, and so the server; the models' own reading must come to the same."""
     text_format = pytest.importorskip("google.protobuf.text_format")
     model_config_pb2 = pytest.importorskip("tritonclient.grpc.model_config_pb2")
     message = text_format.Parse(config, model_config_pb2.ModelConfig())
-    return {key: value.string_value for key, value in message.parameters.items()}
+    parameters = {key: value.string_value for key, value in message.parameters.items()}
+    assert read_parameters(config) == parameters
+    return parameters
 
 
-def test_replaces_in_place_and_appends_the_rest() -> None:
+def test_of_two_entries_the_last_one_counts() -> None:
     config = set_parameters(CONFIG, {"page_size": "16", "attention_backend": "fa,fi"})
     assert parameters_of(config) == {"model": "demo", "page_size": "16", "attention_backend": "fa,fi"}
     assert '"commented"' in config
