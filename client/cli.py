@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import importlib
+import importlib.metadata
 import json
 import sys
 import time
@@ -30,6 +31,22 @@ from client.results import Result
 app = typer.Typer(
     help="Talk to a running server.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
 )
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"minisgl-backend {importlib.metadata.version('minisgl-backend')}")
+        raise typer.Exit
+
+
+@app.callback()
+def about(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Talk to a running server."""
+
 
 Url = Annotated[
     str | None, typer.Option(help="[SCHEME://]HOST[:PORT]; default 127.0.0.1:8001, or :8000 with --protocol http.")
@@ -114,6 +131,8 @@ def chat(
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # line editing and history in input()
     with _errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
+        if not client.is_live():
+            raise Unavailable(f"cannot connect to {url or 'the server'}")
         session = Chat(client, system, _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop))
         _status(_HELP)
         while (line := _read_line()) is not None:
@@ -200,16 +219,19 @@ def _errors_in_one_line() -> Iterator[None]:
     try:
         yield
     except (ClientError, PerfAnalyzerError) as error:
-        hint = ""
-        if isinstance(error, Unavailable) and "connect" in str(error):
-            hint = "; is the server running (bash scripts/serve.sh), and is --url its address?"
-        _fail(f"{type(error).__name__}: {error}{hint}" if isinstance(error, ClientError) else str(error), 1)
+        _fail(f"{type(error).__name__}: {error}{_hint(error)}" if isinstance(error, ClientError) else str(error), 1)
     except ImportError as error:
         _fail(f"{error}; pip install 'minisgl-backend[client]'", 1)
     except ValueError as error:
         _fail(str(error), 2)
     except KeyboardInterrupt:
         _fail("stopped", 130)
+
+
+def _hint(error: Exception) -> str:
+    if isinstance(error, Unavailable) and "connect" in str(error):
+        return "; is the server running (bash scripts/serve.sh), and is --url its address?"
+    return ""
 
 
 def _fail(message: str, exit_status: int) -> None:
@@ -309,7 +331,8 @@ def _obey(session: Chat, line: str) -> bool:
         session.set_system(argument.strip() or None)
         typer.echo("(a new conversation with this system prompt)")
     else:
-        typer.echo(f"({_HELP})")
+        unknown = "" if command in ("/help", "/?") else f"{command} is unknown: "
+        Console().print(f"({unknown}{_HELP})", markup=False, highlight=False)  # a terminal breaks lines between words
     return True
 
 
@@ -325,7 +348,7 @@ def _answer(session: Chat, text: str) -> None:
     except ClientError as error:
         _write("\n")
         Console(stderr=True, soft_wrap=True).print(
-            f"[red]{type(error).__name__}:[/red] {escape(str(error))}", highlight=False
+            f"[red]{type(error).__name__}:[/red] {escape(str(error) + _hint(error))}", highlight=False
         )
         return
     _write("\n")

@@ -149,6 +149,12 @@ if [[ $gpu == yes ]]; then
   step "installing the GPU kernels (extra $cuda)" pip install -e ".[$cuda]" || say "warning: the GPU kernels could not be installed; the triton and torch attention backends work without them"
 fi
 
+# --- NumPy 2, which the server's wheel cannot bear: beside it, for tests of everything else
+if [[ $mode == dev && $extras == *server* ]]; then
+  step "installing NumPy 2 beside, for tests" pip install --upgrade --target "$venv/numpy2" --no-deps "numpy>=2" ||
+    say "warning: tests with NumPy 2 are skipped"
+fi
+
 # --- the server's own needs
 if [[ $extras == *server* ]]; then
   "$venv/bin/python" -c 'import sys; from minisgl_backend.host.triton_server import find_libpython; sys.exit(find_libpython() is None)' ||

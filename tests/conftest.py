@@ -1,10 +1,12 @@
-"""What must be set before anything is imported, whatever part of the tests runs."""
+"""What must be set before anything is imported, whatever part of the tests runs; the option `--full`."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import signal
+
+import pytest
 
 # Triton decides once, when it is first imported (xgrammar and transformers may do that), whether kernels are compiled
 # or interpreted. Without a GPU only its interpreter can run them.
@@ -17,3 +19,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Other people's tests, which tests/e2e/test_third_party_clients.py runs against a server.
 collect_ignore = ["third_party", "e2e/vllm_ci"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--full", action="store_true", help="also the tests marked `full`, which take minutes each")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.getoption("--full"):
+        return
+    for item in items:
+        if item.get_closest_marker("full"):
+            item.add_marker(pytest.mark.skip(reason="takes minutes: scripts/test.sh --full"))

@@ -203,11 +203,11 @@ def _describe(stats: StepStats, last: StepStats | None, seconds: float) -> str:
     prompt = stats.total_prompt_tokens - (last.total_prompt_tokens if last else 0)
     cached = stats.total_cached_tokens - (last.total_cached_tokens if last else 0)
     free = stats.pages_free + stats.pages_cached
+    rare = {"cancelled": stats.total_cancelled, "failed": stats.total_failed, "preempted": stats.total_preempted}
     return (
         f"running {stats.num_running}, waiting {stats.num_waiting}, "
         f"generated {generated / seconds:.0f} tok/s, prompts {(prompt - cached) / seconds:.0f} tok/s, "
         f"cache hits {100 * cached / max(prompt, 1):.0f}%, "
-        f"free pages {free} of {stats.pages_total} ({stats.pages_cached} cached), "
-        f"finished {stats.total_finished}, cancelled {stats.total_cancelled}, failed {stats.total_failed}, "
-        f"preempted {stats.total_preempted}"
+        f"free pages {free} of {stats.pages_total}, finished {stats.total_finished}"
+        + "".join(f", {name} {count}" for name, count in rare.items() if count)
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 from fake_server import WORDS, Record
 from typer.testing import CliRunner
 
-from client import Client
+from client import Client, Unavailable
 from client.chat import Chat
 from client.cli import app
 
@@ -74,6 +75,36 @@ def test_chat_keeps_and_forgets_the_history(url: str, record: Record) -> None:
     assert done.exit_code == 0
     sent = [[message["content"] for message in json.loads(request["messages"][0])] for request in record.requests]
     assert sent == [["one"], ["one", FULL_TEXT, "two"], ["three"], ["Be kind.", "four"]]
+
+
+def test_chat_says_what_it_does_not_know(url: str) -> None:
+    done = run("chat", "--url", url, text="/nope\n/help\n/exit\n")
+    said = " ".join(done.stdout.split())
+    assert said.count("/nope is unknown: /reset forgets") == 1
+    assert said.count("/reset forgets the conversation") == 2
+    # Broken between words where a terminal is narrow; the prompt stands before them.
+    assert all(len(line.removeprefix("> ")) <= 80 for line in done.stdout.splitlines())
+
+
+def test_chat_notices_at_once_that_there_is_no_server() -> None:
+    done = run("chat", "--url", "127.0.0.1:1", text="Hallo\n")
+    assert done.exit_code == 1
+    assert "Unavailable: cannot connect to 127.0.0.1:1; is the server running (bash scripts/serve.sh)" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_chat_gives_the_hint_when_the_server_has_gone(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise Unavailable("failed to connect to all addresses")
+
+    monkeypatch.setattr(Client, "stream", gone)
+    done = run("chat", "--url", url, text="Hallo\n")
+    assert done.exit_code == 0
+    assert "is the server running (bash scripts/serve.sh)" in done.stderr
+
+
+def test_the_version() -> None:
+    assert run("--version").stdout == f"minisgl-backend {importlib.metadata.version('minisgl-backend')}\n"
 
 
 def test_chat_goes_on_after_an_error(url: str, record: Record) -> None:

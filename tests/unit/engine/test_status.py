@@ -28,11 +28,15 @@ def test_rates_are_those_since_the_last_line() -> None:
     line = status.update(first, 10.0)
     assert line is not None
     assert line.startswith("running 3, waiting 2, generated 100 tok/s, prompts 30 tok/s, cache hits 25%")
-    assert "free pages 15 of 50 (5 cached)" in line
+    assert line.endswith("free pages 15 of 50, finished 0")
+    assert len(line) < 120
     later = dataclasses.replace(first, step=200, total_generated_tokens=1500)
     line = status.update(later, 20.0)
     assert line is not None
     assert "generated 50 tok/s, prompts 0 tok/s, cache hits 0%" in line
+    line = status.update(dataclasses.replace(later, step=300, total_failed=2, total_preempted=1), 30.0)
+    assert line is not None
+    assert line.endswith("finished 0, failed 2, preempted 1"), "what should not happen is told where it has"
 
 
 def test_an_idle_engine_says_nothing() -> None:

@@ -1,0 +1,45 @@
+"""NumPy 2 wherever the server's wheel has no part: LLM, the core process, the codec, the streams."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NUMPY_2 = Path(sys.prefix) / "numpy2"  # scripts/setup.sh puts it there, beside the one that the wheel's stub needs
+TESTS = (
+    "unit/test_llm.py",
+    "unit/text",
+    "unit/ipc",
+    "unit/serving",
+    "unit/delivery",
+    "integration/test_engine_process.py::test_answers_refusals_and_counters",
+)
+
+
+@pytest.mark.skipif(int(np.__version__.split(".")[0]) >= 2, reason="all tests run with NumPy 2 here")
+@pytest.mark.skipif(not (NUMPY_2 / "numpy").is_dir(), reason="no NumPy 2 in .venv/numpy2: scripts/setup.sh dev")
+def test_with_numpy_2() -> None:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(NUMPY_2), str(ROOT)])}
+    version = subprocess.run(
+        [sys.executable, "-c", "import numpy; print(numpy.__version__)"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert version.stdout.startswith("2.")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{name}" for name in TESTS)],
+        env=environment,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
