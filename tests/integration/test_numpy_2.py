@@ -24,6 +24,7 @@ TESTS = (
 
 @pytest.mark.skipif(int(np.__version__.split(".")[0]) >= 2, reason="all tests run with NumPy 2 here")
 @pytest.mark.skipif(not (NUMPY_2 / "numpy").is_dir(), reason="no NumPy 2 in .venv/numpy2: scripts/setup.sh dev")
+@pytest.mark.timeout(1800)  # a minute where nothing else runs
 def test_with_numpy_2() -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(NUMPY_2), str(ROOT)])}
     version = subprocess.run(
