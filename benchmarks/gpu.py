@@ -1,6 +1,6 @@
 """Every figure of docs/performance.md that one GPU gives, by one command.
 
-    python -m benchmarks.gpu [--only q06,q14,q30,start,online,parity,gauge,tp] [--out FILE] [--json]
+    python -m benchmarks.gpu [--only q06,q14,q30,start,online,parity,gauge,kv8,tp] [--out FILE] [--json]
 
 Each part runs in a process of its own and lands in FILE when it is done; parts that FILE already holds are skipped,
 so an interrupted run goes on where it stopped (delete FILE for a fresh one). The part `tp` needs two GPUs and runs only
@@ -30,7 +30,7 @@ from unittest import mock
 
 from benchmarks.model_shapes import make_folder
 
-ONE_GPU = ("q06", "q14", "q30", "start", "online", "parity", "gauge")
+ONE_GPU = ("q06", "q14", "q30", "start", "online", "parity", "gauge", "kv8")
 PARTS = (*ONE_GPU, "tp")
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
 GAUGE_PROCESSES = 8
@@ -75,6 +75,20 @@ def part_q14() -> dict[str, float]:
 def part_q30() -> dict[str, float]:
     """Qwen3-30B-A3B (128 experts, 8 a token): the same."""
     return _large_model("qwen3-30b-a3b", "q30")
+
+
+def part_kv8() -> dict[str, float]:
+    """An FP8 KV cache: Qwen3-0.6B and 14B offline, decode of 256 sequences, and the demo gauge, 500 of each kind."""
+    results: dict[str, float] = {}
+    for name, prefix in (("qwen3-0.6b", "q06_kv8"), ("qwen3-14b", "q14_kv8")):
+        driver = _driver(name, kv_cache_dtype="fp8_e4m3")
+        results |= {f"{prefix}_{figure}": value for figure, value in _throughput(driver).items()}
+        results[f"{prefix}_bs256_ms"] = _decode_ms(driver, 256)
+        driver.close()
+    for backend in ("triton", "fi", "fa", "fa,trtllm"):
+        options = {"attention_backend": backend, "kv_cache_dtype": "fp8_e4m3"}
+        results[f"gauge_kv8_{backend}"] = _gauge_cell((f"kv8_{backend}", options, 500 if backend == "triton" else 50))
+    return results
 
 
 def part_tp() -> dict[str, float]:

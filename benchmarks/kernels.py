@@ -1,6 +1,6 @@
 """Kernels alone on one GPU: decode attention and small-batch products against bandwidth and against cuBLAS.
 
-    python -m benchmarks.kernels [--only attention,linear] [--json]
+    python -m benchmarks.kernels [--only attention,kv8,linear] [--json]
 
 Every figure is the median over replays of a CUDA graph that runs the kernel once for each of many copies of its
 weights or caches, so that the L2 cache does not flatter it. TB/s counts bytes that must be read.
@@ -15,7 +15,7 @@ import json
 import random
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -360,6 +360,47 @@ def profile_step(step: Callable[[], object]) -> None:
         print(f"    {total:9.1f} us a step, {count:4d} x {per_call:7.2f}  {event.key[:80]}")
 
 
+def bench_kv8(results: dict[str, dict]) -> None:
+    """Decode attention over caches in bfloat16 and in FP8: microseconds, and TB/s of what must be read of each."""
+    for (heads, kv_heads), batch, length, page_size in (
+        ((16, 8), 1, 4096, 64),
+        ((16, 8), 64, 1024, 64),
+        ((16, 8), 256, 1024, 64),
+        ((16, 8), 256, 1024, 16),
+        ((40, 8), 64, 4096, 64),
+        ((40, 8), 256, 1024, 64),
+    ):
+        pages = -(-length // page_size)
+        ids = torch.randperm(batch * pages, device="cuda").int().reshape(batch, pages) + 1
+        kv_lens = torch.full((batch,), length, dtype=torch.int32, device="cuda")
+        rows = torch.arange(batch, dtype=torch.int32, device="cuda")
+        q = torch.randn(batch, heads, 128, device="cuda").bfloat16()
+        workspace = DecodeWorkspace(257, heads, kv_heads, 128, torch.device("cuda"))
+        out, chosen = torch.empty_like(q), decode_shape(batch, kv_heads)
+        found = {}
+        for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
+            shape = (2, batch * pages + 1, kv_heads, page_size, 128)
+            num_bytes = 2 * batch * length * kv_heads * 128 * dtype.itemsize
+            layers = max(2, min(28, int(3e9 / num_bytes)))  # more than fits the L2 cache
+            caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(layers)]
+            for label, cut in (
+                (name, chosen),
+                (f"{name} one stage more", replace(chosen, num_stages=chosen.num_stages + 1)),
+                (f"{name} tile 128", replace(chosen, tile=128, num_stages=2)),
+                (f"{name} 8 warps", replace(chosen, num_warps=8)),
+            ):
+                us = time_graph([
+                    lambda c=c, cut=cut: decode_attention(q, c[0], c[1], rows, kv_lens, ids, workspace, cut, 0.088, out)
+                    for c in caches
+                ])  # fmt: skip
+                found[label] = (round(us, 1), round(num_bytes / us / 1e6, 2))
+            del caches
+            torch.cuda.empty_cache()
+        case = f"kv8 {heads}/{kv_heads} page {page_size} {batch}x{length}"
+        results[case] = found
+        print(f"{case}: {found}", flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="attention,linear")
@@ -373,6 +414,8 @@ def main() -> None:
     parts = options.only.split(",")
     if "attention" in parts:
         bench_attention(results, options.tune, timer)
+    if "kv8" in parts:
+        bench_kv8(results)
     if "linear" in parts:
         bench_linear(results, options.tune, timer)
     if "sampling" in parts:

@@ -135,7 +135,7 @@ def test_a_window_of_4096_at_8000_tokens(names: str, folder: Path) -> None:
 
 
 def test_the_judge_sees_a_window_of_another_size(folder: Path) -> None:
-    """What transformers itself would answer with a window of 25 stands out."""
+    """What transformers itself would answer with a window of 32 stands out."""
     import json
 
     checkpoint, (prompt,) = save("mistral-24", folder), prompts_of((300,))
@@ -144,7 +144,7 @@ def test_the_judge_sees_a_window_of_another_size(folder: Path) -> None:
     for path in checkpoint.iterdir():
         (other / path.name).symlink_to(path)
     (other / "config.json").unlink()
-    (other / "config.json").write_text(json.dumps({**SHAPES["mistral-24"], "sliding_window": WINDOW + 1}))
+    (other / "config.json").write_text(json.dumps({**SHAPES["mistral-24"], "sliding_window": WINDOW + 8}))
     skip_what_is_not_here("triton")
     (answer, *_) = generate(other, [prompt, prompt], attention_backend="triton", max_seq_len_override=1024)
     assert gaps(checkpoint, [prompt], [answer]).max() > GAP
