@@ -1,4 +1,4 @@
-"""The command `minisgl`: generate, chat, bench, status."""
+"""The command `minisgl`: generate, chat, bench, status, openai."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import json
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -211,6 +212,50 @@ def _connect(
     chosen: Any = protocol  # parse_url says what is allowed
     wire: Protocol | None = chosen
     return Client(url, wire, model, timeout=timeout, metrics_url=metrics_url)
+
+
+@app.command()
+def openai(
+    url: Annotated[
+        str | None, typer.Option(help="The server's gRPC: [grpc[s]://]HOST[:PORT] [127.0.0.1:8001].")
+    ] = None,
+    metrics: Annotated[str | None, typer.Option(help="HOST:PORT of its metrics [port 8002 of the same host].")] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535)] = 9000,
+    workers: Annotated[int, typer.Option(min=1, help="Processes, for many streams at once.")] = 1,
+    served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
+    api_key: Annotated[list[str] | None, typer.Option(help="A key that clients need; also MINISGL_API_KEY.")] = None,
+    tool_call_parser: Annotated[str, typer.Option(help="auto, none, hermes or llama3_json.")] = "auto",
+    reasoning_parser: Annotated[str, typer.Option(help="auto, none, qwen3 or deepseek_r1.")] = "auto",
+    ssl_certfile: Annotated[str, typer.Option(help="Serve https with this certificate.")] = "",
+    ssl_keyfile: Annotated[str, typer.Option(help="And its key.")] = "",
+    allowed_origins: Annotated[list[str] | None, typer.Option(help="Whose pages browsers let in (CORS).")] = None,
+) -> None:
+    """Serve OpenAI's API before a server that runs elsewhere; scripts/serve.sh has it built in."""
+    from minisgl_backend.errors import ConfigError
+    from minisgl_backend.host.openai_endpoint import EndpointSettings, api_keys_of, serve_until_signal
+
+    with _errors_in_one_line():
+        server = parse_url(url, "grpc")
+        settings = EndpointSettings(
+            host=host,
+            port=port,
+            grpc_address=server.authority,
+            grpc_secure=server.secure,
+            metrics_address=metrics or replace(server, port=8002).authority,
+            workers=workers,
+            served_model_names=tuple(served_model_name or ()),
+            api_keys=api_keys_of(api_key),
+            tool_call_parser=tool_call_parser,
+            reasoning_parser=reasoning_parser,
+            ssl_certfile=ssl_certfile,
+            ssl_keyfile=ssl_keyfile,
+            allowed_origins=tuple(allowed_origins or ()),
+        )
+        try:
+            serve_until_signal(settings, lambda text: typer.echo(text, err=True))
+        except ConfigError as error:
+            _fail(str(error).replace("--openai-", "--"), 2)
 
 
 @contextlib.contextmanager

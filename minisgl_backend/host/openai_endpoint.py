@@ -33,6 +33,7 @@ _BACKLOG = 2048
 _LOOK_SECONDS = 0.1
 _BACKOFF_SECONDS = (0.0, 0.5, 1.0, 2.0, 5.0)
 _STABLE_SECONDS = 30.0  # a worker that lived this long starts again without a delay
+_DRAIN_SECONDS = 30.0  # for requests in flight, where no server says when they are over
 _STOP_SECONDS = 3.0  # for workers to end, once no request is left
 
 
@@ -43,6 +44,7 @@ class EndpointSettings:
     host: str = "127.0.0.1"
     port: int = 9000
     grpc_address: str = "127.0.0.1:8001"
+    grpc_secure: bool = False  # TLS towards the server
     metrics_address: str = ""  # of the server's metrics; "": there are none
     workers: int = 1
     served_model_names: tuple[str, ...] = ()  # (): as the server calls its model
@@ -263,6 +265,18 @@ def _port_or_none(text: str) -> int:
     if not text.isdecimal() or not 0 <= int(text) <= 65535:
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535, or 0 for no endpoint")
     return int(text)
+
+
+def serve_until_signal(settings: EndpointSettings, say: Callable[[str], None]) -> None:
+    """The endpoint alone, in the foreground, until SIGINT or SIGTERM. Raises ConfigError."""
+    stop = threading.Event()
+    endpoint = OpenAIEndpoint(settings, say)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: stop.set())
+    say(f"OpenAI-compatible: {settings.url}/v1, before the server at {settings.grpc_address}")
+    stop.wait()
+    say("stopping: requests in flight are finished first")
+    endpoint.stop(_DRAIN_SECONDS)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -53,7 +53,7 @@ class Endpoint:
 
     async def open(self) -> None:
         """To be called in the event loop that serves."""
-        self.triton = TritonServer(self._settings.grpc_address)
+        self.triton = TritonServer(self._settings.grpc_address, secure=self._settings.grpc_secure)
         self.model = ServedModel(self.triton, self._settings)
         self.metrics = ServerMetrics(self._settings.metrics_address)
 

@@ -24,8 +24,9 @@ class ApiError(Exception):
     ) -> None:
         super().__init__(message)
         self.status = status
-        self.message = message
-        self.param = param
+        # What is repeated of a request may be no Unicode.
+        self.message = message.encode("utf-8", "backslashreplace").decode()
+        self.param = None if param is None else param.encode("utf-8", "backslashreplace").decode()
         self.code = code
         self.kind = kind or _TYPES.get(status) or ("rate_limit_error" if status == 429 else "server_error")
         if 400 <= status < 500 and status not in (401, 429):

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from minisgl_backend.openai.errors import invalid
+from minisgl_backend.request import MAX_SEQUENCES_PER_REQUEST
 
 MAX_PROMPTS = 1024  # of one request to /v1/completions
 MAX_TOOLS = 512
@@ -108,7 +109,7 @@ class _Generation(_Model):
 
     @property
     def num_choices(self) -> int:
-        """Sequences of each prompt; the server refuses numbers that are not allowed."""
+        """Sequences of each prompt."""
         return 1 if self.n is None else self.n
 
     def sampling(self) -> dict[str, Any]:
@@ -136,8 +137,8 @@ class _Generation(_Model):
         """Raises ApiError for what is wrong beyond types."""
         if self.stream_options is not None and not self.stream:
             raise invalid("stream_options", "stream_options is given; allowed: only with stream=true")
-        if self.num_choices < 1:
-            raise invalid("n", f"n is {self.n}; allowed: 1 or more")
+        if not 1 <= self.num_choices <= MAX_SEQUENCES_PER_REQUEST:
+            raise invalid("n", f"n is {self.n}; allowed: 1 to {MAX_SEQUENCES_PER_REQUEST}")
         for name in ("max_tokens", "max_completion_tokens"):
             value = getattr(self, name, None)
             if value is not None and value >= 2**31:

@@ -22,7 +22,7 @@ import msgspec
 from tritonclient.grpc import service_pb2
 
 from client.errors import ClientError, from_message, from_status
-from minisgl_backend.openai.errors import ApiError, ClientLeft, from_client_error
+from minisgl_backend.openai.errors import ApiError, ClientLeft, from_client_error, invalid
 
 _INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 _UNARY = "/inference.GRPCInferenceService/ModelInfer"
@@ -184,9 +184,13 @@ class Generation:
 class TritonServer:
     """A connection to a server, for one event loop."""
 
-    def __init__(self, address: str) -> None:
-        """`address`: HOST:PORT of its gRPC endpoint."""
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    def __init__(self, address: str, *, secure: bool = False) -> None:
+        """`address`: HOST:PORT of its gRPC endpoint; `secure`: over TLS."""
+        if secure:
+            credentials = grpc.ssl_channel_credentials()
+            self._channel = grpc.aio.secure_channel(address, credentials, options=_CHANNEL_OPTIONS)
+        else:
+            self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._infer_stream = self._channel.unary_stream(_INFER)
         self._infer = self._channel.unary_unary(_UNARY)
         self._model_ready = self._channel.unary_unary(_READY)
@@ -199,7 +203,7 @@ class TritonServer:
         names: Mapping[str, str],
     ) -> Generation:
         """Sends a request. What is wrong with it comes from the generation's first `next`."""
-        message = _message(_ENSEMBLE, prompt, {**_RETURNED, **sampling}, context.request_id)
+        message = _message(_ENSEMBLE, prompt, {**_RETURNED, **sampling}, context.request_id, names)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         call = self._infer_stream(message.SerializeToString(), metadata=context.metadata or None)
         return Generation(call, int(sampling.get("n", 1)), names)
@@ -208,14 +212,14 @@ class TritonServer:
         self, prompt: Prompt, outputs: Sequence[str], names: Mapping[str, str], sampling: Mapping[str, Any] = {}
     ) -> dict[str, Any]:
         """What the tokenizer says of a prompt: `input_ids` (ints), `prompt_text`, `token_texts`. Raises ApiError."""
-        message = _message("tokenizer", prompt, sampling, "")
+        message = _message("tokenizer", prompt, sampling, "", names)
         for name in outputs:
             message.outputs.add(name=name)
         return await self._ask_tokenizer(message, names)
 
     async def model_info(self) -> ModelInfo:
         """Raises ApiError where the server does not answer."""
-        message = _message("tokenizer", Prompt(text=""), {}, "")
+        message = _message("tokenizer", Prompt(text=""), {}, "", {})
         message.outputs.add(name="model_info")
         found = await self._ask_tokenizer(message, {})
         return msgspec.json.decode(found["model_info"][0], type=ModelInfo)
@@ -252,32 +256,51 @@ _RETURNED = {
 }
 
 
-def _message(model: str, prompt: Prompt, sampling: Mapping[str, Any], request_id: str) -> Any:
+def _message(model: str, prompt: Prompt, sampling: Mapping[str, Any], request_id: str, names: Mapping[str, str]) -> Any:
     message = service_pb2.ModelInferRequest(model_name=model, id=request_id)
+    texts: dict[str, str] = {}
     if prompt.token_ids is not None:
-        _check_ids(prompt.token_ids)
+        _check_ids(prompt.token_ids, names)
         tensor = message.inputs.add(name="prompt_token_ids", datatype="INT32", shape=[1, len(prompt.token_ids)])
         tensor.contents.int_contents.extend(prompt.token_ids)
     elif prompt.messages is not None:
-        _add_text(message, "messages", json.dumps(prompt.messages))
+        texts["messages"] = _json(prompt.messages)
     else:
-        _add_text(message, "text_input", prompt.text or "")
+        texts["text_input"] = prompt.text or ""
         sampling = {"apply_chat_template": False, **sampling}
     if prompt.template_kwargs:
-        _add_text(message, "chat_template_kwargs", json.dumps(prompt.template_kwargs))
-    _add_text(message, "sampling_parameters", json.dumps(sampling))
+        texts["chat_template_kwargs"] = _json(prompt.template_kwargs)
+    texts["sampling_parameters"] = _json(sampling)
+    try:
+        for name, text in texts.items():
+            tensor = message.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
+            tensor.contents.bytes_contents.append(text.encode())
+    except UnicodeEncodeError:
+        values = {**sampling, **(prompt.template_kwargs or {}), "messages": prompt.messages, "text_input": prompt.text}
+        wrong = next((name for name, value in values.items() if _is_no_unicode(value)), name)
+        raise invalid(
+            names.get(wrong, wrong), f"{names.get(wrong, wrong)} holds a lone surrogate; allowed: Unicode"
+        ) from None
     return message
 
 
-def _check_ids(token_ids: Sequence[int]) -> None:
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _is_no_unicode(value: Any) -> bool:
+    try:
+        _json(value).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _check_ids(token_ids: Sequence[int], names: Mapping[str, str]) -> None:
     for token in token_ids:
         if not -(2**31) <= token < 2**31:
-            raise ApiError(400, f"prompt has token id {token}; allowed: the model's token ids", param="prompt")
-
-
-def _add_text(message: Any, name: str, text: str) -> None:
-    tensor = message.inputs.add(name=name, datatype="BYTES", shape=[1, 1])
-    tensor.contents.bytes_contents.append(text.encode())
+            name = names.get("prompt_token_ids", "prompt")
+            raise invalid(name, f"{name} has token id {token}; allowed: the model's token ids")
 
 
 def _values(datatype: str, raw: bytes) -> list[Any]:

@@ -45,6 +45,14 @@ class Endpoint:
         return fetch(urllib.request.Request(self.url + path))
 
 
+def fetch_url(url: str) -> tuple[int, Any]:
+    """(status, the body) of one GET; status 0 where nobody answers."""
+    try:
+        return fetch(urllib.request.Request(url))
+    except OSError:
+        return 0, ""
+
+
 def fetch(request: urllib.request.Request) -> tuple[int, Any]:
     """(status, the body: JSON where it is some, else text)."""
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))

@@ -8,6 +8,7 @@ import json
 import shutil
 import ssl
 import subprocess
+import sys
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import openai
 import pytest
 
+from tests.e2e.conftest import free_ports
 from tests.e2e.openai_stack import Endpoint, fetch, running_endpoint
 from tests.e2e.wire import Server
 
@@ -331,6 +333,25 @@ def test_curl(endpoint: Endpoint) -> None:
     lines = [line.removeprefix("data: ") for line in done.stdout.splitlines() if line]
     assert lines.pop() == "[DONE]"
     assert "".join(json.loads(line)["choices"][0]["delta"].get("content", "") for line in lines) == COUNTED
+
+
+def test_the_command_beside_a_server_elsewhere(server: Server) -> None:
+    (port,) = free_ports(1)
+    command = [sys.executable, "-m", "client", "openai", "--url", f"127.0.0.1:{server.grpc}", "--port", str(port)]
+    process = subprocess.Popen([*command, "--served-model-name", "mine"], stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        assert f"http://127.0.0.1:{port}/v1" in process.stderr.readline()
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            answer = client.chat.completions.create(model="mine", messages=QUESTION, temperature=0)
+        assert answer.choices[0].message.content == "17 + 25 = 42."
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+    taken = [*command[:-1], str(server.grpc)]
+    done = subprocess.run(taken, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"--port is {server.grpc}" in " ".join(done.stderr.split())
 
 
 @pytest.mark.parametrize("library", ["langchain_openai", "llama_index.llms.openai_like"])

@@ -17,6 +17,7 @@ import pytest
 from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
+from minisgl_backend.host.openai_endpoint import EndpointSettings, api_keys_of
 from minisgl_backend.host.processes import ServerProcesses, descendants, process_table
 from minisgl_backend.host.serve_options import ADMIN_APIS, parse_arguments
 from minisgl_backend.host.server_process import free_port_error, server_arguments
@@ -29,6 +30,36 @@ def test_defaults_serve_the_demo_model_on_this_machine_only() -> None:
     assert arguments.engine_parameters == {}
     assert arguments.server.host == "127.0.0.1"
     assert (arguments.server.http_port, arguments.server.grpc_port, arguments.server.metrics_port) == (8000, 8001, 8002)
+
+
+def test_the_openai_endpoint_is_on_unless_told_otherwise() -> None:
+    endpoint = parse_arguments(["--host", "0.0.0.0", "--grpc-port", "9", "--served-model-name", "a", "b"]).endpoint
+    assert endpoint is not None
+    assert (endpoint.host, endpoint.port, endpoint.grpc_address) == ("0.0.0.0", 9000, "127.0.0.1:9")
+    assert endpoint.served_model_names == ("a", "b")
+    assert EndpointSettings.from_json(endpoint.to_json()) == endpoint
+    assert parse_arguments(["--openai-port", "0"]).endpoint is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--openai-port", "8003"], "--openai-port is 8003, and so is --health-port"),
+        (["--openai-workers", "0"], "--openai-workers is 0; allowed: 1 or more"),
+        (["--ssl-certfile", "/none"], "--ssl-certfile and --ssl-keyfile belong together"),
+        (["--ssl-certfile", "/none", "--ssl-keyfile", "/none"], "--ssl-certfile is '/none', which is no file"),
+        (["--max-body-bytes", "0"], "--max-body-bytes is 0; allowed: 1 or more"),
+    ],
+)
+def test_wrong_options_of_the_endpoint(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*arguments, "--http-port", "28000", "--grpc-port", "28001", "--metrics-port", "28002"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_keys_come_from_the_command_line_or_the_environment() -> None:
+    assert api_keys_of(None, {"MINISGL_API_KEY": "a, b"}) == ("a", "b")
+    assert api_keys_of(["c"], {"MINISGL_API_KEY": "a"}) == ("c",)
+    assert api_keys_of(None, {}) == ()
 
 
 def test_every_engine_option_has_its_flags() -> None:

@@ -94,6 +94,7 @@ def test_messages_as_templates_expect_them() -> None:
     ("values", "param"),
     [
         ({"n": 0}, "n"),
+        ({"n": 2**62}, "n"),
         ({"top_logprobs": 1}, "top_logprobs"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"response_format": {"type": "json_schema"}}, "response_format"),

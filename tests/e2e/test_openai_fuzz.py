@@ -1,0 +1,140 @@
+"""Random JSON at every field of both endpoints: answered, or refused in OpenAI's shape by name; no deaths."""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from minisgl_backend.host.processes import descendants, process_table
+from minisgl_backend.openai.requests import ChatRequest, CompletionRequest
+from tests.e2e.openai_stack import Endpoint, running_endpoint
+from tests.e2e.wire import Server
+
+pytestmark = pytest.mark.e2e
+
+RANDOM_SECONDS = 10.0
+VALUES_A_FIELD = 16
+MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
+PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),
+    "/v1/completions": (CompletionRequest, {"prompt": "What", "max_tokens": 4}),
+}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
+VALUES: list[Any] = [
+    *(
+        None,
+        True,
+        False,
+        0,
+        1,
+        -1,
+        2,
+        0.5,
+        -0.5,
+        1e308,
+        2**31,
+        2**63,
+        2**64,
+        10**30,
+        "",
+        "x",
+        "auto",
+        "\x00",
+        "é" * 300,
+    ),
+    *([], [1], [[]], ["x"], [None], [-1], [2**40], [{}], {}, {"x": 1}, {"1": 2}, {"1": "y"}, {"1": 1e300}),
+    *({"type": "json_object"}, {"type": "json_schema"}, {"type": "json_schema", "json_schema": {"schema": {}}}),
+    *({"type": "json_schema", "json_schema": {"schema": {"$ref": "#/none"}}}, {"type": "function"}, [TOOL], [TOOL] * 3),
+    *({"type": "function", "function": {"name": "f"}}, {"include_usage": True}, {"json": {"type": "strange"}}),
+    *([{"role": "user"}], [{"role": "x", "content": "y"}], [{"role": "user", "content": [{"type": "text"}]}]),
+    [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
+    [{"role": "user", "content": [[[["deep"]]]]}],
+    {"regex": "(" * 50},
+    {"grammar": "root ::= "},
+    "\ud800",
+    "[" * 500,
+]
+
+
+@pytest.fixture(scope="module")
+def endpoint(server: Server) -> Iterator[Endpoint]:
+    with running_endpoint(server) as found:
+        yield found
+
+
+def check(endpoint: Endpoint, path: str, body: dict[str, Any], *, field: str | None = None) -> None:
+    """`field`: the only one that can be wrong."""
+    status, answer = endpoint.post(path, body)
+    shown = json.dumps(body)[:400]
+    if status == 200:
+        return
+    assert 400 <= status < 500, (status, answer, shown)
+    error = answer["error"]
+    assert set(error) == {"message", "type", "param", "code"}, shown
+    assert isinstance(error["message"], str), shown
+    if field is not None:
+        assert field in error["message"] or field in (error["param"] or ""), (error, shown)
+
+
+def processes(endpoint: Endpoint) -> set[int]:
+    table = process_table()
+    server = {process.pid for process in descendants(endpoint.server.process_id, table) if not process.dead}
+    return server | set(endpoint.processes.process_ids)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_each_field(endpoint: Endpoint, path: str) -> None:
+    model, plain = PATHS[path]
+    alive = processes(endpoint)
+    fields = [field.alias or name for name, field in model.model_fields.items()]
+    for field in [*fields, "unknown"]:
+        for value in random.Random(field).sample(VALUES, VALUES_A_FIELD):
+            if field != "stream" or value is not True:  # an endless wait is what would be found, not a wrong stream
+                check(endpoint, path, {**plain, field: value}, field=field)
+    check(endpoint, path, {})
+    assert processes(endpoint) == alive
+    assert endpoint.post(path, plain)[0] == 200
+
+
+def test_random_bodies(endpoint: Endpoint) -> None:
+    chance = random.Random(7)
+    alive = processes(endpoint)
+    deadline = time.monotonic() + RANDOM_SECONDS
+    while time.monotonic() < deadline:
+        path = chance.choice(list(PATHS))
+        model, plain = PATHS[path]
+        body = dict(plain)
+        for name in chance.sample(list(model.model_fields), chance.randrange(1, 6)):
+            if name != "stream":
+                body[name] = random_value(chance, 0)
+        check(endpoint, path, body)
+    for path in ("/tokenize", "/detokenize"):
+        for name in ("prompt", "tokens", "messages", "model", "tools", "chat_template_kwargs", "return_token_strs"):
+            for value in VALUES:
+                check(
+                    endpoint,
+                    path,
+                    {"prompt": "x", name: value} if path == "/tokenize" else {"tokens": [1], name: value},
+                )
+    assert processes(endpoint) == alive
+
+
+def random_value(chance: random.Random, depth: int) -> Any:
+    kind = chance.randrange(6 if depth < 3 else 4)
+    if kind == 0:
+        return chance.choice(VALUES)
+    if kind == 1:
+        return chance.choice([chance.randrange(-3, 40), chance.uniform(-3, 3), chance.randrange(-(2**70), 2**70)])
+    if kind == 2:
+        return "".join(chance.choices('ab{}[]"\\<>|é\n\t 0', k=chance.randrange(12)))
+    if kind == 3:
+        return chance.choice([True, False, None])
+    if kind == 4:
+        return [random_value(chance, depth + 1) for _ in range(chance.randrange(4))]
+    keys = ["type", "function", "name", "schema", "json", "role", "content", "x", "1"]
+    return {chance.choice(keys): random_value(chance, depth + 1) for _ in range(chance.randrange(4))}

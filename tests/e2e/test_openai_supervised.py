@@ -1,0 +1,119 @@
+"""The endpoint under scripts/serve.sh: it starts and stops with the server, in an order that loses no answer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+
+from benchmarks.served import Served
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.processes import descendants, process_table
+from minisgl_backend.host.triton_server import find_triton_server
+from tests.e2e.conftest import free_ports
+from tests.e2e.openai_stack import fetch_url
+from tests.e2e.wire import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.e2e
+
+MESSAGES: Any = [{"role": "user", "content": "What is 17 + 25?"}]
+
+
+@pytest.fixture
+def served() -> Iterator[tuple[Served, str]]:
+    """A supervised server with the null runner, and the endpoint's URL."""
+    try:
+        find_triton_server()
+    except ConfigError as error:
+        pytest.skip(str(error))
+    (port,) = free_ports(1)
+    with Served(["--runner", "null", "--null-runner-rate", "100", "--openai-port", str(port)]) as found:
+        yield found, f"http://127.0.0.1:{port}"
+
+
+def client_of(url: str) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=PATIENCE_SECONDS)
+
+
+def test_it_comes_back_with_the_server_and_ends_behind_its_answers(served: tuple[Served, str]) -> None:
+    server, url = served
+    deadline = time.monotonic() + PATIENCE_SECONDS
+
+    def wait_until_answered() -> None:
+        while True:
+            try:
+                client_of(url).chat.completions.create(model="demo", messages=MESSAGES, max_tokens=4)
+                return
+            except (openai.InternalServerError, openai.APIConnectionError):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    wait_until_answered()
+    tree = descendants(server.process.pid, process_table())
+    triton = next(process.pid for process in tree if b"bin/tritonserver" in command_line(process.pid))
+    os.kill(triton, signal.SIGKILL)
+    while fetch_url(f"{url}/health")[0] == 200:
+        assert time.monotonic() < deadline
+    wait_until_answered()
+
+    counts: list[int] = []
+    begun = threading.Event()
+
+    def read() -> None:
+        stream = client_of(url).chat.completions.create(
+            model="demo", messages=MESSAGES, max_tokens=200, stream=True, stream_options={"include_usage": True}
+        )
+        for chunk in stream:
+            begun.set()
+            if chunk.usage:
+                counts.append(chunk.usage.completion_tokens)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    assert begun.wait(PATIENCE_SECONDS)
+    everything = descendants(server.process.pid, process_table())
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(PATIENCE_SECONDS) == 0
+    reader.join(PATIENCE_SECONDS)
+    assert counts == [200], "what was begun is finished"
+    with pytest.raises(openai.APIConnectionError):
+        client_of(url).models.list()
+    alive = {(process.pid, process.start_ticks) for process in process_table().values() if not process.dead}
+    assert [process.pid for process in everything if (process.pid, process.start_ticks) in alive] == []
+
+
+def test_the_page_in_a_browser(served: tuple[Served, str], tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium to look at the page with")
+    command = [
+        browser,
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--no-proxy-server",
+        f"--user-data-dir={tmp_path}",
+    ]
+    options = ["--virtual-time-budget=15000", "--dump-dom", f"{served[1]}/?q=What+is+17+%2B+25%3F"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
+    assert "What is 17 + 25?" in done.stdout
+    assert "The null runner says this again and again" in done.stdout
+    assert ">ready<" in done.stdout
+    assert "error" not in done.stdout.partition('<div id="log"')[2].partition("</main>")[0]
+
+
+def command_line(pid: int) -> bytes:
+    """All arguments of a process, empty if it has gone."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return b""
