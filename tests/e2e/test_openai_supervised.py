@@ -29,14 +29,15 @@ MESSAGES: Any = [{"role": "user", "content": "What is 17 + 25?"}]
 
 
 @pytest.fixture
-def served() -> Iterator[tuple[Served, str]]:
+def served(tmp_path: Path) -> Iterator[tuple[Served, str]]:
     """A supervised server with the null runner, and the endpoint's URL."""
     try:
         find_triton_server()
     except ConfigError as error:
         pytest.skip(str(error))
     (port,) = free_ports(1)
-    with Served(["--runner", "null", "--null-runner-rate", "100", "--openai-port", str(port)]) as found:
+    options = ("--runner", "null", "--null-runner-rate", "100", "--openai-port", str(port))
+    with Served(*options, log=tmp_path / "log") as found:
         yield found, f"http://127.0.0.1:{port}"
 
 
@@ -58,9 +59,7 @@ def test_it_comes_back_with_the_server_and_ends_behind_its_answers(served: tuple
                 time.sleep(0.05)
 
     wait_until_answered()
-    tree = descendants(server.process.pid, process_table())
-    triton = next(process.pid for process in tree if b"bin/tritonserver" in command_line(process.pid))
-    os.kill(triton, signal.SIGKILL)
+    os.kill(server.pids("bin/tritonserver")[0], signal.SIGKILL)
     while fetch_url(f"{url}/health")[0] == 200:
         assert time.monotonic() < deadline
     wait_until_answered()
@@ -109,11 +108,3 @@ def test_the_page_in_a_browser(served: tuple[Served, str], tmp_path: Path) -> No
     assert "The null runner says this again and again" in done.stdout
     assert ">ready<" in done.stdout
     assert "error" not in done.stdout.partition('<div id="log"')[2].partition("</main>")[0]
-
-
-def command_line(pid: int) -> bytes:
-    """All arguments of a process, empty if it has gone."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
