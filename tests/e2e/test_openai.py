@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import re
 import shutil
 import ssl
 import subprocess
@@ -352,6 +353,26 @@ def test_the_command_beside_a_server_elsewhere(server: Server) -> None:
     done = subprocess.run(taken, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"--port is {server.grpc}" in " ".join(done.stderr.split())
+
+
+def test_the_page_in_a_browser(endpoint: Endpoint, tmp_path: Path) -> None:
+    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+    if browser is None:
+        pytest.skip("no Chromium to look at the page with")
+    command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-proxy-server"]
+    # Its clock stands still while it waits for an answer.
+    command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--dump-dom"]
+    done = subprocess.run([*command, f"{endpoint.url}/?q=What+is+17+%2B+25%3F"], capture_output=True, text=True)
+    assert "<span>What is 17 + 25?</span>" in done.stdout
+    assert "<span>17 + 25 = 42.</span>" in done.stdout
+    assert ">ready<" in done.stdout
+    assert 'class="message error"' not in done.stdout
+
+
+def test_the_page_needs_nothing_from_other_hosts(endpoint: Endpoint) -> None:
+    status, page = endpoint.get("/")
+    assert status == 200
+    assert re.findall(r"""(?:src|href)=["']?(?!docs|data:)|https?://|@import|url\(""", page) == []
 
 
 @pytest.mark.parametrize("library", ["langchain_openai", "llama_index.llms.openai_like"])

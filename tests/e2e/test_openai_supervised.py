@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -88,23 +86,3 @@ def test_it_comes_back_with_the_server_and_ends_behind_its_answers(served: tuple
         client_of(url).models.list()
     alive = {(process.pid, process.start_ticks) for process in process_table().values() if not process.dead}
     assert [process.pid for process in everything if (process.pid, process.start_ticks) in alive] == []
-
-
-def test_the_page_in_a_browser(served: tuple[Served, str], tmp_path: Path) -> None:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    if browser is None:
-        pytest.skip("no Chromium to look at the page with")
-    command = [
-        browser,
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--no-proxy-server",
-        f"--user-data-dir={tmp_path}",
-    ]
-    options = ["--virtual-time-budget=15000", "--dump-dom", f"{served[1]}/?q=What+is+17+%2B+25%3F"]
-    done = subprocess.run([*command, *options], capture_output=True, text=True, timeout=PATIENCE_SECONDS)
-    assert "What is 17 + 25?" in done.stdout
-    assert "The null runner says this again and again" in done.stdout
-    assert ">ready<" in done.stdout
-    assert "error" not in done.stdout.partition('<div id="log"')[2].partition("</main>")[0]
