@@ -15,32 +15,38 @@ import time
 
 from minisgl_backend.host.processes import ServerProcesses, process_of
 from minisgl_backend.host.spawn import start_child
+from minisgl_backend.ipc.channel import remove_stale_directories
 
 _LOOK_SECONDS = 1.0
 _SCAN_SECONDS = 5.0  # between looks for new processes
 _GRACE_SECONDS = 2.0  # what belongs to the server may yet end in good order
+_LINGER_SECONDS = 60.0  # after the front's end: most of the time the server's own follows
 
 
 def start_watch() -> subprocess.Popen[bytes]:
-    """For the parent of this process, the server. The watch ends soon after either of the two."""
+    """For the parent of this process, the server. The watch ends soon after it, or a minute after this process."""
     return start_child(__name__, [str(os.getppid())], fds=(), tied=False)
 
 
-def watch(server_pid: int, starter_pid: int) -> None:
-    """Returns when the server is gone and all that it started has ended, or when the starter is gone."""
-    processes, server, next_scan, starter_gone = ServerProcesses(server_pid), process_of(server_pid), 0.0, False
+def watch(server_pid: int, starter_pid: int, linger_s: float = _LINGER_SECONDS) -> None:
+    """Returns when the server is gone, all that it started has ended and its sockets are removed, or when the starter
+    has been gone for `linger_s` seconds."""
+    processes, server, next_scan = ServerProcesses(server_pid), process_of(server_pid), 0.0
+    deadline: float | None = None
     while server is not None:
         now = process_of(server_pid)
         if now is None or now.dead or now.start_ticks != server.start_ticks:
             time.sleep(_GRACE_SECONDS)
             processes.kill_all()
+            remove_stale_directories()
             return
-        if starter_gone:  # and not because its server went a moment before
+        if deadline is None and os.getppid() != starter_pid:
+            deadline = time.monotonic() + linger_s
+        if deadline is not None and time.monotonic() > deadline:
             return
         if time.monotonic() >= next_scan:
             next_scan = time.monotonic() + _SCAN_SECONDS
             processes.scan()
-        starter_gone = os.getppid() != starter_pid
         time.sleep(_LOOK_SECONDS)
 
 

@@ -63,6 +63,11 @@ def live_socket_directories() -> dict[int, Path]:
     return {int(pid): directory for pid, directory in found.items() if pid.isdigit()}
 
 
+def remove_stale_directories() -> None:
+    """Removes the socket directories of this user's servers that no longer run."""
+    _remove_stale(*_socket_base())
+
+
 def _socket_base() -> tuple[Path, str]:
     """(where socket directories are, how their names begin)"""
     base = Path(os.environ.get("XDG_RUNTIME_DIR") or tempfile.gettempdir())

@@ -40,6 +40,54 @@ def test_scripts_are_executable_bash(script: Path) -> None:
     assert "set -euo pipefail" in script.read_text(encoding="utf-8")
 
 
+@pytest.fixture
+def fresh_clone(tmp_path: Path) -> Path:
+    """As much of a checkout as answers about options, in a path with a space; its setup only says that it ran."""
+    clone = tmp_path / "a clone"
+    for path in [
+        *ROOT.glob("minisgl_backend/*.py"),
+        *ROOT.glob("minisgl_backend/host/*.py"),
+        ROOT / "scripts/serve.sh",
+    ]:
+        target = clone / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    (clone / "scripts" / "setup.sh").write_text('echo "setup $*"; exit 7\n')
+    return clone
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (("--help",), 0, "--max-running-requests"),
+        (("--version",), 0, "minisgl-backend 0.1.0"),
+        (("--page-size", "3"), 2, "page_size is 3; allowed: a power of two"),
+        (("--typo",), 2, "--typo"),
+        (("/no/such/model",), 2, "/no/such/model"),
+        (("--page-size", "16"), 7, "setup serve"),
+    ],
+)
+def test_options_are_answered_before_anything_is_installed(
+    fresh_clone: Path, arguments: tuple[str, ...], code: int, words: str
+) -> None:
+    command = ["bash", str(fresh_clone / "scripts" / "serve.sh"), *arguments]
+    environment = {"PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, cwd="/")
+    assert (done.returncode, words in done.stdout + done.stderr) == (code, True), done
+    assert ("setup" in done.stdout) == (code == 7)
+
+
+def test_setup_has_modes() -> None:
+    def setup(mode: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            ["bash", str(ROOT / "scripts/setup.sh"), mode], capture_output=True, text=True, check=False
+        )
+
+    assert re.fullmatch(r"[0-9a-f]{64}\n", setup("fingerprint").stdout)
+    wrong = setup("everything")
+    assert (wrong.returncode, wrong.stderr) == (1, "[setup] error: the mode is 'everything'; allowed: serve, dev\n")
+
+
 def test_importing_the_package_needs_nothing_installed() -> None:
     subprocess.run([sys.executable, "-S", "-c", "import minisgl_backend"], check=True, cwd=ROOT)
 
