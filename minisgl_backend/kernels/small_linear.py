@@ -3,7 +3,7 @@
 A step at batch 1 to 16 spends most of its time in launches and in ramping up and down, so each function here does what
 would otherwise be two or three kernels: the norm before the product, the activation or the residual addition after it.
 The norm needs no pass of its own: y = (x * w_norm) @ W / rms(x), and the sum of squares is gathered by the same loop
-that reads x.
+that reads x. But in float16 `_linear_kernel` reads x twice: x * w_norm could be more than that format holds.
 
 Two kernels. `_vector_kernel`, for one or two rows, multiplies in registers and keeps whole weight rows in flight.
 `_linear_kernel` uses tensor cores; products whose output is too narrow to fill the device are split along the input
@@ -122,7 +122,7 @@ def linear(
     split = triton.cdiv(size_in, part)
     _linear_kernel[(triton.cdiv(size_out, shape.tile_out), split)](
         *arguments, workspace.partial, workspace.counters, rows, eps, x.stride(0),
-        SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
+        NORM_FIRST=norm_weight is not None and x.dtype == torch.float16, SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
         ROWS=max(16, triton.next_power_of_2(rows)), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
     )  # fmt: skip
     return out
@@ -186,7 +186,7 @@ def _vector_kernel(
 def _linear_kernel(
     x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
     rows, eps, x_stride,
-    SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr,
+    NORM_FIRST: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -207,6 +207,14 @@ def _linear_kernel(
     end = tl.minimum(begin + PART, SIZE_IN)
     if PDL:
         tl_cuda.gdc_wait()
+    if NORM_FIRST:
+        # A large activation times its norm weight may be more than float16 has, so the root mean square comes first.
+        for start in tl.range(0, SIZE_IN, TILE_IN):
+            i = start + k
+            x_ok = r_ok[:, None] & (i < SIZE_IN)[None, :]
+            x32 = tl.load(x_ptr + r[:, None] * x_stride + i[None, :], mask=x_ok, other=0.0).to(tl.float32)
+            squares += tl.sum(x32 * x32, 1)
+        scale = 1.0 / tl.sqrt(squares / SIZE_IN + eps)
     for start in tl.range(begin, end, TILE_IN):
         i = start + k
         i_ok = i < SIZE_IN
@@ -214,7 +222,10 @@ def _linear_kernel(
         x = tl.load(x_ptr + r[:, None] * x_stride + i[None, :], mask=r_ok[:, None] & i_ok[None, :], other=0.0)
         if NORM:
             x32 = x.to(tl.float32)
-            squares += tl.sum(x32 * x32, 1)
+            if NORM_FIRST:
+                x32 = x32 * scale[:, None]
+            else:
+                squares += tl.sum(x32 * x32, 1)
             x = (x32 * tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
         x = tl.trans(x)
         acc = tl.dot(w, x, acc, input_precision="ieee")
@@ -227,7 +238,7 @@ def _linear_kernel(
         slab = (split * SIZE_OUT + o)[:, None] * ROWS + r[None, :]
         tl.store(partial_ptr + slab, acc, mask=o_ok[:, None])
         squares_base = partial_ptr + SPLIT * SIZE_OUT * ROWS
-        if NORM:
+        if NORM and not NORM_FIRST:
             tl.store(squares_base + (tile * SPLIT + split) * ROWS + r, squares)
         tl.debug_barrier()
         arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
@@ -235,14 +246,15 @@ def _linear_kernel(
             return
         tl.store(counters_ptr + tile, 0)
         acc = tl.zeros([TILE_OUT, ROWS], tl.float32)
-        squares = tl.zeros([ROWS], tl.float32)
+        if NORM and not NORM_FIRST:
+            squares = tl.zeros([ROWS], tl.float32)
         for s in tl.static_range(SPLIT):
             part_slab = (s * SIZE_OUT + o)[:, None] * ROWS + r[None, :]
             acc += tl.load(partial_ptr + part_slab, mask=o_ok[:, None], other=0.0, cache_modifier=".cg")
-            if NORM:
+            if NORM and not NORM_FIRST:
                 squares += tl.load(squares_base + (tile * SPLIT + s) * ROWS + r, cache_modifier=".cg")
 
-    if NORM:
+    if NORM and not NORM_FIRST:
         scale = 1.0 / tl.sqrt(squares / SIZE_IN + eps)
         acc = acc * scale[None, :]
         acc_up = acc_up * scale[None, :]

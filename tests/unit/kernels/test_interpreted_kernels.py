@@ -254,6 +254,27 @@ def test_small_linear(num_rows, split):
     assert int(workspace.counters.abs().sum()) == 0
 
 
+@pytest.mark.parametrize("split", [1, 2])
+@pytest.mark.parametrize("gated", [False, True])
+def test_small_linear_with_activations_that_their_norm_weight_would_make_too_large(split, gated):
+    """In float16, whose largest number is 65,504: 9,000 times 8 is more."""
+    torch.manual_seed(0)
+    x = torch.randn(5, 128).half()
+    x[2, 7] = 9000
+    norm = torch.ones(128).half()
+    norm[7] = 8
+    weight = (torch.randn(64, 128) * 0.1).half()
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
+    shape = small_linear.LinearShape(16, 32, split, 4, 2)
+    out = small_linear.linear(x, weight, workspace, norm_weight=norm, eps=1e-6, gated=gated, shape=shape)
+    normed = x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6) * norm.float()
+    expected = normed @ weight.float().T
+    if gated:
+        expected = torch.nn.functional.silu(expected[:, :32]) * expected[:, 32:]
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+
 @pytest.mark.parametrize("num_tokens", [3, 40])
 @pytest.mark.parametrize("normed", [True, False])
 def test_rope_store(num_tokens, normed):
