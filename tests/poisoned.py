@@ -57,13 +57,14 @@ def save_poisoned(folder: Path, dtype: torch.dtype = torch.float32, *, experts: 
             ("o", (HIDDEN, HEADS * HEAD_DIM)),
         ):
             weights[f"{name}.self_attn.{part}_proj.weight"] = random(*shape)
+        weights[f"{name}.self_attn.o_proj.weight"][grown] = 0
         if experts:
             weights |= {f"{name}.self_attn.{part}_norm.weight": torch.ones(HEAD_DIM) for part in ("q", "k")}
             weights[f"{name}.mlp.gate.weight"] = random(EXPERTS, HIDDEN)
         mlps = [f"{name}.mlp.experts.{i}" for i in range(EXPERTS)] if experts else [f"{name}.mlp"]
         for mlp in mlps:
             gate, up, down = random(MLP, HIDDEN), random(MLP, HIDDEN), random(HIDDEN, MLP)
-            gate[0], up[0], down[:, 0] = 0, 0, 0
+            gate[0], up[0], down[:, 0], down[grown] = 0, 0, 0, 0
             gate[0, grown] = up[0, grown] = 8
             down[grown, 0] = 1  # 60,000 and what this adds are more than float16 has
             weights |= {f"{mlp}.gate_proj.weight": gate, f"{mlp}.up_proj.weight": up, f"{mlp}.down_proj.weight": down}

@@ -274,7 +274,6 @@ def test_small_linear_with_activations_that_their_norm_weight_would_make_too_lar
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-
 @pytest.mark.parametrize("num_tokens", [3, 40])
 @pytest.mark.parametrize("normed", [True, False])
 def test_rope_store(num_tokens, normed):
