@@ -122,7 +122,8 @@ def linear(
     split = triton.cdiv(size_in, part)
     _linear_kernel[(triton.cdiv(size_out, shape.tile_out), split)](
         *arguments, workspace.partial, workspace.counters, rows, eps, x.stride(0),
-        NORM_FIRST=norm_weight is not None and x.dtype == torch.float16, SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
+        NORM_FIRST=norm_weight is not None and x.dtype == torch.float16,
+        SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
         ROWS=max(16, triton.next_power_of_2(rows)), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
     )  # fmt: skip
     return out

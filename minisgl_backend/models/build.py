@@ -204,7 +204,14 @@ def _copy(name: str, part: WeightPart, source: Any, path: Path) -> None:
     end = part.start + part.target.shape[part.dim]
     index = (slice(None),) * part.dim + (slice(part.start, end),)
     # The slice is read from the file in the file's format; copy_ converts it.
-    part.target.copy_(source[index])
+    values = source[index]
+    if not values.is_floating_point():
+        format_name = str(values.dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"{path}: {name} has the number format {format_name}; allowed: floating point. Quantized weights are not "
+            "served: use the model that they were made from"
+        )
+    part.target.copy_(values)
 
 
 def _shard_files(folder: Path) -> dict[str, Path]:

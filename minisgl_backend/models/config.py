@@ -23,6 +23,8 @@ _QWEN3_MOE = "Qwen3MoeForCausalLM"
 ARCHITECTURES = (_LLAMA, _MISTRAL, _QWEN2, _QWEN3, _QWEN3_MOE)
 DTYPES = ("float32", "float16", "bfloat16")
 
+_LONGEST_VALUE = 200  # characters of a value that a message repeats
+
 # Keys that change the computation: the values under which this engine computes the right thing. Absent and null
 # are always allowed.
 _ONLY_SERVED: Mapping[str, tuple[Any, ...]] = {
@@ -464,4 +466,7 @@ def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:
 
 
 def _refuse(key: str, value: Any, allowed: str) -> NoReturn:
-    raise ConfigError(f"config.json: {key} is {json.dumps(value, default=str)}; allowed: {allowed}")
+    text = json.dumps(value, default=str)
+    if len(text) > _LONGEST_VALUE:
+        text = f"{text[:_LONGEST_VALUE]}..."
+    raise ConfigError(f"config.json: {key} is {text}; allowed: {allowed}")

@@ -82,6 +82,16 @@ def test_an_unexpected_tensor_is_named(qwen3: Path) -> None:
         build(qwen3)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool])
+def test_integer_weights_are_refused(qwen3: Path, dtype: torch.dtype) -> None:
+    name = "model__layers__0__mlp__down_proj__weight"
+    weight = load_file(qwen3 / "model.safetensors")[name.replace("__", ".")]
+    change(qwen3, **{name: (weight * 100).to(dtype)})
+    words = f"layers.0.mlp.down_proj.weight has the number format {str(dtype).removeprefix('torch.')}"
+    with pytest.raises(ConfigError, match=words):
+        build(qwen3)
+
+
 def test_a_wrong_shape_is_named(qwen3: Path) -> None:
     change(qwen3, model__norm__weight=torch.zeros(63))
     with pytest.raises(ConfigError, match=r"model\.norm\.weight has shape \(63,\)"):

@@ -309,3 +309,10 @@ def test_an_adapter_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     with pytest.raises(ConfigError, match="LoRA"):
         ModelConfig.load(tmp_path)
+
+
+def test_a_long_value_is_not_repeated_whole() -> None:
+    ignored = [f"model.layers.{layer}.mlp.down_proj" for layer in range(100)]
+    with pytest.raises(ConfigError, match=r"quantization_config is .*quant_method.*\.\.\.; allowed: absent") as caught:
+        read(quantization_config={"quant_method": "fp8", "ignored_layers": ignored})
+    assert len(str(caught.value)) < 300
