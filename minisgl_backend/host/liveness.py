@@ -88,6 +88,11 @@ class Heartbeat:
         finally:
             self._doing = before and _Doing(before.sign, before.limit_s)
 
+    def progress(self) -> None:
+        """What runs inside of `step` has come further."""
+        if self._doing is not None:
+            self._doing = _Doing(self._doing.sign, self._doing.limit_s)
+
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Inside, a step that the CPU computes waits for another rank."""

@@ -47,6 +47,10 @@ def test_a_step_that_does_not_end_is_stuck_and_one_step_after_the_other_is_not()
             with process.heartbeat.step():
                 process.sign_after(HANG_S - 2)
             assert process.sign_after(HANG_S - 2) is Sign.WELL
+    with process.heartbeat.step():
+        for _ in range(3):
+            assert process.sign_after(HANG_S - 2) is Sign.WELL
+            process.heartbeat.progress()
 
 
 def test_a_start_and_its_first_steps_may_take_any_time() -> None:
