@@ -198,11 +198,14 @@ def create_app(settings: EndpointSettings) -> FastAPI:
         version=minisgl_backend.__version__,
         description="An OpenAI-compatible endpoint before Triton Inference Server.",
         lifespan=lifespan,
+        # Both would fetch scripts from other hosts; /openapi.json is there for whoever wants them.
+        docs_url=None,
         redoc_url=None,
     )
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_wrong_body)
     app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(Exception, _answer_unforeseen)
     # The last one added is the first one asked.
     app.add_middleware(BodyLimit, most_bytes=settings.max_body_bytes)
     if settings.api_keys:
@@ -270,11 +273,19 @@ def _json(value: Any, status: int = 200) -> Response:
 
 
 def _context(request: Request) -> RequestContext:
-    given = request.headers.get("x-request-id", "")
-    request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
     traces = ((name, request.headers.get(name)) for name in _TRACE_HEADERS)
     # gRPC metadata is printable ASCII; anything else would end the call here.
-    return RequestContext(request_id, tuple((n, v) for n, v in traces if v and v.isascii() and v.isprintable()))
+    return RequestContext(
+        _request_id(request), tuple((n, v) for n, v in traces if v and v.isascii() and v.isprintable())
+    )
+
+
+def _request_id(request: Request) -> str:
+    """The client's own, where it may be one, else one that is made for the request."""
+    if not hasattr(request.state, "request_id"):
+        given = request.headers.get("x-request-id", "")
+        request.state.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+    return str(request.state.request_id)
 
 
 def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -283,7 +294,13 @@ def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
 
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return Response(encode(error.body), error.status, error.headers, media_type="application/json")
+    headers = {**error.headers, "x-request-id": _request_id(request)}
+    return Response(encode(error.body), error.status, headers, media_type="application/json")
+
+
+async def _answer_unforeseen(request: Request, error: Exception) -> Response:
+    """A fault of this code, which the log shows."""
+    return await _answer_error(request, ApiError(500, f"the request could not be answered ({type(error).__name__})"))
 
 
 async def _answer_wrong_body(request: Request, error: Exception) -> Response:
@@ -295,7 +312,7 @@ async def _answer_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = str(error.detail)
     if error.status_code == 404:
-        message = f"there is no {request.url.path} here; / lists nothing, /docs lists all paths"
+        message = f"there is no {request.url.path} here; /openapi.json lists all paths"
     if error.status_code == 400:
         return await _answer_error(request, invalid("body", message))
     code = TOO_LARGE if error.status_code == 413 else None

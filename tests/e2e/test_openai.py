@@ -229,6 +229,7 @@ def test_errors(endpoint: Endpoint, client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as wrong:
         client.chat.completions.create(model="demo", messages=QUESTION, temperature=101)
     assert (wrong.value.param, wrong.value.type) == ("temperature", "invalid_request_error")
+    assert wrong.value.request_id
     with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(model="demo", messages=QUESTION, temperature=101, stream=True)
     with pytest.raises(openai.NotFoundError) as unknown:
@@ -372,7 +373,7 @@ def test_the_page_in_a_browser(endpoint: Endpoint, tmp_path: Path) -> None:
 def test_the_page_needs_nothing_from_other_hosts(endpoint: Endpoint) -> None:
     status, page = endpoint.get("/")
     assert status == 200
-    assert re.findall(r"""(?:src|href)=["']?(?!docs|data:)|https?://|@import|url\(""", page) == []
+    assert re.findall(r"""(?:src|href)=["']?(?!openapi.json|data:)|https?://|@import|url\(""", page) == []
 
 
 @pytest.mark.parametrize("library", ["langchain_openai", "llama_index.llms.openai_like"])
