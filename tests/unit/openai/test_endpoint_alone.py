@@ -1,0 +1,115 @@
+"""The endpoint's process with no server behind it: what it answers by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
+from tests.e2e.conftest import free_ports
+
+PATIENCE_SECONDS = 120.0
+
+
+@pytest.fixture(scope="module")
+def endpoint() -> Iterator[OpenAIEndpoint]:
+    port, nobody = free_ports(2)
+    found = OpenAIEndpoint(
+        EndpointSettings(
+            port=port,
+            grpc_address=f"127.0.0.1:{nobody}",
+            metrics_address=f"127.0.0.1:{nobody}",
+            served_model_names=("one",),
+            max_body_bytes=2000,
+        )
+    )
+    yield found
+    found.stop()
+
+
+def ask(endpoint: OpenAIEndpoint, path: str, body: Any = None, **headers: str) -> tuple[int, Any, dict[str, str]]:
+    """(status, body, headers) of a GET, or of a POST where there is a body."""
+    data = None if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
+    head = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(f"http://127.0.0.1:{endpoint.port}{path}", data, head)
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    try:
+        with opener.open(request, timeout=PATIENCE_SECONDS) as reply:
+            return reply.status, reply.read().decode(), {k.lower(): v for k, v in reply.headers.items()}
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error), {k.lower(): v for k, v in error.headers.items()}
+
+
+def test_a_server_that_is_away_is_503(endpoint: OpenAIEndpoint) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    for path, body in (
+        ("/v1/chat/completions", {"messages": messages}),
+        ("/v1/chat/completions", {"messages": messages, "stream": True}),
+        ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/tokenize", {"prompt": "a"}),
+        ("/v1/models", None),
+    ):
+        status, answer, headers = ask(endpoint, path, body, **{"X-Request-Id": "mine"})
+        assert (status, answer["error"]["type"], answer["error"]["code"]) == (503, "server_error", "unavailable")
+        assert headers["x-request-id"] == "mine"
+    status, answer, _ = ask(endpoint, "/metrics")
+    assert (status, answer["error"]["code"]) == (503, "unavailable")
+    status, answer, _ = ask(endpoint, "/health")
+    assert (status, answer["ready"]) == (503, False)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [], "model": "one"}, 400, "messages"),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}], "model": "two"}, 404, "model"),
+        ("/v1/chat/completions", b"{", 400, "body"),
+        ("/v1/completions", {"prompt": "\ud800", "model": "one"}, 400, "prompt"),
+        ("/v1/completions", {"prompt": "x", "stop": "\ud800"}, 400, "stop"),
+        ("/v1/completions", {"prompt": "x", "\ud800": 1}, 400, "body"),
+        ("/v1/completions", {"prompt": [2**40]}, 400, "prompt"),
+        ("/detokenize", {"tokens": [2**40]}, 400, "tokens"),
+        ("/v1/completions", {"prompt": "x" * 3000}, 413, None),
+        ("/v1/nowhere", {}, 404, None),
+    ],
+)
+def test_what_is_wrong_is_told_without_a_server(
+    endpoint: OpenAIEndpoint, path: str, body: Any, status: int, param: str | None
+) -> None:
+    found, answer, _ = ask(endpoint, path, body)
+    assert (found, answer["error"]["param"]) == (status, param), answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+
+
+def test_the_page_and_the_description(endpoint: OpenAIEndpoint) -> None:
+    status, page, headers = ask(endpoint, "/")
+    assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
+    assert page.rstrip().endswith("</html>")
+    assert "/v1/chat/completions" in json.loads(ask(endpoint, "/openapi.json")[1])["paths"]
+    assert set(json.loads(ask(endpoint, "/version")[1])) == {"version"}
+
+
+def test_a_process_that_dies_is_replaced_and_the_port_stays_open(endpoint: OpenAIEndpoint) -> None:
+    assert ask(endpoint, "/version")[0] == 200
+    (dead,) = endpoint.process_ids
+    os.kill(dead, signal.SIGKILL)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while endpoint.process_ids in ([], [dead]):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    assert ask(endpoint, "/version")[0] == 200
+
+
+def test_a_taken_port_is_named(endpoint: OpenAIEndpoint) -> None:
+    with pytest.raises(ConfigError, match=f"--openai-port is {endpoint.port}"):
+        OpenAIEndpoint(EndpointSettings(port=endpoint.port))
