@@ -182,7 +182,12 @@ class EngineConfig:
         ", ".join(POLICIES),
         POLICIES.__contains__,
     )
-    tp: int = _option(1, "tensor-parallel size; must divide the model's heads", "1 or more", _positive)
+    tp: int = _option(
+        1,
+        "tensor-parallel size; must divide the model's heads, or be a multiple of its KV heads",
+        "1 or more",
+        _positive,
+    )
     disable_pynccl: bool = _option(
         False, "changes nothing: collectives always are torch's NCCL; known from Mini-SGLang", "true or false"
     )

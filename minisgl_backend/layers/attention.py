@@ -35,7 +35,9 @@ class SelfAttention(nn.Module):
         self._ops = placement.ops
         q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
-        self.qkv_proj = ColumnParallelLinear(shape.hidden_size, outputs, shape.qkv_bias, placement)
+        # Of more ranks than KV heads, several have the same one.
+        parts = dict.fromkeys(("k_proj", "v_proj"), min(shape.num_kv_heads, placement.tp.size))
+        self.qkv_proj = ColumnParallelLinear(shape.hidden_size, outputs, shape.qkv_bias, placement, parts=parts)
         self.o_proj = RowParallelLinear(q_size, shape.hidden_size, "o_proj", shape.output_bias, placement)
         self.q_norm = RMSNorm(shape.head_dim, shape.eps, "q_norm", placement) if shape.qk_norm else None
         self.k_norm = RMSNorm(shape.head_dim, shape.eps, "k_norm", placement) if shape.qk_norm else None

@@ -16,14 +16,24 @@ from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPa
 class ColumnParallelLinear(WeightedLayer):
     """One or more products of the same input, stacked in one weight; each output is split evenly over the ranks.
 
-    `outputs` maps the name of each product in the checkpoint to its full output size.
+    `outputs` maps the name of each product in the checkpoint to its full output size; `parts` names those that are
+    split into fewer parts than there are ranks, of which several neighbours have the same one then.
     """
 
-    def __init__(self, input_size: int, outputs: Mapping[str, int], bias: bool, placement: LayerContext) -> None:
+    def __init__(
+        self,
+        input_size: int,
+        outputs: Mapping[str, int],
+        bias: bool,
+        placement: LayerContext,
+        *,
+        parts: Mapping[str, int] | None = None,
+    ) -> None:
         super().__init__()
         self._placement = placement
         self._outputs = dict(outputs)
-        local = sum(outputs.values()) // placement.tp.size
+        self._parts = dict.fromkeys(outputs, placement.tp.size) | dict(parts or {})
+        local = sum(size // self._parts[name] for name, size in outputs.items())
         self.weight = placement.parameter(local, input_size)
         self.bias = placement.parameter(local) if bias else None
 
@@ -36,8 +46,8 @@ class ColumnParallelLinear(WeightedLayer):
     def weight_parts(self) -> list[WeightPart]:
         tp, parts, row = self._placement.tp, [], 0
         for name, size in self._outputs.items():
-            local = size // tp.size
-            start = tp.rank * local
+            local = size // self._parts[name]
+            start = tp.rank * self._parts[name] // tp.size * local
             for kind, param in (("weight", self.weight), ("bias", self.bias)):
                 if param is not None:
                     shape = (size, *param.shape[1:])

@@ -95,7 +95,9 @@ def attention_spec(
 
     `kv_dtype`: of keys and values in the cache; None: `dtype`.
     """
-    kv = MHALayout(num_kv_heads=config.num_kv_heads // tp_size, head_dim=config.head_dim, dtype=kv_dtype or dtype)
+    kv = MHALayout(
+        num_kv_heads=max(1, config.num_kv_heads // tp_size), head_dim=config.head_dim, dtype=kv_dtype or dtype
+    )
     # A window that no sequence outgrows is none: its layers join those that see everything.
     windows = [w if w is not None and w < max_seq_len else None for w in (one.window for one in config.attention)]
     groups = tuple(

@@ -211,15 +211,21 @@ class ModelConfig:
         return override or self.max_position
 
     def check_tensor_parallel(self, size: int) -> None:
-        """Raises ConfigError unless heads and MLPs split evenly over `size` ranks."""
-        sizes = {"num_attention_heads": self.num_q_heads, "num_key_value_heads": self.num_kv_heads}
+        """Raises ConfigError unless heads and MLPs split evenly over `size` ranks. Of more ranks than KV heads, several
+        have the same one."""
+        sizes = {"num_attention_heads": self.num_q_heads}
+        if size % self.num_kv_heads:
+            sizes["num_key_value_heads"] = self.num_kv_heads
         if self.moe is None or self.moe.dense_layers:
             sizes["intermediate_size"] = self.intermediate_size
         if self.moe is not None:
             sizes["moe_intermediate_size"] = self.moe.intermediate_size
         for key, value in sizes.items():
             if value % size:
-                raise ConfigError(f"tp is {size}; allowed: a divisor of the model's {key}, which is {value}")
+                or_multiple = " or a multiple" if key == "num_key_value_heads" else ""
+                raise ConfigError(
+                    f"tp is {size}; allowed: a divisor{or_multiple} of the model's {key}, which is {value}"
+                )
 
 
 class _Keys:

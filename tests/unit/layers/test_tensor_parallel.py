@@ -87,10 +87,11 @@ def test_a_rank_outside_the_size_is_refused() -> None:
         TensorParallel.connect(2, 2, "127.0.0.1", 1, CPU)
 
 
-@pytest.mark.parametrize(
-    "name", ["llama-bias-mha", "mistral", "qwen2-tied", "qwen3-tied-sharded", "qwen3_moe", "qwen3_moe-sharded-mixed"]
-)
-@pytest.mark.parametrize("size", [2])
+ON_TWO = ["llama-bias-mha", "mistral", "qwen2-tied", "qwen3-tied-sharded", "qwen3_moe", "qwen3_moe-sharded-mixed"]
+ON_FOUR = ["mistral", "qwen2-tied", "qwen3_moe"]  # two KV heads, each on two ranks
+
+
+@pytest.mark.parametrize(("name", "size"), [*((one, 2) for one in ON_TWO), *((one, 4) for one in ON_FOUR)])
 def test_a_split_model_computes_the_same(name: str, size: int, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
     prompt = [5 + 7 * i % 300 for i in range(40)]

@@ -287,8 +287,12 @@ def test_a_wrong_generation_value_is_named() -> None:
 
 def test_tensor_parallel_size_must_divide_heads() -> None:
     read().check_tensor_parallel(2)
-    with pytest.raises(ConfigError, match=r"tp is 4.*num_key_value_heads"):
-        read().check_tensor_parallel(4)
+    read().check_tensor_parallel(4)  # two ranks for each of two KV heads
+    with pytest.raises(ConfigError, match=r"tp is 8.*num_attention_heads"):
+        read().check_tensor_parallel(8)
+    six = read(num_attention_heads=12, num_key_value_heads=4, head_dim=16)
+    with pytest.raises(ConfigError, match=r"tp is 6.*num_key_value_heads"):
+        six.check_tensor_parallel(6)
 
 
 def test_load_reads_both_files(tmp_path: Path) -> None:
