@@ -319,6 +319,18 @@ def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
     front.close()
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_the_text_of_a_stop_token_comes_where_stop_strings_do(front: EngineFront, include: bool) -> None:
+    sender, uid = ask(front, include=include)
+    front.client.give((uid, 65, STOP))
+    sender.wait_end()
+    assert sender.chunks[-1].parts[0].ends_with_stop_token != include
+    sender, uid = ask(front, include=include, stop=("zz",))
+    front.client.give((uid, 65, 0), (uid, 66, STOP))
+    sender.wait_end()
+    assert sender.text() == ("AB" if include else "A")
+
+
 def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> None:
     wanted = ["finish_reason", "num_input_tokens", "num_output_tokens", "cumulative_logprob", "logprobs", "log_probs"]
     sender, uid = ask(front, logprobs=1, wanted=[*wanted, "prompt_logprobs", "perf_metrics"])

@@ -82,3 +82,12 @@ def test_token_ids_instead_of_text(answers: TextOutputEncoder) -> None:
     last = Chunk(uid=1, number=2, parts=(part(b"", is_last=True),), token_ids=True)
     assert answers.encode(last)["output_ids"].shape == (1, 1, 0)
     assert len(answers) == 0
+
+
+def test_an_answer_continues_the_prompt_before_it() -> None:
+    """SentencePiece: the space before a word is part of its token, and only a whole text loses its first one."""
+    table = [b" time", b"once"]
+    words = Vocabulary(lambda ids, skip: "".join(table[i].decode() for i in ids), table, frozenset(), byte_exact=True)
+    part_of = Part(token_ids=np.array([0, 0], "<i4").tobytes(), is_last=True)
+    chunk = Chunk(uid=1, number=1, parts=(part_of,), options=TextOptions(prompt="Once upon a"))
+    assert plain(TextOutputEncoder(words).encode(chunk)) == ["Once upon a time time"]
