@@ -222,6 +222,7 @@ class LLM:
             raise InvalidRequestError(f"stop is {params.stop!r}; allowed: none, as this model has no tokenizer")
         if not params.bad_words:
             return params
+        params.validate()  # before a tokenizer works on them
         words = (*params.bad_words_token_ids, *self.tokenizer.encode_words(params.bad_words))
         return msgspec.structs.replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
 
