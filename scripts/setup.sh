@@ -142,7 +142,25 @@ if [[ -z $container ]]; then
     extras+=,server
   fi
 fi
-step "installing the package with extras $extras" pip install -e ".[$extras]"
+# xgrammar asks for triton, a gigabyte of compiler that only GPUs and tests have a use for.
+xgrammar_alone() {
+  local requirements
+  pip install --no-deps "$(sed -n 's/^grammar = \["\(.*\)"\]$/\1/p' pyproject.toml)" || return
+  requirements=$(mktemp)
+  "$venv/bin/python" - >"$requirements" <<'END' && pip install -r "$requirements" && "$venv/bin/python" -c 'import xgrammar'
+from importlib.metadata import requires
+print("\n".join(line for line in requires("xgrammar") or [] if "extra ==" not in line and not line.startswith("triton")))
+END
+  local result=$?
+  rm -f "$requirements"
+  return $result
+}
+if [[ $mode == serve && $gpu == no ]]; then
+  step "installing the package with extras ${extras/grammar,/}" pip install -e ".[${extras/grammar,/}]"
+  step "installing xgrammar without triton" xgrammar_alone || step "installing the extra grammar" pip install -e ".[grammar]"
+else
+  step "installing the package with extras $extras" pip install -e ".[$extras]"
+fi
 if [[ $gpu == yes ]]; then
   # The kernels' CUDA 13 builds carry another name than the CUDA 12 ones.
   cuda=$("$venv/bin/python" -c 'import torch; print("cuda" if int((torch.version.cuda or "0").split(".")[0]) >= 13 else "cuda12")')
