@@ -128,12 +128,12 @@ class Grammars:
 
         Bit `t % 32` of word `t // 32` is 1 where token t is allowed; a row without any is one that must fail.
         """
-        if not self._matchers:
-            return None
-        for admitted in plan.admitted:
+        for admitted in plan.admitted:  # also while nobody has a grammar: a row must not keep what it had before
             self._rows.pop(admitted.row, None)
             if admitted.uid in self._matchers:
                 self._rows[admitted.row] = admitted.uid
+        if not self._matchers:
+            return None
         matched = self._matched(plan)
         if not matched:
             return None
