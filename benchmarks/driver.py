@@ -40,9 +40,11 @@ class Driver:
         self.timelines: dict[int, Timeline] = {}
         self._next_uid = 1
 
-    def submit(self, token_ids: list[int], max_tokens: int, temperature: float = 0.0) -> int:
+    def submit(self, token_ids: list[int], max_tokens: int, temperature: float = 0.0, **sampling: Any) -> int:
+        """`sampling`: more fields of SamplingParams."""
         uid, self._next_uid = self._next_uid, self._next_uid + 1
-        params = SamplingParams(max_tokens=max_tokens, temperature=temperature, ignore_eos=True, seed=uid)
+        options = {"max_tokens": max_tokens, "temperature": temperature, "ignore_eos": True, "seed": uid, **sampling}
+        params = SamplingParams(**options)
         self.timelines[uid] = Timeline(time.perf_counter())
         packed = np.asarray(token_ids, dtype="<i4").tobytes()
         self.core.submit(Request(uid=uid, token_ids=packed, params=params))
@@ -62,6 +64,14 @@ class Driver:
         if rejected:
             raise RuntimeError(rejected[0].message)
         return busy
+
+    def wait_for_grammars(self) -> float:
+        """Waits until the grammars of all that was submitted are compiled; seconds."""
+        started = time.perf_counter()
+        grammars = self.core._grammars
+        while grammars is not None and grammars.num_ready < grammars.num_compiling:
+            time.sleep(0.0005)
+        return time.perf_counter() - started
 
     def run(self) -> float:
         """Steps until everything submitted is answered; seconds."""

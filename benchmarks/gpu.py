@@ -1,6 +1,6 @@
 """Every figure of docs/performance.md that one GPU gives, by one command.
 
-    python -m benchmarks.gpu [--only q06,q14,q30,start,online,parity,gauge,kv8,tp] [--out FILE] [--json]
+    python -m benchmarks.gpu [--only q06,q14,q30,sampling,start,online,parity,gauge,kv8,tp] [--out FILE] [--json]
 
 Each part runs in a process of its own and lands in FILE when it is done; parts that FILE already holds are skipped,
 so an interrupted run goes on where it stopped (delete FILE for a fresh one). The part `tp` needs two GPUs and runs only
@@ -29,8 +29,9 @@ from typing import Any
 from unittest import mock
 
 from benchmarks.model_shapes import make_folder
+from minisgl_backend.request import Grammar
 
-ONE_GPU = ("q06", "q14", "q30", "start", "online", "parity", "gauge", "kv8")
+ONE_GPU = ("q06", "q14", "q30", "sampling", "start", "online", "parity", "gauge", "kv8")
 PARTS = (*ONE_GPU, "tp")
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
 GAUGE_PROCESSES = 8
@@ -89,6 +90,68 @@ def part_kv8() -> dict[str, float]:
         options = {"attention_backend": backend, "kv_cache_dtype": "fp8_e4m3"}
         results[f"gauge_kv8_{backend}"] = _gauge_cell((f"kv8_{backend}", options, 500 if backend == "triton" else 50))
     return results
+
+
+# What a request of the part `sampling` asks for beside temperature 0.6; the values are those of vLLM's benchmark too.
+SAMPLING_OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {},
+    "top_k": {"top_k": 20},
+    "top_p": {"top_p": 0.95},
+    "qwen3": {"top_k": 20, "top_p": 0.95},
+    "min_p": {"min_p": 0.05},
+    "repetition": {"repetition_penalty": 1.1},
+    "presence": {"presence_penalty": 0.5},
+    "logprobs": {"logprobs": 5},
+    "bias": {"logit_bias": {5: 1.0}},
+}
+SAMPLING_LOADS = ((1, 256), (64, 128))  # streams and tokens of each, after prompts of 128 tokens
+
+
+def part_sampling() -> dict[str, float]:
+    """Qwen3-0.6B, tokens a second by sampling option and under JSON schemas: the better of two runs after a warm-up."""
+    driver = _driver("qwen3-0.6b")
+    results: dict[str, float] = {}
+    for name, options in SAMPLING_OPTIONS.items():
+        for count, tokens in SAMPLING_LOADS:
+            seconds = [_sampling_run(driver, f"{name} {turn}", count, tokens, [options] * count) for turn in range(3)]
+            results[f"sampling_{name}_{count}_tok_s"] = round(count * tokens / min(seconds[1:]))
+    for count, tokens in SAMPLING_LOADS:
+        schemas = [{"grammar": Grammar(kind="json_schema", text=json_schema(index))} for index in range(count)]
+        for index in range(count):
+            driver.submit([index], 1, 0.6, **schemas[index])
+        results[f"grammar_{count}_compile_s"] = round(driver.wait_for_grammars(), 3)
+        driver.run()
+        seconds = [_sampling_run(driver, f"grammar {turn}", count, tokens, schemas) for turn in range(3)]
+        results[f"grammar_{count}_tok_s"] = round(count * tokens / min(seconds[1:]))
+    driver.close()
+    return results
+
+
+def _sampling_run(driver: Any, seed: str, count: int, tokens: int, options: list[dict[str, Any]]) -> float:
+    """Seconds; grammars are compiled, from the compiler's cache, before the clock starts."""
+    rng = random.Random(f"{seed} {count}")
+    driver.clear()
+    for one in options:
+        driver.submit([rng.randint(0, 10000) for _ in range(128)], tokens, **{"temperature": 0.6, **one})
+    driver.wait_for_grammars()
+    elapsed = driver.run()
+    given = [len(timeline.tokens) for timeline in driver.timelines.values()]
+    if given != [tokens] * count:
+        raise RuntimeError(f"answers have {min(given)} to {max(given)} tokens; expected: {tokens}")
+    return float(elapsed)
+
+
+def json_schema(index: int) -> str:
+    """A schema of its own for each index: a long array of objects with enumerations, integers and short texts."""
+    fields = {
+        f"kind_{index}": {"enum": [f"option {index} {choice}" for choice in range(5)]},
+        "count": {"type": "integer"},
+        f"name_{index}": {"type": "string", "maxLength": 12},
+        "done": {"type": "boolean"},
+    }
+    item = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    return json.dumps({"type": "array", "items": item, "minItems": 200})
 
 
 def part_tp() -> dict[str, float]:

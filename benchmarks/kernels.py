@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from minisgl_backend.kernels import sampling_layout as layout
 from minisgl_backend.kernels.decode_attention import (
     DecodeShape,
     DecodeWorkspace,
@@ -27,9 +28,19 @@ from minisgl_backend.kernels.decode_attention import (
     rotating_decode_attention,
     rotation_pays,
 )
-from minisgl_backend.kernels.sampling import SamplingWorkspace, sample_plain
+from minisgl_backend.kernels.sampling import (
+    EditInputs,
+    SamplingWorkspace,
+    pack_logprobs,
+    sample_extended,
+    sample_plain,
+)
 from minisgl_backend.kernels.small_linear import LinearShape, LinearWorkspace, linear, linear_shape
 from minisgl_backend.kernels.triton_ops import TritonOps
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.sampling.logits_processors import TokenRules
+from minisgl_backend.sampling.params import encode_params, flags_of
+from minisgl_backend.sampling.penalties import PenaltyCounts
 
 # (name, size_out, size_in, norm, residual, gated) of one decoder layer
 QWEN3_06B = [
@@ -213,24 +224,82 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
             torch.cuda.empty_cache()
 
 
-def bench_sampling(results: dict[str, dict], timer: Timer) -> None:
-    """One-pass sampling at vocabulary 151,936, greedy and by temperature, by how the vocabulary is cut."""
-    device, vocab = torch.device("cuda"), 151936
-    for batch, temperature in itertools.product((1, 64, 256), (0.0, 0.6)):
-        logits = [torch.randn(batch, vocab, device=device).bfloat16() for _ in range(4)]
-        params = torch.zeros(batch, 9, dtype=torch.int32, device=device)
-        params[:, 0] = torch.tensor(temperature).view(torch.int32)
-        rows = torch.arange(batch, dtype=torch.int32, device=device)
+# What is measured of sampling, at temperature 0.6 where nothing else is said; the values of benchmarks.gpu.
+SAMPLING_OPTIONS: dict[str, dict] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {},
+    "top_k": {"top_k": 20},
+    "top_k_200": {"top_k": 200},
+    "top_p": {"top_p": 0.95},
+    "qwen3": {"top_k": 20, "top_p": 0.95},
+    "min_p": {"min_p": 0.05},
+    "repetition": {"repetition_penalty": 1.1},
+    "bias": {"logit_bias": {5: 1.0}},
+    "logprobs": {"logprobs": 5},
+}
+
+
+def bench_sampling(results: dict[str, dict], timer: Timer, tune: bool, profile: bool) -> None:
+    """All that a step launches to sample, by option and rows, at vocabulary 151,936.
+
+    Logits are bf16 and nearly flat, as a model with random weights has them: top-p keeps most of the vocabulary, which
+    is the hard case. With `tune`, also by how the vocabulary is cut and searched.
+    """
+    shapes = {"chosen": (2048, 4, 8, 3)}  # tokens of a slice, warps, pivots, rounds
+    if tune:
+        for cut, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 4), (4096, 8), (8192, 8)):
+            for pivots, rounds in ((4, 4), (8, 3), (16, 2), (16, 3)):
+                shapes[f"{cut} w{warps} p{pivots} r{rounds}"] = (cut, warps, pivots, rounds)
+    for (name, options), rows in itertools.product(SAMPLING_OPTIONS.items(), (1, 8, 64, 256)):
+        params = SamplingParams(**{"temperature": 0.6, "seed": 1, **options})
         timed = {}
-        for cut, warps in itertools.product((1024, 2048, 4096, 8192), (4, 8)):
-            workspace = SamplingWorkspace(batch, vocab, device, cut)
-            timed[f"{cut} w{warps}"] = timer([
-                lambda x=x, ws=workspace, w=warps: sample_plain(x, rows, rows, params, (0, 1, 2), ws, num_warps=w)
-                for x in logits
-            ])  # fmt: skip
-        best = sorted((round(us, 1), cut) for cut, us in timed.items())
-        results[f"sampling {batch} t{temperature}"] = {"best": best[0]}
-        print(f"sampling batch {batch} temperature {temperature}: {best}", flush=True)
+        for label, (cut, warps, pivots, rounds) in shapes.items():
+            if label != "chosen" and (rows not in (1, 64) or ((pivots, rounds) != (8, 3) and name != "top_p")):
+                continue
+            case = SamplingBench(params, rows, cut, warps, pivots, rounds)
+            timed[label] = round(timer([lambda c=case, x=x: c.sample(x) for x in case.logits]), 1)
+            if profile and label == "chosen" and rows in (1, 64):
+                profile_step(functools.partial(case.sample, case.logits[0]))
+            del case
+        best = sorted((us, label) for label, us in timed.items())
+        results[f"sampling {name} rows {rows}"] = {"us": timed["chosen"], "top": best[:3]}
+        print(f"sampling {name} rows {rows}: {timed['chosen']} us {best[:6] if tune else ''}", flush=True)
+        torch.cuda.empty_cache()
+
+
+class SamplingBench:
+    """Rows that all want the same, and what samples them."""
+
+    def __init__(self, params: SamplingParams, rows: int, cut: int, warps: int, pivots: int, rounds: int) -> None:
+        device, vocab = torch.device("cuda"), 151936
+        self.flags, self.warps = flags_of(params, vocab), warps
+        self.searches = bool(self.flags & layout.RANKED) and not layout.is_complete(params.top_k, vocab)
+        self.logits = [0.64 * torch.randn(rows, vocab, device=device).bfloat16() for _ in range(4)]
+        line = torch.from_numpy(encode_params(params, vocab).copy())
+        self.params = line.repeat(rows, 1).to(device)
+        self.rows = torch.arange(rows, dtype=torch.int32, device=device)
+        self.positions = torch.full((rows,), 20, dtype=torch.int32, device=device)
+        self.workspace = SamplingWorkspace(rows, vocab, device, cut, pivots=pivots, rounds=rounds)
+        rules, self.counts = TokenRules(rows, (), 4096, device), PenaltyCounts(rows, vocab, device)
+        tokens = torch.randint(0, vocab, (rows, 512), dtype=torch.int32, device=device)
+        for row in range(rows):
+            rules.admit(row, params, 256)
+            self.counts.reset(row, tokens[row], 256)
+        rules.upload()
+        self.edits = EditInputs(tokens, self.counts.counts, rules.counts, rules.rules, rules.prefixes)
+        self.top = params.logprobs
+
+    def sample(self, logits: torch.Tensor) -> torch.Tensor:
+        work = (self.workspace, False, self.warps)
+        out = sample_plain(logits, self.rows, self.positions, self.params, *work)
+        if self.flags & layout.EXTENDED:
+            sample_extended(
+                logits, self.rows, self.positions, self.params, self.edits, self.flags, self.searches, out,
+                self.workspace, self.warps,
+            )  # fmt: skip
+        if self.top is not None:
+            return pack_logprobs(logits, self.rows, out[0], self.top, self.workspace, self.warps)
+        return out
 
 
 class PolicyOps(TritonOps):
@@ -294,8 +363,8 @@ class Chain:
         self.x = torch.randn(batch, shape.hidden, device=device).bfloat16()
         self.attention = DecodeWorkspace(max(batch, 64), shape.heads, shape.kv_heads, shape.dim, device)
         self.sampling = SamplingWorkspace(batch, shape.vocab, device)
-        self.params = torch.zeros(batch, 9, dtype=torch.int32, device=device)
-        self.params[:, 0] = torch.tensor(0.6).view(torch.int32)
+        line = torch.from_numpy(encode_params(SamplingParams(temperature=0.6, seed=1), shape.vocab).copy())
+        self.params = line.repeat(batch, 1).to(device)
 
     def step(self, ops: TritonOps) -> torch.Tensor:
         """The sampled tokens."""
@@ -318,7 +387,7 @@ class Chain:
             gated = ops.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, gated=True)
             x = ops.linear(gated, down_weight, residual=x)
         logits = ops.linear(ops.rms_norm(x, self.norm, 1e-6), self.lm_head)
-        return sample_plain(logits, self.rows, self.positions, self.params, (0, 1, 2), self.sampling, pdl)
+        return sample_plain(logits, self.rows, self.positions, self.params, self.sampling, pdl)
 
 
 def _weights(*shape: int) -> torch.Tensor:
@@ -405,7 +474,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="attention,linear")
     parser.add_argument("--tune", action="store_true", help="try many cuts, not only the chosen one")
-    parser.add_argument("--profile", action="store_true", help="with chain: the time of each kernel")
+    parser.add_argument("--profile", action="store_true", help="with chain or sampling: the time of each kernel")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--compile-share", metavar="I/N", help="only compile every N-th kernel, starting at I")
     options = parser.parse_args()
@@ -419,7 +488,7 @@ def main() -> None:
     if "linear" in parts:
         bench_linear(results, options.tune, timer)
     if "sampling" in parts:
-        bench_sampling(results, timer)
+        bench_sampling(results, timer, options.tune, options.profile)
     if "chain" in parts:
         bench_chain(results, options.profile)
     if options.json:

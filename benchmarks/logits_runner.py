@@ -25,8 +25,8 @@ from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.cuda_graph import CudaGraphRunner, DecodeOutputs, DecodeStep, GraphRunner, graph_sizes
 from minisgl_backend.runner.model_runner import Batch, ModelRunner
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.sampler import Sampler, fused_sampler
-from minisgl_backend.runner.sampling_rows import SamplingRows
+from minisgl_backend.sampling.metadata import SamplingRows
+from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 _SLAB = 256  # positions whose logits the runner would compute at once
@@ -106,7 +106,9 @@ class LogitsRunner:
         self._table = RowTable(
             max_running=max_running, max_seq_len=max_seq_len, page_size=page_size, device=self.device
         )
-        sampling = SamplingRows(self._table.max_rows, model.config.vocab_size, model.config.eos_token_ids, self.device)
+        config, table = model.config, self._table
+        sampling = SamplingRows(table.max_rows, config.vocab_size, config.eos_token_ids, max_seq_len, self.device)
+        workspace = sampling_workspace(table.max_rows, config.vocab_size, self.device)
         self._counts = [-(-len(tokens) // page_size) for tokens in sequences.tokens]
         self._tap = _TappedModel(model)
         self._runner = ModelRunner(
@@ -115,7 +117,7 @@ class LogitsRunner:
             pool=KVPool(spec.kv_layouts, page_size, sum(self._counts), self.device),
             table=self._table,
             sampling=sampling,
-            sampler=Sampler(self._table, sampling.penalties, fused_sampler(self._table, model.config.vocab_size)),
+            sampler=Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace),
         )
         graphs = graphs or _graphs(attention, self.device, max_running)
         self._graphs = _TappedGraphs(graphs) if graphs is not None else None

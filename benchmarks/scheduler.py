@@ -25,7 +25,7 @@ from minisgl_backend.request import Request, SamplingParams
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.null_runner import NullRunner
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.sampling_rows import SamplingRows
+from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan
 
@@ -50,7 +50,9 @@ def make_setting(num_sequences: int, num_steps: int, page_size: int) -> Setting:
     limits = _limits(num_sequences, page_size, longest, waiting=num_sequences)
     device = torch.device("cpu")
     table = RowTable(max_running=num_sequences, max_seq_len=4096, page_size=page_size, device=device)
-    builder = BatchBuilder(table, SamplingRows(table.max_rows, VOCAB_SIZE, limits.eos_token_ids, device))
+    builder = BatchBuilder(
+        table, SamplingRows(table.max_rows, VOCAB_SIZE, limits.eos_token_ids, limits.max_seq_len, device)
+    )
     setting = Setting(Scheduler(limits, seed=0), builder, NullRunner(np.arange(100, 900, dtype=np.int32)))
     rng = np.random.default_rng(0)
     for uid in range(num_sequences):
@@ -83,7 +85,7 @@ def step(setting: Setting, times: list[float]) -> StepPlan:
     plan = setting.scheduler.plan()
     planned = clock()
     assert plan is not None, "every sequence can go on"
-    setting.builder.build_host(plan, None, GRAPH_SIZES)
+    setting.builder.build_host(plan, GRAPH_SIZES)
     prepared = clock()
     result = setting.runner.execute(plan).result()
     executed = clock()

@@ -37,6 +37,7 @@ class FakePending:
     """A step whose result is known already."""
 
     value: StepResult
+    unsampled: None = None
 
     def result(self) -> StepResult:
         return self.value
@@ -66,8 +67,11 @@ class FakeRunner:
         self.plans: list[StepPlan] = []
         self.computed_tokens = 0
 
-    def prepare(self, plan: StepPlan, masks: object = None) -> StepPlan:
+    def prepare(self, plan: StepPlan) -> StepPlan:
         return plan
+
+    def sample(self, pending: object, masks: object) -> None:
+        raise AssertionError("a step was sampled twice")
 
     def execute(self, batch: StepPlan) -> FakePending:
         plan = batch

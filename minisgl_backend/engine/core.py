@@ -29,6 +29,11 @@ FATAL_DEVICE_ERRORS = ("CUDA error", "device-side assert", "illegal memory acces
 class PendingStep(Protocol):
     """A launched step."""
 
+    @property
+    def unsampled(self) -> Any:
+        """Not None while its tokens wait for `StepRunner.sample`, as those of a step with grammars do."""
+        ...
+
     def result(self) -> StepResult:
         """Waits for the step's tokens."""
         ...
@@ -37,9 +42,13 @@ class PendingStep(Protocol):
 class StepRunner(Protocol):
     """What executes plans: the model's runner, the null runner, or the leader of tensor-parallel ranks."""
 
-    def prepare(self, plan: StepPlan, masks: tuple[Int32Array, Int32Array] | None = None) -> Any: ...
+    def prepare(self, plan: StepPlan) -> Any: ...
 
     def execute(self, batch: Any) -> PendingStep: ...
+
+    def sample(self, pending: Any, masks: tuple[Int32Array, Int32Array] | None) -> None:
+        """Goes on with a step that waits for it; see Grammars.masks."""
+        ...
 
 
 class StepScheduler(Protocol):
@@ -66,6 +75,18 @@ class _Launched:
     pending: PendingStep | None  # None: nothing of it was executed
     failed_rows: frozenset[int] = frozenset()  # those whose part was not executed
     why: str = ""  # and why, for their clients
+
+
+class _FailedStep:
+    """A launched step whose tokens could not be sampled."""
+
+    unsampled = None
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error
 
 
 class EngineCore:
@@ -130,6 +151,9 @@ class EngineCore:
         ready, self._in_flight = self._in_flight, launched
         if ready is not None:
             self._commit(ready)
+        if launched is not None and launched.pending is not None and launched.pending.unsampled is not None:
+            # What grammars allow rests on the tokens committed just now; the device computes logits meanwhile.
+            self._in_flight = launched = self._sample(launched)
         # The step after a failed one must not be planned on what it did not compute.
         if launched is not None and (launched.failed_rows or not self._overlap):
             self._commit(launched)
@@ -212,14 +236,15 @@ class EngineCore:
     def _launch(self, plan: StepPlan) -> _Launched:
         """Launches the plan, or as much of it as can be: a sequence that cannot be prepared is left out alone, and
         where the step fails as a whole, running streams get a second chance without the prompts beside them."""
-        masks = self._grammars.masks(plan) if self._grammars is not None and self._guides else None
+        if self._grammars is not None and self._guides:
+            self._grammars.begin(plan)
         prompts = {chunk.row for chunk in plan.prefill}
         left_out: frozenset[int] = frozenset()
         why, counted = "", False
         while True:
             try:
                 rest = plan.without(left_out) if left_out else plan
-                pending = self._runner.execute(self._runner.prepare(rest, _masks_of(plan, masks, left_out)))
+                pending = self._runner.execute(self._runner.prepare(rest))
                 return _Launched(plan, pending, left_out, why)
             except RowError as error:
                 why = self._note_failure(plan, error, counts=False)
@@ -230,6 +255,15 @@ class EngineCore:
             if more == left_out:
                 return _Launched(plan, None, _rows_of(plan), why)
             left_out = more
+
+    def _sample(self, launched: _Launched) -> _Launched:
+        """Goes on with a step that waits for masks; its failure shows when it is committed."""
+        try:
+            masks = self._grammars.masks(launched.plan) if self._grammars is not None else None
+            self._runner.sample(launched.pending, _masks_of(launched.plan, masks, launched.failed_rows))
+        except Exception as error:
+            return dataclasses.replace(launched, pending=_FailedStep(error))
+        return launched
 
     def _commit(self, launched: _Launched) -> None:
         plan, result, why = launched.plan, None, launched.why

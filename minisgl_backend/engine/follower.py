@@ -19,7 +19,7 @@ from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
 from minisgl_backend.ipc.plan_codec import unpack_step
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
-from minisgl_backend.runner.async_output import PendingStep
+from minisgl_backend.runner.async_output import PendingStep, UnsampledStep
 from minisgl_backend.runner.build import build_runner
 from minisgl_backend.runner.compiling import announce_compiling
 from minisgl_backend.runner.device import DeviceFacts
@@ -81,7 +81,7 @@ def _build(config: EngineConfig, environment: Environment, rank: int, port: int,
 
 
 def _mirror(runner: ModelRunner, link: socket.socket, heartbeat: Heartbeat) -> None:
-    previous: PendingStep | None = None
+    previous: PendingStep | UnsampledStep | None = None
     while (frame := _read_frame(link)) is not None:
         with heartbeat.step():
             pending = runner.execute(runner.mirror(*unpack_step(frame)))

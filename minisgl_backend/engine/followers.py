@@ -230,8 +230,8 @@ class LeaderRunner:
             log.warning("the captured graphs were not freed: %s", error)
         self._followers.close()
 
-    def prepare(self, plan: StepPlan, masks: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None = None) -> Any:
-        host = self._runner.build(plan, masks)
+    def prepare(self, plan: StepPlan) -> Any:
+        host = self._runner.build(plan)
         self._followers.send(plan, host.decisions)
         try:
             return self._runner.upload(host)
@@ -241,6 +241,12 @@ class LeaderRunner:
     def execute(self, batch: Any) -> PendingStep:
         try:
             return self._runner.execute(batch)
+        except Exception as error:
+            raise _out_of_step(error) from error
+
+    def sample(self, pending: Any, masks: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None) -> None:
+        try:
+            self._runner.sample(pending, masks)
         except Exception as error:
             raise _out_of_step(error) from error
 

@@ -1,7 +1,7 @@
 """Which tokens a grammar allows next: compiles with xgrammar beside the step loop, follows each sequence by uid.
 
-Sequences with a grammar are never planned while they are in flight, so the mask of a step always rests on committed
-tokens and nothing is ever rolled back.
+A step's masks are made once the step before is committed, while the device computes the logits that they will mask. So
+they always rest on committed tokens and nothing is ever rolled back.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import os
 import queue
 import re
 import threading
@@ -32,6 +33,8 @@ MAX_COMPILING = 256  # requests whose grammar waits for the compiler
 MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
 CACHE_BYTES = 256 << 20
 _ANY_JSON = '{"type": ["object", "array"]}'
+MIN_SHARED = 4  # masks that are worth several threads
+MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -68,10 +71,17 @@ class Grammars:
         self._compiling: dict[int, int] = {}  # uid -> n, of requests
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
         self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar
+        self._batch: Any = None  # fills masks on several threads
+        self._bits: Int32Array = np.empty((0, 0), dtype=np.int32)
 
     @property
     def num_compiling(self) -> int:
         return len(self._compiling)
+
+    @property
+    def num_ready(self) -> int:
+        """Requests that `take_compiled` would return, those that were cancelled meanwhile included."""
+        return self._done.qsize()
 
     def submit(self, request: Request) -> None:
         """Compiles the request's grammar; it comes back from `take_compiled`.
@@ -81,7 +91,7 @@ class Grammars:
         if importlib.util.find_spec("xgrammar") is None:
             raise InvalidRequestError(
                 "guided_decoding_guide: this server cannot constrain outputs, since the package xgrammar is missing "
-                "(pip install 'xgrammar>=0.1.20')"
+                "(pip install 'xgrammar>=0.1.27')"
             )
         if request.params.min_tokens > 0:
             raise InvalidRequestError(
@@ -123,28 +133,50 @@ class Grammars:
         """The sequence has ended."""
         self._matchers.pop(uid, None)
 
-    def masks(self, plan: StepPlan) -> tuple[Int32Array, Int32Array] | None:
-        """(result indices [k], bits [k, ceil(vocab / 32)]) of the plan's rows that have a grammar; None: no row has.
-
-        Bit `t % 32` of word `t // 32` is 1 where token t is allowed; a row without any is one that must fail.
-        """
+    def begin(self, plan: StepPlan) -> None:
+        """Notes which sequences take rows with this plan; plans come in order."""
         for admitted in plan.admitted:  # also while nobody has a grammar: a row must not keep what it had before
             self._rows.pop(admitted.row, None)
             if admitted.uid in self._matchers:
                 self._rows[admitted.row] = admitted.uid
-        if not self._matchers:
-            return None
-        matched = self._matched(plan)
+
+    def masks(self, plan: StepPlan) -> tuple[Int32Array, Int32Array] | None:
+        """(result indices [k], bits [k, ceil(vocab / 32)]) of the plan's rows that have a grammar; None: no row has.
+
+        Call it when all earlier steps are committed. Bit `t % 32` of word `t // 32` is 1 where token t is allowed; a
+        row without any is one that must fail. A sequence whose answer is complete is not masked: its token is dropped.
+        The bits are overwritten by the next call.
+        """
+        matched = [(index, uid) for index, uid in self._matched(plan) if not self._matchers[uid].is_terminated()]
         if not matched:
             return None
-        bits = np.full((len(matched), -(-self._vocab_size // 32)), -1, dtype=np.int32)
-        for k, (_, uid) in enumerate(matched):
-            try:
-                self._matchers[uid].fill_next_token_bitmask(bits, k)
-            except Exception:  # whatever the library raises ends one sequence, not the step
-                log.exception("the grammar of sequence %d failed", uid)
-                bits[k] = 0
+        if len(self._bits) < len(matched):
+            self._bits = np.empty((2 * len(matched), -(-self._vocab_size // 32)), dtype=np.int32)
+        bits = self._bits[: len(matched)]
+        bits.fill(-1)
+        try:
+            self._fill([self._matchers[uid] for _, uid in matched], bits)
+        except Exception:  # whatever the library raises ends one sequence, not the step
+            for k, (_, uid) in enumerate(matched):
+                try:
+                    self._matchers[uid].fill_next_token_bitmask(bits, k)
+                except Exception:
+                    log.exception("the grammar of sequence %d failed", uid)
+                    bits[k] = 0
         return np.array([index for index, _ in matched], dtype=np.int32), bits
+
+    def _fill(self, matchers: list[Any], bits: Int32Array) -> None:
+        """One line of bits for each matcher; on several threads where there are enough to share."""
+        if len(matchers) < MIN_SHARED:
+            for k, matcher in enumerate(matchers):
+                matcher.fill_next_token_bitmask(bits, k)
+            return
+        if self._batch is None:
+            import xgrammar
+
+            cpus = len(os.sched_getaffinity(0))
+            self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, min(MAX_THREADS, cpus // 2)))
+        self._batch.batch_fill_next_token_bitmask(matchers, bits, list(range(len(matchers))))
 
     def advance(self, plan: StepPlan, result: StepResult) -> list[tuple[int, FinishReason]]:
         """Follows the sampled tokens; returns sequences that must end although they may go on, and why: their answer

@@ -6,18 +6,42 @@ Copies run on a stream of their own, so that the next step need not wait for the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from minisgl_backend.runner.batch import StepTensors
-from minisgl_backend.runner.logprobs import unpack
-from minisgl_backend.runner.sampler import Sampled
+from minisgl_backend.sampling.logprobs import unpack
 from minisgl_backend.step import Logprobs, PromptLogprobsRequest, StepResult
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What one step sampled, on the device."""
+
+    # int32 [2, n or more]: the tokens; and 1 where the logits were sound, 0 where they were NaN or infinite.
+    # What a graph sampled comes with its padding; after the tokens, the soundness of chunks that sample none.
+    token_ids: torch.Tensor
+    logprobs: torch.Tensor | None  # int32 [k, 3 + 2 * top], see logprobs.pack
+
+
+@dataclass(frozen=True)
+class Computed:
+    """A step up to its logits."""
+
+    step: StepTensors
+    logits: torch.Tensor | None  # [n, vocab_size]; None where nothing is sampled
+    token_ids: torch.Tensor | None  # int32 [2, n or more], where a graph has sampled by temperature alone
+    sound: torch.Tensor | None = None  # int32 [num_checked]  of chunks that sample nothing
+    prompt_logprobs: tuple[torch.Tensor, ...] = ()
 
 
 class PendingStep:
     """A launched step. It keeps the device tensors alive until their copies are done."""
+
+    unsampled: Computed | None = None  # what waits for grammar masks
 
     def __init__(
         self, step: StepTensors, sources: list[torch.Tensor], copies: list[torch.Tensor], event: torch.cuda.Event | None
@@ -66,6 +90,29 @@ class PendingStep:
             request.row: _unpack_all(request, copy.numpy())
             for request, copy in zip(requests, self._copies[-len(requests) :], strict=True)
         }
+
+
+class UnsampledStep:
+    """A launched step whose tokens wait for grammar masks: the device computes logits meanwhile."""
+
+    def __init__(self, computed: Computed) -> None:
+        self.unsampled: Computed | None = computed
+        self._pending: PendingStep | None = None
+
+    def begin(self, pending: PendingStep) -> None:
+        """Its tokens are being sampled."""
+        self.unsampled, self._pending = None, pending
+
+    def wait(self) -> None:
+        """See PendingStep."""
+        if self._pending is not None:
+            self._pending.wait()
+
+    def result(self) -> StepResult:
+        """See PendingStep."""
+        if self._pending is None:
+            raise RuntimeError("a step with grammars was not sampled")
+        return self._pending.result()
 
 
 class ResultReader:

@@ -14,18 +14,16 @@ import numpy.typing as npt
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
-from minisgl_backend.runner.row_table import NUM_PARAMS, RowTable, RowUpdates, encode_params, expand
-from minisgl_backend.runner.sampler import SamplingInputs
-from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingMetadata, SamplingRows
+from minisgl_backend.kernels.sampling_layout import NUM_PARAMS
+from minisgl_backend.runner.row_table import RowTable, RowUpdates, expand
 from minisgl_backend.runner.staging import Staged, Staging
+from minisgl_backend.sampling.metadata import NOTHING, SamplingInputs, SamplingMetadata, SamplingRows
+from minisgl_backend.sampling.params import encode_params
 from minisgl_backend.step import AdmittedRow, RowError, StepDecisions, StepPlan
 
 Int32Array = npt.NDArray[np.int32]
 EMPTY = np.zeros(0, dtype=np.int32)
 EMPTY.flags.writeable = False
-NOTHING = SamplingMetadata(
-    random=False, min_p=False, ranked_width=0, rules=False, top_logprobs=0, arrays={}, logprobs=(), prompt_logprobs=()
-)
 
 
 @dataclass(frozen=True)
@@ -76,6 +74,7 @@ class StepTensors:
     logits_indices: torch.Tensor | None
     cleared_pages: torch.Tensor | None  # int32 [num_cleared]
     sampling: SamplingInputs
+    waits_for_masks: bool  # its tokens are sampled once grammars have said what they allow
     logprobs: tuple[tuple[int, int], ...]  # result index and alternatives wanted
 
     @property
@@ -102,9 +101,7 @@ class BatchBuilder:
         self._sampling = sampling
         self.staging = Staging(table.max_rows, table.device)
 
-    def build_host(
-        self, plan: StepPlan, masks: GrammarMasks | None = None, graph_sizes: Sequence[int] = ()
-    ) -> HostBatch:
+    def build_host(self, plan: StepPlan, graph_sizes: Sequence[int] = ()) -> HostBatch:
         """Everything that the host decides: needs of the sampler, padding, the filled staging buffer.
 
         `graph_sizes`: decode batches that have a captured graph, ascending. Raises RowError where a request cannot be
@@ -117,11 +114,11 @@ class BatchBuilder:
                 raise RowError(admitted.row, error) from error
         prefill = _prefill_arrays(plan) if plan.prefill else None
         sampled = _sampled(plan, prefill)
-        needs = self._sampling.metadata_of(plan, sampled[0], sampled[1], masks)
+        needs = self._sampling.metadata_of(plan, sampled[0])
         graph_size = 0 if prefill is not None else _graph_size(len(plan.decode_rows), graph_sizes)
         decisions = StepDecisions(
             graph_size=graph_size,
-            resamples=graph_size > 0 and not needs.plain,
+            resamples=graph_size > 0 and needs.extended,
             prompt_logprobs=needs.prompt_logprobs,
         )
         penalised = tuple(admitted for admitted in plan.admitted if admitted.params.has_penalties)
@@ -142,7 +139,7 @@ class BatchBuilder:
         penalised: tuple[AdmittedRow, ...],
     ) -> HostBatch:
         rows, positions, lines = sampled
-        arrays = _update_arrays(plan)
+        arrays = _update_arrays(plan, self._sampling.vocab_size)
         checked_rows: tuple[int, ...] = ()
         if prefill is not None:
             ends_inside = np.array([not chunk.samples for chunk in plan.prefill], dtype=bool)
@@ -195,6 +192,7 @@ class BatchBuilder:
             logits_indices=arrays.get("logits_indices"),
             cleared_pages=arrays.get("cleared_pages"),
             sampling=self._sampling.inputs_of(host.needs, rows, positions, arrays),
+            waits_for_masks=host.needs.waits_for_masks,
             logprobs=host.needs.logprobs,
         )
 
@@ -231,7 +229,9 @@ class BatchBuilder:
             )
         )
         for admitted in host.penalised:
-            self._sampling.penalties.reset(admitted.row, admitted.prompt_len, len(admitted.token_ids), self._table)
+            tokens = self._table.tokens[admitted.row, : len(admitted.token_ids)]
+            self._sampling.penalties.reset(admitted.row, tokens, admitted.prompt_len)
+        self._sampling.rules.upload()
 
     def _prefill_inputs(self, prefill: PrefillHost, arrays: dict[str, torch.Tensor]) -> PrefillInputs:
         return PrefillInputs(
@@ -281,7 +281,7 @@ def _sampled(plan: StepPlan, prefill: PrefillHost | None) -> tuple[Int32Array, I
     )
 
 
-def _update_arrays(plan: StepPlan) -> dict[str, Int32Array]:
+def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:
     arrays: dict[str, Int32Array] = {}
     if len(plan.cleared_pages):
         arrays["cleared_pages"] = plan.cleared_pages
@@ -291,15 +291,17 @@ def _update_arrays(plan: StepPlan) -> dict[str, Int32Array]:
         arrays |= {
             "admitted_rows": np.array([admitted.row for admitted in plan.admitted], dtype=np.int32),
             "admitted_lengths": np.array([len(admitted.token_ids) for admitted in plan.admitted], dtype=np.int32),
-            "admitted_params": np.concatenate([_params_of(a) for a in plan.admitted]).reshape(-1, NUM_PARAMS),
+            "admitted_params": np.concatenate([_params_of(one, vocab_size) for one in plan.admitted]).reshape(
+                -1, NUM_PARAMS
+            ),
             "admitted_tokens": np.concatenate([admitted.token_ids for admitted in plan.admitted]),
         }
     return arrays
 
 
-def _params_of(admitted: AdmittedRow) -> Int32Array:
+def _params_of(admitted: AdmittedRow, vocab_size: int) -> Int32Array:
     try:
-        return encode_params(admitted.params)
+        return encode_params(admitted.params, vocab_size)
     except Exception as error:
         raise RowError(admitted.row, error) from error
 

@@ -26,9 +26,9 @@ from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages,
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.piecewise import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.sampler import Sampler, fused_sampler
-from minisgl_backend.runner.sampling_rows import SamplingRows
 from minisgl_backend.runner.warm_up import warm_up
+from minisgl_backend.sampling.metadata import SamplingRows
+from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
 from minisgl_backend.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -147,8 +147,10 @@ def _load(
         page_size=runtime.page_size,
         device=device,
     )
-    sampling = SamplingRows(table.max_rows, model_config.vocab_size, model_config.eos_token_ids, device)
-    sampler = Sampler(table, sampling.penalties, fused_sampler(table, model_config.vocab_size))
+    vocab_size, eos_token_ids = model_config.vocab_size, model_config.eos_token_ids
+    sampling = SamplingRows(table.max_rows, vocab_size, eos_token_ids, runtime.max_seq_len, device)
+    workspace = sampling_workspace(table.max_rows, vocab_size, device)
+    sampler = Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace)
 
     def runner_with(num_pages: int) -> ModelRunner:
         return ModelRunner(

@@ -14,7 +14,7 @@ from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool, max_pages
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.request import MAX_LOGPROBS, SamplingParams
 from minisgl_backend.runner.device import free_bytes
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
@@ -27,8 +27,8 @@ CPU_POOL_SHARE = 2  # times what running sequences can use: the rest is for pref
 LARGEST_DEFAULT_GRAPH = 256
 GRAPH_SHARE = 0.1  # of the memory that weights leave, for the largest captured step: pages need the rest
 
-# The sampler's most expensive wish: every row sorted.
-_WORST_PARAMS = SamplingParams(temperature=1.0, top_p=0.5, seed=0)
+# What takes the sampler most memory: every row with logits of its own.
+_WORST_PARAMS = SamplingParams(temperature=1.0, top_p=0.5, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
 
 
 @dataclass(frozen=True)

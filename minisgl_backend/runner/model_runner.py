@@ -6,24 +6,27 @@ tokens are everyone's.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext, StepContext
-from minisgl_backend.runner import logprobs
-from minisgl_backend.runner.async_output import PendingStep, ResultReader
+from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
 from minisgl_backend.runner.batch import BatchBuilder, HostBatch, StepTensors
 from minisgl_backend.runner.cuda_graph import DecodeOutputs, GraphRunner
 from minisgl_backend.runner.piecewise import PiecewiseRunner
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.sampler import Sampled, Sampler
-from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingRows
+from minisgl_backend.runner.staging import MaskStaging
+from minisgl_backend.sampling import logprobs
+from minisgl_backend.sampling.metadata import GrammarMasks, SamplingRows
+from minisgl_backend.sampling.sampler import Sampler
 from minisgl_backend.step import StepDecisions, StepPlan
 from minisgl_backend.tensor_parallel import TensorParallel
 
@@ -66,7 +69,8 @@ class ModelRunner:
         self._table = table
         self._tp = tp or TensorParallel.single()
         self._builder = BatchBuilder(table, sampling)
-        self._sampler = sampler or Sampler(table, sampling.penalties)
+        self._sampler = sampler or Sampler(table.params, table.tokens, sampling.penalties, sampling.rules)
+        self._masks = MaskStaging(table.max_rows, sampling.vocab_size, table.device)
         self._reader = ResultReader(table.device)
         self._graphs: GraphRunner | None = None
         self._pieces: PiecewiseRunner | None = None
@@ -97,16 +101,13 @@ class ModelRunner:
             if one is not None:
                 one.close()
 
-    def prepare(self, plan: StepPlan, masks: GrammarMasks | None = None) -> Batch:
+    def prepare(self, plan: StepPlan) -> Batch:
         """`build`, then `upload`."""
-        return self.upload(self.build(plan, masks))
+        return self.upload(self.build(plan))
 
-    def build(self, plan: StepPlan, masks: GrammarMasks | None = None) -> HostBatch:
-        """What the host decides about a step, before anything is on the device.
-
-        `masks`: grammar bitmasks, (result indices int32 [k], bits int32 [k, ceil(vocab_size / 32)]).
-        """
-        return self._builder.build_host(plan, masks, self._graphs.sizes if self._graphs else ())
+    def build(self, plan: StepPlan) -> HostBatch:
+        """What the host decides about a step, before anything is on the device."""
+        return self._builder.build_host(plan, self._graphs.sizes if self._graphs else ())
 
     def mirror(self, plan: StepPlan, decisions: StepDecisions) -> Batch:
         """`prepare` on a rank other than 0, as rank 0 decided."""
@@ -126,18 +127,33 @@ class ModelRunner:
         return Batch(step, self.attention.plan(step.prefill, step.decode))
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> PendingStep:
-        """Launches the step and returns at once (on the CPU: when it is done)."""
-        step, prompt_logprobs = batch.step, []
+    def execute(self, batch: Batch) -> PendingStep | UnsampledStep:
+        """Launches the step and returns at once (on the CPU: when it is done).
+
+        A step with grammars is launched up to its logits: `sample` goes on once their masks are there.
+        """
+        step = batch.step
         if step.graph_size:
-            sampled = self._replay(step)
+            computed = self._replay(step)
         elif batch.attention is None:
-            sampled = Sampled(self._no_tokens(0), None)
+            computed = Computed(step, None, None)
         else:
-            hidden = self._forward(batch)
-            prompt_logprobs = self._prompt_logprobs(step, hidden)
-            sampled = self._sample(step, hidden)
-        return self._reader.start(step, sampled, prompt_logprobs)
+            computed = self._logits(step, self._forward(batch))
+        return UnsampledStep(computed) if step.waits_for_masks else self._sample(computed, None)
+
+    def no_masks(self, num_sampled: int) -> GrammarMasks:
+        """Masks that allow everything."""
+        lines = np.arange(num_sampled, dtype=np.int32)
+        return lines, np.full((num_sampled, self._masks.num_words), -1, dtype=np.int32)
+
+    @torch.inference_mode()
+    def sample(self, pending: UnsampledStep, masks: GrammarMasks | None) -> None:
+        """Launches the rest of a step with grammars.
+
+        `masks`: (result indices int32 [k], bits int32 [k, ceil(vocab_size / 32)]); None: no row is masked after all.
+        """
+        assert pending.unsampled is not None, "a step is sampled once"
+        pending.begin(self._sample(pending.unsampled, masks))
 
     def _forward(self, batch: Batch) -> torch.Tensor:
         """The hidden states of the wanted lines."""
@@ -163,36 +179,53 @@ class ModelRunner:
         ctx = StepContext(pool=self._pool, slots=slots, attention=self.attention, plan=plan, wanted=wanted)
         return self._model.forward(token_ids, positions, ctx)
 
-    def _sample(self, step: StepTensors, hidden: torch.Tensor) -> Sampled:
+    def _logits(self, step: StepTensors, hidden: torch.Tensor) -> Computed:
+        """From hidden states to all that sampling needs."""
+        prompt_logprobs = tuple(self._prompt_logprobs(step, hidden))
         if step.logits_indices is not None and self._wanted(step) is None:
             hidden = hidden[step.logits_indices]  # else they are all that there is
-        sampled = Sampled(self._no_tokens(0), None)
-        if step.num_sampled:
-            sampled = self._sample_logits(step, self._model.logits(hidden[: step.num_sampled]))
-        if not step.checked_rows or self._tp.rank:
-            return sampled
-        # What is no number in a chunk's keys and values is none in the hidden state of its last token, which sees all.
-        sound = torch.isfinite(hidden[step.num_sampled :]).all(dim=1).to(torch.int32)
-        checked = torch.stack([torch.zeros_like(sound), sound])
-        return replace(sampled, token_ids=torch.cat([sampled.token_ids, checked], dim=1))
+        logits = self._model.logits(hidden[: step.num_sampled]) if step.num_sampled else None
+        sound = None
+        if step.checked_rows and self._tp.rank == 0:
+            # What is no number in a chunk's keys and values is none in the hidden state of its last token, which sees
+            # all.
+            sound = torch.isfinite(hidden[step.num_sampled :]).all(dim=1).to(torch.int32)
+        return Computed(step, logits, None, sound, prompt_logprobs)
 
-    def _sample_logits(self, step: StepTensors, logits: torch.Tensor) -> Sampled:
-        if self._tp.rank == 0:
-            sampled = self._sampler.sample(logits, step.sampling)
-        else:
-            sampled = Sampled(self._no_tokens(step.num_sampled), None)
-        self._tp.broadcast(sampled.token_ids)
-        self._table.write_tokens(step.sampling.rows, step.sampling.positions, sampled.token_ids[0])
-        return sampled
+    def _sample(self, computed: Computed, masks: GrammarMasks | None) -> PendingStep:
+        """What is left of a step whose logits are being computed."""
+        sampled = self._sample_rows(computed, masks)
+        if computed.sound is not None:
+            checked = torch.stack([torch.zeros_like(computed.sound), computed.sound])
+            sampled = dataclasses.replace(sampled, token_ids=torch.cat([sampled.token_ids, checked], dim=1))
+        return self._reader.start(computed.step, sampled, list(computed.prompt_logprobs))
 
-    def _replay(self, step: StepTensors) -> Sampled:
+    def _sample_rows(self, computed: Computed, masks: GrammarMasks | None) -> Sampled:
+        step, logits, token_ids = computed.step, computed.logits, computed.token_ids
+        if logits is None:
+            return Sampled(self._no_tokens(0), None)
+        inputs, packed = step.sampling, None
+        if token_ids is None or step.decisions.resamples:
+            if masks is not None and len(masks[0]):
+                index, bits = self._masks.upload(step.num_sampled, *masks)
+                inputs = dataclasses.replace(inputs, mask_index=index, mask_bits=bits)
+            if self._tp.rank != 0:
+                token_ids = self._no_tokens(step.num_sampled) if token_ids is None else token_ids
+            elif token_ids is None:
+                token_ids = self._sampler.sample(logits, inputs)
+            else:  # the graph has sampled the rows that temperature alone decides
+                self._sampler.sample_extended(logits, inputs, token_ids)
+            self._tp.broadcast(token_ids)
+            self._table.write_tokens(inputs.rows, inputs.positions, token_ids[0, : step.num_sampled])
+        if inputs.logprob_lines is not None and self._tp.rank == 0:
+            packed = self._sampler.logprobs(logits, inputs.logprob_lines, token_ids[0], inputs.top_logprobs)
+        return Sampled(token_ids, packed)
+
+    def _replay(self, step: StepTensors) -> Computed:
         assert self._graphs is not None, "a graph size comes from the graph runner"
         self._reader.protect_outputs()
         outputs = self._graphs.replay(step.graph_size)
-        if not step.decisions.resamples:
-            return Sampled(outputs.token_ids, None)
-        # The graph has sampled by temperature alone; what these rows ask for overwrites it.
-        return self._sample_logits(step, outputs.logits[: step.num_sampled])
+        return Computed(step, outputs.logits[: step.num_sampled], outputs.token_ids)
 
     def _decode_plain(self, decode: DecodeInputs, plan: HybridPlan) -> DecodeOutputs:
         """The whole decode step, as it is captured: from the token table back into the token table."""
@@ -210,14 +243,16 @@ class ModelRunner:
         packed = []
         for request in step.decisions.prompt_logprobs:
             lines = hidden[request.first : request.first + request.count]
-            targets = self._table.tokens[request.row, request.position : request.position + request.count]
+            # A copy, since kernels are compiled anew for pointers that are no multiple of 16 bytes.
+            targets = self._table.tokens[request.row, request.position : request.position + request.count].clone()
             # A whole prompt's logits would not fit: 8,192 tokens of a large vocabulary are gigabytes.
             slabs = zip(lines.split(logprobs.PROMPT_SLAB), targets.split(logprobs.PROMPT_SLAB), strict=True)
             parts = []
             for slab, ids in slabs:
                 logits = self._model.logits(slab)  # of which each rank computes a part
                 if self._tp.rank == 0:
-                    parts.append(logprobs.pack(logits, ids, request.top))
+                    every = torch.arange(len(ids), dtype=torch.int32, device=ids.device)
+                    parts.append(self._sampler.logprobs(logits, every, ids, request.top))
             if parts:
                 packed.append(torch.cat(parts))
         return packed

@@ -24,6 +24,7 @@ class NullStep:
     token_ids: Int32Array  # [num_sampled]
     due: float  # time.monotonic() seconds
     log: BinaryIO | None = None
+    unsampled: None = None
 
     def result(self) -> StepResult:
         delay = self.due - time.monotonic()
@@ -50,8 +51,11 @@ class NullRunner:
         self._due = 0.0  # when the last step is through
         self._log: BinaryIO | None = None if log_file is None else log_file.open("wb", buffering=0)
 
-    def prepare(self, plan: StepPlan, masks: object = None) -> StepPlan:
+    def prepare(self, plan: StepPlan) -> StepPlan:
         return plan
+
+    def sample(self, pending: NullStep, masks: object) -> None:
+        raise RuntimeError("a null step has its tokens already")
 
     def execute(self, batch: StepPlan) -> NullStep:
         ends = batch.decode_lengths

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import struct
 from dataclasses import dataclass
 from types import ModuleType
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
-from minisgl_backend.request import SamplingParams
-
-# Columns of `RowTable.params`. Floats are stored by their bits, so that one int32 upload carries everything.
-TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, SEED_LOW, SEED_HIGH = range(9)
-NUM_PARAMS = 9
-
-SMALLEST_TEMPERATURE = 1e-5  # below it, a distribution is greedy in float32 anyway
+from minisgl_backend.kernels.sampling_layout import NUM_PARAMS
 
 
 @dataclass(frozen=True)
@@ -39,8 +30,7 @@ class RowTable:
 
     page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row]
     tokens: torch.Tensor  # int32 [max_rows, max_seq_len + 1]  by position
-    params: torch.Tensor  # int32 [max_rows, NUM_PARAMS]
-    float_params: torch.Tensor  # float32 view of the same memory
+    params: torch.Tensor  # int32 [max_rows, NUM_PARAMS]  see kernels.sampling_layout
 
     def __init__(self, *, max_running: int, max_seq_len: int, page_size: int, device: torch.device) -> None:
         self.max_rows = max_running + 1
@@ -52,7 +42,6 @@ class RowTable:
         self.page_table = torch.zeros(self.max_rows, max_pages_per_row, dtype=torch.int32, device=device)
         self.tokens = torch.zeros(self.max_rows, max_seq_len + 1, dtype=torch.int32, device=device)
         self.params = torch.zeros(self.max_rows, NUM_PARAMS, dtype=torch.int32, device=device)
-        self.float_params = self.params.view(torch.float32)
         self._kernels = _kernels(device)
 
     def apply(self, updates: RowUpdates) -> None:
@@ -106,30 +95,3 @@ def expand(
     before = torch.cumsum(lengths, 0, dtype=torch.int32) - lengths
     shift = torch.repeat_interleave(starts - before, lengths, output_size=total)
     return token_rows, torch.arange(total, dtype=torch.int32, device=rows.device) + shift
-
-
-def encode_params(params: SamplingParams) -> npt.NDArray[np.int32]:
-    """One line of `RowTable.params`. Greedy is temperature 0 with every truncation off."""
-    seed = params.seed or 0
-    if is_greedy(params):
-        temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0
-    else:
-        temperature, top_k, top_p, min_p = params.temperature, min(params.top_k, 2**31 - 1), params.top_p, params.min_p
-    line = struct.pack(
-        "=fifffffII",
-        temperature,
-        top_k,
-        top_p,
-        min_p,
-        params.repetition_penalty,
-        params.presence_penalty,
-        params.frequency_penalty,
-        seed & 0xFFFFFFFF,
-        seed >> 32,
-    )
-    return np.frombuffer(line, dtype=np.int32)
-
-
-def is_greedy(params: SamplingParams) -> bool:
-    """True where the most likely token is always taken."""
-    return params.greedy or params.temperature < SMALLEST_TEMPERATURE

@@ -29,7 +29,7 @@ class ScriptedRunner:
         self._due = 0.0
         self._rows: dict[int, tuple[Int32Array, int]] = {}  # row -> its script, the prompt's length
 
-    def prepare(self, plan: StepPlan, masks: object = None) -> StepPlan:
+    def prepare(self, plan: StepPlan) -> StepPlan:
         return plan
 
     def execute(self, batch: StepPlan) -> NullStep:
@@ -42,6 +42,9 @@ class ScriptedRunner:
         if self._interval:
             self._due = max(self._due, time.monotonic()) + self._interval
         return NullStep(batch.step, tokens, self._due)
+
+    def sample(self, pending: NullStep, masks: object) -> None:
+        raise RuntimeError("a scripted step has its tokens already")
 
     def _token(self, row: int, end: int) -> int:
         script, prompt_len = self._rows[row]

@@ -95,3 +95,39 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
     """A copy on the device, in stream order. Pinned on the way: a copy from ordinary memory would wait for the step."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.clone()
+
+
+class MaskStaging:
+    """Uploads of grammar masks: two pinned host buffers in turn, and one device buffer, made when first needed.
+
+    Apart from the step's own upload, since masks are known later: the forward pass runs while they are made.
+    """
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self._max_rows, self.num_words, self._device = max_rows, -(-vocab_size // 32), device
+        self._hosts: list[_HostBuffer] = []
+        self._on_device = torch.empty(0, dtype=torch.int32, device=device)
+        self._next = 0
+
+    def upload(self, n: int, lines: Int32Array, bits: Int32Array) -> tuple[torch.Tensor, torch.Tensor]:
+        """Masks `bits` [k, ceil(vocab_size / 32)] of some `lines` [k] of a step that samples n rows.
+
+        Returns, on the device and valid until the next upload: for each of the n rows its line of bits or -1, int32
+        [n]; and the bits.
+        """
+        if not self._hosts:
+            size = _aligned(self._max_rows) + self._max_rows * self.num_words
+            self._hosts = [_HostBuffer(size, pinned=self._device.type == "cuda") for _ in range(2)]
+            self._on_device = torch.zeros(size, dtype=torch.int32, device=self._device)
+        host, self._next = self._hosts[self._next], 1 - self._next
+        if host.uploaded is not None:
+            host.uploaded.synchronize()
+        first = _aligned(self._max_rows)
+        host.array[:n] = -1
+        host.array[lines] = np.arange(len(lines), dtype=np.int32)
+        host.array[first : first + bits.size] = bits.reshape(-1)
+        used = first + bits.size
+        self._on_device[:used].copy_(host.tensor[:used], non_blocking=True)
+        if host.uploaded is not None:
+            host.uploaded.record()
+        return self._on_device[:n], self._on_device[first:used].view(bits.shape)

@@ -13,7 +13,8 @@ from itertools import takewhile
 
 import numpy as np
 
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.request import Grammar, SamplingParams
+from minisgl_backend.runner.async_output import UnsampledStep
 from minisgl_backend.runner.memory import padding_plan
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
@@ -27,6 +28,12 @@ DECODING = (0, 1, 2, 3, 5, 9, 17, 31, 34, 62, 65, 132)
 PROMPT_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
 _PARAMS = SamplingParams(temperature=1.0, seed=0)
+# Together they need every kernel of the sampler.
+SAMPLED = (
+    SamplingParams(temperature=1.0, seed=0, top_k=20, min_p=0.1, logprobs=1, prompt_logprobs=1),
+    SamplingParams(temperature=1.0, seed=0, top_p=0.9, logit_bias={0: 1.0}, presence_penalty=1.0),
+    SamplingParams(temperature=1.0, seed=0, grammar=Grammar(kind="json")),
+)
 
 
 def warm_up(runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int) -> None:
@@ -34,6 +41,11 @@ def warm_up(runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len
     started = time.monotonic()
     for plan in warm_up_plans(max_running, max_prefill, max_seq_len):
         runner.execute(runner.prepare(plan)).result()
+    for params in SAMPLED:
+        pending = runner.execute(runner.prepare(_plan(min(2, max_prefill, max_seq_len - 1), 0, params)))
+        if isinstance(pending, UnsampledStep):
+            runner.sample(pending, runner.no_masks(1))
+        pending.result()
     log.info("mixed steps warmed up in %.1f s", time.monotonic() - started)
 
 
@@ -47,9 +59,9 @@ def warm_up_plans(max_running: int, max_prefill: int, max_seq_len: int) -> list[
     return [_plan(count, rows) for count, rows in sorted(shapes, key=sum, reverse=True)]
 
 
-def _plan(prompt_tokens: int, decoding: int) -> StepPlan:
+def _plan(prompt_tokens: int, decoding: int, params: SamplingParams = _PARAMS) -> StepPlan:
     prompt, one = np.zeros(prompt_tokens, np.int32), np.zeros(1, np.int32)
     decode_rows = np.arange(1, 1 + decoding, dtype=np.int32)
-    admitted = [AdmittedRow(0, 0, _PARAMS, prompt_tokens, prompt, 0)]
+    admitted = [AdmittedRow(0, 0, params, prompt_tokens, prompt, 0)]
     admitted += [AdmittedRow(row, row, _PARAMS, 1, one, 0) for row in decode_rows.tolist()]
     return padding_plan(tuple(admitted), (PrefillChunk(0, 0, prompt, samples=True),), decode_rows)

@@ -86,9 +86,6 @@ class Planner:
         rows, uids = running.decode_arrays
         lengths = state.planned.take(index) + 1
         keep = lengths < state.limit.take(index)
-        if state.num_grammars:
-            # The mask of the next token needs the value of the one before.
-            keep &= ~(state.has_grammar.take(index) & (state.last_step.take(index) > running.committed))
         if not keep.all():
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
         short = np.flatnonzero(lengths > running.kv.held.take(index) * self._limits.page_size)

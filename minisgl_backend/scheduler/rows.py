@@ -42,8 +42,6 @@ class RowState:
         self.ends_early = np.zeros(max_rows, dtype=np.bool_)  # something but its limit may end it
         self.obeys_eos = np.zeros(max_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(max_rows, dtype=np.bool_)
-        self.has_grammar = np.zeros(max_rows, dtype=np.bool_)
-        self.num_grammars = 0
 
     @property
     def num_free(self) -> int:
@@ -68,8 +66,6 @@ class RowState:
         self.active[row] = True
         self.ended[row] = False
         self.obeys_eos[row] = not params.ignore_eos
-        self.has_grammar[row] = params.grammar is not None
-        self.num_grammars += params.grammar is not None
         self._set_stop_ids(row, params.stop_token_ids)
         return row
 
@@ -77,9 +73,8 @@ class RowState:
         """Takes the row back."""
         row = sequence.row
         assert self.sequences[row] is sequence, "a row is cleared by its own sequence"
-        self.num_grammars -= bool(self.has_grammar[row])
         self._num_stop_rows -= bool(self.has_stop_ids[row])
-        self.has_grammar[row] = self.has_stop_ids[row] = self.active[row] = False
+        self.has_stop_ids[row] = self.active[row] = False
         self.sequences[row] = None
         sequence.row = -1
         self._free.append(row)

@@ -14,7 +14,7 @@ import pytest
 from minisgl_backend import LLM, SamplingParams
 from minisgl_backend.config import Environment
 from minisgl_backend.request import Grammar
-from minisgl_backend.runner.sampling_rows import SamplingRows
+from minisgl_backend.sampling.metadata import SamplingRows
 from tests.gauge.harness import BASELINE, expect_short_answers
 from tests.random_requests import RandomAnswer, ask_core, assert_same, random_requests
 

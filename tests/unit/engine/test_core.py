@@ -43,7 +43,7 @@ class FailingRunner(FakeRunner):
         self.fails_execute: Any = lambda plan: False
         self.error: Exception = RuntimeError("no memory for that")
 
-    def prepare(self, plan: StepPlan, masks: object = None) -> StepPlan:
+    def prepare(self, plan: StepPlan) -> StepPlan:
         for admitted in plan.admitted:
             self.asked[admitted.row] = admitted.params
             if self.refused(admitted.params):

@@ -21,7 +21,7 @@ from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan, StepResult
-from tests.fakes import FakePending, Records, make_request
+from tests.fakes import Records, make_request
 from tests.unit.engine.test_core import LIMITS
 
 pytest.importorskip("xgrammar")
@@ -43,6 +43,18 @@ def tokenizer() -> Any:
     return AutoTokenizer.from_pretrained(str(find_model_dir("demo")))
 
 
+class MaskedPending:
+    """A step that samples any token that the masks allow, once they are there."""
+
+    def __init__(self, plan: StepPlan, tokens: np.ndarray, guided: bool) -> None:
+        self.plan, self.tokens = plan, tokens
+        self.unsampled = self if guided else None
+
+    def result(self) -> StepResult:
+        assert self.unsampled is None, "read before it was sampled"
+        return StepResult(self.plan.step, self.tokens)
+
+
 class RandomRunner:
     """Samples any token that the masks allow."""
 
@@ -50,19 +62,30 @@ class RandomRunner:
         self._vocab_size = vocab_size
         self._random = random.Random(seed)
         self.masked_steps = 0
+        self.fails_sample = False
+        self.steps: dict[int, list[int]] = {}  # those that name a row with a grammar
+        self._guided: dict[int, bool] = {}
 
-    def prepare(self, plan: StepPlan, masks: Any = None) -> Any:
-        return plan, masks
+    def prepare(self, plan: StepPlan) -> StepPlan:
+        self._guided |= {admitted.row: admitted.params.grammar is not None for admitted in plan.admitted}
+        return plan
 
-    def execute(self, batch: Any) -> FakePending:
-        plan, masks = batch
+    def execute(self, plan: StepPlan) -> MaskedPending:
         tokens = np.array([self._random.randrange(4, self._vocab_size) for _ in plan.sampled_rows], dtype=np.int32)
+        guided = [row for row in plan.sampled_rows.tolist() if self._guided[row]]
+        for row in guided:
+            self.steps.setdefault(row, []).append(plan.step)
+        return MaskedPending(plan, tokens, bool(guided))
+
+    def sample(self, pending: MaskedPending, masks: Any) -> None:
+        if self.fails_sample:
+            raise RuntimeError("no memory for that")
+        pending.unsampled = None
         if masks is not None:
             self.masked_steps += 1
             for index, bits in zip(masks[0].tolist(), masks[1], strict=True):
                 allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size].nonzero()[0]
-                tokens[index] = self._random.choice(allowed.tolist())
-        return FakePending(StepResult(plan.step, tokens))
+                pending.tokens[index] = self._random.choice(allowed.tolist())
 
 
 class Harness:
@@ -122,6 +145,33 @@ def test_every_answer_obeys_its_own_grammar(harness: Harness, tokenizer: Any) ->
         assert set(json.loads(text_of(harness, tokenizer, 2))) >= {"n", "ok"}
     assert all(records.reasons[uid] == FinishReason.STOP for uid in (1, 3, 10, 11, 12))
     assert len(records.tokens[4]) == 40
+
+
+def test_sequences_with_grammars_take_part_in_every_step(harness: Harness, tokenizer: Any) -> None:
+    """Also overlapped: only sampling waits for the token before."""
+    harness.core.submit(guided(1, "regex", "[a-c]{30}"))
+    harness.run()
+    (steps,) = harness.runner.steps.values()
+    assert len(steps) >= 30
+    assert steps == list(range(steps[0], steps[0] + len(steps)))
+    assert re.fullmatch("[a-c]{30}", text_of(harness, tokenizer, 1))
+
+
+def test_many_grammars_are_followed_together(harness: Harness, tokenizer: Any) -> None:
+    """More than one thread may fill their masks."""
+    for uid in range(1, 8):
+        harness.core.submit(guided(uid, "regex", f"[{uid}]{{{10 + uid}}}"))
+    harness.run()
+    assert [text_of(harness, tokenizer, uid) for uid in range(1, 8)] == [str(uid) * (10 + uid) for uid in range(1, 8)]
+
+
+def test_a_step_that_cannot_be_sampled_fails_its_sequences(harness: Harness) -> None:
+    harness.core.submit(guided(1, "regex", "[a-c]{30}"))
+    harness.runner.fails_sample = True
+    assert harness.run().reasons == {1: FinishReason.ERROR}
+    harness.runner.fails_sample = False
+    harness.core.submit(guided(2, "regex", "[0-9]{4}"))
+    assert harness.run().reasons[2] == FinishReason.STOP
 
 
 def test_a_complete_answer_ends_even_where_eos_is_ignored(harness: Harness, tokenizer: Any) -> None:

@@ -31,8 +31,8 @@ from minisgl_backend.kernels.decode_attention import (
 )
 from minisgl_backend.kernels.moe import _align, moe, route
 from minisgl_backend.kernels.prefill_attention import prefill_attention
-from minisgl_backend.runner.gumbel import gumbel, row_keys
 from minisgl_backend.runner.warm_up import DECODING
+from tests.sampling_cases import SamplingCase, logits_of
 
 CPU = torch.device("cpu")
 
@@ -302,27 +302,48 @@ def test_norm_and_activation():
     torch.testing.assert_close(fused.silu_mul(gate_up), expected)
 
 
-def test_sampling_is_that_of_the_sampler():
-    torch.manual_seed(0)
-    n, vocab = 6, 5003
-    logits = torch.randn(n, vocab) * 3
-    params = torch.randint(-(2**31), 2**31 - 1, (12, 9), dtype=torch.int64).int()
-    temperature = torch.tensor([0.0, 0.5, 1.0] * 4)
-    params[:, 0] = temperature.view(torch.int32)
-    lines = torch.randperm(12)[:n].int()
-    positions = torch.randint(0, 5000, (n,)).int()
-    workspace = sampling.SamplingWorkspace(n, vocab, CPU)
-    keys = row_keys(params[lines, 7], params[lines, 8], positions)
-    t = temperature[lines].unsqueeze(1)
-    noise = gumbel(*keys, torch.arange(vocab, dtype=torch.int32))
-    scores = torch.where(t == 0, logits, logits / torch.where(t == 0, 1.0, t) + noise)
-    for broken in (False, True):
-        if broken:
-            logits[3, 7] = float("nan")
-        token_ids, sound = sampling.sample_plain(logits, lines, positions, params, (0, 7, 8), workspace)
-        right = [i for i in range(n) if not (broken and i == 3)]
-        assert token_ids[right].tolist() == scores.argmax(1)[right].tolist()
-        assert sound.tolist() == [0 if broken and i == 3 else 1 for i in range(n)]
+@pytest.mark.parametrize("kind", ["normal", "bf16", "equal"])
+def test_sampling_is_that_of_the_sampler(kind: str):
+    """Every option; with room for 128 tokens near a border, so that some rows need the slow way."""
+    vocab_size = 300
+    case = SamplingCase(vocab_size, CPU, 1)
+    n = len(case.names)
+    workspace = sampling.SamplingWorkspace(n, vocab_size, CPU, slice=128, candidates=128, pivots=3, rounds=2)
+    logits = logits_of(kind, n, vocab_size, 1)
+    before = logits.clone()
+    reference, kernels = case.sampler(), case.sampler(workspace)
+    expected, found = reference.sample(logits, case.inputs), kernels.sample(logits, case.inputs)
+    assert found.t().tolist() == expected.t().tolist()
+    assert torch.equal(reference.counts, kernels.counts)
+    assert torch.equal(logits, before)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_sampling_marks_unsound_rows(poison: float):
+    names = ["greedy", "temperature", "top-k and top-p", "top-p", "min-p", "repetition"]
+    case = SamplingCase(300, CPU, 2, names)
+    logits = logits_of("normal", len(names), 300, 2)
+    logits[::2, 70] = poison
+    workspace = sampling.SamplingWorkspace(len(names), 300, CPU, slice=128, candidates=128)
+    found = case.sampler(workspace).sample(logits, case.inputs)
+    assert found[1].tolist() == [0, 1] * 3
+    assert ((found[0] >= 0) & (found[0] < 300)).all()
+
+
+@pytest.mark.parametrize("kind", ["normal", "equal"])
+@pytest.mark.parametrize("top", [0, 5])
+def test_log_probabilities(kind: str, top: int):
+    vocab_size = 300
+    case = SamplingCase(vocab_size, CPU, 1)
+    workspace = sampling.SamplingWorkspace(2, vocab_size, CPU, slice=128, candidates=128)
+    logits, token_ids = logits_of(kind, 4, vocab_size, 1), torch.tensor([7, 299, 12, 0], dtype=torch.int32)
+    lines = torch.tensor([3, 0, 1], dtype=torch.int32)
+    expected = case.sampler().logprobs(logits, lines, token_ids, top)
+    found = case.sampler(workspace).logprobs(logits, lines, token_ids, top)
+    ints, floats = [0, *range(2, 3 + top)], [1, *range(3 + top, 3 + 2 * top)]
+    torch.testing.assert_close(found[:, floats].view(torch.float32), expected[:, floats].view(torch.float32))
+    assert torch.equal(found[:, ints], expected[:, ints])
 
 
 def test_row_tables():

@@ -7,12 +7,14 @@ import pytest
 import torch
 from hand_made_plans import Driver
 
+from minisgl_backend.kernels import sampling_layout as layout
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner import staging
 from minisgl_backend.runner.batch import BatchBuilder, StepTensors
 from minisgl_backend.runner.cuda_graph import graph_sizes
-from minisgl_backend.runner.row_table import RowTable, encode_params, expand
-from minisgl_backend.runner.sampling_rows import SamplingRows
+from minisgl_backend.runner.row_table import RowTable, expand
+from minisgl_backend.sampling.metadata import SamplingRows
+from minisgl_backend.sampling.params import encode_params
 from minisgl_backend.step import StepPlan
 
 CPU = torch.device("cpu")
@@ -36,7 +38,7 @@ class Mirror:
 
 def make_builder(page_size: int = 4) -> tuple[RowTable, BatchBuilder]:
     table = RowTable(max_running=ROWS, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU)
-    return table, BatchBuilder(table, SamplingRows(table.max_rows, 100, (), CPU))
+    return table, BatchBuilder(table, SamplingRows(table.max_rows, 100, (), table.max_seq_len, CPU))
 
 
 def check(step: StepTensors, plan: StepPlan, table: RowTable, mirror: Mirror, page_size: int) -> None:
@@ -150,16 +152,18 @@ def test_parameters_keep_their_bits() -> None:
     params = SamplingParams(
         temperature=0.7, top_k=40, top_p=0.9, min_p=0.1, repetition_penalty=1.1, presence_penalty=-0.5, seed=2**64 - 2
     )
-    line = encode_params(params)
+    line = encode_params(params, 10**9)
     assert line[1] == 40
     assert line[[0, 2, 3, 4, 5, 6]].view(np.float32) == pytest.approx([0.7, 0.9, 0.1, 1.1, -0.5, 0.0])
-    assert line[7:].view(np.uint32).tolist() == [2**32 - 2, 2**32 - 1]
+    assert line[7:9].view(np.uint32).tolist() == [2**32 - 2, 2**32 - 1]
+    assert line[9] == layout.RANDOM | layout.USES_MIN_P | layout.RANKED | layout.PENALTIES
     for greedy in (
         SamplingParams(temperature=0.0, top_p=0.1),
         SamplingParams(top_k=1),
         SamplingParams(temperature=1e-9),
     ):
-        assert encode_params(greedy)[:4].tolist() == encode_params(SamplingParams(temperature=0.0))[:4].tolist()
+        plain = encode_params(SamplingParams(temperature=0.0), 10**9)
+        assert encode_params(greedy, 10**9)[:4].tolist() == plain[:4].tolist()
 
 
 def test_expand() -> None:

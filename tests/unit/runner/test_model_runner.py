@@ -14,19 +14,20 @@ from hand_made_plans import Driver
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.request import Grammar, SamplingParams
 from minisgl_backend.runner.cuda_graph import EagerGraphRunner
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.piecewise import EagerPieces, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.sampling_rows import SamplingRows
 from minisgl_backend.runner.warm_up import warm_up, warm_up_plans
+from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.step import StepPlan, StepResult
 from tests.specs import make_pool
 
 CPU = torch.device("cpu")
 VOCAB = 160
 GREEDY = SamplingParams(temperature=0.0)
+GRAMMAR = Grammar(kind="json")
 MAX_SEQ_LEN = 128
 PROMPTS = [[5, 9, 77, 3], [11] * 17, list(range(40, 73)), [150]]
 
@@ -56,7 +57,7 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
             attention=create_attention("torch", "torch", spec),
             pool=make_pool(spec, 600 // page_size),
             table=table,
-            sampling=SamplingRows(table.max_rows, VOCAB, (2,), CPU),
+            sampling=SamplingRows(table.max_rows, VOCAB, (2,), MAX_SEQ_LEN, CPU),
         )
         if graph_sizes:
             runner.use_graphs(EagerGraphRunner(graph_sizes))
@@ -282,21 +283,24 @@ def test_a_row_with_nan_fails_alone(make_runner: MakeRunner, expected: list[list
     assert result.token_ids[0] == expected[0][0]
 
 
-def test_grammar_masks_allow_only_their_tokens(make_runner: MakeRunner) -> None:
-    runner, driver = make_runner(), Driver(4)
+@pytest.mark.parametrize("graph_sizes", [(), (4,)])
+def test_grammar_masks_allow_only_their_tokens(make_runner: MakeRunner, graph_sizes: tuple[int, ...]) -> None:
+    runner, driver = make_runner(graph_sizes=graph_sizes), Driver(4)
     for row in (0, 1, 2):
-        driver.admit(row, PROMPTS[0], SamplingParams(temperature=2.0, seed=row))
+        driver.admit(row, PROMPTS[0], SamplingParams(temperature=2.0, seed=row, grammar=GRAMMAR if row else None))
     plan = driver.plan(prefill={0: 4, 1: 4, 2: 4})
-    free = runner.execute(runner.prepare(plan)).result().token_ids
-    driver.commit(plan, free)
+    pending = runner.execute(runner.prepare(plan))
+    runner.sample(pending, None)
+    driver.commit(plan, pending.result().token_ids)
     words = -(-VOCAB // 32)
     bits = np.zeros((2, words), dtype=np.int32)
     bits[0, 33 // 32] = 1 << (33 % 32)
     bits[1, 159 // 32] = np.array(1 << (159 % 32), dtype=np.uint32).astype(np.int32)
     plan = driver.plan(decode=(0, 1, 2))
-    batch = runner.prepare(plan, (np.array([0, 2], dtype=np.int32), bits))
-    token_ids = runner.execute(batch).result().token_ids
-    assert (token_ids[0], token_ids[2]) == (33, 159)
+    pending = runner.execute(runner.prepare(plan))
+    assert pending.unsampled is not None
+    runner.sample(pending, (np.array([1, 2], dtype=np.int32), bits))
+    assert pending.result().token_ids[1:].tolist() == [33, 159]
 
 
 def test_a_plan_without_tokens_is_executed(make_runner: MakeRunner) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from minisgl_backend.config import Backlog, SchedulerLimits
 from minisgl_backend.errors import CapacityError, InvalidRequestError
-from minisgl_backend.request import FinishReason, Grammar, Request
+from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, Loop, expected_answer, fake_logprobs, make_request
 
@@ -248,21 +248,6 @@ def test_logprobs_come_with_their_tokens(overlap: bool) -> None:
     assert first.prompt_logprobs == tuple(fake_logprobs(at, token) for at, token in enumerate(prompt) if at)
     assert first.cached_tokens == 0
     assert all(detail.logprobs is None for detail in loop.records.details[2])
-
-
-@pytest.mark.parametrize("overlap", [False, True])
-def test_grammar_rows_wait_for_their_last_token(overlap: bool) -> None:
-    loop = make_loop(limits(), overlap)
-    loop.scheduler.add(make_request(1, [1, 2], max_tokens=5, ignore_eos=True, grammar=Grammar(kind="json")))
-    loop.scheduler.add(make_request(2, [1, 3], max_tokens=9, ignore_eos=True))
-    loop.run()
-    steps = {1: [], 2: []}  # type: ignore[var-annotated]
-    for plan in loop.runner.plans:
-        for uid in plan.decode_uids.tolist():
-            steps[uid].append(plan.step)
-    gaps = {b - a for a, b in zip(steps[1], steps[1][1:], strict=False)}
-    assert gaps == ({2} if overlap else {1})
-    assert {b - a for a, b in zip(steps[2], steps[2][1:], strict=False)} == {1}
 
 
 def test_urgent_requests_run_first_and_are_preempted_last() -> None:

@@ -45,6 +45,22 @@ def _pack_slab(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch
     rank = (logits > chosen).sum(dim=1, keepdim=True, dtype=torch.int32) + 1
     columns = [token_ids.unsqueeze(1).to(torch.int32), (chosen - total).view(torch.int32), rank]
     if top:
-        values, ids = torch.topk(logits, min(top, logits.shape[1]), dim=1)
-        columns += [ids.to(torch.int32), (values - total).view(torch.int32)]
+        # Of equal logits the lower token id comes first, which topk alone does not promise.
+        keys, _ = torch.topk(order_keys(logits), min(top, logits.shape[1]), dim=1)
+        ids = key_token_ids(keys)
+        columns += [ids, (logits.gather(1, ids.long()) - total).view(torch.int32)]
     return torch.cat(columns, dim=1)
+
+
+def order_keys(logits: torch.Tensor) -> torch.Tensor:
+    """int64 [n, vocab_size] that order tokens: by logit (float32), of equal logits the lower id is the greater."""
+    bits = logits.view(torch.int32)
+    bits = torch.where(logits == 0, 0, bits)  # both zeros are one
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    ids = torch.arange(logits.shape[1], dtype=torch.int64, device=logits.device)
+    return (order.to(torch.int64) << 31) | (0x7FFFFFFF - ids)
+
+
+def key_token_ids(keys: torch.Tensor) -> torch.Tensor:
+    """The token ids of `order_keys`; int32."""
+    return (0x7FFFFFFF - (keys & 0x7FFFFFFF)).to(torch.int32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,13 +13,15 @@ import pytest
 import sampling_reference as reference
 import torch
 
+from minisgl_backend.kernels import sampling_layout as layout
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.batch import BatchBuilder
-from minisgl_backend.runner.gumbel import gumbel, row_keys
-from minisgl_backend.runner.logprobs import unpack
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.sampler import Sampled, Sampler, SamplingInputs
-from minisgl_backend.runner.sampling_rows import GrammarMasks, SamplingRows
+from minisgl_backend.runner.staging import MaskStaging
+from minisgl_backend.sampling.gumbel import gumbel, row_keys
+from minisgl_backend.sampling.logprobs import unpack
+from minisgl_backend.sampling.metadata import GrammarMasks, SamplingInputs, SamplingRows
+from minisgl_backend.sampling.sampler import Sampler
 from minisgl_backend.step import AdmittedRow, StepPlan
 
 CPU = torch.device("cpu")
@@ -36,9 +39,10 @@ class Bench:
 
     def __post_init__(self) -> None:
         self.table = RowTable(max_running=self.max_running, max_seq_len=64, page_size=4, device=CPU)
-        self.rows = SamplingRows(self.table.max_rows, self.vocab_size, EOS, CPU)
+        self.rows = SamplingRows(self.table.max_rows, self.vocab_size, EOS, 64, CPU)
         self.builder = BatchBuilder(self.table, self.rows)
-        self.sampler = Sampler(self.table, self.rows.penalties)
+        self.sampler = Sampler(self.table.params, self.table.tokens, self.rows.penalties, self.rows.rules)
+        self.masks = MaskStaging(self.table.max_rows, self.vocab_size, CPU)
 
     def admit(self, sequences: dict[int, tuple[SamplingParams, list[int], int]]) -> None:
         """By row: parameters, tokens so far, prompt length."""
@@ -51,24 +55,28 @@ class Bench:
     def inputs(
         self, rows: Sequence[int], positions: Sequence[int], masks: GrammarMasks | None = None
     ) -> SamplingInputs:
-        return self._upload((), np.array(rows, dtype=np.int32), np.array(positions, dtype=np.int32), masks)
+        inputs = self._upload((), np.array(rows, dtype=np.int32), np.array(positions, dtype=np.int32))
+        if masks is None:
+            return inputs
+        index, bits = self.masks.upload(len(rows), *masks)
+        return dataclasses.replace(inputs, mask_index=index, mask_bits=bits)
 
     def sample(
         self, logits: np.ndarray, rows: Sequence[int], positions: Sequence[int], masks: GrammarMasks | None = None
-    ) -> Sampled:
-        sampled = self.sampler.sample(torch.from_numpy(logits), self.inputs(rows, positions, masks))
-        self.table.write_tokens(torch.tensor(rows), torch.tensor(positions), sampled.token_ids[0])
-        return sampled
+    ) -> torch.Tensor:
+        """Tokens and soundness, int32 [2, n]."""
+        token_ids = self.sampler.sample(torch.from_numpy(logits), self.inputs(rows, positions, masks))
+        self.table.write_tokens(torch.tensor(rows), torch.tensor(positions), token_ids[0])
+        return token_ids
 
     def _upload(
         self,
         admitted: tuple[AdmittedRow, ...],
         rows: np.ndarray,
         lengths: np.ndarray,
-        masks: GrammarMasks | None = None,
     ) -> SamplingInputs:
         plan = StepPlan(0, admitted, EMPTY, EMPTY, EMPTY, (), rows, lengths, rows.astype(np.int64))
-        return self.builder.upload(self.builder.build_host(plan, masks)).sampling
+        return self.builder.upload(self.builder.build_host(plan)).sampling
 
 
 def random_logits(n: int, seed: int = 0, vocab_size: int = VOCAB) -> np.ndarray:
@@ -125,7 +133,7 @@ def generate(bench: Bench, sequences: dict[int, tuple[SamplingParams, list[int],
     for step in range(steps):
         logits = np.stack([random_logits(1, 1000 * step + row)[0] for row in sequences])
         sampled = bench.sample(logits, list(sequences), [len(tokens[row]) for row in sequences])
-        for row, token in zip(sequences, sampled.token_ids[0].tolist(), strict=True):
+        for row, token in zip(sequences, sampled[0].tolist(), strict=True):
             tokens[row].append(token)
     return tokens
 
@@ -161,7 +169,7 @@ def test_another_row_changes_nothing() -> None:
     tokens = {row: so_far for row, (_, so_far, _) in moved.items()}
     logits = np.stack([random_logits(1, row - 20)[0] for row in moved])
     sampled = bench.sample(logits, list(moved), [len(so_far) for so_far in tokens.values()])
-    assert sampled.token_ids[0].tolist() == [tokens[-1] for tokens in together.values()]
+    assert sampled[0].tolist() == [tokens[-1] for tokens in together.values()]
 
 
 def test_noise_equals_its_definition() -> None:
@@ -210,16 +218,10 @@ def test_distribution(params: SamplingParams, varied: str) -> None:
     bench.admit({row: (msgspec.structs.replace(params, seed=row), [0], 1) for row in set(rows.tolist())})
     inputs = bench.inputs(rows[:1], [7])
     positions = np.full(draws, 7) if varied == "seed" else np.arange(1, draws + 1)
-    all_lines = torch.arange(draws, dtype=torch.int32)
     inputs = SamplingInputs(
-        rows=torch.from_numpy(rows),
-        positions=torch.from_numpy(positions.astype(np.int32)),
-        random=True,
-        min_p=inputs.min_p,
-        ranked=None if inputs.ranked is None else all_lines,
-        ranked_width=inputs.ranked_width,
+        rows=torch.from_numpy(rows), positions=torch.from_numpy(positions.astype(np.int32)), flags=inputs.flags
     )
-    token_ids = bench.sampler.sample(torch.from_numpy(line).expand(draws, -1), inputs).token_ids[0].numpy()
+    token_ids = bench.sampler.sample(torch.from_numpy(line).expand(draws, -1), inputs)[0].numpy()
     scaled = reference.kept(line[0].astype(np.float64), params)
     weights = np.exp(scaled - scaled.max())
     assert abs(chi_square(np.bincount(token_ids, minlength=vocab_size), weights / weights.sum())) < 5
@@ -247,8 +249,8 @@ def test_rare_tokens_of_a_large_vocabulary_are_drawn() -> None:
     positions = torch.arange(draws, dtype=torch.int32)
     bench = Bench(max_running=1, vocab_size=vocab_size)
     bench.admit({0: (SamplingParams(temperature=1.0, seed=3), [0], 1)})
-    inputs = SamplingInputs(rows=torch.zeros(draws, dtype=torch.int32), positions=positions, random=True, min_p=False)
-    token_ids = bench.sampler.sample(logits, inputs).token_ids[0]
+    inputs = SamplingInputs(rows=torch.zeros(draws, dtype=torch.int32), positions=positions, flags=layout.RANDOM)
+    token_ids = bench.sampler.sample(logits, inputs)[0]
     share = (token_ids == 100).float().mean()
     assert share == pytest.approx(0.5, abs=0.15)
     rest = token_ids[token_ids != 100].double()
@@ -261,7 +263,7 @@ def test_greedy_rows_beside_random_ones_take_the_best() -> None:
     bench.admit({0: (SamplingParams(temperature=0.0), [1], 1), 1: (SamplingParams(temperature=5.0, seed=1), [1], 1)})
     logits = random_logits(2)
     for position in range(1, 30):
-        assert bench.sample(logits, [0, 1], [position] * 2).token_ids[0, 0] == logits[0].argmax()
+        assert bench.sample(logits, [0, 1], [position] * 2)[0, 0] == logits[0].argmax()
 
 
 def test_half_precision_logits_are_left_alone() -> None:
@@ -281,8 +283,8 @@ def test_unsound_rows_are_marked(poison: float) -> None:
     logits = random_logits(8)
     logits[4:, 7] = poison
     sampled = bench.sample(logits, range(8), [1] * 8)
-    assert sampled.token_ids[1].tolist() == [1] * 4 + [0] * 4
-    assert ((sampled.token_ids[0] >= 0) & (sampled.token_ids[0] < VOCAB)).all()
+    assert sampled[1].tolist() == [1] * 4 + [0] * 4
+    assert ((sampled[0] >= 0) & (sampled[0] < VOCAB)).all()
 
 
 def test_steps_ask_only_for_what_their_rows_want() -> None:
@@ -290,16 +292,11 @@ def test_steps_ask_only_for_what_their_rows_want() -> None:
     bench.admit(histories(list(WISHES.values())))
     names = list(WISHES)
     plain = bench.inputs([names.index("greedy"), names.index("almost greedy")], [4, 5])
-    assert plain.plain
-    assert not plain.random
-    assert bench.inputs([names.index("temperature")], [6]).plain
-    assert bench.inputs([names.index("top-k beyond the vocabulary")], [6]).plain
-    assert bench.inputs([names.index("top-k"), names.index("all three")], [6, 6]).ranked_width == 10
-    assert bench.inputs([names.index("top-k"), names.index("top-p")], [6, 6]).ranked_width == VOCAB
-    minimum = names.index("min tokens")
-    prompt_len = histories(list(WISHES.values()))[minimum][2]
-    assert bench.inputs([minimum], [prompt_len + 3]).rules is not None
-    assert bench.inputs([minimum], [prompt_len + 4]).rules is None
+    assert plain.flags == 0
+    assert not bench.inputs([names.index("temperature")], [6]).extended
+    assert not bench.inputs([names.index("top-k beyond the vocabulary")], [6]).extended
+    assert bench.inputs([names.index("temperature"), names.index("bias")], [6, 6]).extended
+    assert bench.inputs([names.index("top-k")], [6]).flags == layout.RANDOM | layout.RANKED
 
 
 def test_a_grammar_wins_over_the_rules_that_leave_it_nothing() -> None:
@@ -308,7 +305,7 @@ def test_a_grammar_wins_over_the_rules_that_leave_it_nothing() -> None:
     bench.admit({row: (wish, [1], 1) for row in range(2)})
     bits = np.array([[1 << EOS[0], 0], [1 << 9 | 1 << 4, 0]], dtype=np.int32)
     sampled = bench.sample(random_logits(2), [0, 1], [1, 1], (np.arange(2, dtype=np.int32), bits))
-    assert sampled.token_ids.tolist() == [[EOS[0], 4], [1, 1]]
+    assert sampled.tolist() == [[EOS[0], 4], [1, 1]]
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
@@ -317,10 +314,11 @@ def test_logprobs_are_those_of_the_raw_logits() -> None:
     bench.admit({0: (WISHES["temperature"], [1], 1), 3: (wish, [1, 2, 3], 2), 5: (wish, [5], 1)})
     logits = random_logits(3)
     sampled = bench.sample(logits, [5, 0, 3], [1, 1, 3])
-    assert sampled.logprobs is not None
+    lines = torch.tensor([0, 2], dtype=torch.int32)
+    found_all = bench.sampler.logprobs(torch.from_numpy(logits), lines, sampled[0], 4)
     expected = torch.log_softmax(torch.from_numpy(logits).double(), dim=1).numpy()
-    for line, packed in zip((0, 2), sampled.logprobs.numpy(), strict=True):
-        token = int(sampled.token_ids[0, line])
+    for line, packed in zip((0, 2), found_all.numpy(), strict=True):
+        token = int(sampled[0, line])
         found = unpack(packed, 3)
         order = np.argsort(-expected[line])
         assert found.logprob == pytest.approx(expected[line, token], abs=1e-5)
@@ -340,5 +338,5 @@ def test_penalty_rows_come_and_go() -> None:
         row = int(rng.integers(0, 6))
         wants = bool(rng.integers(0, 2))
         bench.admit({row: (wish if wants else SamplingParams(temperature=0.0), [9, 9], 2)})
-        answers = [int(bench.sample(logits, [row], [2 + step]).token_ids[0, 0]) for step in range(4)]
+        answers = [int(bench.sample(logits, [row], [2 + step])[0, 0]) for step in range(4)]
         assert answers == ([0, 1, 2, 3] if wants else [0, 0, 0, 0])

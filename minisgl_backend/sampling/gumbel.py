@@ -1,8 +1,7 @@
 """Random numbers that depend on nothing but (seed, position, token id): the noise of sampling.
 
-A sequence samples the same tokens whatever runs beside it, after a preemption, and on any number of ranks. A sequence
-samples the same tokens whatever runs beside it, after a preemption, and on any number of ranks. Sampling is the
-Gumbel-max trick: argmax(logit / temperature + gumbel) has the softmax's distribution. The hash is counter-based and
+A sequence samples the same tokens whatever runs beside it, after a preemption, and on any number of ranks. Sampling is
+the Gumbel-max trick: argmax(logit / temperature + gumbel) has the softmax's distribution. The hash is counter-based and
 made of 32-bit operations only, so that a kernel can compute the same noise in registers:
 
     a    = mix(seed_low ^ mix(position * GOLDEN + 1))           once a row

@@ -1,0 +1,46 @@
+"""Repetition, presence and frequency penalties: how often each row has seen each token.
+
+The repetition penalty counts prompt and answer, the other two the answer alone.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backend.kernels.sampling_layout import FREQUENCY, IN_PROMPT, MOST_ANSWERED, PRESENCE, REPETITION
+
+
+class PenaltyCounts:
+    """Token counts of every row, two bytes a token, allocated for good: no step needs more memory than was measured."""
+
+    counts: torch.Tensor  # int16 [max_rows, vocab_size], see sampling_layout.IN_PROMPT
+
+    def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
+        self.counts = torch.zeros(max_rows, vocab_size, dtype=torch.int16, device=device)
+
+    def reset(self, row: int, tokens: torch.Tensor, prompt_len: int) -> None:
+        """Counts a row afresh: `tokens` int32 [num_tokens] are its prompt and what was answered before a preemption."""
+        line = self.counts[row]
+        line.zero_()
+        answer = tokens[prompt_len:].long()
+        if len(answer):
+            answered = torch.zeros(len(line), dtype=torch.int32, device=line.device)
+            answered.index_add_(0, answer, torch.ones_like(answer, dtype=torch.int32))
+            line.copy_(answered.clamp_(max=MOST_ANSWERED))
+        prompt = tokens[:prompt_len].long()
+        line[prompt] = line[prompt] | IN_PROMPT
+
+    def apply(self, logits: torch.Tensor, rows: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+        """Penalised logits float32 [k, vocab_size] of `rows` [k]; `params` float32 [k, NUM_PARAMS] are theirs."""
+        seen = self.counts[rows]
+        answered = seen & MOST_ANSWERED
+        repetition = params[:, REPETITION].unsqueeze(1)
+        penalised = torch.where(logits > 0, logits / repetition, logits * repetition)
+        logits = torch.where(seen != 0, penalised, logits)
+        logits = logits - params[:, FREQUENCY].unsqueeze(1) * answered
+        return logits - params[:, PRESENCE].unsqueeze(1) * (answered > 0)
+
+    def count(self, rows: torch.Tensor, token_ids: torch.Tensor) -> None:
+        """Adds one sampled token to each of these rows (all different); [k] each."""
+        seen = self.counts[rows, token_ids]
+        self.counts[rows, token_ids] = seen + ((seen & MOST_ANSWERED) < MOST_ANSWERED)

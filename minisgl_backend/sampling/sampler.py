@@ -1,0 +1,214 @@
+"""From logits to token ids, for a whole batch at once.
+
+Order of operations: penalties, token rules (bias, bad words, min_tokens), grammar mask, temperature, min-p, top-k,
+top-p on what top-k left, Gumbel noise, argmax. Log-probabilities are taken before all of it.
+
+Top-k and top-p rank tokens by logit and, where logits are equal, by token id, the lower one first. Probabilities are
+summed as integers. So what a row samples depends on nothing but its own logits and options, to the bit.
+`kernels.sampling` does the same in Triton-language kernels.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING
+
+import torch
+
+from minisgl_backend.kernels import sampling_layout as layout
+from minisgl_backend.sampling import logprobs
+from minisgl_backend.sampling.gumbel import gumbel, row_keys
+from minisgl_backend.sampling.logits_processors import TokenRules
+from minisgl_backend.sampling.metadata import SamplingInputs
+from minisgl_backend.sampling.penalties import PenaltyCounts
+
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.sampling import EditInputs, SamplingWorkspace
+
+UNIT = float(1 << 40)  # of probabilities relative to the largest
+
+
+class Sampler:
+    """Samples by the parameters of rows. Steps that temperature alone decides need `sample_plain` only.
+
+    Token tensors are int32 [2, n]: the tokens, and 1 where the logits were sound, 0 where they were NaN or infinite.
+    """
+
+    def __init__(
+        self,
+        params: torch.Tensor,
+        tokens: torch.Tensor,
+        penalties: PenaltyCounts,
+        rules: TokenRules,
+        workspace: SamplingWorkspace | None = None,
+    ) -> None:
+        """`params` int32 [max_rows, NUM_PARAMS] and `tokens` int32 [max_rows, max_seq_len + 1] are those of the rows.
+
+        `workspace`: of the kernels, where they can run; see `sampling_workspace`.
+        """
+        self._params = params
+        self._tokens = tokens
+        self._penalties = penalties
+        self._rules = rules
+        self._workspace = workspace
+        self._pdl = params.is_cuda and torch.cuda.get_device_capability(params.device) >= (9, 0)
+
+    def sample_plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Temperature or greedy sampling, as it is captured in graphs: logits [n, vocab_size], rows and positions [n].
+
+        Rows that need more get any token: `sample_extended` overwrites it.
+        """
+        if self._workspace is not None:
+            from minisgl_backend.kernels.sampling import sample_plain
+
+            return sample_plain(logits, rows, positions, self._params, self._workspace, self._pdl)
+        params = self._params[rows]
+        return self._draw(logits.to(torch.float32), params, positions, None)
+
+    def sample_extended(self, logits: torch.Tensor, inputs: SamplingInputs, token_ids: torch.Tensor) -> None:
+        """Overwrites in `token_ids` [2, n or more] the rows that need more than temperature."""
+        if not inputs.flags & layout.EXTENDED:
+            return
+        if self._workspace is not None:
+            from minisgl_backend.kernels.sampling import sample_extended
+
+            sample_extended(
+                logits,
+                inputs.rows,
+                inputs.positions,
+                self._params,
+                self._edits(inputs),
+                inputs.flags,
+                inputs.searches,
+                token_ids,
+                self._workspace,
+            )
+            return
+        flags = self._params[inputs.rows, layout.FLAGS]
+        lines = torch.nonzero(flags & layout.EXTENDED).squeeze(1)
+        params, rows = self._params[inputs.rows[lines]], inputs.rows[lines]
+        edited = self._edit(logits[lines].to(torch.float32), lines, flags[lines], inputs)
+        found = self._draw(edited, params, inputs.positions[lines], flags[lines])
+        token_ids[:, lines] = found
+        penalised = torch.nonzero(flags[lines] & layout.PENALTIES).squeeze(1)
+        self._penalties.count(rows[penalised], found[0, penalised])
+
+    def sample(self, logits: torch.Tensor, inputs: SamplingInputs) -> torch.Tensor:
+        """Every row, whatever it needs; logits [n, vocab_size] of any float type, left as they are."""
+        token_ids = self.sample_plain(logits, inputs.rows, inputs.positions)
+        self.sample_extended(logits, inputs, token_ids)
+        return token_ids
+
+    def logprobs(self, logits: torch.Tensor, lines: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
+        """See logprobs.pack; of some `lines` [k] of logits [n, vocab_size]. `token_ids` [n] are those of all lines."""
+        if self._workspace is not None:
+            from minisgl_backend.kernels.sampling import pack_logprobs
+
+            return pack_logprobs(logits, lines, token_ids, top, self._workspace)
+        return logprobs.pack(logits[lines], token_ids[lines], top)
+
+    def _edits(self, inputs: SamplingInputs) -> EditInputs:
+        from minisgl_backend.kernels.sampling import EditInputs
+
+        return EditInputs(
+            tokens=self._tokens,
+            counts=self._penalties.counts,
+            rule_counts=self._rules.counts,
+            rules=self._rules.rules,
+            prefixes=self._rules.prefixes,
+            mask_index=inputs.mask_index,
+            mask_bits=inputs.mask_bits,
+        )
+
+    def _edit(
+        self, raw: torch.Tensor, lines: torch.Tensor, flags: torch.Tensor, inputs: SamplingInputs
+    ) -> torch.Tensor:
+        """Logits float32 [k, vocab_size] of `lines` [k] after penalties, rules and masks."""
+        logits, rows, positions = raw, inputs.rows[lines], inputs.positions[lines]
+        if inputs.flags & layout.PENALTIES:
+            floats = self._params[rows].view(torch.float32)
+            penalised = self._penalties.apply(logits, rows, floats)
+            logits = torch.where((flags & layout.PENALTIES).bool().unsqueeze(1), penalised, logits)
+        if inputs.flags & layout.RULES:
+            ruled = torch.nonzero(flags & layout.RULES).squeeze(1)
+            logits = logits.clone() if logits is raw else logits
+            logits[ruled] = self._rules.apply(logits[ruled], rows[ruled], positions[ruled], self._tokens)
+        if inputs.mask_index is not None and inputs.mask_bits is not None:
+            index = inputs.mask_index[lines]
+            masked = torch.nonzero(index >= 0).squeeze(1)
+            logits = logits.clone() if logits is raw else logits
+            logits[masked] = apply_bitmask(logits[masked], raw[masked], inputs.mask_bits[index[masked]])
+        return logits
+
+    def _draw(
+        self, logits: torch.Tensor, params: torch.Tensor, positions: torch.Tensor, flags: torch.Tensor | None
+    ) -> torch.Tensor:
+        """int32 [2, k] from logits float32 [k, vocab_size]; without `flags`, nothing is filtered."""
+        floats = params.view(torch.float32)
+        temperature = floats[:, layout.TEMPERATURE]
+        greedy = temperature == 0.0
+        inverse = (1.0 / torch.where(greedy, 1.0, temperature)).unsqueeze(1)
+        scores = logits * inverse
+        if flags is not None:
+            filtered = torch.nonzero(flags & layout.FILTERS).squeeze(1)
+            if len(filtered):
+                kept = kept_tokens(logits[filtered], params[filtered], bool((flags & layout.RANKED).any()))
+                scores[filtered] = scores[filtered].masked_fill_(~kept, float("-inf"))
+        key0, key1 = row_keys(params[:, layout.SEED_LOW], params[:, layout.SEED_HIGH], positions)
+        vocabulary = torch.arange(logits.shape[1], dtype=torch.int32, device=logits.device)
+        if not bool(greedy.all()):
+            scores = gumbel(key0, key1, vocabulary).masked_fill_(greedy.unsqueeze(1), 0.0).add_(scores)
+        best, token_ids = torch.max(scores, dim=1)
+        return torch.stack([token_ids.to(torch.int32), torch.isfinite(best).to(torch.int32)])
+
+
+def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace | None:
+    """What the kernels need on this device; None where they cannot run."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    # Imported late: the package is missing on machines without a GPU.
+    from minisgl_backend.kernels.sampling import SamplingWorkspace
+
+    return SamplingWorkspace(max(max_rows, logprobs.PROMPT_SLAB), vocab_size, device)
+
+
+def apply_bitmask(logits: torch.Tensor, raw: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    """Logits float32 [k, vocab_size] without the tokens whose bit is 0.
+
+    Token t's bit is bit t % 32 of word t // 32, as grammar compilers write it; bits int32 [k, ceil(vocab_size / 32)].
+    Where bad words or min_tokens leave nothing of what the grammar allows, the grammar wins: those lines get their
+    `raw` logits back.
+    """
+    shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
+    allowed = ((bits.unsqueeze(2) >> shifts) & 1).view(len(bits), -1)[:, : logits.shape[1]].bool()
+    chosen = logits.masked_fill(~(allowed | torch.isnan(logits)), float("-inf"))
+    nothing_left = (chosen == float("-inf")).all(dim=1, keepdim=True)
+    return torch.where(nothing_left, raw.masked_fill(~allowed, float("-inf")), chosen)
+
+
+def kept_tokens(logits: torch.Tensor, params: torch.Tensor, ranked: bool) -> torch.Tensor:
+    """Which tokens min-p, top-k and top-p keep: bool [k, vocab_size] for logits float32 [k, vocab_size].
+
+    `params` int32 [k, NUM_PARAMS]; without `ranked`, only min-p is looked at.
+    """
+    floats = params.view(torch.float32)
+    inverse = (1.0 / floats[:, layout.TEMPERATURE]).unsqueeze(1)
+    scaled = logits * inverse
+    largest = logits.amax(dim=1, keepdim=True) * inverse
+    # log(0) drops none.
+    kept = (scaled >= largest + torch.log(floats[:, layout.MIN_P]).unsqueeze(1)) & (logits > float("-inf"))
+    if not ranked:
+        return kept
+    masses = (torch.exp(scaled - largest) * UNIT).to(torch.int64).masked_fill_(~kept, 0)
+    keys = logprobs.order_keys(logits.masked_fill(~kept, float("-inf")))
+    top_k, top_p = params[:, layout.TOP_K].unsqueeze(1), floats[:, layout.TOP_P].unsqueeze(1)
+    width = int(torch.where(top_k > 0, top_k, logits.shape[1]).max())
+    ids = logprobs.key_token_ids(torch.topk(keys, width, dim=1)[0]).long()
+    rank = torch.arange(width, dtype=torch.int32, device=logits.device)
+    inside = (rank < top_k) | (top_k == 0)
+    masses = masses.gather(1, ids).masked_fill_(~inside, 0)
+    sums = masses.cumsum(dim=1)
+    limit = (sums[:, -1:].to(torch.float64) * top_p.to(torch.float64)).to(torch.int64).clamp_(min=1)
+    # top_p 1 keeps everything.
+    inside &= (sums - masses < limit) | (top_p >= 1.0)
+    return kept & torch.zeros_like(kept).scatter_(1, ids, inside)
