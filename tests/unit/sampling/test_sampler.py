@@ -19,6 +19,7 @@ from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import MaskStaging
 from minisgl_backend.sampling.gumbel import gumbel, row_keys
+from minisgl_backend.sampling.logits_processors import TokenRules
 from minisgl_backend.sampling.logprobs import unpack
 from minisgl_backend.sampling.metadata import GrammarMasks, SamplingInputs, SamplingRows
 from minisgl_backend.sampling.sampler import Sampler
@@ -306,6 +307,20 @@ def test_a_grammar_wins_over_the_rules_that_leave_it_nothing() -> None:
     bits = np.array([[1 << EOS[0], 0], [1 << 9 | 1 << 4, 0]], dtype=np.int32)
     sampled = bench.sample(random_logits(2), [0, 1], [1, 1], (np.arange(2, dtype=np.int32), bits))
     assert sampled.tolist() == [[EOS[0], 4], [1, 1]]
+
+
+def test_rules_that_can_never_apply_leave_none() -> None:
+    """A bad word longer than any sequence, and min_tokens without a token that could end the answer."""
+    wish = SamplingParams(temperature=0.0, bad_words_token_ids=((4,) * 70,), min_tokens=3)
+    rules = TokenRules(2, (), 64, CPU)
+    rules.admit(1, SamplingParams(temperature=0.0, logit_bias={3: 9.0}), 1)
+    rules.upload()
+    rules.admit(1, wish, 1)
+    rules.upload()
+    assert rules.counts.tolist() == [[0, 0], [0, 0]]
+    logits = torch.from_numpy(random_logits(1))
+    one = torch.ones(1, dtype=torch.int32)
+    assert torch.equal(rules.apply(logits, one, one, torch.zeros(2, 65, dtype=torch.int32)), logits)
 
 
 def test_logprobs_are_those_of_the_raw_logits() -> None:
