@@ -555,16 +555,16 @@ def _stats_kernel(
                 temperature = tl.load(row_params + _TEMPERATURE).to(tl.float32, bitcast=True)
                 if (top_k > 0) & (top_k <= _SMALL_TOP_K):
                     low = _kth_group(groups, top_k, GROUPS_PADDED)
-                elif top_k > 0:
+                else:
                     s = tl.arange(0, SLICES_PADDED)
                     minima = tl.load(
                         minima_ptr + wide_line * SLICES + s, mask=s < SLICES, other=float("inf"), cache_modifier=".cg"
                     )
                     low = tl.min(minima, 0)
-                else:
-                    # All that is further below the largest adds up to less than 1 - top_p of it.
-                    most = tl.log(VOCAB / (1.0 - top_p)) + 0.01
-                    low = largest - tl.minimum(most, 28.0) * temperature
+                    if top_k <= 0:
+                        # All that is further below the largest adds up to less than 1 - top_p of it.
+                        most = tl.log(VOCAB / (1.0 - top_p)) + 0.01
+                        low = tl.maximum(low, largest - tl.minimum(most, 28.0) * temperature)
             tl.store(floats_ptr + line * _NUM_FLOATS + _MAX, largest)
             tl.store(floats_ptr + line * _NUM_FLOATS + _LOW, low)
             tl.store(floats_ptr + line * _NUM_FLOATS + _HIGH, float("inf"))
@@ -604,12 +604,14 @@ def _search_kernel(
         low = tl.load(floats_ptr + line * _NUM_FLOATS + _LOW)
         high = tl.load(floats_ptr + line * _NUM_FLOATS + _HIGH)
         step = (tl.minimum(high, largest) - low) * (1.0 / (PIVOTS + 1))
+        pivot = tl.arange(0, PIVOTS)
+        pivots = low + step * (pivot + 1).to(tl.float32)
         if FIRST:
             exact = _weights(x, largest, inverse, lowest_z, counts)
             tl.store(totals_ptr + wide_line * SLICES + piece, tl.sum(exact, 0))
-        for pivot in tl.static_range(PIVOTS):
-            above = tl.sum(tl.where(x >= low + step * (pivot + 1), weights, 0.0), 0)
-            tl.store(sums_ptr + (wide_line * SLICES + piece) * PIVOTS + pivot, above)
+        # All pivots in one reduction: the exchange between warps is what it costs.
+        above = tl.sum(tl.where(x[None, :] >= pivots[:, None], weights[None, :], 0.0), 1)
+        tl.store(sums_ptr + (wide_line * SLICES + piece) * PIVOTS + pivot, above)
         if _arrive(counters_ptr, line, SLICES):
             s = tl.arange(0, SLICES_PADDED)
             if FIRST:
@@ -621,13 +623,10 @@ def _search_kernel(
             else:
                 total = tl.load(longs_ptr + line * _NUM_LONGS + _TOTAL)
             limit = tl.where(counts, top_k.to(tl.float32), total.to(tl.float32) * (1.0 / _UNIT) * top_p)
-            new_low, new_high = low, high
-            for pivot in tl.static_range(PIVOTS):
-                at = sums_ptr + (wide_line * SLICES + s) * PIVOTS + pivot
-                above = tl.sum(tl.load(at, mask=s < SLICES, other=0.0, cache_modifier=".cg"), 0)
-                value = low + step * (pivot + 1)
-                new_low = tl.where(above >= limit * 1.000004, tl.maximum(new_low, value), new_low)
-                new_high = tl.where(above < limit * 0.999996, tl.minimum(new_high, value), new_high)
+            at = sums_ptr + (wide_line * SLICES + s[None, :]) * PIVOTS + pivot[:, None]
+            above = tl.sum(tl.load(at, mask=(s < SLICES)[None, :], other=0.0, cache_modifier=".cg"), 1)
+            new_low = tl.max(tl.where(above >= limit * 1.000004, pivots, low), 0)
+            new_high = tl.min(tl.where(above < limit * 0.999996, pivots, high), 0)
             tl.store(floats_ptr + line * _NUM_FLOATS + _LOW, new_low)
             tl.store(floats_ptr + line * _NUM_FLOATS + _HIGH, new_high)
 

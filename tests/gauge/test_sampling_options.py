@@ -217,7 +217,7 @@ def test_siblings_share_the_pages_of_their_prompt() -> None:
     own_pages = -(-(len(prompt) + most) // PAGE_SIZE) - full_pages
     assert full_pages >= 4
     assert max(leased) <= full_pages + n * own_pages
-    assert stats.total_cached_tokens == (n - 1) * full_pages * PAGE_SIZE
+    assert stats.total_cached_tokens == 0, "what siblings share is no hit of the cache"
     assert all(len(one.token_ids) == most and one.reason is FinishReason.LENGTH for one in heard.values())
 
 

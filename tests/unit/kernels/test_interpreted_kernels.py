@@ -308,7 +308,7 @@ def test_sampling_is_that_of_the_sampler(kind: str):
     vocab_size = 300
     case = SamplingCase(vocab_size, CPU, 1)
     n = len(case.names)
-    workspace = sampling.SamplingWorkspace(n, vocab_size, CPU, slice=128, candidates=128, pivots=3, rounds=2)
+    workspace = sampling.SamplingWorkspace(n, vocab_size, CPU, slice=128, candidates=128, pivots=4, rounds=2)
     logits = logits_of(kind, n, vocab_size, 1)
     before = logits.clone()
     reference, kernels = case.sampler(), case.sampler(workspace)
