@@ -244,7 +244,7 @@ def _request(question: Question) -> bytes:
     text.contents.bytes_contents.append(question.prompt.encode())
     limit = message.inputs.add(name="max_tokens", datatype="INT32", shape=[1, 1])
     limit.contents.int_contents.append(question.max_tokens)
-    flags = {"stream": True, "apply_chat_template": False, "return_perf_metrics": True}
+    flags = {"stream": True, "apply_chat_template": False, "return_final_perf_metrics": True}
     if question.usage:
         flags |= dict.fromkeys(("return_num_input_tokens", "return_num_output_tokens", "return_finish_reason"), True)
     for name, value in flags.items():

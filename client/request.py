@@ -94,7 +94,7 @@ _SCALARS: dict[str, tuple[str, Datatype]] = {
     "guided_decoding_guide_type": ("guided_decoding_guide_type", "BYTES"),
     "guided_decoding_guide": ("guided_decoding_guide", "BYTES"),
     "return_cumulative_logprob": ("return_cumulative_logprob", "BOOL"),
-    "return_perf_metrics": ("return_perf_metrics", "BOOL"),
+    "return_perf_metrics": ("return_final_perf_metrics", "BOOL"),
 }
 _LISTS: dict[str, tuple[str, Datatype]] = {
     "stop": ("stop_words", "BYTES"),

@@ -192,7 +192,7 @@ class Responder:
         delta = join_deltas(sequence.deltas)
         sequence.deltas = []
         first = sequence.credit.sent == 0
-        details = self._encode_details(stream, (delta,), first=first)
+        details = self._encode_details(stream, (delta,), first=first, final=final)
         options = _text_options(stream) if first else None
         chunk = partial(
             Chunk, uid=sequence.uid, parts=(delta.part,), options=options, token_ids=stream.spec.options.token_ids
@@ -214,12 +214,13 @@ class Responder:
             parts=tuple(delta.part for delta in deltas),
             options=_text_options(stream),
         )
-        self._send(stream, chunk, self._encode_details(stream, deltas, first=True), True)
+        self._send(stream, chunk, self._encode_details(stream, deltas, first=True, final=True), True)
 
-    def _encode_details(self, stream: Stream, deltas: Sequence[Delta], *, first: bool) -> Arrays:
+    def _encode_details(self, stream: Stream, deltas: Sequence[Delta], *, first: bool, final: bool) -> Arrays:
         if not stream.wants_details:
             return {}
-        return self._details.encode(stream, deltas, first=first, metrics=stream.metrics(self.page_size))
+        metrics = stream.metrics(self.page_size, final=final)
+        return self._details.encode(stream, deltas, first=first, metrics=metrics)
 
     def _send(self, stream: Stream, chunk: Chunk, details: Arrays, final: bool) -> None:
         if final:

@@ -114,9 +114,10 @@ class Stream:
     def uids(self) -> tuple[int, ...]:
         return tuple(sequence.uid for sequence in self.sequences)
 
-    def metrics(self, page_size: int) -> PerfMetrics | None:
-        """Figures so far, where the client asked for them."""
-        if not self.spec.options.perf_metrics:
+    def metrics(self, page_size: int, *, final: bool) -> PerfMetrics | None:
+        """Figures so far, where the client asked for them. `final`: for the last response."""
+        options = self.spec.options
+        if not options.perf_metrics and not (final and options.final_perf_metrics):
             return None
         tokens = self.num_input_tokens + sum(sequence.num_tokens for sequence in self.sequences)
         return PerfMetrics(

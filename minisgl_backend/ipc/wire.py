@@ -30,20 +30,15 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     num_input_tokens: bool = False
     num_output_tokens: bool = False
     log_probs: bool = False  # tensorrtllm_backend's cum_log_probs and output_log_probs
-    perf_metrics: bool = False
+    perf_metrics: bool = False  # with every response
+    final_perf_metrics: bool = False  # with the last one
 
     @property
     def details(self) -> bool:
         """Whether it wants to read anything beside the text."""
-        asked = (self.finish_reason, self.num_input_tokens, self.num_output_tokens, self.perf_metrics, self.token_ids)
-        return (
-            any(asked)
-            or self.apart
-            or self.cumulative_logprob
-            or self.logprobs
-            or self.prompt_logprobs
-            or self.log_probs
-        )
+        counts = self.num_input_tokens or self.num_output_tokens or self.perf_metrics or self.final_perf_metrics
+        logprobs = self.cumulative_logprob or self.logprobs or self.prompt_logprobs or self.log_probs
+        return self.finish_reason or counts or logprobs or self.token_ids or self.apart
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -118,6 +118,8 @@ class _Generation(_Model):
         guided = self._guided()
         if guided is not None:
             values["guided_decoding"] = guided[1]
+        if self.return_perf_metrics:  # once: they go with the last chunk
+            values["return_final_perf_metrics"] = True
         return values
 
     def names(self) -> dict[str, str]:
@@ -195,7 +197,7 @@ _SAMPLING = (
     *("n", "max_tokens", "temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("bad_words", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "priority"),
-    *("use_beam_search", "return_perf_metrics"),
+    "use_beam_search",
 )
 
 

@@ -205,6 +205,7 @@ class RequestCodec:
             num_output_tokens=fields.get("return_num_output_tokens", False),
             log_probs=fields.get("return_log_probs", False),
             perf_metrics=fields.get("return_perf_metrics", False),
+            final_perf_metrics=fields.get("return_final_perf_metrics", False),
         )
 
 

@@ -77,7 +77,8 @@ SAMPLING_INPUTS = (
     Tensor("guided_decoding_guide_type", "STRING"),
     Tensor("guided_decoding_guide", "STRING"),
     Tensor("return_log_probs", "BOOL"),
-    Tensor("return_perf_metrics", "BOOL"),
+    Tensor("return_perf_metrics", "BOOL"),  # with every response, where NVIDIA's client reads them
+    Tensor("return_final_perf_metrics", "BOOL"),  # with the last one: a stream then costs no more than without
     Tensor("return_context_logits", "BOOL", (1,), "this server does not return logits; ask for logprobs"),
     Tensor("return_generation_logits", "BOOL", (1,), "this server does not return logits; ask for logprobs"),
     Tensor("decoder_text_input", "STRING", (1,), "this server has no encoder-decoder models"),

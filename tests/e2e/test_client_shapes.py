@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -185,3 +186,48 @@ def test_requests_without_an_id_or_with_the_same_one_do_not_mix(server: Server) 
     streams = [server.stream(batched(text_input=q, max_tokens=32, stream=True), request_id="same") for q in questions]
     texts = ["".join(chunk.text for chunk in stream) for stream in streams]
     assert [str(2 * n) in text for n, text in zip(range(11, 19), texts, strict=True)] == [True] * 8
+
+
+def ids(values: list[int], **others: Any) -> list[Tensor]:
+    """A request with token ids."""
+    return [Tensor("input_ids", "INT32", [values]), Tensor("request_output_len", "INT32", [[4]]), *batched(**others)]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "named"),
+    [
+        (ids([1, -1]), "input_ids"),
+        (ids([1, 2**31 - 1]), "input_ids"),
+        (ids([5] * 4096), "4095"),
+        (ids([1, 2], input_lengths=3), "input_lengths"),
+        (ids([1, 2], beam_width=2), "beam_width"),
+        (ids([1, 2], stop=True), "stop is true and the request has no id"),
+        (ids([1, 2], draft_input_ids=[3]), "draft_input_ids is not served"),
+        (ids([1, 2], runtime_top_p=3.0), "runtime_top_p"),
+        (batched(request_output_len=4), "missing"),
+        ([Tensor("input_ids", "INT32", [[1]]), Tensor("request_output_len", "UINT32", [[4]])], "UINT32"),
+    ],
+    ids=range(10),
+)
+def test_wrong_token_ids_are_named(server: Server, tensors: list[Tensor], named: str) -> None:
+    (chunk,) = server.stream(tensors, model="tensorrt_llm")
+    assert named in chunk.error
+
+
+def test_a_stop_request_for_nobody_ends_by_itself(server: Server) -> None:
+    (chunk,) = server.stream(
+        ids([1], stop=True), model="tensorrt_llm", request_id="nobody", enable_empty_final_response=True
+    )
+    assert (chunk.error, chunk.outputs, chunk.final) == ("", {}, True)
+
+
+def test_several_sequences_of_token_ids(server: Server) -> None:
+    found: dict[int, list[int]] = {}
+    for chunk in server.stream(ids([5, 6, 7], num_return_sequences=3, streaming=True), model="tensorrt_llm"):
+        found.setdefault(chunk.outputs["sequence_index"][0], []).extend(chunk.outputs["output_ids"])
+    whole = {
+        chunk.outputs["sequence_index"][0]: chunk.outputs["output_ids"]
+        for chunk in server.stream(ids([5, 6, 7], num_return_sequences=3), model="tensorrt_llm")
+    }
+    assert {index: [5, 6, 7, *tokens] for index, tokens in found.items()} == whole
+    assert set(whole) == {0, 1, 2}

@@ -395,6 +395,16 @@ def test_the_values_of_a_prompt_come_once_however_many_sequences_it_has(front: E
     assert told == [[position, position]]
 
 
+def test_the_figures_of_a_request_may_come_once(front: EngineFront) -> None:
+    sender, uid = ask(front, wanted=["final_perf_metrics"])
+    front.client.give((uid, 65, 0))
+    sender.wait_chunks(1)
+    front.client.give((uid, 66, LENGTH))
+    sender.wait_end()
+    assert sender.details[0] == {}
+    assert set(METRICS) <= set(sender.details[-1])
+
+
 def test_each_sequence_is_a_response_of_its_own_where_that_is_asked(front: EngineFront) -> None:
     sender, uid = ask(front, stream=False, n=2, wanted=["apart"])
     front.client.give((uid, 65, 0), (uid + 1, 66, LENGTH))

@@ -25,7 +25,7 @@ class Server:
         self.answers = threading.Event()
         self.answers.set()
 
-    def send(self, response: object, flags: int = 0) -> None:
+    def send(self, response: object = None, flags: int = 0) -> None:
         self.heard.append("final" if flags & FINAL else "response")
 
     def is_cancelled(self) -> bool:
@@ -65,6 +65,14 @@ def test_nothing_is_asked_after_the_last_response(sender_class: Any, fails: bool
         sender.send(Chunk(uid=1, number=2), {}, True)
     assert not sender.is_cancelled()
     assert server.heard == ["question", "answer", "response", "final"]
+
+
+def test_a_request_may_end_without_a_response(sender_class: Any) -> None:
+    server = Server()
+    sender = sender_class(server, Codec())
+    sender.end()
+    assert not sender.is_cancelled()
+    assert server.heard == ["final"]
 
 
 def test_the_last_response_waits_for_the_answer_to_a_question(sender_class: Any) -> None:
