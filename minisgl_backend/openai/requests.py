@@ -163,7 +163,8 @@ class _Generation(_Model):
         if self.structured_outputs is not None:
             fields = self.structured_outputs
             for attribute, key in _STRUCTURED:
-                if (value := getattr(fields, attribute)) is not None:
+                value = getattr(fields, attribute)
+                if value is not None and not (key == "json_object" and value is False):
                     name = f"structured_outputs.{key}"
                     given[name] = {"json_object": True} if key == "json_object" else _constraint(name, key, value)
         if len(given) > 1:

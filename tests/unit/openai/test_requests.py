@@ -49,6 +49,7 @@ def completion(**values: Any) -> CompletionRequest:
         ({"guided_choice": ["a", "b"]}, {"guided_decoding": {"choice": ["a", "b"]}}),
         ({"structured_outputs": {"grammar": "root ::= x"}}, {"guided_decoding": {"grammar": "root ::= x"}}),
         ({"structured_outputs": {"json_object": True}}, {"guided_decoding": {"json_object": True}}),
+        ({"structured_outputs": {"json_object": False}}, {}),
         ({"user": "me", "metadata": {"a": 1}, "store": False}, {}),
     ],
 )
