@@ -277,6 +277,16 @@ def _attend_tile(q, k, v, n_ok, m, total, acc, acc_odd, scale_log2, FP8: tl.cons
 
 
 @triton.jit
+def _divided(acc, acc_odd, total, v_scale, FP8: tl.constexpr):
+    """The softmax's quotient, [heads, head_dim]. Computed in each branch that stores it: before both it costs registers
+    and so programs on a multiprocessor."""
+    if FP8:
+        return tl.interleave(acc, acc_odd) / total[:, None] * v_scale
+    else:
+        return acc / total[:, None]
+
+
+@triton.jit
 def _decode_kernel(
     q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
     partial_ptr, lse_ptr, counters_ptr,
@@ -387,17 +397,15 @@ def _decode_kernel(
         v = tl.load(v_head + v_address, mask=n_ok[:, None] & w_ok[None, :], other=0)
         m, total, acc, acc_odd = _attend_tile(q, k, v, n_ok, m, total, acc, acc_odd, scale_log2, FP8, NATIVE)
 
-    if FP8:
-        result = tl.interleave(acc, acc_odd) / total[:, None] * v_scale
-    else:
-        result = acc / total[:, None]
     if active == 1:
         out_address = (b * NUM_Q_HEADS + q_head[:, None]) * HEAD_DIM + d[None, :]
+        result = _divided(acc, acc_odd, total, v_scale, FP8)
         tl.store(out_ptr + out_address, result.to(out_ptr.dtype.element_ty), mask=q_ok)
         return
 
     # This part's result, then the arrival: whoever arrives last merges all parts in part order.
     index = (b * NUM_SPLITS + split) * NUM_Q_HEADS + q_head
+    result = _divided(acc, acc_odd, total, v_scale, FP8)
     tl.store(partial_ptr + index[:, None] * HEAD_DIM + d[None, :], result, mask=q_ok)
     tl.store(lse_ptr + index, m + tl.log2(total), mask=g < GROUP)
     tl.debug_barrier()
