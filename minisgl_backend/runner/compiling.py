@@ -2,32 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any
 
 
 def announce_compiling(device: str, begins: Callable[[], None], ends: Callable[[], None]) -> None:
-    """Has Triton call `begins` before and `ends` after each compilation of this process. `device`: "cpu" or "cuda"."""
+    """Calls `begins` before and `ends` after each compilation of this process. `device`: "cpu" or "cuda".
+
+    To be called before the first kernel is launched: each takes Triton's compiler when it is launched first. Triton's
+    own hooks would do, but for a compilation that fails.
+    """
     if device != "cuda" or importlib.util.find_spec("triton") is None:
         return
-    import triton
+    import triton.compiler
 
-    # From 3.4 on the hooks are knobs; before they were attributes of the class of kernels. What `before` returns says
-    # that the kernel must not be compiled.
-    knobs = getattr(getattr(triton, "knobs", None), "runtime", None)
-    holder, before, after = (
-        (knobs, "jit_cache_hook", "jit_post_compile_hook")
-        if knobs is not None and hasattr(knobs, "jit_post_compile_hook")
-        else (triton.runtime.jit.JITFunction, "cache_hook", "compiled_hook")
-    )
+    compile_kernel = triton.compiler.compile
 
-    def call_before(*args: Any, **kwargs: Any) -> bool:
+    @functools.wraps(compile_kernel)
+    def announced(*args: Any, **kwargs: Any) -> Any:
         begins()
-        return False
+        try:
+            return compile_kernel(*args, **kwargs)
+        finally:
+            ends()
 
-    def call_after(*args: Any, **kwargs: Any) -> None:
-        ends()
-
-    setattr(holder, before, call_before)
-    setattr(holder, after, call_after)
+    triton.compiler.compile = announced
