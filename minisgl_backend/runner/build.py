@@ -101,7 +101,7 @@ def _build(
         runner.use_pieces(
             kind(pieces, model_config.hidden_size, lambda done, _: progress.graphs(len(sizes) + done, total))
         )
-    if device.type == "cuda":
+    if device.type == "cuda" or runtime.eager_graphs:
         warm_up(runner, max_running, runtime.config.max_prefill_length, runtime.max_seq_len)
     log.info(
         "%d pages of %d tokens, graphs up to %d sequences, in pieces up to %d tokens",

@@ -91,7 +91,7 @@ def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.devic
     peaks = []
     for plan in plans:
         torch.cuda.reset_peak_memory_stats(device)
-        runner.execute(runner.prepare(plan)).result()
+        runner.execute(runner.prepare(plan)).wait()
         torch.cuda.synchronize(device)
         peaks.append(max(0, torch.cuda.max_memory_allocated(device) - before))
     torch.cuda.empty_cache()

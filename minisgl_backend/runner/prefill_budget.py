@@ -41,7 +41,7 @@ def measure_prefill_budget(
         for _ in range(ROUNDS):
             _synchronize(runtime.device)
             started = time.perf_counter()
-            runner.execute(runner.prepare(plan)).result()
+            runner.execute(runner.prepare(plan)).wait()
             _synchronize(runtime.device)
             best = min(best, time.perf_counter() - started)
         return tp.minimum(round(1e6 * best)) / 1e6

@@ -40,12 +40,12 @@ def warm_up(runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len
     """Executes steps of the common shapes, within the limits of one step."""
     started = time.monotonic()
     for plan in warm_up_plans(max_running, max_prefill, max_seq_len):
-        runner.execute(runner.prepare(plan)).result()
+        runner.execute(runner.prepare(plan)).wait()
     for params in SAMPLED:
         pending = runner.execute(runner.prepare(_plan(min(2, max_prefill, max_seq_len - 1), 0, params)))
         if isinstance(pending, UnsampledStep):
             runner.sample(pending, runner.no_masks(1))
-        pending.result()
+        pending.wait()
     log.info("mixed steps warmed up in %.1f s", time.monotonic() - started)
 
 
