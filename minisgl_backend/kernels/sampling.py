@@ -198,7 +198,7 @@ def sample_extended(
             for turn in range(w.rounds):
                 _search_kernel[grid](
                     *common, w.sums, w.totals, w.floats, w.longs, w.counters, *strides, **sizes, FIRST=turn == 0,
-                    PIVOTS=w.pivots, CANDIDATES=w.candidates, num_warps=num_warps,
+                    PIVOTS=w.pivots, CANDIDATES=w.candidates, num_warps=2 * num_warps,
                 )  # fmt: skip
         _collect_kernel[grid](
             *common, positions, edits.counts, w.totals, w.keys, w.floats, w.longs, w.counters, out, *strides,

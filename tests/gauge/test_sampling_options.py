@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -14,7 +15,7 @@ from minisgl_backend import LLM, SamplingParams
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.step import Logprobs
-from tests.gauge.harness import drive, engine, expect_short_answers, request_of
+from tests.gauge.harness import GREEDY, Gauge, drive, engine, expect_short_answers, request_of
 
 PAGE_SIZE = 16
 TOP = 5
@@ -200,6 +201,44 @@ def test_stop_token_ids_and_ignore_eos(llm: LLM) -> None:
     (endless,) = llm.chat(COUNT, params(max_tokens=len(free.token_ids) + 10, ignore_eos=True))
     assert len(endless.token_ids) == len(free.token_ids) + 10
     assert endless.finish_reason == "length"
+
+
+# ---- the demo gauge with options that leave its answers as they are
+
+COOL = params(temperature=0.1, max_tokens=GREEDY.max_tokens)
+HARMLESS: dict[str, dict[str, Any]] = {
+    "temperature": {},
+    "top-k": {"top_k": 20},
+    "top-p": {"top_p": 0.95},
+    "min-p": {"min_p": 0.05},
+    "logprobs": {"logprobs": 5},
+    "penalties": {"repetition_penalty": 1.001, "presence_penalty": 0.001, "frequency_penalty": 0.001},
+    "min tokens": {"min_tokens": 1},
+    "stop tokens": {"stop_token_ids": (3,)},
+}
+
+
+def test_options_leave_certain_answers_as_they_are(gauge: Gauge) -> None:
+    """Every question with one of the options in turn, and with all of them, all at once."""
+    baseline = gauge.baseline(gauge.questions)
+    said = {token for output in baseline for token in output.token_ids}
+    unused = min(set(range(100, 1000)) - said)
+    harmless = {**HARMLESS, "bias": {"logit_bias": {unused: 1.0}}, "bad words": {"bad_words_token_ids": ((unused,),)}}
+    together: dict[str, Any] = {}
+    for options in harmless.values():
+        together |= options
+    turns = list(harmless.items())
+    asked = [(index, *turns[index % len(turns)]) for index in range(len(baseline))]
+    asked += [(index, "all", together) for index in range(len(baseline))]
+    sampling = [msgspec.structs.replace(COOL, seed=k, **options) for k, (_, _, options) in enumerate(asked)]
+    with engine() as llm:
+        outputs = llm.chat([gauge.questions[index].messages for index, _, _ in asked], sampling)
+    different = [
+        f"{name}: {baseline[index].text!r} -> {output.text!r}"
+        for (index, name, _), output in zip(asked, outputs, strict=True)
+        if output.text != baseline[index].text
+    ]
+    assert not different, "\n".join(different)
 
 
 # ---- n > 1

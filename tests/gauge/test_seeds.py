@@ -42,6 +42,29 @@ def test_company_changes_no_sampled_text(alone: list[list[int]], overlap: bool) 
     assert [output.token_ids for output in outputs] == alone
 
 
+def test_what_neighbours_ask_changes_no_text_in_bfloat16() -> None:
+    """Rounded logits tie often. As many tokens run in every step, so that products are rounded alike."""
+    seeded = msgspec.structs.replace(WARM, top_p=0.95, top_k=200, seed=7, ignore_eos=True, logprobs=3)
+    plain = SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS, ignore_eos=True)
+    busy = [
+        {"temperature": 1.0, "seed": 1},
+        {"temperature": 1.5, "top_k": 5, "seed": 2},
+        {"temperature": 1.5, "top_p": 0.8, "min_p": 0.02, "seed": 3, "logprobs": 20},
+        {"repetition_penalty": 1.5, "presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"logit_bias": {7: 3.0, 9: -100.0}, "bad_words_token_ids": ((5,), (6, 7))},
+        {"temperature": 1.0, "seed": 4, "min_tokens": MAX_TOKENS, "stop_token_ids": (3,)},
+    ]
+    prompts = [prompt(index) for index in range(NUM_PROMPTS)]
+    found = []
+    with engine(dtype="bfloat16", cache_type="naive") as llm:
+        for neighbours in ([{}] * len(busy), busy):
+            sampling = [seeded, *(msgspec.structs.replace(plain, **options) for options in neighbours)]
+            (completion,) = llm.generate(prompts, sampling)[0].completions
+            found.append((completion.token_ids, completion.logprobs))
+    assert len(found[0][0]) == MAX_TOKENS
+    assert found[0] == found[1]
+
+
 def test_preemption_changes_no_sampled_text(alone: list[list[int]]) -> None:
     longest = len(prompt(NUM_PROMPTS - 1)) + MAX_TOKENS
     with engine(page_size=1, num_pages=longest + MAX_TOKENS) as llm:
