@@ -1,0 +1,76 @@
+"""Each request alone against all together: random requests with every option, chunked, starved of pages, overlapped,
+with shared prefixes, padded and in pieces. Whatever runs beside a request, its answer is the same.
+
+20 more rounds, with tensor parallelism against one rank, are in test_tensor_parallel_requests.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from minisgl_backend import LLM
+from tests.gauge.harness import engine, expect_short_answers
+from tests.random_requests import RandomAnswer, RandomRequest, alone, ask_core, assert_same, random_requests
+
+ROUNDS = 180  # over all cells
+REQUESTS = 6  # of a round
+SIZES: dict[str, Any] = {"longest_prompt": 160, "most_tokens": 16}
+CHUNKS = {"max_prefill_length": 48, "mixed_prefill_length": 24, "max_running_requests": 8}
+CAPTURED = {"cuda_graph_max_bs": 8, "cuda_graph_max_tokens": 64, "eager_graphs": True}
+CELLS: dict[str, dict[str, Any]] = {
+    "together": {"max_running_requests": 16},
+    "small pages": {"page_size": 1, **CHUNKS},
+    "sequential": {"overlap": False, **CHUNKS},
+    "longest prefix first": {"schedule_policy": "lpm", "page_size": 4, **CHUNKS},
+    "prompts first": {"cache_type": "naive", **CHUNKS, "mixed_prefill_length": 0},
+    "starved": {"page_size": 4, "num_pages": 45, **CHUNKS},
+    "few pages, sequential": {"page_size": 1, "num_pages": 178, "overlap": False, **CHUNKS},
+    "captured": {**CHUNKS, **CAPTURED},
+    "captured, starved": {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED},
+}
+
+
+@pytest.fixture(scope="module")
+def lonely() -> Iterator[LLM]:
+    """Where nothing runs beside a request: one step after the other, nothing cached."""
+    pytest.importorskip("xgrammar")
+    with engine(overlap=False, cache_type="naive", max_running_requests=4) as llm:
+        yield llm
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_company_changes_no_answer(cell: str, lonely: LLM) -> None:
+    first = list(CELLS).index(cell)
+    preempted = 0
+    with engine(**CELLS[cell]) as llm:
+        if "starved" in cell:
+            expect_short_answers(llm)
+        for seed in range(first, ROUNDS, len(CELLS)):
+            requests = _requests(seed)
+            expected = [_ask_alone(lonely, one) for one in requests]
+            assert_same(requests, expected, ask_core(llm.engine.core, requests))
+            llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
+            assert llm.stats.pages_leased == 0
+        preempted = llm.stats.total_preempted
+    assert preempted or "starved" not in cell
+
+
+def _requests(seed: int) -> list[RandomRequest]:
+    return random_requests(1000 + seed, REQUESTS, **SIZES)
+
+
+def _ask_alone(llm: LLM, request: RandomRequest) -> list[RandomAnswer]:
+    (answers,) = ask_core(llm.engine.core, [alone(request)])
+    return answers
+
+
+def test_requests_differ() -> None:
+    """The generator draws what the rounds are about."""
+    drawn = [one.params for seed in range(ROUNDS) for one in _requests(seed)]
+    plain = type(drawn[0])()
+    for name in plain.__struct_fields__:
+        if name not in ("bad_words",):
+            assert any(getattr(one, name) != getattr(plain, name) for one in drawn), name
