@@ -1,7 +1,8 @@
 """Hours of trouble in minutes: clients of the real server that leave or lie, while its processes are killed.
 
-The demo model answers from two tensor-parallel ranks on CPU cores, and any of them is killed at any time. Every answer
-is compared with what the same server said to the same request before the trouble began.
+The demo model answers from two tensor-parallel ranks on CPU cores, and any of them is killed at any time. Requests with
+every kind of option are mixed. Every answer is compared with what the same server said to the same request before the
+trouble began.
 
     python -m benchmarks.soak --requests 20000 --cancels 0.2 --bad 0.1 --kills 20
     python -m benchmarks.soak --quick            about three minutes, run by .ci/run
@@ -26,6 +27,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from benchmarks.served import Served, Traces
 from benchmarks.soak_kills import Killer, figures
@@ -33,9 +35,24 @@ from client import Client, ClientError, InvalidRequest, Result, Unavailable
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.host.triton_server import find_triton_server
 
+Case = tuple[str, int, str]  # prompt, max_tokens, name in OPTIONS
+
 TIMEOUT_SECONDS = 120.0  # of a request; one that reaches it hung
 PROMPTS = ("What is 17 + 25?", "Count from 1 to 40.", "Count from 7 to 60.", "Repeat: 猫 🐱 déjà vu")
 COUNTS = (1, 4, 16, 60, 120)  # max_tokens
+# What else a request may ask for. Each of them beside all others, in one server, over and over.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"temperature": 0.0},
+    "sampled": {"temperature": 1.2, "top_k": 20, "top_p": 0.9, "seed": 7},
+    "siblings": {"temperature": 1.0, "min_p": 0.02, "seed": 11, "n": 3},
+    "penalties": {"temperature": 0.0, "repetition_penalty": 1.3, "frequency_penalty": 0.4, "presence_penalty": 0.2},
+    "rules": {"temperature": 0.0, "logit_bias": {77: 4.0, 300: -100.0}, "bad_words": ["12", "4"], "min_tokens": 3},
+    "logprobs": {"temperature": 0.0, "logprobs": 5},
+    "prompt": {"temperature": 0.0, "logprobs": 0, "prompt_logprobs": 2, "n": 2},
+    "stop": {"temperature": 0.0, "stop": ["5", "é"]},
+    "guided": {"temperature": 0.0, "guided_decoding_guide_type": "regex", "guided_decoding_guide": "[a-c]{3,90}"},
+}
+OPTION_COUNTS = (4, 16)  # max_tokens of those that are not plain
 PAGES = 256  # fewer than 32 of the longest answers need, so that some are preempted
 BAD_OPTIONS: tuple[dict[str, object], ...] = (
     {"temperature": -1.0},
@@ -98,6 +115,7 @@ class Soak:
         self._open = plan.requests
         self.outcome = Outcome()
         self._answers = self._right_answers()
+        self._cases = sorted(self._answers)
         ranks = 1 if plan.runner == "null" else plan.tp
         draw = random.Random(plan.seed)
         self.killer = Killer(served, ranks=ranks, kills=plan.kills, stub_kills=plan.stub_kills, draw=draw)
@@ -117,11 +135,17 @@ class Soak:
     def seconds(self) -> float:
         return time.monotonic() - self._started
 
-    def _right_answers(self) -> dict[tuple[str, int], Result]:
-        """By prompt and max_tokens."""
-        cases = [(prompt, count) for prompt in PROMPTS for count in COUNTS]
+    def _right_answers(self) -> dict[Case, Result]:
+        """By what is asked; the null runner knows no options."""
+        names = ["plain"] if self._plan.runner == "null" else list(OPTIONS)
+        cases = [
+            (prompt, count, name)
+            for name in names
+            for prompt in PROMPTS
+            for count in (COUNTS if name == "plain" else OPTION_COUNTS)
+        ]
         with Client(self._served.grpc, timeout=TIMEOUT_SECONDS) as client, ThreadPoolExecutor(4) as pool:
-            results = pool.map(lambda case: client.generate(case[0], max_tokens=case[1], temperature=0), cases)
+            results = pool.map(lambda case: client.generate(case[0], max_tokens=case[1], **OPTIONS[case[2]]), cases)
             return dict(zip(cases, results, strict=True))
 
     def _is_over(self) -> bool:
@@ -167,14 +191,16 @@ class Soak:
         self.outcome.note(f"{kind}: {type(error).__name__}", "" if explained else f"{kind}: {error!r}")
 
     def _whole(self, client: Client, draw: random.Random) -> None:
-        prompt, count = draw.choice(PROMPTS), draw.choice(COUNTS)
+        # Half of the requests are plain: the others are slower, and more of them would be fewer requests.
+        plain = draw.random() < 0.5
+        case = (draw.choice(PROMPTS), draw.choice(COUNTS), "plain") if plain else draw.choice(self._cases)
+        prompt, count, name = case
         if draw.random() < 0.5:
-            result = client.generate(prompt, max_tokens=count, temperature=0)
+            result = client.generate(prompt, max_tokens=count, **OPTIONS[name])
         else:
-            result = client.stream(prompt, max_tokens=count, temperature=0).result()
-        right = self._answers[prompt, count].choices
-        fault = "" if result.choices == right else f"{prompt!r}, {count} tokens: {result.choices}, not {right}"
-        self.outcome.note("whole", fault)
+            result = client.stream(prompt, max_tokens=count, **OPTIONS[name]).result()
+        told, right = _facts(result), _facts(self._answers[case])
+        self.outcome.note("whole", "" if told == right else f"{case}: {told}, not {right}")
 
     def _leaves(self, client: Client, draw: random.Random) -> None:
         prompt, text = draw.choice(PROMPTS), ""
@@ -182,7 +208,7 @@ class Soak:
             for _ in range(draw.randint(0, 10)):
                 chunk = next(stream, None)
                 text += chunk.text if chunk is not None else ""
-        right = self._answers[prompt, COUNTS[-1]].choices[0].text.startswith(text)
+        right = self._answers[prompt, COUNTS[-1], "plain"].choices[0].text.startswith(text)
         self.outcome.note("left", "" if right else f"{prompt!r}, left: {text!r}")
 
     def _bad(self, client: Client, draw: random.Random) -> None:
@@ -202,6 +228,15 @@ class Soak:
     def _progress(self) -> float:
         done = 1 - self._open / self._plan.requests
         return max(done, self.seconds() / (60 * self._plan.minutes))
+
+
+def _facts(result: Result) -> list[object]:
+    """What must be the same each time: the values of log-probabilities differ in their last digits."""
+    choices = [
+        (choice.text, choice.finish_reason, choice.num_output_tokens, len(choice.logprobs or ()))
+        for choice in result.choices
+    ]
+    return [choices, len(result.prompt_logprobs or ())]
 
 
 def unexplained_deaths(plan: Plan, log: str) -> int:
