@@ -18,7 +18,10 @@ from tests.poisoned import assert_isolated, save_poisoned
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 BF16, FP16 = torch.bfloat16, torch.float16
-TOLERANCE = {BF16: 0.25, FP16: 0.05}  # of log-probabilities: other company, other sums
+TOLERANCE = {
+    BF16: 0.5,
+    FP16: 0.05,
+}  # of log-probabilities around -30, four units of the format: other company, other sums
 CELLS = [
     ("fa", 64, BF16),
     ("fa", 128, FP16),

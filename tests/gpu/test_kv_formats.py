@@ -13,7 +13,7 @@ from minisgl_backend.attention.registry import BACKENDS, create_attention
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
 from tests.gpu.test_attention_backends import Cache, error
-from tests.gpu.test_windows import skip_what_is_not_here
+from tests.gpu.test_windows_on_gpu import skip_what_is_not_here
 from tests.specs import one_group
 
 pytestmark = [

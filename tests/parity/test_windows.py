@@ -124,7 +124,7 @@ def test_interpreted_kernels(case: Case) -> None:
     """The `triton` backend over chunks, cached prefixes, mixed steps and padded batches."""
     pytest.importorskip("triton")
     if torch.cuda.is_available():
-        pytest.skip("tests/gpu/test_windows.py runs the kernels compiled")
+        pytest.skip("tests/gpu/test_windows_on_gpu.py runs the kernels compiled")
     workload = parity.Workload(prompt_lengths=(3, 30, 45), num_decode=3, chunk=20)
     sequences = workload.sequences(VOCAB_SIZE)
     expected = transformers_logits(case.folder, sequences, torch.float32)

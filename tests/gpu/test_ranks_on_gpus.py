@@ -1,7 +1,7 @@
 """Two ranks on two GPUs: real graphs, pieces and collectives, with every option of a request, and ranks that are lost.
 
-    python -m pytest -q -p no:cacheprovider tests/gpu/test_tensor_parallel.py      about four minutes on two GPUs
-    MINISGL_EAGER_GRAPHS=1 python -m pytest -q tests/gpu/test_tensor_parallel.py   less of it on the CPU, to try it
+    python -m pytest -q -p no:cacheprovider tests/gpu/test_ranks_on_gpus.py      about four minutes on two GPUs
+    MINISGL_EAGER_GRAPHS=1 python -m pytest -q tests/gpu/test_ranks_on_gpus.py   less of it on the CPU, to try it
 
 Prints a table last. What hangs is found by the engine itself and told as an EngineDeadError, with the place where each
 thread of each rank stood; what even that does not find ends the run after WATCHDOG_S, with the same.
