@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.demo_tasks import MAX_TOKENS
 from benchmarks.gauge import ask
 from minisgl_backend import LLM, SamplingParams
 from minisgl_backend.config import EngineConfig, Environment
@@ -46,6 +47,7 @@ MOST_SECONDS_TOLD = 2.0
 QUICK_HANG_S = 6.0
 # Texts that may differ between one and two ranks: sums in another order, where two tokens are as likely as each other.
 MOST_DIFFERENT = 0.05
+LEAST_RIGHT = 0.98
 TOLERANCE = 2e-2  # nats; products of float32 may be computed in TF32
 
 PAIR: dict[str, Any] = {
@@ -136,10 +138,10 @@ def pair() -> Iterator[LLM]:
 def answer_questions(llm: LLM) -> str:
     asked = ask(QUESTIONS)
     started = time.monotonic()
-    outputs = llm.chat([one.messages for one in asked], SamplingParams(temperature=0.0, max_tokens=600))
+    outputs = llm.chat([one.messages for one in asked], SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
     right = sum(one.is_right(output.text) for one, output in zip(asked, outputs, strict=True))
     assert all(output.finish_reason != "error" for output in outputs)
-    assert right >= 0.9 * len(asked)
+    assert right >= LEAST_RIGHT * len(asked)
     return f"{right} of {len(asked)} right, {time.monotonic() - started:.1f} s"
 
 
