@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from client.client import AsyncClient, Client
-from client.errors import Cancelled, ClientError, InvalidRequest, ServerError, TimedOut, Unavailable
-from client.metrics import Metrics, Sample
-from client.request import Message, SamplingOptions
-from client.results import Choice, Chunk, Result
-from client.stream import AsyncTextStream, TextStream
+from .client import AsyncClient, Client
+from .errors import Cancelled, ClientError, InvalidRequest, ServerError, TimedOut, Unavailable
+from .metrics import Metrics, Sample
+from .request import Message, SamplingOptions
+from .results import Choice, Chunk, Result
+from .stream import AsyncTextStream, TextStream
 
 __all__ = [
     "AsyncClient",

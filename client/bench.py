@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from client.client import Client
-from client.perf_analyzer import PerfAnalyzer, PerfAnalyzerError
+from .client import Client
+from .perf_analyzer import PerfAnalyzer, PerfAnalyzerError
 
 _WORDS = (
     "time year people way day man thing woman life child world school state family student group country hand".split()

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Generator
 
-from client.client import Client
-from client.request import Message, SamplingOptions
-from client.results import Result
+from .client import Client
+from .request import Message, SamplingOptions
+from .results import Result
 
 
 class Chat:

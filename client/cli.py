@@ -20,14 +20,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from client.bench import Measurement, Prompts, Workload, fit_prompts, measure
-from client.chat import Chat
-from client.client import Client
-from client.connection import Protocol, parse_url
-from client.errors import ClientError, Unavailable
-from client.perf_analyzer import PerfAnalyzerError, find_perf_analyzer
-from client.request import SamplingOptions
-from client.results import Result
+from .bench import Measurement, Prompts, Workload, fit_prompts, measure
+from .chat import Chat
+from .client import Client
+from .connection import Protocol, parse_url
+from .errors import ClientError, Unavailable
+from .perf_analyzer import PerfAnalyzerError, find_perf_analyzer
+from .request import SamplingOptions
+from .results import Result
 
 app = typer.Typer(
     help="Talk to a running server.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
@@ -450,7 +450,3 @@ def _metrics_table(client: Client, model: str) -> Table:
             labels = ", ".join(f"{name}={value}" for name, value in sample.labels.items() if name != "version")
             table.add_row(sample.name, labels, f"{sample.value:,g}")
     return table
-
-
-if __name__ == "__main__":
-    main()

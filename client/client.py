@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from client.connection import Address, parse_url
-from client.connection import Protocol as WireProtocol
-from client.errors import ServerError, Unavailable
-from client.metrics import Metrics, fetch_metrics
-from client.request import InferenceRequest, Message, SamplingOptions, build_tensors
-from client.results import Result
-from client.stream import AsyncCall, AsyncTextStream, Call, TextStream
+from .connection import Address, parse_url
+from .connection import Protocol as WireProtocol
+from .errors import ServerError, Unavailable
+from .metrics import Metrics, fetch_metrics
+from .request import InferenceRequest, Message, SamplingOptions, build_tensors
+from .results import Result
+from .stream import AsyncCall, AsyncTextStream, Call, TextStream
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -251,20 +251,20 @@ class _AsyncTransport(Protocol):
 
 def _sync_transport(address: Address) -> _Transport:
     if address.protocol == "grpc":
-        from client.grpc_transport import GrpcTransport
+        from .grpc_transport import GrpcTransport
 
         return GrpcTransport(address.authority, address.secure)
-    from client.http_transport import HttpTransport
+    from .http_transport import HttpTransport
 
     return HttpTransport(address.authority, address.secure)
 
 
 def _async_transport(address: Address) -> _AsyncTransport:
     if address.protocol == "grpc":
-        from client.grpc_transport import AsyncGrpcTransport
+        from .grpc_transport import AsyncGrpcTransport
 
         return AsyncGrpcTransport(address.authority, address.secure)
-    from client.http_transport import AsyncHttpTransport
+    from .http_transport import AsyncHttpTransport
 
     return AsyncHttpTransport(address.authority, address.secure)
 

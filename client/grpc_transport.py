@@ -23,9 +23,9 @@ import grpc
 import grpc.aio
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
-from client.errors import ClientError, ServerError, cancelled_here, from_message, from_status, timed_out
-from client.request import InferenceRequest, Tensor
-from client.results import Reply
+from .errors import ClientError, ServerError, cancelled_here, from_message, from_status, timed_out
+from .request import InferenceRequest, Tensor
+from .results import Reply
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),

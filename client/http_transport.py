@@ -16,9 +16,9 @@ from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
-from client.errors import ClientError, ServerError, Unavailable, cancelled_here, from_http, from_message, timed_out
-from client.request import InferenceRequest
-from client.results import Reply
+from .errors import ClientError, ServerError, Unavailable, cancelled_here, from_http, from_message, timed_out
+from .request import InferenceRequest
+from .results import Reply
 
 if TYPE_CHECKING:
     import aiohttp

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from client.errors import InvalidRequest
+from .errors import InvalidRequest
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and what else the chat template reads
 Datatype = Literal["BYTES", "BOOL", "INT32", "UINT64", "FP32"]

@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from client.errors import cancelled_here
-from client.results import Chunk, Collector, Reply, Result, chunks_of
+from .errors import cancelled_here
+from .results import Chunk, Collector, Reply, Result, chunks_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from client.errors import Cancelled, ClientError, InvalidRequest, TimedOut, Unavailable
-from client.errors import from_message as client_error_of
+from minisgl_backend.remote_errors import Cancelled, ClientError, InvalidRequest, TimedOut, Unavailable
+from minisgl_backend.remote_errors import from_message as client_error_of
 
 _FIELD = re.compile(r"^(?:request parameter |input |sampling_parameters )?'?([A-Za-z_]\w*)")
 _FULL = re.compile(r"\b(?:requests are waiting|wait for their grammars)\b")

@@ -21,8 +21,8 @@ import grpc.aio
 import msgspec
 from tritonclient.grpc import service_pb2
 
-from client.errors import ClientError, from_message, from_status
 from minisgl_backend.openai.errors import ApiError, ClientLeft, from_client_error, invalid
+from minisgl_backend.remote_errors import ClientError, from_message, from_status
 
 _INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 _UNARY = "/inference.GRPCInferenceService/ModelInfer"
