@@ -1,11 +1,10 @@
-"""The command `minisgl`: generate, chat, bench, status, openai."""
+"""The command `minisgl`: generate, chat, bench, status, openai, and those of `local`."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import importlib
-import importlib.metadata
 import json
 import sys
 import time
@@ -20,23 +19,29 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+import minisgl_backend
+
 from .bench import Measurement, Prompts, Workload, fit_prompts, measure
 from .chat import Chat
 from .client import Client
 from .connection import Protocol, parse_url
 from .errors import ClientError, Unavailable
+from .local import add_local_commands
 from .perf_analyzer import PerfAnalyzerError, find_perf_analyzer
 from .request import SamplingOptions
 from .results import Result
 
 app = typer.Typer(
-    help="Talk to a running server.", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
+    help="Serve a model; talk to a running server.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
 )
 
 
 def _print_version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"minisgl-backend {importlib.metadata.version('minisgl-backend')}")
+        typer.echo(f"minisgl-backend {minisgl_backend.__version__}")
         raise typer.Exit
 
 
@@ -46,8 +51,10 @@ def about(
         bool, typer.Option("--version", help="Print the version and leave.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Talk to a running server."""
+    """Serve a model; talk to a running server."""
 
+
+add_local_commands(app)
 
 Url = Annotated[
     str | None, typer.Option(help="[SCHEME://]HOST[:PORT]; default 127.0.0.1:8001, or :8000 with --protocol http.")
@@ -275,7 +282,7 @@ def _errors_in_one_line() -> Iterator[None]:
 
 def _hint(error: Exception) -> str:
     if isinstance(error, Unavailable) and "connect" in str(error):
-        return "; is the server running (bash scripts/serve.sh), and is --url its address?"
+        return "; is the server running (minisgl serve), and is --url its address?"
     return ""
 
 

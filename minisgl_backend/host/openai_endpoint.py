@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.option_arguments import tcp_port_or_none
 from minisgl_backend.host.spawn import start_child
 
 SETTINGS_VARIABLE = "MINISGL_OPENAI_SETTINGS"  # not on a command line, where everybody could read the keys
@@ -204,7 +205,11 @@ def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("OpenAI-compatible endpoint", "docs/openai.md")
     default = EndpointSettings()
     group.add_argument(
-        "--openai-port", type=_port_or_none, default=default.port, metavar="PORT", help="0: no endpoint [%(default)s]"
+        "--openai-port",
+        type=tcp_port_or_none,
+        default=default.port,
+        metavar="PORT",
+        help="0: no endpoint [%(default)s]",
     )
     group.add_argument(
         "--openai-workers", type=int, default=1, metavar="N", help="processes, for many streams at once [%(default)s]"
@@ -259,12 +264,6 @@ def endpoint_of(
     )
     settings.check()
     return settings
-
-
-def _port_or_none(text: str) -> int:
-    if not text.isdecimal() or not 0 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535, or 0 for no endpoint")
-    return int(text)
 
 
 def serve_until_signal(settings: EndpointSettings, say: Callable[[str], None]) -> None:

@@ -1,5 +1,6 @@
-"""The command line of `scripts/serve.sh`, checked before anything is installed or started: standard library only.
+"""The command line of `minisgl serve` and `scripts/serve.sh`, checked before anything is started.
 
+Standard library only, so that it is checked before anything is installed, too.
 Run as a program it answers for the script on a fresh clone: `--help` and `--version`, or what is wrong, in one line.
 """
 
@@ -10,14 +11,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import minisgl_backend
-from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.openai_endpoint import EndpointSettings, add_endpoint_options, endpoint_of
-from minisgl_backend.host.repository import parse_options
+from minisgl_backend.host.option_arguments import add_engine_options, given_parameters, tcp_port, tcp_port_or_none
 from minisgl_backend.host.triton_server import check_ascii
+from minisgl_backend.installation import model_repository
 
 ANSWERED = 3  # exit code of this module as a program: help or the version was printed, nothing else is wanted
 
@@ -62,16 +62,14 @@ class Arguments:
     engine_parameters: dict[str, str]  # options of the engine that were given; empty: the repository as it is
 
 
-def parse_arguments(arguments: Sequence[str]) -> Arguments:
-    """Raises ConfigError for a wrong engine option; leaves with a message (SystemExit) for any other mistake."""
+def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh") -> Arguments:
+    """Raises ConfigError for a wrong engine option; leaves with a message (SystemExit) for any other mistake.
+
+    `program` is what the help calls it.
+    """
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
-    parser = _parser()
+    parser = _parser(program)
     values = vars(parser.parse_args(arguments[:split]))
-    if values["model_argument"] is not None:
-        if values["model"] is not None:
-            parser.error(f"two models: {values['model_argument']} and --model {values['model']}")
-        values["model"] = values["model_argument"]
-    given = {name: values[name] for name in OPTIONS if values[name] is not None}
     settings = ServerSettings(
         repository=Path(values["repository"]).resolve(),
         host=values["host"],
@@ -83,7 +81,7 @@ def parse_arguments(arguments: Sequence[str]) -> Arguments:
         allowed_apis=values["allow"],
         arguments=tuple(arguments[split + 1 :]),
     )
-    parameters = parse_options(given)
+    parameters = given_parameters(parser, values)
     check_ascii("the package", Path(__file__).resolve().parents[1])
     check_ascii("the model repository", settings.repository)
     check_ascii("the model", parameters.get("model", ""))
@@ -114,25 +112,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="scripts/serve.sh",
+        prog=program,
         usage="%(prog)s [MODEL] [OPTION ...] [-- TRITONSERVER_OPTION ...]",
         description="Serve a model on Triton Inference Server until Ctrl-C; without options, the demo model.",
         epilog="Arguments after -- go to tritonserver itself.",
         allow_abbrev=False,
     )
-    repository = Path(__file__).resolve().parents[2] / "model_repository"
-    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="short for --model MODEL")
     parser.add_argument("--version", action="version", version=f"minisgl-backend {minisgl_backend.__version__}")
-    parser.add_argument("--repository", default=str(repository), help="the model repository [%(default)s]")
+    parser.add_argument("--repository", default=str(model_repository()), help="the model repository [%(default)s]")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all [%(default)s]")
     parser.add_argument("--port", type=_which_port, help=argparse.SUPPRESS)
-    for name, port in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
-        parser.add_argument(f"--{name}-port", type=_port, default=port, metavar="PORT", help="[%(default)s]")
+    for name, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
+        parser.add_argument(f"--{name}-port", type=tcp_port, default=default, metavar="PORT", help="[%(default)s]")
     parser.add_argument(
         "--health-port",
-        type=_port_or_none,
+        type=tcp_port_or_none,
         default=8003,
         metavar="PORT",
         help="GET /health/ready tells the truth; 0: no such endpoint [%(default)s]",
@@ -160,27 +156,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_endpoint_options(parser)
     parser.add_argument("--verbose", action="store_true", help="tritonserver's whole log")
-    group = parser.add_argument_group("engine options", "each is also a parameter of engine/config.pbtxt")
-    for name, option in OPTIONS.items():
-        text = f"{option.help} (allowed: {option.allowed}) [{'unset' if option.default is None else option.default}]"
-        optional: dict[str, Any] = {"nargs": "?", "const": "true"} if option.type is bool else {}
-        help_text = argparse.SUPPRESS if option.internal else text.replace("%", "%%")
-        group.add_argument(*option.flags, dest=name, metavar="VALUE", help=help_text, **optional)
+    add_engine_options(parser)
     return parser
-
-
-def _port(text: str) -> int:
-    if not text.isdecimal() or not 1 <= int(text) <= 65535:
-        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535")
-    return int(text)
 
 
 def _which_port(text: str) -> int:
     raise argparse.ArgumentTypeError("there are several: --openai-port, --http-port, --grpc-port, --metrics-port")
-
-
-def _port_or_none(text: str) -> int:
-    return 0 if text == "0" else _port(text)
 
 
 def _seconds(text: str) -> int:

@@ -1,4 +1,4 @@
-"""`scripts/serve.sh`: runs tritonserver in the foreground, watches it and its stubs, and brings back what dies.
+"""`minisgl serve` and `scripts/serve.sh`: runs tritonserver in the foreground, watches it, and brings back what dies.
 
 A dead stub of an ordinary model: the model is reloaded, the engine and its streams of other requests go on. A dead stub
 of a decoupled model: its streams would hang for ever, so the server is restarted, which ends them with an error. A dead
@@ -199,10 +199,10 @@ class Supervisor:
         signal.signal(signal.SIGHUP, handle)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.sh") -> int:
     """The command. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."""
     try:
-        parsed = parse_arguments(sys.argv[1:] if arguments is None else arguments)
+        parsed = parse_arguments(sys.argv[1:] if arguments is None else arguments, program)
         install = find_triton_server()
         if parsed.endpoint is not None:
             parsed.endpoint.check_packages()

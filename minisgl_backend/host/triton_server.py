@@ -159,7 +159,7 @@ def _check_repositories(arguments: Sequence[str]) -> None:
         if not is_plain_path(value):
             raise ConfigError(
                 f"--model-repository is {value!r}: Triton's Python backend starts no model from a path with spaces or "
-                "signs of the shell; give it a link to the folder (ln -s), or use scripts/serve.sh, which makes one"
+                "signs of the shell; give it a link to the folder (ln -s), or use minisgl serve, which makes one"
             )
 
 
@@ -188,8 +188,8 @@ def _install_from_wheel(site_packages: Path, state_directory: Path, python_direc
     binary = server / "bin" / "tritonserver"
     if not binary.is_file():
         raise ConfigError(
-            "no tritonserver: none on PATH, and the wheel nvidia-pytriton is not installed; run scripts/setup.sh, or "
-            "use NVIDIA's container"
+            "no tritonserver: none on PATH, and the wheel nvidia-pytriton is not installed; run scripts/setup.sh "
+            "in a checkout, else pip install 'minisgl-backend[server]', or use NVIDIA's container"
         )
     version = f"{sys.version_info.major}.{sys.version_info.minor}"
     stub = server / "python_backend_stubs" / version / _STUB_NAME

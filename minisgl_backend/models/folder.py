@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.installation import model_repository
 
 DEMO = "demo"
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -34,12 +35,11 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
 
 
 def _demo_dir() -> Path:
-    checkout = Path(__file__).resolve().parents[2]
-    folder = checkout / "model_repository" / "engine" / "demo_model"
+    folder = model_repository() / "engine" / "demo_model"
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model is 'demo', but {folder} does not exist: the demo model is part of the project's checkout; "
-            "install the package from there (pip install -e .), or set model to a folder or a hub id"
+            f"model is 'demo', but {folder} does not exist: the demo model comes with the wheel and with the checkout; "
+            "install one of them whole, or set model to a folder or a hub id"
         )
     return folder
 

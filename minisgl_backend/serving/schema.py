@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from minisgl_backend.installation import model_repository
+
 
 @dataclass(frozen=True)
 class Tensor:
@@ -297,8 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     action = parser.add_mutually_exclusive_group(required=True)
     action.add_argument("--write", action="store_true")
     action.add_argument("--check", action="store_true")
-    default = Path(__file__).resolve().parents[2] / "model_repository"
-    parser.add_argument("--model-repository", type=Path, default=default)
+    parser.add_argument("--model-repository", type=Path, default=model_repository())
     options = parser.parse_args(arguments)
     if options.write:
         for path in write_configs(options.model_repository):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import minisgl_backend
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import triton_server
 from minisgl_backend.host.resources import SERVER_STACK_BYTES, stacks_are_free
@@ -60,7 +61,7 @@ def fresh_clone(tmp_path: Path) -> Path:
     ("arguments", "code", "words"),
     [
         (("--help",), 0, "--max-running-requests"),
-        (("--version",), 0, "minisgl-backend 0.1.0"),
+        (("--version",), 0, f"minisgl-backend {minisgl_backend.__version__}"),
         (("--page-size", "3"), 2, "page_size is 3; allowed: a power of two"),
         (("--typo",), 2, "--typo"),
         (("/no/such/model",), 2, "/no/such/model"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import signal
@@ -14,6 +13,7 @@ import pytest
 from fake_server import WORDS, Record
 from typer.testing import CliRunner
 
+import minisgl_backend
 from client import Client, Unavailable
 from client.chat import Chat
 from client.cli import app
@@ -89,7 +89,7 @@ def test_chat_says_what_it_does_not_know(url: str) -> None:
 def test_chat_notices_at_once_that_there_is_no_server() -> None:
     done = run("chat", "--url", "127.0.0.1:1", text="Hallo\n")
     assert done.exit_code == 1
-    assert "Unavailable: cannot connect to 127.0.0.1:1; is the server running (bash scripts/serve.sh)" in done.stderr
+    assert "Unavailable: cannot connect to 127.0.0.1:1; is the server running (minisgl serve)" in done.stderr
     assert done.stderr.count("\n") == 1
 
 
@@ -100,11 +100,11 @@ def test_chat_gives_the_hint_when_the_server_has_gone(url: str, monkeypatch: pyt
     monkeypatch.setattr(Client, "stream", gone)
     done = run("chat", "--url", url, text="Hallo\n")
     assert done.exit_code == 0
-    assert "is the server running (bash scripts/serve.sh)" in done.stderr
+    assert "is the server running (minisgl serve)" in done.stderr
 
 
 def test_the_version() -> None:
-    assert run("--version").stdout == f"minisgl-backend {importlib.metadata.version('minisgl-backend')}\n"
+    assert run("--version").stdout == f"minisgl-backend {minisgl_backend.__version__}\n"
 
 
 def test_chat_goes_on_after_an_error(url: str, record: Record) -> None:

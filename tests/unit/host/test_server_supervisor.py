@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+import minisgl_backend
 from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
@@ -113,7 +114,7 @@ def test_options_are_answered_without_any_package() -> None:
     code, text = ask("--help")
     assert code == 3
     assert "--max-running-requests" in text
-    assert ask("--version") == (3, "minisgl-backend 0.1.0\n")
+    assert ask("--version") == (3, f"minisgl-backend {minisgl_backend.__version__}\n")
     assert ask("--page-size", "3") == (2, "[serve] error: page_size is 3; allowed: a power of two\n")
     code, text = ask("--typo")
     assert code == 2

@@ -23,7 +23,7 @@ def test_the_demo_model_is_found_beside_the_package() -> None:
 
 
 def test_a_missing_demo_model_is_explained(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(folder_module, "__file__", str(tmp_path / "a" / "b" / "folder.py"))
+    monkeypatch.setattr(folder_module, "model_repository", lambda: tmp_path / "missing")
     with pytest.raises(ConfigError, match=r"demo.*checkout"):
         find_model_dir("demo")
 

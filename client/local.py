@@ -1,0 +1,30 @@
+"""Commands that ask no running server: they start one, or prepare one.
+
+Each hands its arguments, as they are, to the program that knows them; `--help` too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+
+class _HandedOn(TyperCommand):
+    """Leaves all arguments in `Context.args`."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.args = list(args)
+        return ctx.args
+
+
+def add_local_commands(app: typer.Typer) -> None:
+    """Registers them."""
+
+    @app.command(cls=_HandedOn)
+    def serve(context: typer.Context) -> None:
+        """Serve a model on this machine until Ctrl-C: Triton's protocols and OpenAI's API."""
+        from minisgl_backend.host.server_supervisor import main
+
+        raise typer.Exit(main(context.args, "minisgl serve"))

@@ -1,0 +1,48 @@
+"""What command lines share: engine options as flags, and the types of other arguments. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl_backend.config import OPTIONS
+from minisgl_backend.host.repository import parse_options
+
+
+def add_engine_options(parser: argparse.ArgumentParser) -> None:
+    """A flag for every engine option, and the model as the only argument without one; `given_parameters` reads them."""
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="short for --model MODEL")
+    group = parser.add_argument_group("engine options", "each is also a parameter of engine/config.pbtxt")
+    for name, option in OPTIONS.items():
+        text = f"{option.help} (allowed: {option.allowed}) [{'unset' if option.default is None else option.default}]"
+        optional: dict[str, Any] = {"nargs": "?", "const": "true"} if option.type is bool else {}
+        help_text = argparse.SUPPRESS if option.internal else text.replace("%", "%%")
+        group.add_argument(*option.flags, dest=name, metavar="VALUE", help=help_text, **optional)
+
+
+def given_parameters(parser: argparse.ArgumentParser, values: Mapping[str, Any]) -> dict[str, str]:
+    """The options that were given, as parameters of engine/config.pbtxt.
+
+    Raises ConfigError for a wrong value; leaves with a message (SystemExit) where two models are named.
+    """
+    given = {name: values[name] for name in OPTIONS if values[name] is not None}
+    if values["model_argument"] is not None:
+        if "model" in given:
+            parser.error(f"two models: {values['model_argument']} and --model {given['model']}")
+        given["model"] = values["model_argument"]
+    return parse_options(given)
+
+
+def tcp_port(text: str) -> int:
+    """An argument's type: a TCP port."""
+    if not text.isdecimal() or not 1 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535")
+    return int(text)
+
+
+def tcp_port_or_none(text: str) -> int:
+    """An argument's type: a TCP port, or 0 for no endpoint."""
+    if not text.isdecimal() or not 0 <= int(text) <= 65535:
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 1 to 65535, or 0 for no endpoint")
+    return int(text)

@@ -1,0 +1,128 @@
+"""The source archive and the wheel: what they hold, and that the wheel serves where there is no checkout."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import minisgl_backend
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.triton_server import find_triton_server
+from tests.e2e.conftest import START_SECONDS, STOP_SECONDS, free_ports
+from tests.e2e.openai_stack import fetch_url
+from tests.packaging.installed import ROOT, Distribution, Installation, build, install
+
+
+@pytest.fixture(scope="module")
+def distribution(tmp_path_factory: pytest.TempPathFactory) -> Distribution:
+    pytest.importorskip("hatchling")
+    return build(tmp_path_factory.mktemp("dist"))
+
+
+@pytest.fixture(scope="module")
+def installation(distribution: Distribution, tmp_path_factory: pytest.TempPathFactory) -> Installation:
+    return install(distribution.wheel, tmp_path_factory.mktemp("installed") / "venv")
+
+
+@pytest.fixture
+def empty(tmp_path: Path) -> Path:
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    return folder
+
+
+def test_the_wheel_takes_no_name_that_belongs_to_others(distribution: Distribution) -> None:
+    with zipfile.ZipFile(distribution.wheel) as archive:
+        names = {name.split("/")[0] for name in archive.namelist()}
+    version = minisgl_backend.__version__
+    assert names == {"minisgl_backend", "minisgl_client", f"minisgl_backend-{version}.dist-info"}
+
+
+def test_the_wheel_holds_all_that_is_served(distribution: Distribution) -> None:
+    with zipfile.ZipFile(distribution.wheel) as archive:
+        names = set(archive.namelist())
+        metadata = archive.read(f"minisgl_backend-{minisgl_backend.__version__}.dist-info/METADATA").decode()
+    for folder, name in (("minisgl_backend", "minisgl_backend"), ("client", "minisgl_client")):
+        files = [path for path in (ROOT / folder).rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+        assert {f"{name}/{path.relative_to(ROOT / folder)}" for path in files} <= names
+    repository = ROOT / "model_repository"
+    files = [path for path in repository.rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert {f"minisgl_backend/model_repository/{path.relative_to(repository)}" for path in files} <= names
+    # An archive keeps no empty folders: each model's version folder must hold a file.
+    for model in repository.iterdir():
+        assert any(name.startswith(f"minisgl_backend/model_repository/{model.name}/1/") for name in names), model
+    assert re.search(rf"^Version: {re.escape(minisgl_backend.__version__)}$", metadata, re.MULTILINE)
+
+
+def test_an_installed_wheel_needs_no_checkout(installation: Installation, empty: Path) -> None:
+    assert installation.run(empty, "minisgl", "--version").stdout == f"minisgl-backend {minisgl_backend.__version__}\n"
+    code = """
+import importlib.util, minisgl_backend, minisgl_client
+from minisgl_backend.models.folder import find_model_dir
+assert importlib.util.find_spec("client") is None
+assert issubclass(minisgl_client.Unavailable, minisgl_client.ClientError)
+print(find_model_dir("demo").parents[1] / "ensemble" / "1")
+"""
+    done = installation.run(empty, "python", "-c", code)
+    assert Path(done.stdout.strip()) == installation.site_packages / "minisgl_backend/model_repository/ensemble/1", done
+    assert Path(done.stdout.strip()).is_dir()
+    wrong = installation.run(empty, "minisgl", "serve", "--page-size", "3")
+    assert (wrong.returncode, wrong.stderr) == (2, "[serve] error: page_size is 3; allowed: a power of two\n")
+    assert "usage: minisgl serve [MODEL]" in installation.run(empty, "minisgl", "serve", "--help").stdout
+    module = installation.run(empty, "python", "-m", "minisgl_client", "status", "--url", "127.0.0.1:1")
+    assert (module.returncode, module.stdout) == (1, "server: does not answer; ensemble: not ready\n"), module
+
+
+@pytest.mark.e2e
+def test_an_installed_wheel_serves(installation: Installation, empty: Path, tmp_path: Path) -> None:
+    try:
+        find_triton_server()
+    except ConfigError as error:
+        pytest.skip(f"no tritonserver: {error}")
+    http, grpc, metrics, health, openai = free_ports(5)
+    command = [installation.command("minisgl"), "serve", "--page-size", "16"]
+    for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics), ("health", health), ("openai", openai)):
+        command += [f"--{name}-port", str(port)]
+    log = tmp_path / "log"
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command, cwd=empty, env=installation.environment(), stdout=output, stderr=output, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while fetch_url(f"http://127.0.0.1:{openai}/health")[0] != 200:
+            assert process.poll() is None, log.read_text(errors="replace")
+            assert time.monotonic() < deadline, log.read_text(errors="replace")
+            time.sleep(0.2)
+        question = '{"text_input": "What is 17 + 25?", "max_tokens": 32, "temperature": 0}'
+        url = f"http://127.0.0.1:{http}/v2/models/ensemble/generate"
+        assert json.loads(curl(url, "-d", question))["text_output"] == "17 + 25 = 42."
+        chat = '{"model": "demo", "temperature": 0, "messages": [{"role": "user", "content": "What is 17 + 25?"}]}'
+        url = f"http://127.0.0.1:{openai}/v1/chat/completions"
+        answer = curl(url, "-H", "Content-Type: application/json", "-d", chat)
+        assert json.loads(answer)["choices"][0]["message"]["content"] == "17 + 25 = 42."
+        said = installation.run(empty, "minisgl", "generate", "What is 17 + 25?", "--url", f"127.0.0.1:{grpc}")
+        assert said.stdout == "17 + 25 = 42.\n", said
+        assert list(empty.iterdir()) == []
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            assert process.wait(STOP_SECONDS) == 0
+        finally:
+            process.kill()
+            process.wait()
+
+
+def curl(url: str, *arguments: str) -> str:
+    done = subprocess.run(
+        ["curl", "-sS", "--noproxy", "*", "-m", "60", url, *arguments], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
