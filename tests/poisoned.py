@@ -137,8 +137,13 @@ def leaving_victims() -> list[RandomRequest]:
     ]
 
 
-def assert_isolated(llm: LLM, dtype: torch.dtype, *, count: int, tolerance: float) -> None:
-    """Healthy requests are answered as before: beside the victims and after them. `tolerance`: of log-probabilities."""
+def assert_isolated(llm: LLM, dtype: torch.dtype, *, count: int, tolerance: float, outliers: float = 0.0) -> None:
+    """Healthy requests are answered as before: beside the victims and after them.
+
+    `tolerance`: of log-probabilities. `outliers`: the share of them that may differ by more; sums in another order
+    send a token on the border of two experts to the other one.
+    """
+    differences: list[float] = []
     asked, beside = healthy_requests(count), healthy_requests(12, seed=1)
     before, alone = _ask(llm, asked), _ask(llm, beside)
     for answers in (*before, *alone):
@@ -150,10 +155,12 @@ def assert_isolated(llm: LLM, dtype: torch.dtype, *, count: int, tolerance: floa
         for number in range(min(len(bad), len(beside))):
             failed, found = answers[2 * number], answers[2 * number + 1]
             assert all(one.reason is FinishReason.ERROR and "no number" in one.error for one in failed), failed
-            _assert_same(beside[number], alone[number], found, tolerance)
+            differences += _assert_same(beside[number], alone[number], found)
         assert all(one[0].reason is FinishReason.STOP for one in answers[-len(leaving) :])
         for request, expected, found in zip(asked, before, _ask(llm, asked), strict=True):
-            _assert_same(request, expected, found, tolerance)
+            differences += _assert_same(request, expected, found)
+    different = sum(difference > tolerance for difference in differences)
+    assert different <= outliers * len(differences), f"{different} of {len(differences)}, up to {max(differences)}"
     scheduler = llm.engine.core._scheduler
     scheduler.check()  # type: ignore[attr-defined]
     assert llm.stats.pages_leased == 0
@@ -176,12 +183,14 @@ def _ask(
     return ask_core(core, [*requests, RandomRequest(cancelled, plain)], leave)[:-1]
 
 
-def _assert_same(
-    request: RandomRequest, expected: list[RandomAnswer], found: list[RandomAnswer], tolerance: float
-) -> None:
+def _assert_same(request: RandomRequest, expected: list[RandomAnswer], found: list[RandomAnswer]) -> list[float]:
+    """How far the log-probabilities are from each other; the tokens are the same."""
+    differences: list[float] = []
     for one, other in zip(expected, found, strict=True):
         what = f"{request}\n{one}\n{other}"
         assert (other.reason, other.token_ids) == (one.reason, one.token_ids), what
         for ours, theirs in ((one.prompt_logprobs, other.prompt_logprobs), (one.logprobs, other.logprobs)):
             assert [value.token_id for value in ours] == [value.token_id for value in theirs], what
-            assert all(abs(a.logprob - b.logprob) <= tolerance for a, b in zip(ours, theirs, strict=True)), what
+            differences += [abs(a.logprob - b.logprob) for a, b in zip(ours, theirs, strict=True)]
+    assert not any(np.isnan(differences)), str(request)
+    return differences

@@ -39,7 +39,11 @@ def make_spec(
 
 def quantized(cache: Cache) -> tuple[LayerKV, LayerKV]:
     """A cache in FP8, and what its numbers mean, in float32."""
-    k, v = ((one.float() / scale).to(FP8) for one, scale in ((cache.kv.k, SCALES.k), (cache.kv.v, SCALES.v)))
+    most = torch.finfo(FP8).max  # torch makes NaN of what is more
+    k, v = (
+        (one.float() / scale).clamp(-most, most).to(FP8)
+        for one, scale in ((cache.kv.k, SCALES.k), (cache.kv.v, SCALES.v))
+    )
     return LayerKV(k, v, SCALES), LayerKV(k.float() * SCALES.k, v.float() * SCALES.v)
 
 
