@@ -28,3 +28,10 @@ def add_local_commands(app: typer.Typer) -> None:
         from minisgl_backend.host.server_supervisor import main
 
         raise typer.Exit(main(context.args, "minisgl serve"))
+
+    @app.command(cls=_HandedOn)
+    def init(context: typer.Context) -> None:
+        """Write a model repository for a model and engine options, which any tritonserver serves."""
+        from minisgl_backend.host.new_repository import main
+
+        raise typer.Exit(main(context.args))

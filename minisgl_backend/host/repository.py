@@ -1,4 +1,4 @@
-"""Makes a private copy of the model repository with other engine options than those in the tracked files."""
+"""Makes copies of the model repository with other engine options than those in its own files."""
 
 from __future__ import annotations
 
@@ -26,27 +26,36 @@ def parse_options(given: Mapping[str, str]) -> dict[str, str]:
     return {name: _parameter_text(value) for name, value in values.items()}
 
 
-def render_repository(source: Path, target: Path, parameters: Mapping[str, str]) -> None:
+def render_repository(source: Path, target: Path, parameters: Mapping[str, str], *, link_folders: bool = True) -> None:
     """Copy the repository `source` to the existing folder `target`, with `parameters` set in the engine's config.
 
-    Model files and config.pbtxt are copied; other folders (the demo model's weights) are linked. Raises ConfigError if
-    `source` is not a model repository with an engine.
+    Model files and config.pbtxt are copied; other folders (the demo model's weights) are linked, or left out. Raises
+    ConfigError if `source` is not a model repository with an engine.
     """
     if not (source / ENGINE_MODEL / "config.pbtxt").is_file():
         raise ConfigError(f"repository is {str(source)!r}; allowed: a folder that holds {ENGINE_MODEL}/config.pbtxt")
     for model in sorted(path for path in source.iterdir() if (path / "config.pbtxt").is_file()):
-        _copy_model(model, target / model.name)
+        _copy_model(model, target / model.name, link_folders)
     config = target / ENGINE_MODEL / "config.pbtxt"
     config.write_text(set_parameters(config.read_text(encoding="utf-8"), parameters), encoding="utf-8")
 
 
 def set_parameters(config: str, parameters: Mapping[str, str]) -> str:
-    """The text of a config.pbtxt with these string parameters: of entries with one key, the last one counts."""
+    """The text of a config.pbtxt with these string parameters.
+
+    Entries that were written in the same form are replaced; others stay, and of two with one key the last one counts.
+    """
+    if not parameters:
+        return config
+    before = "|".join(re.escape(_quote(key)) for key in parameters)
+    entry = re.compile(
+        rf'^parameters {{ key: (?:{before}) value: {{ string_value: "(?:[^"\\]|\\.)*" }} }}\n?', re.MULTILINE
+    )
     lines = [
         f"parameters {{ key: {_quote(key)} value: {{ string_value: {_quote(value)} }} }}\n"
         for key, value in parameters.items()
     ]
-    return "".join([config.rstrip("\n"), "\n", *lines]) if lines else config
+    return "".join([entry.sub("", config).rstrip("\n"), "\n", *lines])
 
 
 def _resolve_model(model: str) -> str:
@@ -61,7 +70,7 @@ def _resolve_model(model: str) -> str:
     return model
 
 
-def _copy_model(source: Path, target: Path) -> None:
+def _copy_model(source: Path, target: Path, link_folders: bool) -> None:
     target.mkdir()
     for entry in sorted(source.iterdir()):
         if entry.name == "__pycache__":
@@ -70,7 +79,7 @@ def _copy_model(source: Path, target: Path) -> None:
             shutil.copyfile(entry, target / entry.name)
         elif entry.name.isdecimal():
             shutil.copytree(entry, target / entry.name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
+        elif link_folders:
             (target / entry.name).symlink_to(entry.resolve(), target_is_directory=True)
 
 

@@ -42,6 +42,6 @@ def is_demo(config: EngineConfig, repository: Path) -> bool:
 
 
 def demo_dir(repository: Path) -> Path:
-    """The demo model of this repository, or else the one of the checkout that the package was installed from."""
+    """The demo model of this repository, or else the one that comes with the package."""
     own = (repository / "engine" / "demo_model").resolve()
     return own if own.is_dir() else find_model_dir(DEMO)

@@ -50,6 +50,12 @@ def test_of_two_entries_the_last_one_counts() -> None:
     assert '"commented"' in config
 
 
+def test_an_entry_of_its_own_form_is_replaced() -> None:
+    config = set_parameters(set_parameters(CONFIG, {"model": 'a "b"', "tp": "1"}), {"model": "c"})
+    assert parameters_of(config) == {"model": "c", "page_size": "1", "tp": "1"}
+    assert config.count('"model"') == 1
+
+
 def test_list_spelling_and_single_line() -> None:
     config = (
         'name: "e" parameters [ { key: "a" value { string_value: "1" } }, { key: "b" value { string_value: "2" } } ]'
