@@ -132,7 +132,7 @@ fi
 
 # --- the package and its extras
 extras=client,grammar,openai
-if [[ $mode == dev ]]; then extras+=,dev; fi
+if [[ $mode == dev ]]; then extras+=,dev,docs; fi
 if [[ -z $container ]]; then
   if [[ $(uname -s) != Linux || $(uname -m) != x86_64 ]] || ! serving "$venv/bin/python"; then
     say "no tritonserver for this machine: its wheel is for Linux x86-64 and Python 3.10 to 3.12; use NVIDIA's container to serve"

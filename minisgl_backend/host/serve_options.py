@@ -68,7 +68,7 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     `program` is what the help calls it.
     """
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
-    parser = _parser(program)
+    parser = server_parser(program)
     values = vars(parser.parse_args(arguments[:split]))
     settings = ServerSettings(
         repository=Path(values["repository"]).resolve(),
@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser(program: str) -> argparse.ArgumentParser:
+def server_parser(program: str) -> argparse.ArgumentParser:
+    """The whole command line; engine options are in a group of their own."""
     parser = argparse.ArgumentParser(
         prog=program,
         usage="%(prog)s [MODEL] [OPTION ...] [-- TRITONSERVER_OPTION ...]",
