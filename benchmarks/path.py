@@ -2,6 +2,7 @@
 
     python -m benchmarks.path [--json] [--streams 256] [--rate 400] [--seconds 8] [--fronts N] [-o OPTION=VALUE ...]
     python -m benchmarks.path --openai [--openai-workers N] ...
+    python -m benchmarks.path --dp 2 --streams 512 --rate 100 -o max_running_requests=64
 
 docs/path.md explains the figures. With --json the last line is one JSON object. On a machine that is shared with others
 the load runs up to --attempts times; the report is that of the run of which the hypervisor took the least, whatever it
@@ -80,7 +81,7 @@ class Target:
 
     pid: int
     port: int
-    step_log: Path  # of the null runner
+    step_log: Path | None  # of the null runner; None with several engine cores, which are not in step
     connections: int
     endpoint: OpenAIEndpoint | None = None  # the load goes through it
 
@@ -89,7 +90,7 @@ def main() -> int:
     options = _parse_arguments()
     load = Load(options.streams, options.rate, options.seconds)
     given = dict(text.split("=", 1) for text in options.option)
-    given |= {"runner": "null", "null_runner_rate": str(load.rate)}
+    given |= {"runner": "null", "null_runner_rate": str(load.rate), "dp": str(options.dp)}
     given.setdefault("max_running_requests", str(max(256, load.streams)))
     try:
         parameters = parse_options(given)
@@ -100,8 +101,9 @@ def main() -> int:
                 _set_fronts(repository / "engine" / "config.pbtxt", options.fronts)
             config = read_engine_config(repository)
             answers = NullAnswers(config.model)
-            step_log = repository / "steps"
-            os.environ["MINISGL_NULL_RUNNER_LOG"] = str(step_log)
+            step_log = repository / "steps" if options.dp == 1 else None
+            if step_log is not None:
+                os.environ["MINISGL_NULL_RUNNER_LOG"] = str(step_log)
             workers = options.openai_workers if options.openai else 0
             with (
                 _running_server(repository, options.server_argument, options.verbose) as (pid, port),
@@ -126,6 +128,9 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--openai-workers", type=int, default=1, metavar="N", help="its processes [%(default)s]")
     parser.add_argument("--attempts", type=int, default=5, help="runs while the machine is disturbed [%(default)s]")
     parser.add_argument("--fronts", type=int, default=0, help="engine front instances [as the repository says]")
+    parser.add_argument(
+        "--dp", type=int, default=1, help="engine cores; no added latency is measured with several [%(default)s]"
+    )
     parser.add_argument("-o", "--option", action="append", default=[], metavar="OPTION=VALUE", help="of the engine")
     parser.add_argument(
         "--server-argument", action="append", default=[], help="one of tritonserver's own: --NAME=VALUE"
@@ -188,15 +193,20 @@ def _exchange(
         calls = exchanges = run_exchanges(
             HOST, target.port, requests, connections=connections, give_up_s=GIVE_UP_SECONDS
         )
-        emissions = np.fromfile(target.step_log, dtype="<f8")
+        emissions = _emissions(target)
         checked = [question.check(one, emissions) for question, one in zip(flat, calls, strict=True)]
     else:
         requests = [[_http_request(question) for question in stream] for stream in questions]
         posts = exchanges = run_http_exchanges(HOST, target.endpoint.port, requests, give_up_s=GIVE_UP_SECONDS)
-        emissions = np.fromfile(target.step_log, dtype="<f8")
+        emissions = _emissions(target)
         checked = [question.check_events(one, emissions) for question, one in zip(flat, posts, strict=True)]
     started, ended = min(one.sent for one in exchanges), max(one.done for one in exchanges)
     return checked, [one.slot for one in exchanges], started, ended
+
+
+def _emissions(target: Target) -> npt.NDArray[np.float64]:
+    """The times of the core's steps, time.monotonic() seconds; float64 [num_steps]."""
+    return np.zeros(0) if target.step_log is None else np.fromfile(target.step_log, dtype="<f8")
 
 
 def _figures(answers: Sequence[Answer], seconds: float) -> dict[str, Any]:

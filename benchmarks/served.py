@@ -126,18 +126,22 @@ class Served:
         lines = {process.pid: command_line(process.pid) for process in self.processes()}
         return [pid for pid, line in lines.items() if all(word in line for word in words)]
 
-    def core(self) -> int:
-        """The engine core's process; the one of the demo, there is one. Raises EngineDeadError without one."""
-        found = self.pids("minisgl_backend.engine.process")
-        if not found:
-            raise EngineDeadError("no engine core is running")
-        return found[0]
+    def core(self, dp_rank: int = 0) -> int:
+        """The process of an engine core. Raises EngineDeadError where it does not run."""
+        return self.ranks(dp_rank)[0]
 
-    def ranks(self) -> list[int]:
-        """The processes of the engine's tensor-parallel ranks, in order; the first one is the core."""
-        words = {pid: command_line(pid).split() for pid in self.pids("minisgl_backend.engine.follower")}
-        followers = {int(line[line.index("--rank") + 1]): pid for pid, line in words.items() if "--rank" in line}
-        return [self.core(), *(pid for _, pid in sorted(followers.items()))]
+    def ranks(self, dp_rank: int = 0) -> list[int]:
+        """The processes of the tensor-parallel ranks of an engine core, in order; the first one is the core's own.
+
+        Raises EngineDeadError where the core does not run.
+        """
+        found = self.pids("minisgl_backend.engine.process") + self.pids("minisgl_backend.engine.follower")
+        lines = {pid: command_line(pid).split() for pid in found}
+        own = {pid: line for pid, line in lines.items() if _argument(line, "--dp-rank") == dp_rank}
+        ranks = {_argument(line, "--rank") or 0: pid for pid, line in own.items()}
+        if 0 not in ranks:
+            raise EngineDeadError(f"engine core {dp_rank} is not running")
+        return [pid for _, pid in sorted(ranks.items())]
 
     def stubs(self, model: str) -> list[int]:
         """The processes of a model's instances."""
@@ -162,6 +166,11 @@ class Traces:
         found = [f"process {pid}: {command_line(pid)}" for pid in alive]
         found += [f"/dev/shm/{region}" for region in self._regions if Path("/dev/shm", region).exists()]
         return found + [str(path) for path in self._folders if path.exists()]
+
+
+def _argument(words: Sequence[str], name: str) -> int | None:
+    """The number behind an argument's name; None where it is not among the words."""
+    return int(words[words.index(name) + 1]) if name in words[:-1] else None
 
 
 def _environment_folder(processes: Sequence[Process]) -> Path | None:

@@ -7,6 +7,7 @@ trouble began.
     python -m benchmarks.soak --requests 20000 --cancels 0.2 --bad 0.1 --kills 20
     python -m benchmarks.soak --quick            about three minutes, run by .ci/run
     python -m benchmarks.soak --minutes 5        as many requests as fit
+    python -m benchmarks.soak --dp 2 --tp 1      two engine cores: one's death leaves the other's streams alone
     python -m benchmarks.soak --runner null      no model: the server's front door at its fastest; one rank
 
 The last line is one JSON object. The exit code is 1 if an answer was wrong, a request hung, the server did not come
@@ -80,6 +81,7 @@ class Plan:
     clients: int
     seed: int
     tp: int
+    dp: int
     runner: str
     log: Path | None
 
@@ -87,8 +89,8 @@ class Plan:
         """For scripts/serve.sh."""
         options = ["--exit-timeout", "10", "--num-pages", str(PAGES)]
         if self.runner == "null":
-            return ["--exit-timeout", "10", "--runner", "null", "--null-runner-rate", "200"]
-        return [*options, "--tp", str(self.tp)]
+            return ["--exit-timeout", "10", "--runner", "null", "--null-runner-rate", "200", "--dp", str(self.dp)]
+        return [*options, "--tp", str(self.tp), "--dp", str(self.dp)]
 
 
 @dataclass
@@ -118,7 +120,9 @@ class Soak:
         self._cases = sorted(self._answers)
         ranks = 1 if plan.runner == "null" else plan.tp
         draw = random.Random(plan.seed)
-        self.killer = Killer(served, ranks=ranks, kills=plan.kills, stub_kills=plan.stub_kills, draw=draw)
+        self.killer = Killer(
+            served, cores=plan.dp, ranks=ranks, kills=plan.kills, stub_kills=plan.stub_kills, draw=draw
+        )
         self._started = time.monotonic()
 
     def run(self) -> None:
@@ -312,6 +316,7 @@ def parse(arguments: Sequence[str] | None) -> Plan:
     parser.add_argument("--clients", type=int, default=32)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--tp", type=int, default=2, help="ranks of the engine [%(default)s]")
+    parser.add_argument("--dp", type=int, default=1, help="engine cores of so many ranks each [%(default)s]")
     parser.add_argument("--runner", choices=("model", "null"), default="model", help="null: no model [%(default)s]")
     parser.add_argument("--log", type=Path, help="where to keep what the server says")
     parser.add_argument("--quick", action="store_true", help="about 3 minutes, 16 clients, 4 kills")

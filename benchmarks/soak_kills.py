@@ -21,7 +21,7 @@ LOOK_SECONDS = 0.1  # between two questions whether the server serves again
 class Kill:
     """One process killed, and what followed. Times are seconds from the kill."""
 
-    victim: str  # "rank 1", "tokenizer"
+    victim: str  # "rank 1", "engine 1 rank 0", "tokenizer"
     at: float  # time.monotonic()
     told: list[float] = field(default_factory=list)  # until each request that was under way got UNAVAILABLE
     served_again: float | None = None  # until a new request was answered
@@ -30,10 +30,18 @@ class Kill:
 class Killer:
     """Kills one process after the other, evenly over a run, and waits each time until the server serves again."""
 
-    def __init__(self, served: Served, *, ranks: int, kills: int, stub_kills: int, draw: random.Random) -> None:
-        """`kills` are those of engine ranks, each rank equally often; `stub_kills` of tokenizer processes."""
+    def __init__(
+        self, served: Served, *, cores: int, ranks: int, kills: int, stub_kills: int, draw: random.Random
+    ) -> None:
+        """`kills` are those of the ranks of engine cores, each equally often; `stub_kills` of tokenizer processes."""
         self._served = served
-        self._victims = [f"rank {number % ranks}" for number in range(kills)] + ["tokenizer"] * stub_kills
+        self._places = {
+            f"rank {rank}" if cores == 1 else f"engine {core} rank {rank}": (core, rank)
+            for rank in range(ranks)
+            for core in range(cores)
+        }
+        names = list(self._places)
+        self._victims = [names[number % len(names)] for number in range(kills)] + ["tokenizer"] * stub_kills
         draw.shuffle(self._victims)
         self._lock = threading.Lock()
         self.kills: list[Kill] = []
@@ -62,16 +70,25 @@ class Killer:
     def _kill(self, victim: str) -> None:
         before = self._pids(victim)
         # All ranks start again together: a request that is answered by the old core proves nothing.
-        whole = before if victim == "tokenizer" else self._served.ranks()
+        whole = before if victim == "tokenizer" else self._served.ranks(self._places[victim][0])
         with self._lock:
             self.kills.append(Kill(victim, time.monotonic()))
         os.kill(before[0], signal.SIGKILL)
         self._wait_until_served(self.kills[-1], whole)
+        self._served.wait(self._is_complete)
 
     def _pids(self, victim: str) -> list[int]:
         if victim == "tokenizer":
             return self._served.stubs(victim)
-        return [self._served.ranks()[int(victim.split()[1])]]
+        core, rank = self._places[victim]
+        return [self._served.ranks(core)[rank]]
+
+    def _is_complete(self) -> bool:
+        """Whether all ranks of all engine cores run, so that the next victim is there."""
+        try:
+            return all(rank < len(self._served.ranks(core)) for core, rank in self._places.values())
+        except EngineDeadError:
+            return False
 
     def _wait_until_served(self, kill: Kill, gone: Sequence[int]) -> None:
         with Client(self._served.grpc, timeout=PATIENCE_SECONDS) as client:

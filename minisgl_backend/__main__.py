@@ -37,7 +37,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "mixed_prefill_length",
         "schedule_policy",
     ),
-    "Several devices": ("tp", "disable_pynccl"),
+    "Several devices": ("tp", "dp", "disable_pynccl"),
     "Processors": ("idle_cpus",),
     "Measuring": ("runner", "null_runner_rate"),
 }

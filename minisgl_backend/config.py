@@ -154,7 +154,10 @@ class EngineConfig:
     )
     max_running_requests: int = _option(256, "sequences in one step", "1 to 4096", lambda value: 1 <= value <= 4096)
     max_waiting_requests: int = _option(
-        4096, "requests in the queue; one more is answered UNAVAILABLE", "1 or more", _positive
+        4096,
+        "requests in the queue, of each engine core with dp above 1; one more is answered UNAVAILABLE",
+        "1 or more",
+        _positive,
     )
     max_seq_len_override: int | None = _option(
         None,
@@ -187,6 +190,13 @@ class EngineConfig:
         "tensor-parallel size; must divide the model's heads, or be a multiple of its KV heads",
         "1 or more",
         _positive,
+    )
+    dp: int = _option(
+        1,
+        "data-parallel size: engine cores of one server, each with a whole model on tp GPUs of its own; a request goes "
+        "where its prefix is cached, unless that core has more to do",
+        "1 to 64",
+        lambda value: 1 <= value <= 64,
     )
     disable_pynccl: bool = _option(
         False, "changes nothing: collectives always are torch's NCCL; known from Mini-SGLang", "true or false"
@@ -348,6 +358,7 @@ class RuntimeConfig:
     config: EngineConfig
     model_dir: str
     device: str  # "cpu" or "cuda"
+    first_device: int = 0  # index of rank 0's GPU; those of the other ranks follow
     dtype: str  # bfloat16, float16 or float32
     kv_dtype: str  # bfloat16, float16, float32 or float8_e4m3fn: of the KV cache
     prefill_backend: str

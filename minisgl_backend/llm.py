@@ -26,7 +26,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import Engine, build_engine
-from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
+from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.host.resources import set_openmp_defaults
 from minisgl_backend.request import FinishReason, Request, SamplingParams, check_prompt
 from minisgl_backend.scheduler.outputs import SequenceOutputs
@@ -95,6 +95,11 @@ class LLM:
         self._engine: Engine | None = None
         set_openmp_defaults()
         self.config = EngineConfig(model=model, **options)
+        if self.config.dp > 1:
+            raise ConfigError(
+                f"dp is {self.config.dp}; allowed in one process: 1. Several engine cores need a server: "
+                f"scripts/serve.sh --dp {self.config.dp}"
+            )
         note_loss = weakref.WeakMethod(self._note_loss)  # a thread that watches other ranks must not keep this alive
         self._engine = build_engine(
             self.config,

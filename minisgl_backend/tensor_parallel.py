@@ -163,12 +163,12 @@ class _Leaver:
             log.debug("leaving the group: %s", error)
 
 
-def device_of_rank(kind: str, rank: int) -> torch.device:
-    """`kind`: "cpu" or "cuda"."""
-    return torch.device("cuda", rank) if kind == "cuda" else torch.device("cpu")
+def device_of_rank(kind: str, index: int) -> torch.device:
+    """`kind`: "cpu" or "cuda". `index`: of the first rank's GPU, RuntimeConfig.first_device, plus the rank."""
+    return torch.device("cuda", index) if kind == "cuda" else torch.device("cpu")
 
 
 def share_cores(kind: str, size: int) -> None:
-    """On the CPU the ranks are neighbours: each takes its share of the cores."""
+    """On the CPU all ranks of all engine cores, `size` of them, are neighbours: each takes its share of processors."""
     if kind == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 class _Sender:
@@ -162,11 +162,12 @@ class StreamCredits:
                 credit.closed = True
                 self._drop(credit)
 
-    def clear(self) -> None:
-        """Expects nothing any more of what was sent."""
+    def drop(self, uids: Iterable[int]) -> None:
+        """Expects nothing any more of what was sent of these streams."""
         with self._lock:
-            for credit in self._credits.values():
-                self._drop(credit)
+            for uid in uids:
+                if (credit := self._credits.get(uid)) is not None:
+                    self._drop(credit)
 
     def _drop(self, credit: Credit) -> None:
         self.num_in_flight -= len(credit._waiting)

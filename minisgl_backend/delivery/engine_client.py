@@ -1,7 +1,8 @@
-"""The front's handle to the engine core: submit, abort, and whole step records back."""
+"""The front's handle to the engine cores: submit, abort, and whole step records back."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import select
 import threading
@@ -14,15 +15,15 @@ import numpy.typing as npt
 import zmq
 
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.delivery.core_link import NOT_RUNNING, CoreLink
 from minisgl_backend.delivery.credits import StreamCredits
+from minisgl_backend.delivery.router import Router
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
-from minisgl_backend.host.core_supervisor import Supervisor
 from minisgl_backend.host.status_files import up_mark
 from minisgl_backend.ipc.acks import AckReceiver
-from minisgl_backend.ipc.channel import FrontChannel, make_private
+from minisgl_backend.ipc.channel import make_private
 from minisgl_backend.ipc.messages import (
     Abort,
-    Command,
     Event,
     GetStats,
     Outputs,
@@ -39,23 +40,24 @@ log = logging.getLogger(__name__)
 AcknowledgedCallback = Callable[["npt.NDArray[np.int64]", "npt.NDArray[np.int32]"], None]
 
 MAX_FRONT = 65534
-CONNECT_WAIT_MS = 100
+CONNECT_WAIT_MS = 10  # between tries to reach a core that is away
 EXPIRE_WAIT_MS = 10  # between looks at the credits, while there are any
 IDLE_WAIT_MS = 100
 
 
 class EngineClient:
-    """One front of the engine core of a socket directory.
+    """One front of the engine cores of a socket directory: `config.dp` of them, each request at one of them.
 
-    The first client of a directory takes its lock, starts the core and restarts it when it dies; the others attach,
-    and one of them takes over when the first one goes. All callbacks run on the client's receive thread, one at a
-    time and in order; they must return quickly and may call any method except `start`, `stats` and `close`.
+    The first client of a directory starts the cores and restarts those that die; the others attach, and take over when
+    the first one goes. All callbacks run on the client's receive thread, one at a time and in order; they must return
+    quickly and may call any method except `start`, `stats` and `close`.
 
-    * `on_outputs(outputs)`: one record of a step, merged with later ones where this front was behind. It may name
-      uids that this front does not know: ignore them.
-    * `on_rejected(rejected)`: a request that the core refused; nothing else will come for it.
-    * `on_down(reason)`: the core is gone; every request submitted so far is lost and nothing more comes for it.
-    * `on_up(welcome)`: a core is ready; also called for the first one, before `start` returns.
+    * `on_outputs(outputs)`: one record of a core's step, merged with later ones where this front was behind. It may
+      name uids that this front does not know: ignore them.
+    * `on_rejected(rejected)`: a request that its core refused; nothing else will come for it.
+    * `on_down(uids, reason)`: a core is gone; these sequences, all that it had of this front's, are lost and nothing
+      more comes for them.
+    * `on_up(welcome)`: a core is ready; also called for the first ones, before `start` returns.
     * `on_acknowledged(uids, sequence_numbers)`: the detokenizer has handled these (int64 [n], int32 [n]), after
       `credits` has counted them.
     * `on_lost(uids)`: `credits` knows by now that responses of these were dropped on the way.
@@ -72,7 +74,7 @@ class EngineClient:
         socket_dir: Path,
         on_outputs: Callable[[Outputs], None],
         on_rejected: Callable[[Rejected], None],
-        on_down: Callable[[str], None],
+        on_down: Callable[[list[int], str], None],
         on_up: Callable[[Welcome], None] | None = None,
         on_acknowledged: AcknowledgedCallback | None = None,
         on_lost: Callable[[list[int]], None] | None = None,
@@ -90,48 +92,62 @@ class EngineClient:
         self._on_up = on_up
         self._on_acknowledged = on_acknowledged
         self._on_lost = on_lost
-        self._supervisor = Supervisor(config, socket_dir, self._note_first_failure)
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._router = Router(config.dp)
         self._thread = threading.Thread(target=self._receive_all, name=f"engine-front-{front}", daemon=True)
         self._closing = False
         self._next_expire = 0.0
-        # Guards what follows; notified whenever one of them changes.
+        # Guards what follows, and what the links say of their cores; notified whenever that changes.
         self._changed = threading.Condition()
-        self._channel: FrontChannel | None = None  # to a core that is ready
-        self._welcome: Welcome | None = None
-        self._failure: MinisglError | None = None  # why the first start failed
-        self._stats: Stats | None = None
-        self._num_ups = 0
-        # Microseconds since the epoch: a front that starts again does not repeat uids that the core still knows.
+        self._links = [
+            CoreLink(
+                config,
+                core,
+                front=front,
+                socket_dir=socket_dir,
+                context=self._context,
+                on_first_failure=self._note_first_failure,
+            )
+            for core in range(config.dp)
+        ]
+        self._failure: MinisglError | None = None  # why a core's first start failed
+        # Microseconds since the epoch: a front that starts again does not repeat uids that the cores still know.
         self._next_counter = (time.time_ns() // 1000) % (1 << 46)
 
     @property
-    def welcome(self) -> Welcome | None:
-        """Facts about the core, None while there is none."""
-        return self._welcome
+    def num_cores(self) -> int:
+        """How many there are while all live."""
+        return len(self._links)
 
     @property
-    def core_pid(self) -> int | None:
-        """Process id of the core, None while there is none."""
-        welcome = self._welcome
-        return welcome.pid if welcome is not None else None
+    def welcomes(self) -> list[Welcome | None]:
+        """Facts about each core, None for one that is away."""
+        return [link.welcome for link in self._links]
 
-    def start(self, timeout_s: float | None = None) -> Welcome:
-        """Starts or joins the core and waits until it is ready.
+    @property
+    def core_pids(self) -> list[int | None]:
+        """Process id of each core, None for one that is away."""
+        return [None if welcome is None else welcome.pid for welcome in self.welcomes]
 
-        Raises ConfigError with the core's own words where it cannot start, EngineDeadError where it died or was
-        not ready in time.
+    def start(self, timeout_s: float | None = None) -> None:
+        """Starts or joins the cores and waits until all of them are ready.
+
+        Raises ConfigError with a core's own words where it cannot start, EngineDeadError where one died or was not
+        ready in time.
         """
         make_private(self._socket_dir)
         self._thread.start()
-        self._supervisor.start()
+        for link in self._links:
+            link.supervisor.start()
         with self._changed:
-            self._changed.wait_for(lambda: self._welcome is not None or self._failure is not None, timeout_s)
+            self._changed.wait_for(self._has_started, timeout_s)
             if self._failure is not None:
                 raise self._failure
-            if self._welcome is None:
+            if not self._has_started():
                 raise EngineDeadError(f"the engine core was not ready after {timeout_s:g} s")
-            return self._welcome
+
+    def _has_started(self) -> bool:
+        return self._failure is not None or all(link.num_ups for link in self._links)
 
     def new_uid(self, count: int = 1) -> int:
         """The first of `count` consecutive uids that no other request of any front has; thread-safe."""
@@ -141,45 +157,56 @@ class EngineClient:
         return uid_of(self._front, counter)
 
     def submit(self, request: Request) -> None:
-        """Sends the request to the core; thread-safe. Raises EngineDeadError while there is no core."""
-        self._send(Submit(request=request))
+        """Sends the request to one of the living cores; thread-safe. Raises EngineDeadError while there is none."""
+        count = request.params.n
+        core = self._router.place(request.uid, count, request.token_ids)
+        if core is None:
+            raise EngineDeadError(NOT_RUNNING)
+        try:
+            self._links[core].send(Submit(request=request))
+        except EngineDeadError:
+            self._router.release(range(request.uid, request.uid + count))
+            raise
 
     def abort(self, uids: Iterable[int], reason: FinishReason, found_at: float = 0.0) -> None:
         """Ends sequences; unknown uids and a dead core are no error; thread-safe.
 
         `found_at`: when their client was found gone, time.monotonic() seconds; 0 where it was not.
         """
-        try:
-            self._send(Abort(uids=tuple(uids), reason=int(reason), found_at=found_at))
-        except EngineDeadError:
-            log.debug("nothing to abort: there is no engine core")
+        for core, group in self._router.by_core(uids).items():
+            try:
+                self._links[core].send(Abort(uids=tuple(group), reason=int(reason), found_at=found_at))
+            except EngineDeadError:
+                log.debug("nothing to abort: engine core %d is away", core)
 
-    def stats(self, timeout_s: float = 1.0) -> Stats:
-        """Counters and gauges of the core and `restarts`; thread-safe. Raises EngineDeadError without an answer."""
+    def stats(self, timeout_s: float = 1.0) -> list[Stats | None]:
+        """Counters and gauges of each core and its `restarts`, None for one that does not answer; thread-safe.
+
+        Raises EngineDeadError where none answers.
+        """
         with self._changed:
-            self._stats = None
-            self._send(GetStats(front=self._front))
-            self._changed.wait_for(lambda: self._stats is not None or self._channel is None, timeout_s)
-            if self._stats is None:
-                raise EngineDeadError(f"the engine core did not answer within {timeout_s:g} s")
-            values = {**self._stats.values, "restarts": float(max(self._num_ups - 1, 0))}
-            return Stats(values=values, histograms=self._stats.histograms)
+            for link in self._links:
+                link.stats = None
+                with contextlib.suppress(EngineDeadError):
+                    link.send(GetStats(front=self._front))
+            self._changed.wait_for(
+                lambda: all(link.stats is not None or not link.is_up for link in self._links), timeout_s
+            )
+            found = [_with_restarts(link) for link in self._links]
+        if all(stats is None for stats in found):
+            raise EngineDeadError(f"the engine core did not answer within {timeout_s:g} s")
+        return found
 
     def close(self) -> None:
-        """Ends the threads, and the core where this client started it. Safe to call twice."""
+        """Ends the threads, and the cores that this client started. Safe to call twice."""
         if self._closing:
             return
         self._closing = True
-        self._supervisor.close()
+        for link in self._links:
+            link.supervisor.close()
         if self._thread.is_alive():
             self._thread.join()
         self._context.term()
-
-    def _send(self, command: Command) -> None:
-        channel = self._channel
-        if channel is None:
-            raise EngineDeadError("the engine is not running at the moment; try again in a few seconds")
-        channel.send(command)
 
     def _note_first_failure(self, error: MinisglError) -> None:
         with self._changed:
@@ -190,70 +217,83 @@ class EngineClient:
 
     def _receive_all(self) -> None:
         handled = AckReceiver(self._socket_dir, self._front)
+        poller = select.poll()
+        poller.register(handled, select.POLLIN)
+        greeted: dict[int, CoreLink] = {}  # by file descriptor
         try:
             while not self._closing:
-                channel = FrontChannel(self._context, self._socket_dir)
-                try:
-                    self._attend(channel, handled)
-                finally:
-                    self._go_down()
-                    channel.close()
+                if len(greeted) < len(self._links):
+                    for link in self._greet():
+                        greeted[link.fileno()] = link
+                        poller.register(link, select.POLLIN)
+                acknowledged = False
+                for descriptor, _ in poller.poll(self._wait_ms(len(greeted))):
+                    if descriptor not in greeted:
+                        acknowledged = True
+                    elif self._hear(greeted[descriptor]):
+                        poller.unregister(descriptor)
+                        self._go_down(greeted.pop(descriptor))
+                if acknowledged:
+                    self._acknowledge(*handled.receive())
+                self._expire()
         finally:
+            for link in self._links:
+                self._go_down(link)
             handled.close()
 
-    def _attend(self, channel: FrontChannel, handled: AckReceiver) -> None:
-        """From the first Hello to the end of the connection."""
-        while not channel.greet(self._front, CONNECT_WAIT_MS):
-            if self._closing:
-                return
-        poller = select.poll()
-        poller.register(channel, select.POLLIN)
-        poller.register(handled, select.POLLIN)
-        while not self._closing:
-            ready = dict(poller.poll(EXPIRE_WAIT_MS if self.credits.num_in_flight else IDLE_WAIT_MS))
-            if channel.fileno() in ready:
-                for event in channel.receive():
-                    self._dispatch(channel, event)
-                if channel.ended:
-                    return
-            if handled.fileno() in ready:
-                self._acknowledge(*handled.receive())
-            self._expire()
+    def _greet(self) -> list[CoreLink]:
+        """Those that have come just now."""
+        return [link for link in self._links if not link.greeted and link.greet()]
 
-    def _dispatch(self, channel: FrontChannel, event: Event) -> None:
+    def _wait_ms(self, num_greeted: int) -> int:
+        if num_greeted < len(self._links):
+            return CONNECT_WAIT_MS
+        return EXPIRE_WAIT_MS if self.credits.num_in_flight else IDLE_WAIT_MS
+
+    def _hear(self, link: CoreLink) -> bool:
+        """Whether the connection has ended."""
+        for event in link.receive():
+            self._dispatch(link, event)
+        return link.ended
+
+    def _dispatch(self, link: CoreLink, event: Event) -> None:
         if isinstance(event, Outputs):
             self._call(self._on_outputs, event)
+            if event.reasons.count(0) < len(event.reasons):
+                uids = np.frombuffer(event.uids, dtype="<i8")
+                self._router.release(uids[np.frombuffer(event.reasons, dtype=np.uint8) != 0].tolist())
         elif isinstance(event, Rejected):
             self._call(self._on_rejected, event)
+            self._router.release(range(event.uid, event.uid + event.count))
         elif isinstance(event, Stats):
             with self._changed:
-                self._stats = event
+                link.stats = event
                 self._changed.notify_all()
         else:
-            self._go_up(channel, event)
+            self._go_up(link, event)
 
-    def _go_up(self, channel: FrontChannel, welcome: Welcome) -> None:
-        if self._channel is channel:
+    def _go_up(self, link: CoreLink, welcome: Welcome) -> None:
+        if link.is_up:
             return  # the answer to a Hello of a connection that broke before it was up
-        self._num_ups += 1
-        self._channel = channel
         if self._on_up is not None:
             self._call(self._on_up, welcome)
         with self._changed:
-            self._welcome = welcome
+            link.note_up(welcome)
+            self._router.note_up(link.core, welcome.page_size, welcome.num_pages)
             self._changed.notify_all()
         up_mark(self._socket_dir, self._front).touch(0o600)
 
-    def _go_down(self) -> None:
+    def _go_down(self, link: CoreLink) -> None:
+        lost = self._router.note_down(link.core)
         with self._changed:
-            was_up = self._channel is not None
-            self._channel = None
-            self._welcome = None
+            was_up = link.is_up
+            link.disconnect()
             self._changed.notify_all()
-        up_mark(self._socket_dir, self._front).unlink(missing_ok=True)
-        self.credits.clear()
+        if not any(other.is_up for other in self._links):
+            up_mark(self._socket_dir, self._front).unlink(missing_ok=True)
+        self.credits.drop(lost)
         if was_up and not self._closing:
-            self._call(self._on_down, "the engine died while it computed this answer; it starts again by itself")
+            self._call(self._on_down, lost, "the engine died while it computed this answer; it starts again by itself")
 
     def _acknowledge(
         self, uids: npt.NDArray[np.int64], sequence_numbers: npt.NDArray[np.int32], found_at: float
@@ -283,3 +323,10 @@ class EngineClient:
             callback(*arguments)
         except Exception:
             log.exception("a callback of the engine client failed")
+
+
+def _with_restarts(link: CoreLink) -> Stats | None:
+    if link.stats is None:
+        return None
+    values = {**link.stats.values, "restarts": float(link.num_ups - 1)}
+    return Stats(values=values, histograms=link.stats.histograms)

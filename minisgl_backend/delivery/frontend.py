@@ -1,11 +1,11 @@
-"""One front of the engine: requests to the core, its records to the responder, silence of clients into aborts."""
+"""One front of the engine: requests to its cores, their records to the responder, silence of clients into aborts."""
 
 from __future__ import annotations
 
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,16 +90,15 @@ class EngineFront:
         )
         self._last_acknowledged = 0.0
 
-    def start(self, timeout_s: float | None = None) -> Welcome:
-        """Waits for the core. Raises ConfigError or EngineDeadError."""
-        welcome: Welcome = self.client.start(timeout_s)
+    def start(self, timeout_s: float | None = None) -> None:
+        """Waits for the cores. Raises ConfigError or EngineDeadError."""
+        self.client.start(timeout_s)
         self._detokenizer_lost_at = lost_at(self._drained.parent, "detokenizer")
         self._prober.start([self.client.new_uid() for _ in range(self.responder.num_workers)])
         self._watcher.start()
-        return welcome
 
     def submit(self, sender: Sender, token_ids: npt.NDArray[np.int32], spec: EngineRequest, *, confirmed: bool) -> None:
-        """Hands a request to the core; all that follows, errors included, goes to `sender`."""
+        """Hands a request to a core; all that follows, errors included, goes to `sender`."""
         try:
             self._check(token_ids, spec)
         except (InvalidRequestError, CapacityError) as error:
@@ -189,11 +188,12 @@ class EngineFront:
             error = _REJECTIONS.get(rejected.kind, CapacityError)(rejected.message)
             self.responder.fail(sequence.stream, status_of(error), rejected.message)
 
-    def _on_down(self, reason: str) -> None:
-        self._fail_all(reason)
+    def _on_down(self, uids: list[int], reason: str) -> None:
+        self._fail({uid: sequence for uid in uids if (sequence := self._sequences.get(uid)) is not None}, reason)
 
-    def _fail_all(self, reason: str) -> None:
-        streams = streams_of(self._sequences)
+    def _fail(self, sequences: Mapping[int, SequenceStream], reason: str) -> None:
+        """Ends the streams of these."""
+        streams = streams_of(sequences)
         if streams:
             names = ", ".join(repr(stream.spec.request_id or f"uid {stream.uids[0]}") for stream in streams)
             _LOGGER.error("%s; requests told so (%d): %s", reason, len(streams), names)
@@ -252,7 +252,7 @@ class EngineFront:
         self._detokenizer_lost_at = lost
         for stream in streams_of(self._sequences):
             stream.confirmed = False  # what it says now goes past the detokenizer
-        self._fail_all(DETOKENIZER_DIED)
+        self._fail(self._sequences, DETOKENIZER_DIED)
         self._prober.restart()
 
     def _drain(self, now: float) -> None:

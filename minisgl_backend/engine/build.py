@@ -32,6 +32,8 @@ from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan
 
 if TYPE_CHECKING:
+    import torch
+
     from minisgl_backend.runner.model_runner import ModelRunner
     from minisgl_backend.tensor_parallel import TensorParallel
 
@@ -64,13 +66,15 @@ def build_engine(
     config: EngineConfig,
     environment: Environment,
     *,
+    dp_rank: int = 0,
     on_hang_or_death: Callable[[str], None] = log.critical,
     heartbeat: Heartbeat | None = None,
 ) -> Engine:
     """Raises ConfigError for whatever cannot be served.
 
-    `on_hang_or_death` is called on a thread of its own, with a reason, when a step does not come to an end or a
-    tensor-parallel follower has died. `heartbeat`: this process's, where it has one already.
+    `dp_rank`: which of config.dp engine cores this is. `on_hang_or_death` is called on a thread of its own, with a
+    reason, when a step does not come to an end or a tensor-parallel follower has died. `heartbeat`: this process's,
+    where it has one already.
     """
     heartbeat = heartbeat or Heartbeat(environment.hang_s)
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
@@ -80,7 +84,7 @@ def build_engine(
         heartbeat.ready(on_cpu=False)
     else:
         runner, limits, description, close = _model_runner(
-            config, environment, model_dir, model, on_hang_or_death, heartbeat
+            config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat
         )
     overlap = environment.overlap
     try:
@@ -127,22 +131,26 @@ def start_progress() -> Any:
 def _model_runner(
     config: EngineConfig,
     environment: Environment,
+    dp_rank: int,
     model_dir: Path,
     model: ModelConfig,
     on_hang_or_death: Callable[[str], None],
     heartbeat: Heartbeat,
 ) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
     if config.tp == 1:
-        runtime, description = _resolve(config, environment, model_dir, model)
+        runtime, description = _resolve(config, environment, dp_rank, model_dir, model)
+        if config.dp > 1:
+            _share_cores(runtime)
         _announce_compiling(runtime, heartbeat)
         runner = _build_runner(runtime, model)
         heartbeat.ready(on_cpu=runtime.device == "cpu")
         return runner, _limits(runtime, model, runner), description, lambda: None
     model.check_tensor_parallel(config.tp)  # before any process is started for what cannot be
-    followers = Followers.start(config, environment)
+    followers = Followers.start(config, environment, dp_rank)
     try:
-        runtime, description = _resolve(config, environment, model_dir, model)
-        tp = followers.connect(runtime.device, heartbeat)
+        runtime, description = _resolve(config, environment, dp_rank, model_dir, model)
+        _share_cores(runtime)
+        tp = followers.connect(_device(runtime), heartbeat)
         followers.watch(on_hang_or_death, heartbeat)
         _announce_compiling(runtime, heartbeat)
         runner = _build_runner(runtime, model, tp)
@@ -160,18 +168,31 @@ def _model_runner(
 
 
 def _resolve(
-    config: EngineConfig, environment: Environment, model_dir: Path, model: ModelConfig
+    config: EngineConfig, environment: Environment, dp_rank: int, model_dir: Path, model: ModelConfig
 ) -> tuple[RuntimeConfig, str]:
     """What the options come to on this machine, and in words."""
     from minisgl_backend.runner.device import DeviceFacts
     from minisgl_backend.runner.resolve import resolve
 
-    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment)
+    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment, dp_rank=dp_rank)
     return runtime, (
         f"{config.model} ({model.architecture}), {runtime.dtype} on {runtime.device}"
         f"{f' x {config.tp}' if config.tp > 1 else ''}, attention {runtime.prefill_backend},{runtime.decode_backend}, "
         f"pages of {runtime.page_size} tokens"
     )
+
+
+def _share_cores(runtime: RuntimeConfig) -> None:
+    from minisgl_backend.tensor_parallel import share_cores
+
+    share_cores(runtime.device, runtime.config.tp * runtime.config.dp)
+
+
+def _device(runtime: RuntimeConfig) -> torch.device:
+    """Rank 0's."""
+    from minisgl_backend.tensor_parallel import device_of_rank
+
+    return device_of_rank(runtime.device, runtime.first_device)
 
 
 def _announce_compiling(runtime: RuntimeConfig, heartbeat: Heartbeat) -> None:

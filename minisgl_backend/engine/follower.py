@@ -35,21 +35,23 @@ def main(arguments: list[str] | None = None) -> int:
     """A follower: builds its part of the model, then mirrors plans until the link closes."""
     parser = argparse.ArgumentParser(description="A tensor-parallel rank of the engine; started by rank 0.")
     parser.add_argument("--rank", type=int, required=True)
+    parser.add_argument("--dp-rank", type=int, required=True, help="number of the engine core that it belongs to")
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--link-fd", type=int, required=True)
     parser.add_argument("--config", required=True, help="rank 0's engine options as JSON")
     parser.add_argument("--environment", required=True, help="what rank 0 read of its environment variables, as JSON")
     parser.add_argument(TIED, action="store_true")
     options = parser.parse_args(arguments)
-    begin_child(name := f"rank {options.rank}", "INFO", tied=options.tied)
+    begin_child(f"rank {options.rank}", "INFO", tied=options.tied)
     try:
         environment = Environment(**msgspec.json.decode(options.environment))
-        log_to_stderr(name, environment.log_level)
         config = EngineConfig(**msgspec.json.decode(options.config))
+        name = f"rank {options.rank}" if config.dp == 1 else f"engine {options.dp_rank} rank {options.rank}"
+        log_to_stderr(name, environment.log_level)
         heartbeat = Heartbeat(environment.hang_s)
         with socket.socket(fileno=options.link_fd) as link:
             heartbeat.start(lambda sign: _tell(link, sign))
-            runner = _build(config, environment, options.rank, options.port, heartbeat)
+            runner = _build(config, environment, options.dp_rank, options.rank, options.port, heartbeat)
             _mirror(runner, link, heartbeat)
     except ConfigError as error:
         log.error("%s", error)
@@ -66,12 +68,15 @@ def _tell(link: socket.socket, sign: Sign) -> None:
         link.send(sign, socket.MSG_DONTWAIT)
 
 
-def _build(config: EngineConfig, environment: Environment, rank: int, port: int, heartbeat: Heartbeat) -> ModelRunner:
+def _build(
+    config: EngineConfig, environment: Environment, dp_rank: int, rank: int, port: int, heartbeat: Heartbeat
+) -> ModelRunner:
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = ModelConfig.load(model_dir)
-    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment)
-    share_cores(runtime.device, config.tp)
-    tp = TensorParallel.connect(rank, config.tp, HOST, port, device_of_rank(runtime.device, rank))
+    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment, dp_rank=dp_rank)
+    share_cores(runtime.device, config.tp * config.dp)
+    device = device_of_rank(runtime.device, runtime.first_device + rank)
+    tp = TensorParallel.connect(rank, config.tp, HOST, port, device)
     tp.note_waits(heartbeat.waiting)
     announce_compiling(runtime.device, heartbeat.compiling, heartbeat.compiled)
     runner = build_runner(runtime, model, tp)

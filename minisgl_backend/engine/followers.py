@@ -34,6 +34,8 @@ from minisgl_backend.ipc.plan_codec import pack_step
 from minisgl_backend.step import StepDecisions, StepPlan
 
 if TYPE_CHECKING:
+    import torch
+
     from minisgl_backend.runner.model_runner import ModelRunner
     from minisgl_backend.tensor_parallel import TensorParallel
 
@@ -63,10 +65,10 @@ class Followers:
         self._closed = threading.Event()
 
     @classmethod
-    def start(cls, config: EngineConfig, environment: Environment) -> Followers:
-        """Starts ranks 1 to tp - 1, with rank 0's settings."""
+    def start(cls, config: EngineConfig, environment: Environment, dp_rank: int = 0) -> Followers:
+        """Starts ranks 1 to tp - 1 of engine core `dp_rank`, with rank 0's settings."""
         followers = cls(config.tp, environment.hang_s)
-        settings = ["--config", _json(config), "--environment", _json(environment)]
+        settings = ["--config", _json(config), "--environment", _json(environment), "--dp-rank", str(dp_rank)]
         try:
             for rank in range(1, config.tp):
                 followers._start_rank(rank, settings)
@@ -86,16 +88,13 @@ class Followers:
                 start_child("minisgl_backend.engine.follower", arguments, fds=(theirs.fileno(),), tied=tied)
             )
 
-    def connect(self, device: str, heartbeat: Heartbeat) -> TensorParallel:
-        """Rank 0's collectives, once all followers have come. `device`: "cpu" or "cuda".
+    def connect(self, device: torch.device, heartbeat: Heartbeat) -> TensorParallel:
+        """Rank 0's collectives, once all followers have come. `device`: rank 0's.
 
         `heartbeat` learns when they wait for other ranks.
 
         Raises ConfigError where one ended instead.
         """
-        from minisgl_backend.tensor_parallel import share_cores
-
-        share_cores(device, self._size)
         outcome: queue.SimpleQueue[TensorParallel | Exception] = queue.SimpleQueue()
         # Nothing can interrupt the rendezvous: it has a thread of its own, which is left behind where it is in vain.
         threading.Thread(target=self._rendezvous, args=(device, outcome), daemon=True).start()
@@ -105,18 +104,17 @@ class Followers:
                 if isinstance(tp, Exception):
                     raise tp
                 tp.note_waits(heartbeat.waiting)
-                self._tp, self._on_gpu = tp, device == "cuda"
+                self._tp, self._on_gpu = tp, device.type == "cuda"
                 return tp
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None:
                     raise ConfigError(f"rank {rank} of {self._size} ended while it started; its log says why")
 
-    def _rendezvous(self, device: str, outcome: queue.SimpleQueue[TensorParallel | Exception]) -> None:
-        from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
+    def _rendezvous(self, device: torch.device, outcome: queue.SimpleQueue[TensorParallel | Exception]) -> None:
+        from minisgl_backend.tensor_parallel import TensorParallel
 
         try:
-            rank_device = device_of_rank(device, 0)
-            outcome.put(TensorParallel.connect(0, self._size, HOST, self._port, rank_device, listener=self._listener))
+            outcome.put(TensorParallel.connect(0, self._size, HOST, self._port, device, listener=self._listener))
         except Exception as error:
             outcome.put(error)
 

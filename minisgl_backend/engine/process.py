@@ -1,4 +1,4 @@
-"""The engine core's own process: `python -m minisgl_backend.engine.process`, started by a front.
+"""An engine core's own process: `python -m minisgl_backend.engine.process`, started by a front.
 
 The parent passes the options as JSON and one end of a pipe; the process says on it when it is ready, or why it cannot
 start, and gives a sign of life every second; the parent sees the process end when the pipe closes. Logs and progress
@@ -40,18 +40,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--socket-dir", type=Path, required=True)
     parser.add_argument("--config", required=True, help="engine options as JSON")
     parser.add_argument("--status-fd", type=int, required=True)
+    parser.add_argument("--dp-rank", type=int, default=0, help="number of this core among those of the server")
     parser.add_argument(TIED, action="store_true")
     options = parser.parse_args(arguments)
     faulthandler.enable()
     begin_child("engine", "INFO", tied=options.tied)
     try:
         environment = Environment.read()
-        log_to_stderr("engine", environment.log_level)
         config = EngineConfig(**msgspec.json.decode(options.config))
+        name = "engine" if config.dp == 1 else f"engine {options.dp_rank}"
+        log_to_stderr(name, environment.log_level)
         heartbeat = Heartbeat(environment.hang_s)
         heartbeat.start(lambda sign: _tell(options.status_fd, sign, config.tp))
-        engine = build_engine(config, environment, on_hang_or_death=_end_at_once, heartbeat=heartbeat)
-        channel = CoreChannel(options.socket_dir)
+        engine = build_engine(
+            config, environment, dp_rank=options.dp_rank, on_hang_or_death=_end_at_once, heartbeat=heartbeat
+        )
+        channel = CoreChannel(options.socket_dir, options.dp_rank)
         service = CoreServer(
             engine.core,
             channel,

@@ -1,4 +1,4 @@
-"""Starts the engine core's process, watches it and starts it again; one front of a directory does so at a time."""
+"""Starts an engine core's process, watches it and starts it again; one front of a directory does so at a time."""
 
 from __future__ import annotations
 
@@ -33,16 +33,19 @@ ALL_SIGNS = b"".join(Sign)
 
 
 class Supervisor:
-    """A thread that holds, or waits for, the right to run the core of a socket directory."""
+    """A thread that holds, or waits for, the right to run one core of a socket directory."""
 
     def __init__(
-        self, config: EngineConfig, socket_dir: Path, on_first_failure: Callable[[MinisglError], None]
+        self, config: EngineConfig, socket_dir: Path, on_first_failure: Callable[[MinisglError], None], core: int = 0
     ) -> None:
-        """`on_first_failure` hears, on the supervisor's thread, why this supervisor's first core did not become
-        ready; the supervisor has ended then. Later failures are only logged, and tried again."""
+        """`core`: its number, 0 to dp - 1. `on_first_failure` hears, on the supervisor's thread, why this supervisor's
+        first core did not become ready; the supervisor has ended then. Later failures are only logged, and tried
+        again."""
         self._config = config
         self._socket_dir = socket_dir
         self._on_first_failure = on_first_failure
+        self._core = core
+        self._name = "the engine core" if config.dp == 1 else f"engine core {core}"
         self._stop_read, self._stop_write = os.pipe()
         # The core is told to die with the thread that started it: this thread lives as long as the supervisor.
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
@@ -70,7 +73,7 @@ class Supervisor:
         return bool(select.select([self._stop_read], [], [], wait_s)[0])
 
     def _run(self) -> None:
-        lock = os.open(self._socket_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        lock = os.open(self._socket_dir / f"lock-{self._core}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             while not self._try_lock(lock):
                 if self._stopped(LOCK_POLL_S):
@@ -92,7 +95,7 @@ class Supervisor:
         while not self._stopped():
             ready_at: float | None = None
             try:
-                self._process = process = CoreProcess(self._config, self._socket_dir)
+                self._process = process = CoreProcess(self._config, self._socket_dir, self._core)
             except MinisglError as error:
                 self._on_first_failure(error)
                 return
@@ -106,7 +109,7 @@ class Supervisor:
                     self._process = None
                     self._on_first_failure(error)
                     return
-                log.error("the engine core did not start again: %s", error)
+                log.error("%s did not start again: %s", self._name, error)
             finally:
                 served_s = 0.0 if ready_at is None else time.monotonic() - ready_at
                 status = process.stop()
@@ -114,7 +117,7 @@ class Supervisor:
             if self._stopped():
                 return
             backoff = FIRST_BACKOFF_S if served_s > STABLE_AFTER_S else backoff
-            log.error("the engine core ended (%s); it starts again in %.1f s", status, backoff)
+            log.error("%s ended (%s); it starts again in %.1f s", self._name, status, backoff)
             if self._stopped(backoff):
                 return
             backoff = min(2 * backoff, MAX_BACKOFF_S)
@@ -123,12 +126,12 @@ class Supervisor:
 class CoreProcess:
     """One run of the core's process."""
 
-    def __init__(self, config: EngineConfig, socket_dir: Path) -> None:
+    def __init__(self, config: EngineConfig, socket_dir: Path, core: int) -> None:
         self._liveness = Liveness(Environment.read().hang_s)
         self._status_read, status_write = os.pipe()
         options = dataclasses.asdict(config)
         arguments = ["--socket-dir", str(socket_dir), "--config", msgspec.json.encode(options).decode()]
-        arguments += ["--status-fd", str(status_write)]
+        arguments += ["--status-fd", str(status_write), "--dp-rank", str(core)]
         try:
             self._popen = start_child("minisgl_backend.engine.process", arguments, fds=(status_write,), tied=True)
         except OSError as error:

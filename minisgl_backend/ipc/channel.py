@@ -1,7 +1,7 @@
 """The sockets between fronts and engine core, in a directory that only the user may enter.
 
-    core      listens at `events` (events out, Hello in; engine.frames)    zmq PULL `commands`
-    front     connects to `events`                                         zmq PUSH -> `commands`
+    core i    listens at `events-i` (events out, Hello in; ipc.frames)     zmq PULL `commands-i`
+    front     connects to `events-i`                                       zmq PUSH -> `commands-i`
 
 What the detokenizer tells fronts is in `ipc.acks`.
 """
@@ -16,7 +16,6 @@ import socket
 import stat
 import tempfile
 import threading
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,7 +31,6 @@ from minisgl_backend.ipc.messages import Command, Event, Hello, Outputs
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 EVENTS, COMMANDS = "events", "commands"
 COMMAND_QUEUE = 16384
-RETRY_S = 0.01  # until the next try to reach a core that takes commands but no connection
 MAX_UNGREETED = 64  # connections that wait for the core to accept them
 
 Entries = slice | npt.NDArray[np.intp]  # places in parallel arrays; a slice stands for all
@@ -140,16 +138,17 @@ def _take_first(events: list[Event]) -> Event:
 class CoreChannel:
     """The core's side. Sends never block: what a slow front has not taken merges into its next record."""
 
-    def __init__(self, socket_dir: Path) -> None:
+    def __init__(self, socket_dir: Path, core: int = 0) -> None:
+        """`core`: its number among those of the server."""
         self._context = zmq.Context(io_threads=1)
         self._commands: zmq.Socket[bytes] = self._context.socket(zmq.PULL)
         self._commands.setsockopt(zmq.RCVHWM, COMMAND_QUEUE)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
         # Fronts that reach the second take the first for granted.
-        self._listener.bind(str(_unbound(socket_path(socket_dir, EVENTS))))
+        self._listener.bind(str(_unbound(socket_path(socket_dir, f"{EVENTS}-{core}"))))
         self._listener.listen(MAX_UNGREETED)
-        self._commands.bind(f"ipc://{_unbound(socket_path(socket_dir, COMMANDS))}")
+        self._commands.bind(f"ipc://{_unbound(socket_path(socket_dir, f'{COMMANDS}-{core}'))}")
         self._poller = zmq.Poller()
         for source in (self._commands, self._listener.fileno()):
             self._poller.register(source, zmq.POLLIN)
@@ -277,11 +276,11 @@ class FrontChannel:
     `send` may be called from any thread; everything else belongs to the receive thread.
     """
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket_dir: Path) -> None:
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], socket_dir: Path, core: int = 0) -> None:
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder: msgspec.msgpack.Decoder[Event] = msgspec.msgpack.Decoder(Event)
         self._lock = threading.Lock()
-        self._socket_dir = socket_dir
+        self._events_path = str(socket_path(socket_dir, f"{EVENTS}-{core}"))
         self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._events = FrameSocket(self._connection)
         self._commands: zmq.Socket[bytes] = context.socket(zmq.PUSH)
@@ -289,16 +288,15 @@ class FrontChannel:
         self._commands.setsockopt(zmq.LINGER, 0)
         self._commands.setsockopt(zmq.IMMEDIATE, 1)  # nothing waits in the socket for a core that is not there
         self._commands.setsockopt(zmq.RECONNECT_IVL, 10)
-        self._commands.connect(f"ipc://{socket_path(socket_dir, COMMANDS)}")
+        self._commands.connect(f"ipc://{socket_path(socket_dir, f'{COMMANDS}-{core}')}")
 
     def greet(self, front: int, timeout_ms: int) -> bool:
         """Says Hello as soon as there is a core to hear it; False where none came in time."""
         if not self._commands.poll(timeout_ms, zmq.POLLOUT):
             return False
         try:
-            self._connection.connect(str(socket_path(self._socket_dir, EVENTS)))
+            self._connection.connect(self._events_path)
         except OSError:  # it is about to end
-            time.sleep(RETRY_S)
             return False
         with contextlib.suppress(OSError):  # it has just ended, as `receive` will say
             self._events.send(self._encoder.encode(Hello(front=front, pid=os.getpid())))

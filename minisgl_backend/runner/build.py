@@ -29,7 +29,7 @@ from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.warm_up import warm_up
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
-from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
 
 log = logging.getLogger(__name__)
 
@@ -61,7 +61,7 @@ def build_runner(
     """
     tp = tp or TensorParallel.single()
     progress = progress or StartProgress()
-    device = torch.device("cpu") if runtime.device == "cpu" else torch.device("cuda", tp.rank)
+    device = device_of_rank(runtime.device, runtime.first_device + tp.rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:

@@ -29,12 +29,14 @@ def resolve(
     device: DeviceFacts,
     environment: Environment,
     why_missing: Callable[[str], str | None] = import_failure,
+    dp_rank: int = 0,
 ) -> RuntimeConfig:
     """Raises ConfigError naming the option, its value and what is allowed for this model on this machine.
 
-    `why_missing(package)` says why a package of an attention backend cannot be imported; None: it can.
+    `dp_rank`: which of config.dp engine cores this is. `why_missing(package)` says why a package of an attention
+    backend cannot be imported; None: it can.
     """
-    _check_tensor_parallel(config, model, device)
+    _check_num_devices(config, model, device)
     capability = None if device.capability is None else 10 * device.capability[0] + device.capability[1]
     dtype = _dtype(config.dtype, model.dtype, device)
     kv_dtype = _KV_DTYPES.get(config.kv_cache_dtype, dtype)
@@ -54,6 +56,7 @@ def resolve(
         config=config,
         model_dir=str(model_dir),
         device=device.kind,
+        first_device=dp_rank * config.tp,
         dtype=dtype,
         kv_dtype=kv_dtype,
         prefill_backend=attention.prefill,
@@ -103,7 +106,12 @@ def _graph_max_tokens(config: EngineConfig, device: DeviceFacts, eager: bool) ->
     return min(wanted, config.max_prefill_length + config.max_running_requests)  # the most that a step can have
 
 
-def _check_tensor_parallel(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:
+def _check_num_devices(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:
     model.check_tensor_parallel(config.tp)
     if device.kind == "cuda" and config.tp > device.count:
         raise ConfigError(f"tp is {config.tp}; allowed: 1 to {device.count}, the number of GPUs that this process sees")
+    if device.kind == "cuda" and config.dp * config.tp > device.count:
+        raise ConfigError(
+            f"dp is {config.dp}; allowed with tp {config.tp}: 1 to {device.count // config.tp}, as each engine core "
+            f"has tp GPUs of its own and this process sees {device.count}"
+        )

@@ -1,4 +1,4 @@
-"""The Triton model `engine`: decoupled, a thin front of the one engine core.
+"""The Triton model `engine`: decoupled, a thin front of the engine cores.
 
 Each response is a chunk, which the detokenizer makes into text, and beside it all outputs that need no text. Knows
 nothing of steps or of pages.
@@ -37,7 +37,7 @@ class TritonPythonModel:
     """Any number of instances; each owns the response senders of its requests."""
 
     def initialize(self, args: dict[str, str]) -> None:
-        """Starts the engine core, or attaches to it, and waits until it is ready."""
+        """Starts the engine cores, or attaches to them, and waits until all are ready."""
         sys.setswitchinterval(SWITCH_S)
         repository = Path(args["model_repository"]).resolve().parent
         instance = args["model_instance_name"].rsplit("_", 1)[-1]
@@ -51,10 +51,10 @@ class TritonPythonModel:
             self._front = EngineFront(
                 config, vocabulary, front=front, socket_dir=socket_directory(repository), probe=self._probe
             )
-            welcome = self._front.start()
+            self._front.start()
         except MinisglError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        _LOGGER.debug("front %d is attached to engine %d: %s", front, welcome.pid, welcome.description)
+        _LOGGER.debug("front %d is attached to the engine cores %s", front, self._front.client.core_pids)
         self._metrics = MetricsReporter(self._front, is_leader=front == 0)
         self._metrics.start()
 
@@ -79,7 +79,7 @@ class TritonPythonModel:
                 sender.fail("INVALID_ARG", f"spec is not valid: {error}")
 
     def finalize(self) -> None:
-        """Waits for what is running, then ends the core if this front started it."""
+        """Waits for what is running, then ends the cores that this front started."""
         self._metrics.stop()
         self._front.close(DRAIN_S)
 

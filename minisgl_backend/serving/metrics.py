@@ -1,5 +1,7 @@
 """The engine's counters and the front's latency histograms on Triton's /metrics.
 
+With several engine cores the engine's figures are sums over those that answer; a few stand by core beside them.
+
 docs/operations.md lists the names.
 
 Histograms are written as their Prometheus series (`_bucket`, `_sum`, `_count`) from counts kept in this process: one
@@ -13,7 +15,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import triton_python_backend_utils as pb_utils
@@ -56,7 +58,14 @@ _GAUGES = (
     _Series(_PAGES, _PAGES_HELP, "pages_leased", (("state", "leased"),)),
     _Series(_PAGES, _PAGES_HELP, "pages_total", (("state", "total"),)),
 )
-_UP = _Series("minisgl_engine_up", "1 while the engine core answers, else 0", "")
+_UP = _Series("minisgl_engine_up", "1 while an engine core answers, else 0", "")
+_CORE_UP = _Series("minisgl_core_up", "1 while this engine core answers, else 0", "")
+_CORE_REQUESTS = "minisgl_core_requests"
+_CORE_REQUESTS_HELP = "Sequences of this engine core by state"
+_CORE_GAUGES = (
+    _Series(_CORE_REQUESTS, _CORE_REQUESTS_HELP, "num_running", (("state", "running"),)),
+    _Series(_CORE_REQUESTS, _CORE_REQUESTS_HELP, "num_waiting", (("state", "waiting"),)),
+)
 _COUNTERS = (
     _Series("minisgl_prompt_tokens_total", "Prompt tokens of started sequences", "total_prompt_tokens"),
     _Series("minisgl_cached_tokens_total", "Prompt tokens from the prefix cache", "total_cached_tokens"),
@@ -90,7 +99,7 @@ class MetricsReporter:
                 if self._stopping.wait(PAUSE_S) or time.monotonic() - front.responder.last_sent > QUIET_S:
                     return
 
-        self._engine = _EngineMetrics(self._families, pause) if is_leader else None
+        self._engine = _EngineMetrics(self._families, pause, front.client.num_cores) if is_leader else None
         latency = front.latency
         self._latency = [
             (_HistogramMetric(name, help, histogram.bounds, pause), histogram)
@@ -127,7 +136,7 @@ class MetricsReporter:
     def _report(self, *, latencies: bool) -> None:
         if latencies:
             for metric, histogram in self._latency:
-                metric.report(list(histogram.counts), histogram.sum)
+                metric.report([(list(histogram.counts), histogram.sum)])
         if self._engine is not None:
             try:
                 self._engine.report(self._front.client.stats())
@@ -136,31 +145,40 @@ class MetricsReporter:
 
 
 class _EngineMetrics:
-    def __init__(self, families: dict[str, Any], pause: Pause) -> None:
+    def __init__(self, families: dict[str, Any], pause: Pause, num_cores: int) -> None:
         self._pause = pause
         self._gauges = {series: _metric(families, series, pb_utils.MetricFamily.GAUGE) for series in _GAUGES}
         self._counters = {
             series: _Counter(_metric(families, series, pb_utils.MetricFamily.COUNTER), pause) for series in _COUNTERS
         }
         self._up = _metric(families, _UP, pb_utils.MetricFamily.GAUGE)
+        self._cores = [_CoreMetrics(families, core) for core in range(num_cores if num_cores > 1 else 0)]
         self._shown: dict[_Series, float] = {}
         help = "From the finding that a client has left to the return of its sequence's pages"
         self._cancellation = _HistogramMetric("minisgl_cancellation_seconds", help, CANCELLATION_BOUNDS_S, pause)
 
-    def report(self, stats: Stats) -> None:
-        values = stats.values
+    def report(self, cores: Sequence[Stats | None]) -> None:
+        """`cores`: one entry for each, None where it does not answer."""
         for series, counter in self._counters.items():
-            counter.follow(values.get(series.value, 0.0))
-        if (seconds := stats.histograms.get("cancellation_seconds")) is not None:
-            self._cancellation.report(seconds.counts, seconds.sum)
+            counter.follow([None if stats is None else stats.values.get(series.value) for stats in cores])
+        found = [None if stats is None else stats.histograms.get("cancellation_seconds") for stats in cores]
+        self._cancellation.report([None if counts is None else (counts.counts, counts.sum) for counts in found])
         for series, gauge in self._gauges.items():
-            value = values.get(series.value)
-            if value is not None:
-                self._show(series, gauge, value)
+            values = [value for stats in cores if stats and (value := stats.values.get(series.value)) is not None]
+            if values:
+                self._show(series, gauge, sum(values))
+        self._show_cores(cores)
         self._show(_UP, self._up, 1.0)
 
     def report_dead(self) -> None:
+        self._show_cores([None] * len(self._cores))
         self._show(_UP, self._up, 0.0)
+
+    def _show_cores(self, cores: Sequence[Stats | None]) -> None:
+        for core, stats in zip(self._cores, cores, strict=False):  # a single core has no metrics of its own
+            for series, gauge in core.gauges:
+                self._show(series, gauge, 0.0 if stats is None else stats.values[series.value])
+            self._show(*core.up, float(stats is not None))
 
     def _show(self, series: _Series, gauge: Any, value: float) -> None:
         if self._shown.get(series) != value:
@@ -169,17 +187,34 @@ class _EngineMetrics:
             self._shown[series] = value
 
 
+class _CoreMetrics:
+    """The gauges of one engine core, where there are several."""
+
+    def __init__(self, families: dict[str, Any], core: int) -> None:
+        def metric(series: _Series) -> tuple[_Series, Any]:
+            labelled = replace(series, labels=(("core", str(core)), *series.labels))
+            return labelled, _metric(families, labelled, pb_utils.MetricFamily.GAUGE)
+
+        self.up = metric(_CORE_UP)
+        self.gauges = [metric(series) for series in _CORE_GAUGES]
+
+
 class _Counter:
-    """A Triton counter that follows a total, which starts again from 0 when the engine restarts."""
+    """A Triton counter that follows totals, each of which starts again from 0 when its engine core restarts."""
 
     def __init__(self, metric: Any, pause: Pause) -> None:
         self._metric = metric
         self._pause = pause
-        self._last = 0.0
+        self._last: dict[int, float] = {}  # by place among the totals
 
-    def follow(self, total: float) -> None:
-        increment = total - self._last if total >= self._last else total
-        self._last = total
+    def follow(self, totals: Sequence[float | None]) -> None:
+        """None: nothing is known of this one now."""
+        increment = 0.0
+        for place, total in enumerate(totals):
+            if total is not None:
+                last = self._last.get(place, 0.0)
+                increment += total - last if total >= last else total
+                self._last[place] = total
         if increment > 0:
             self._pause()
             self._metric.increment(increment)
@@ -197,14 +232,14 @@ class _HistogramMetric:
         self._sum = _Counter(_metric(families, _Series(f"{name}_sum", help, ""), counter), pause)
         self._families = families  # a family must outlive its metrics
 
-    def report(self, counts: Sequence[int], sum: float) -> None:
-        """`counts` by upper bound, the last one above all of them."""
-        total = 0
-        for bucket, count in zip(self._buckets, counts, strict=True):
-            total += count
-            bucket.follow(float(total))
-        self._count.follow(float(total))
-        self._sum.follow(sum)
+    def report(self, sources: Sequence[tuple[Sequence[int], float] | None]) -> None:
+        """Counts by upper bound, the last one above all of them, and the sum of the values, for each source; None:
+        nothing is known of it now."""
+        totals = [None if source is None else list(itertools.accumulate(source[0])) for source in sources]
+        for place, bucket in enumerate(self._buckets):
+            bucket.follow([None if counts is None else float(counts[place]) for counts in totals])
+        self._count.follow([None if counts is None else float(counts[-1]) for counts in totals])
+        self._sum.follow([None if source is None else source[1] for source in sources])
 
 
 def _metric(families: dict[str, Any], series: _Series, kind: Any) -> Any:

@@ -15,7 +15,7 @@ import pytest
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.engine_client import EngineClient
-from minisgl_backend.ipc.messages import Outputs, Rejected
+from minisgl_backend.ipc.messages import Outputs, Rejected, Stats
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 
 START_SECONDS = 120.0  # for a core to start, on a machine with much else to do
@@ -45,6 +45,7 @@ class Front:
         self.reasons: dict[int, FinishReason] = {}
         self.rejected: dict[int, Rejected] = {}
         self.downs: list[tuple[float, str]] = []  # time.monotonic() seconds, reason
+        self.lost: set[int] = set()  # uids that went with them
         self.num_ups = 0
         self.slow = threading.Event()  # set: the callback blocks until it is cleared
         self.client = EngineClient(
@@ -53,7 +54,7 @@ class Front:
             socket_dir=socket_dir,
             on_outputs=self._on_outputs,
             on_rejected=lambda rejected: self.rejected.__setitem__(rejected.uid, rejected),
-            on_down=lambda reason: self.downs.append((time.monotonic(), reason)),
+            on_down=self._on_down,
             on_up=lambda welcome: setattr(self, "num_ups", self.num_ups + 1),
         )
 
@@ -68,6 +69,15 @@ class Front:
                 self.reasons[uid] = FinishReason(reason)
         while self.slow.is_set():
             time.sleep(0.005)
+
+    def _on_down(self, uids: list[int], reason: str) -> None:
+        self.lost.update(uids)
+        self.downs.append((time.monotonic(), reason))
+
+    def stats(self, core: int = 0) -> Stats:
+        found = self.client.stats(timeout_s=10)[core]
+        assert found is not None
+        return found
 
     def submit(self, prompt: list[int], **params: object) -> int:
         sampling = SamplingParams(**params)  # type: ignore[arg-type]
@@ -85,18 +95,22 @@ def socket_dir() -> Iterator[Path]:
 
 @pytest.fixture
 def make_front(socket_dir: Path) -> Iterator[Callable[..., Front]]:
-    """Makes started fronts on one socket directory; ends them, and checks that their core has ended."""
+    """Makes started fronts on one socket directory; ends them, and checks that their cores have ended."""
     fronts: list[Front] = []
     pids: set[int] = set()
 
     def make(config: EngineConfig, index: int = 0) -> Front:
         front = Front(config, socket_dir, index)
         fronts.append(front)
-        pids.add(front.client.start(timeout_s=START_SECONDS).pid)
+        front.client.start(timeout_s=START_SECONDS)
+        note_pids()
         return front
 
+    def note_pids() -> None:
+        pids.update(pid for front in fronts for pid in front.client.core_pids if pid is not None)
+
     yield make
-    pids |= {front.client.core_pid for front in fronts if front.client.core_pid is not None}
+    note_pids()
     for front in fronts:
         front.client.close()
     wait_for(lambda: not any(map(alive, pids)), 10)

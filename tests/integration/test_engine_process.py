@@ -32,7 +32,7 @@ def test_answers_refusals_and_counters(make_front: MakeFront) -> None:
     assert [len(front.tokens[uid]) for uid in uids] == [10 + index for index in range(30)]
     assert set(front.reasons.values()) == {FinishReason.LENGTH}
     assert front.rejected[too_long].kind == "InvalidRequestError"
-    stats = front.client.stats(timeout_s=10).values
+    stats = front.stats().values
     assert stats["total_generated_tokens"] == sum(range(10, 40))
     assert stats["total_finished"] == 30
     assert stats["pages_leased"] == stats["num_running"] == stats["restarts"] == 0
@@ -47,7 +47,7 @@ def test_an_abort_ends_sequences_and_returns_their_pages(make_front: MakeFront) 
     wait_for(lambda: len(front.reasons) == 3)
     assert front.reasons[stopped] == front.reasons[stopped + 1] == FinishReason.CANCELLED
     assert len(front.tokens[kept]) == 60
-    stats = front.client.stats(timeout_s=10).values
+    stats = front.stats().values
     assert stats["total_cancelled"] == 2
     assert stats["pages_leased"] == 0
 
@@ -61,13 +61,13 @@ def test_the_core_says_how_long_sequences_stay_after_their_client(
     # However far the one that stays gets, it never needs as many pages as the four prompts.
     uids = [front.submit([index + 5] * 1000, max_tokens=2800) for index in range(4)]
     wait_for(lambda: len(front.tokens) == 4)
-    pages = front.client.stats(timeout_s=10).values["pages_leased"]
+    pages = front.stats().values["pages_leased"]
     found_at = time.monotonic()
     front.client.abort([uids[0], 12345], FinishReason.CANCELLED, found_at - 30.0)  # found, and forgotten, long ago
     front.client.abort([uids[1]], FinishReason.CANCELLED, found_at)
     front.client.abort([uids[2]], FinishReason.CANCELLED)  # for another reason
     wait_for(lambda: len(front.reasons) == 3)
-    stats = front.client.stats(timeout_s=10)
+    stats = front.stats()
     seconds = stats.histograms["cancellation_seconds"]
     assert sum(seconds.counts) == 2
     assert 30.0 <= seconds.sum < 30.0 + 2 * (time.monotonic() - found_at)
@@ -87,7 +87,7 @@ def test_kill_in_mid_stream_is_told_within_two_seconds_and_the_next_core_serves(
             assert front.reasons == {uid: FinishReason.LENGTH}
             assert len(front.downs) == 1
             assert front.num_ups == len(told_after) + 1
-            assert front.client.stats(timeout_s=10).values["restarts"] == len(told_after)
+            assert front.stats().values["restarts"] == len(told_after)
     assert told_after[-1] < 2.0, told_after
 
 
@@ -99,9 +99,9 @@ def kill_in_mid_stream(fronts: list[Front]) -> float:
         front.downs.clear()
     uids = [front.submit([5, 6], max_tokens=4000) for front in fronts for _ in range(8)]
     wait_for(lambda: sum(len(front.tokens) for front in fronts) == len(uids))
-    first = fronts[0].client.core_pid
+    first = fronts[0].client.core_pids[0]
     assert first is not None
-    assert fronts[1].client.core_pid == first
+    assert fronts[1].client.core_pids[0] == first
     killed_at = time.monotonic()
     os.kill(first, signal.SIGKILL)
     for front in fronts:
@@ -109,17 +109,17 @@ def kill_in_mid_stream(fronts: list[Front]) -> float:
         with pytest.raises(EngineDeadError):
             front.submit([5], max_tokens=1)
     for front in fronts:
-        wait_for(lambda front=front: front.client.welcome is not None, START_SECONDS)
-        assert front.client.core_pid != first
+        wait_for(lambda front=front: front.client.welcomes[0] is not None, START_SECONDS)
+        assert front.client.core_pids[0] != first
     return max(front.downs[0][0] for front in fronts) - killed_at
 
 
 def test_a_front_takes_over_when_the_one_that_started_the_core_leaves(make_front: MakeFront) -> None:
     owner, other = make_front(PACED, 0), make_front(PACED, 1)
-    first = other.client.core_pid
+    first = other.client.core_pids[0]
     assert first is not None
     owner.client.close()
-    wait_for(lambda: other.downs and other.client.welcome is not None, START_SECONDS)
+    wait_for(lambda: other.downs and other.client.welcomes[0] is not None, START_SECONDS)
     assert not alive(first)
     other.submit([5, 6], max_tokens=5)
     wait_for(lambda: other.reasons)
@@ -152,7 +152,7 @@ def test_streams_that_the_detokenizer_does_not_confirm_are_cancelled(make_front:
                     sender.note(uid, number)
                     sender.tell()
         time.sleep(0.001)
-    front.client.credits.clear()
+    front.client.credits.drop(credits)
     wait_for(lambda: len(front.reasons) == 2)
     assert front.reasons == {left: FinishReason.CANCELLED, read: FinishReason.LENGTH}
     assert len(front.tokens[read]) == 150
@@ -179,12 +179,12 @@ time.sleep(600)
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     assert child.stdout is not None
     assert child.stdout.readline() == "running\n"
-    assert front.client.stats(timeout_s=10).values["num_running"] == 5
+    assert front.stats().values["num_running"] == 5
     child.kill()
     child.wait()
     child.stdout.close()
-    wait_for(lambda: front.client.stats(timeout_s=10).values["num_running"] == 0, 10)
-    stats = front.client.stats(timeout_s=10).values
+    wait_for(lambda: front.stats().values["num_running"] == 0, 10)
+    stats = front.stats().values
     assert stats["total_cancelled"] == 5
     assert stats["pages_leased"] == 0
 
@@ -197,7 +197,8 @@ from pathlib import Path
 from minisgl_backend.config import EngineConfig
 from tests.integration.conftest import Front
 front = Front(EngineConfig(runner="null"), Path({str(socket_dir)!r}))
-print(front.client.start().pid, flush=True)
+front.client.start()
+print(front.client.core_pids[0], flush=True)
 time.sleep(600)
 """
     child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)

@@ -50,19 +50,19 @@ def test_the_same_answers_however_many_ranks() -> None:
 
 def test_the_death_of_a_follower_restarts_the_whole_engine(make_front: Callable[..., Front], socket_dir: Path) -> None:
     front = make_front(EngineConfig(tp=2, **OPTIONS))  # type: ignore[arg-type]
-    core = front.client.core_pid
+    core = front.client.core_pids[0]
     assert core is not None
     (follower,) = followers_of(core)
     front.submit([5, 6], max_tokens=3000, ignore_eos=True)
     wait_for(lambda: front.tokens)
     os.kill(follower, signal.SIGKILL)
     wait_for(lambda: front.downs)
-    wait_for(lambda: front.client.welcome is not None)
-    assert front.client.core_pid != core
+    wait_for(lambda: front.client.welcomes[0] is not None)
+    assert front.client.core_pids[0] != core
     uid = front.submit([5, 6], max_tokens=5, ignore_eos=True)
     wait_for(lambda: uid in front.reasons)
     assert len(front.tokens[uid]) == 5
-    new_core = front.client.core_pid
+    new_core = front.client.core_pids[0]
     assert new_core is not None
     (new_follower,) = followers_of(new_core)
     front.client.close()
@@ -92,7 +92,7 @@ def test_a_stopped_follower_counts_as_dead(
 ) -> None:
     monkeypatch.setenv("MINISGL_HANG_SECONDS", str(QUICK_HANG_S))
     front = make_front(EngineConfig(tp=2, **OPTIONS))  # type: ignore[arg-type]
-    core = front.client.core_pid
+    core = front.client.core_pids[0]
     assert core is not None
     (follower,) = followers_of(core)
     front.submit([5, 6], max_tokens=3000, ignore_eos=True)
@@ -100,7 +100,7 @@ def test_a_stopped_follower_counts_as_dead(
     os.kill(follower, signal.SIGSTOP)
     wait_for(lambda: front.downs)
     wait_for(lambda: not alive(follower) and not alive(core))
-    wait_for(lambda: front.client.welcome is not None)
+    wait_for(lambda: front.client.welcomes[0] is not None)
     uid = front.submit([5, 6], max_tokens=5, ignore_eos=True)
     wait_for(lambda: uid in front.reasons)
     assert len(front.tokens[uid]) == 5

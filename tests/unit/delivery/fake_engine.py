@@ -35,7 +35,7 @@ class FakeEngine:
         socket_dir: Path,
         on_outputs: Callable[[Outputs], None],
         on_rejected: Callable[[Rejected], None],
-        on_down: Callable[[str], None],
+        on_down: Callable[[list[int], str], None],
         on_up: Callable[[Welcome], None],
         on_acknowledged: Callable[..., None],
         on_lost: Callable[[list[int]], None],
@@ -49,9 +49,8 @@ class FakeEngine:
         self.dead = False
         self._next_uid = 1
 
-    def start(self, timeout_s: float | None = None) -> Welcome:
+    def start(self, timeout_s: float | None = None) -> None:
         self._on_up(WELCOME)
-        return WELCOME
 
     def new_uid(self, count: int = 1) -> int:
         self._next_uid += count

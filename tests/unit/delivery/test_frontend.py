@@ -253,9 +253,9 @@ def test_one_failed_sequence_ends_its_siblings(front: EngineFront) -> None:
 
 
 def test_a_dead_engine_fails_all_and_takes_none(front: EngineFront) -> None:
-    streams = [ask(front)[0] for _ in range(5)]
-    front.client.on_down("killed")
-    for sender in streams:
+    streams = [ask(front) for _ in range(5)]
+    front.client.on_down([uid for _, uid in streams], "killed")
+    for sender, _ in streams:
         sender.wait_end()
         assert sender.error is not None
         assert sender.error[0] == "UNAVAILABLE"
@@ -263,6 +263,17 @@ def test_a_dead_engine_fails_all_and_takes_none(front: EngineFront) -> None:
     late, _ = ask(front)
     late.wait_end()
     assert late.error == ("UNAVAILABLE", "the engine is not running")
+
+
+def test_what_another_engine_core_computes_survives_a_death(front: EngineFront) -> None:
+    (lost, lost_uid), (kept, kept_uid) = ask(front, n=2), ask(front)
+    front.client.on_down([lost_uid + 1, 12345], "killed")
+    lost.wait_end()
+    assert lost.error == ("UNAVAILABLE", "killed")
+    front.client.give((kept_uid, 70, 0), (kept_uid, 71, int(FinishReason.LENGTH)))
+    kept.wait_end()
+    assert kept.error is None
+    assert kept.tokens() == [70, 71]
 
 
 def test_a_client_that_left_an_unstreamed_request(front: EngineFront) -> None:

@@ -35,7 +35,7 @@ class Scripted:
         self.starts: list[str] = []
         self.stopped = threading.Event()
 
-    def __call__(self, config: EngineConfig, socket_dir: Path) -> Scripted:
+    def __call__(self, config: EngineConfig, socket_dir: Path, core: int) -> Scripted:
         self.starts.append(self._script.pop(0) if len(self._script) > 1 else self._script[0])
         return self
 

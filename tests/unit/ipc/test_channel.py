@@ -189,7 +189,7 @@ def test_a_front_learns_of_the_end_of_the_core(context: zmq.Context, tmp_path: P
 
 def test_malformed_commands_are_counted_and_skipped(core: CoreChannel, context: zmq.Context, tmp_path: Path) -> None:
     socket = context.socket(zmq.PUSH)
-    socket.connect(f"ipc://{tmp_path / 'commands'}")
+    socket.connect(f"ipc://{tmp_path / 'commands-0'}")
     for payload in (b"", b"\xc1", b"\x80", b"\x81\xa4type\xa5Bogus"):
         socket.send(payload)
     wait_for(lambda: core.receive(0) == [] and core.num_malformed == 4)

@@ -13,6 +13,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.device import DeviceFacts, free_bytes
 from minisgl_backend.runner.resolve import resolve
+from minisgl_backend.tensor_parallel import device_of_rank
 
 CPU = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, bfloat16=False)
 HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), count=4, bfloat16=True)
@@ -30,6 +31,18 @@ MODEL = {
     "max_position_embeddings": 1000,
     "torch_dtype": "bfloat16",
 }
+
+
+def test_each_engine_core_has_devices_of_its_own() -> None:
+    model = ModelConfig.from_dicts(MODEL, {})
+    config = EngineConfig(dp=2, tp=2)
+    for dp_rank, first in ((0, 0), (1, 2)):
+        runtime = resolve(
+            config, "folder", model, HOPPER, ENVIRONMENT, why_missing=lambda package: None, dp_rank=dp_rank
+        )
+        devices = [device_of_rank(runtime.device, runtime.first_device + rank) for rank in range(2)]
+        assert devices == [torch.device("cuda", first), torch.device("cuda", first + 1)]
+    assert resolved(CPU, dp=8, tp=2).device == "cpu", "where processors are shared there is no limit"
 
 
 def resolved(device: DeviceFacts, saved: str = "bfloat16", **options: object) -> RuntimeConfig:
@@ -112,6 +125,8 @@ def test_graphs_of_steps_with_prompt_tokens(options: dict[str, Any], expected: i
         (HOPPER, {"max_seq_len_override": 1001}, ("max_seq_len_override", "1001", "1000")),
         (HOPPER, {"tp": 3}, ("tp", "3", "num_attention_heads")),
         (TURING, {"tp": 2}, ("tp", "2", "1 to 1")),
+        (HOPPER, {"dp": 3, "tp": 2}, ("dp is 3", "tp 2: 1 to 2", "sees 4")),
+        (HOPPER, {"dp": 5}, ("dp is 5", "1 to 4")),
         (CPU, {"attention_backend": "fi"}, ("attention_backend", "fi", "torch")),
         (HOPPER, {"attention_backend": "fi"}, ("attention_backend", "fi", "64, 128, 256", "16")),
         (CPU, {"num_pages": 2**27, "page_size": 16}, ("num_pages", str(2**27), str(2**27 - 2), "16 tokens")),

@@ -1,4 +1,4 @@
-"""The metrics of a front are given back before its process ends, each before the family that it belongs to."""
+"""The metrics of a front: sums over engine cores, and given back before its process ends, each before its family."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 
 from minisgl_backend.delivery.latency import LatencyRecorder
+from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S
+from minisgl_backend.ipc.messages import HistogramCounts, Stats
 
 
 class Page:
@@ -19,14 +21,22 @@ class Page:
     def __init__(self) -> None:
         self.families: list[str] = []
         self.metrics: list[str] = []
+        self.values: dict[tuple[str, ...], float] = {}
 
     def family_class(self) -> type:
         page = self
 
         class Metric:
-            def __init__(self, family: str) -> None:
+            def __init__(self, family: str, labels: dict[str, str]) -> None:
                 self.family = family
+                self.key = (family, *labels.values())
                 page.metrics.append(family)
+
+            def set(self, value: float) -> None:
+                page.values[self.key] = value
+
+            def increment(self, value: float) -> None:
+                page.values[self.key] = page.values.get(self.key, 0.0) + value
 
             def __del__(self) -> None:
                 assert self.family in page.families
@@ -40,7 +50,7 @@ class Page:
                 page.families.append(name)
 
             def Metric(self, labels: dict[str, str]) -> Metric:
-                return Metric(self.name)
+                return Metric(self.name, labels)
 
             def __del__(self) -> None:
                 page.families.remove(self.name)
@@ -60,7 +70,8 @@ def reporter(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     name = "minisgl_backend.serving.metrics"  # it imports that one
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
-    front = SimpleNamespace(latency=LatencyRecorder())
+    responder, client = SimpleNamespace(last_sent=0.0), SimpleNamespace(num_cores=2)
+    front = SimpleNamespace(latency=LatencyRecorder(), responder=responder, client=client)
     yield importlib.import_module(name).MetricsReporter(front, is_leader=True)
     sys.modules.pop(name, None)
 
@@ -73,3 +84,36 @@ def test_nothing_is_left_of_the_metrics(reporter: Any, page: Page) -> None:
     reporter.stop()
     assert page.metrics == []
     assert page.families == []
+
+
+def stats_of(generated: float, running: float, cancelled: int = 0) -> Any:
+    values = {"total_generated_tokens": generated, "num_running": running, "num_waiting": 1.0, "restarts": 0.0}
+    counts = [0] * (len(CANCELLATION_BOUNDS_S) + 1)
+    counts[0] = cancelled
+    seconds = HistogramCounts(counts=tuple(counts), sum=0.001 * cancelled)
+    return Stats(values=values, histograms={"cancellation_seconds": seconds})
+
+
+def test_figures_of_several_cores_are_summed_and_no_restart_takes_any_back(reporter: Any, page: Page) -> None:
+    engine = reporter._engine
+    engine.report([stats_of(100, 3, 2), stats_of(50, 1)])
+    assert page.values["minisgl_generated_tokens_total",] == 150
+    assert page.values["minisgl_requests_running",] == 4
+    assert page.values["minisgl_requests_waiting",] == 2
+    assert page.values["minisgl_cancellation_seconds_count",] == 2
+    assert page.values["minisgl_core_requests", "0", "running"] == 3
+    engine.report([None, stats_of(60, 2)])
+    assert page.values["minisgl_generated_tokens_total",] == 160
+    assert page.values["minisgl_requests_running",] == 2
+    assert page.values["minisgl_core_up", "0"] == 0
+    assert page.values["minisgl_core_up", "1"] == page.values["minisgl_engine_up",] == 1
+    engine.report([stats_of(7, 1, 1), stats_of(60, 2, 4)])
+    assert page.values["minisgl_generated_tokens_total",] == 167, "its counters began anew"
+    assert page.values["minisgl_cancellation_seconds_bucket", "0.001"] == 7
+    assert page.values["minisgl_core_up", "0"] == 1
+    engine.report_dead()
+    assert [page.values["minisgl_core_up", core] for core in "01"] == [0, 0]
+    assert page.values["minisgl_engine_up",] == 0
+    del engine
+    reporter.start()
+    reporter.stop()
