@@ -57,6 +57,7 @@ class AttentionSpec:
     max_rows: int  # rows of the page table, the padding row included
     dtype: torch.dtype  # of queries and of attention's output
     device: torch.device
+    flashinfer_tensor_cores: bool | None = None  # whether FlashInfer decodes on them; None: as measured
 
     @property
     def group_of_layer(self) -> tuple[int, ...]:

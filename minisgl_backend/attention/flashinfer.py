@@ -6,7 +6,6 @@ nothing waits for the device.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +13,6 @@ import numpy as np
 import torch
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
-from minisgl_backend.config import Environment
 from minisgl_backend.kv.layout import LayerKV
 
 _WORKSPACE_BYTES = 256 << 20
@@ -62,8 +60,7 @@ class FlashInferBackend(AttentionBackend):
         import flashinfer
 
         self._flashinfer = flashinfer
-        wanted = Environment.read(os.environ).flashinfer_tensor_cores
-        self._tensor_cores = True if wanted is None else wanted
+        self._tensor_cores = spec.flashinfer_tensor_cores is not False
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
         self._prefill = _Planner(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND"))
         self._decode = _Planner(

@@ -54,16 +54,11 @@ class Grammars:
         *,
         vocab_size: int,
         eos_token_ids: Iterable[int],
-        on_compiled: Callable[[], None] = lambda: None,
     ) -> None:
-        """`load_tokenizer` returns the model's transformers tokenizer, and is called for the first grammar only.
-
-        `on_compiled` is called on the compiler's thread whenever `take_compiled` has something new.
-        """
+        """`load_tokenizer` returns the model's transformers tokenizer, and is called for the first grammar only."""
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
-        self._on_compiled = on_compiled
         self._compiler: Any = None
         self._todo: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Request, Any, MinisglError | None]] = queue.SimpleQueue()
@@ -217,7 +212,6 @@ class Grammars:
             except Exception as failure:
                 error = InvalidRequestError(f"guided_decoding_guide cannot be compiled: {_reason(failure)}")
             self._done.put((request, compiled, error))
-            self._on_compiled()
 
     def _compile(self, grammar: Grammar) -> Any:
         if self._compiler is None:

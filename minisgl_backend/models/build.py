@@ -90,6 +90,7 @@ def attention_spec(
     dtype: torch.dtype,
     device: torch.device,
     kv_dtype: torch.dtype | None = None,
+    flashinfer_tensor_cores: bool | None = None,
 ) -> AttentionSpec:
     """What attention backends and the KV pool of one rank must serve for this model.
 
@@ -116,6 +117,7 @@ def attention_spec(
         max_rows=max_rows,
         dtype=dtype,
         device=device,
+        flashinfer_tensor_cores=flashinfer_tensor_cores,
     )
 
 

@@ -137,6 +137,7 @@ def _load(
         dtype=dtype,
         kv_dtype=getattr(torch, runtime.kv_dtype),
         device=device,
+        flashinfer_tensor_cores=runtime.flashinfer_tensor_cores,
     )
     is_quantized = any(layout.is_fp8 for layout in spec.kv_layouts)
     scales = read_kv_scales(model_config, runtime.model_dir) if is_quantized and not config.dummy_weights else None

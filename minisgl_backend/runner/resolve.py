@@ -63,7 +63,6 @@ def resolve(
         decode_backend=attention.decode,
         page_size=attention.page_size,
         max_seq_len=model.max_seq_len(config.max_seq_len_override),
-        overlap=environment.overlap,
         cuda_graph_max_bs=_graph_max_bs(config, device, environment.eager_graphs),
         cuda_graph_max_tokens=_graph_max_tokens(config, device, environment.eager_graphs),
         eager_graphs=environment.eager_graphs,

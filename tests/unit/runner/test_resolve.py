@@ -88,7 +88,6 @@ def test_on_a_cpu() -> None:
     assert (runtime.device, runtime.prefill_backend, runtime.decode_backend) == ("cpu", "torch", "torch")
     assert runtime.cuda_graph_max_bs == 0
     assert runtime.max_seq_len == 1000
-    assert runtime.overlap
 
 
 def test_on_a_gpu() -> None:
