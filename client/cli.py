@@ -8,9 +8,7 @@ import importlib
 import json
 import sys
 import time
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -21,13 +19,13 @@ from rich.table import Table
 
 import minisgl_backend
 
-from .bench import Measurement, Prompts, Workload, fit_prompts, measure
+from .bench.command import bench_app
 from .chat import Chat
 from .client import Client
 from .connection import Protocol, parse_url
+from .console import errors_in_one_line, fail, hint, print_table, remark
 from .errors import ClientError, Unavailable
 from .local import add_local_commands
-from .perf_analyzer import PerfAnalyzerError, find_perf_analyzer
 from .request import SamplingOptions
 from .results import Result
 
@@ -37,6 +35,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(bench_app, name="bench")
 
 
 def _print_version(wanted: bool) -> None:
@@ -106,7 +105,7 @@ def generate(
         options["apply_chat_template"] = chat
     messages = None if system is None else [{"role": "system", "content": system}, {"role": "user", "content": text}]
     question = text if system is None else None
-    with _errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
+    with errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
         started = time.monotonic()
         if stream and n == 1 and not as_json:
             with client.stream(question, messages=messages, **options) as answer:
@@ -138,53 +137,16 @@ def chat(
     """Talk to the model; it remembers the conversation."""
     with contextlib.suppress(ImportError):
         importlib.import_module("readline")  # line editing and history in input()
-    with _errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
+    with errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
         if not client.is_live():
             raise Unavailable(f"cannot connect to {url or 'the server'}")
         session = Chat(client, system, _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop))
-        _status(_HELP)
+        remark(_HELP)
         while (line := _read_line()) is not None:
             if not line.startswith("/"):
                 _answer(session, line)
             elif not _obey(session, line):
                 break
-
-
-@app.command()
-def bench(
-    url: Annotated[str, typer.Option(help="HOST[:PORT] of the server's gRPC port.")] = "127.0.0.1:8001",
-    model: Model = "ensemble",
-    concurrency: Annotated[str, typer.Option(help="Requests in flight; several numbers with commas.")] = "1,8,32",
-    prompt_tokens: Annotated[int, typer.Option(min=1, help="Length of the prompts, about.")] = 128,
-    max_tokens: Annotated[int, typer.Option(min=1, help="Length of the answers (EOS is ignored).")] = 64,
-    requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests at each concurrency; default: 8 times it, 32 at least.")
-    ] = None,
-    stream: Annotated[bool, typer.Option(help="Streamed answers, or one response each.")] = True,
-    timeout: Annotated[float, typer.Option(help="Seconds for one concurrency.")] = 900.0,
-    output: Annotated[Path | None, typer.Option(help="Also write the figures to this file, as JSON.")] = None,
-) -> None:
-    """Measure throughput and latency with NVIDIA's perf_analyzer, and print a table."""
-    levels = _parse_levels(concurrency)
-    workload = Workload(prompt_tokens, max_tokens, stream)
-    rows: list[Measurement] = []
-    with _errors_in_one_line(), Client(url, "grpc", model, timeout=timeout) as client:
-        with _progress("looking for perf_analyzer, which is fetched once"):
-            analyzer = find_perf_analyzer()
-        with _progress("finding the prompts' length"):
-            prompts = fit_prompts(client, workload)
-        address = parse_url(url, "grpc").authority
-        try:
-            for level in levels:
-                count = max(requests or max(32, 8 * level), level)
-                with _progress(f"{count} requests, {level} at once"):
-                    rows.append(measure(analyzer, address, model, prompts, workload, level, count, timeout))
-        finally:
-            if rows:  # also those before an error or Ctrl-C
-                _print_table(_bench_table(rows, prompts))
-    if output is not None:
-        figures = {"prompt_tokens": prompts.num_input_tokens, "output_tokens": prompts.num_output_tokens}
-        output.write_text(json.dumps({**figures, "rows": [dataclasses.asdict(row) for row in rows]}, indent=2) + "\n")
 
 
 @app.command()
@@ -195,11 +157,11 @@ def status(
     metrics_url: Annotated[str | None, typer.Option(help="Default: http://HOST:8002/metrics.")] = None,
 ) -> None:
     """Whether the server and the model are ready, and the server's key metrics. Exit status 1: not ready."""
-    with _errors_in_one_line(), _connect(url, protocol, model, None, metrics_url) as client:
+    with errors_in_one_line(), _connect(url, protocol, model, None, metrics_url) as client:
         live, ready = client.is_live(), client.is_ready()
         typer.echo(f"server: {'live' if live else 'does not answer'}; {model}: {'ready' if ready else 'not ready'}")
         if live:
-            _print_table(_metrics_table(client, model))
+            print_table(_metrics_table(client, model))
         if not ready:
             raise typer.Exit(1)
 
@@ -242,7 +204,7 @@ def openai(
     from minisgl_backend.errors import ConfigError
     from minisgl_backend.host.openai_endpoint import EndpointSettings, api_keys_of, serve_until_signal
 
-    with _errors_in_one_line():
+    with errors_in_one_line():
         server = parse_url(url, "grpc")
         settings = EndpointSettings(
             host=host,
@@ -262,33 +224,7 @@ def openai(
         try:
             serve_until_signal(settings, lambda text: typer.echo(text, err=True))
         except ConfigError as error:
-            _fail(str(error).replace("--openai-", "--"), 2)
-
-
-@contextlib.contextmanager
-def _errors_in_one_line() -> Iterator[None]:
-    """Ends the program with one line: status 1 for what went wrong, 2 for a wrong argument, 130 for Ctrl-C."""
-    try:
-        yield
-    except (ClientError, PerfAnalyzerError) as error:
-        _fail(f"{type(error).__name__}: {error}{_hint(error)}" if isinstance(error, ClientError) else str(error), 1)
-    except ImportError as error:
-        _fail(f"{error}; pip install 'minisgl-backend[client]'", 1)
-    except ValueError as error:
-        _fail(str(error), 2)
-    except KeyboardInterrupt:
-        _fail("stopped", 130)
-
-
-def _hint(error: Exception) -> str:
-    if isinstance(error, Unavailable) and "connect" in str(error):
-        return "; is the server running (minisgl serve), and is --url its address?"
-    return ""
-
-
-def _fail(message: str, exit_status: int) -> None:
-    Console(stderr=True, soft_wrap=True).print(f"[red]error:[/red] {escape(message)}", highlight=False)
-    raise typer.Exit(exit_status) from None
+            fail(str(error).replace("--openai-", "--"), 2)
 
 
 def _options(
@@ -318,26 +254,6 @@ def _write(text: str) -> None:
     sys.stdout.flush()
 
 
-def _status(text: str) -> None:
-    """A remark beside the answer; only people see it, pipes do not."""
-    if sys.stderr.isatty():
-        Console(stderr=True).print(f"[dim]{escape(text)}[/dim]", highlight=False)
-
-
-def _progress(text: str) -> contextlib.AbstractContextManager[object]:
-    """Says what is being waited for: on a terminal while it lasts, else as a line on stderr."""
-    console = Console(stderr=True)
-    if console.is_terminal:
-        return console.status(f"{text} ...")
-    typer.echo(f"{text} ...", err=True)
-    return contextlib.nullcontext()
-
-
-def _print_table(table: Table) -> None:
-    """On a terminal as wide as that is; in a pipe nothing is folded."""
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
-
-
 def _print_result(result: Result, as_json: bool) -> None:
     if as_json:
         typer.echo(json.dumps(dataclasses.asdict(result), ensure_ascii=False, indent=2))
@@ -350,7 +266,7 @@ def _print_result(result: Result, as_json: bool) -> None:
 
 def _print_summary(result: Result, seconds: float) -> None:
     if result.num_output_tokens:
-        _status(
+        remark(
             f"{result.num_input_tokens} tokens in, {result.num_output_tokens} out, {seconds:.2f} s, "
             f"{result.num_output_tokens / seconds:.1f} tokens/s, finish reason {result.finish_reason}"
         )
@@ -365,7 +281,7 @@ def _read_line() -> str | None:
             return None
         except KeyboardInterrupt:
             _write("\n")
-            _status(_HELP)
+            remark(_HELP)
             continue
         if line:
             return line
@@ -400,49 +316,12 @@ def _answer(session: Chat, text: str) -> None:
     except ClientError as error:
         _write("\n")
         Console(stderr=True, soft_wrap=True).print(
-            f"[red]{type(error).__name__}:[/red] {escape(str(error) + _hint(error))}", highlight=False
+            f"[red]{type(error).__name__}:[/red] {escape(str(error) + hint(error))}", highlight=False
         )
         return
     _write("\n")
     if session.last is not None:
         _print_summary(session.last, time.monotonic() - started)
-
-
-def _parse_levels(text: str) -> list[int]:
-    levels = [int(part) for part in text.split(",") if part.strip().isdigit()]
-    if len(levels) != len(text.split(",")) or min(levels, default=0) < 1:
-        _fail(f"--concurrency is {text!r}; allowed: whole numbers from 1 with commas between them", 2)
-    return levels
-
-
-def _bench_table(rows: list[Measurement], prompts: Prompts) -> Table:
-    table = Table(
-        title=f"prompts of about {prompts.num_input_tokens} tokens, answers of {prompts.num_output_tokens}",
-        box=box.SIMPLE,
-        padding=0,
-        caption="Times: p50 / p99 in ms. req/s and latency are perf_analyzer's figures, the rest is from its export.",
-    )
-    for heading in ("concurrency", "requests", "req/s", "tokens/s", "latency", "first token", "per token"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row.concurrency),
-            str(row.requests),
-            f"{row.requests_per_s:,.2f}",
-            f"{row.tokens_per_s:,.1f}",
-            _pair(row.latency_p50, row.latency_p99),
-            _pair(row.first_token_p50, row.first_token_p99),
-            _pair(row.per_token_p50, row.per_token_p99),
-        )
-    return table
-
-
-def _pair(p50: float | None, p99: float | None) -> str:
-    return "-" if p50 is None or p99 is None else f"{_three_digits(p50)} / {_three_digits(p99)}"
-
-
-def _three_digits(milliseconds: float) -> str:
-    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
 
 def _metrics_table(client: Client, model: str) -> Table:

@@ -1,6 +1,7 @@
 """Requests over HTTP: Triton's `generate` for whole answers, `generate_stream` (server-sent events) for streams.
 
-Closing the connection is the only way to cancel a request here.
+Closing the connection is the only way to cancel a request here. What other servers expect and answer differs in the
+`Post` and its `BodyFormat` alone (openai_client.py).
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ import socket
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from .errors import ClientError, ServerError, Unavailable, cancelled_here, from_http, from_message, timed_out
@@ -28,22 +30,44 @@ _ENVELOPE = frozenset(("model_name", "model_version", "id", "sequence_id", "sequ
 _HEADERS = {"Content-Type": "application/json"}
 
 
+@dataclass(frozen=True)
+class Post:
+    """A request as it travels."""
+
+    path: str
+    body: bytes
+    stream: bool  # server-sent events are expected, not one body
+    request_id: str
+    timeout: float | None  # seconds for the whole answer
+    headers: Mapping[str, str] = field(default_factory=dict)  # beside the content's type
+
+
+class BodyFormat(Protocol):
+    """How a server writes its replies."""
+
+    def decode(self, status: int, text: str) -> Reply | None:
+        """The data of one event, or a whole body; None where it says nothing. Raises ClientError for an error."""
+
+    def end(self) -> None:
+        """The stream has ended. Raises ClientError where it ended too early."""
+
+
 class HttpCall:
     """One request in flight, on a connection of its own."""
 
-    def __init__(self, connection: http.client.HTTPConnection, request: InferenceRequest) -> None:
+    def __init__(self, connection: http.client.HTTPConnection, post: Post, body_format: BodyFormat) -> None:
         self._connection = connection
-        self._request_id = request.request_id
-        self._timeout = request.timeout
-        self._deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        self._request_id = post.request_id
+        self._timeout = post.timeout
+        self._deadline = None if post.timeout is None else time.monotonic() + post.timeout
         self._cancelled = False
         self._response: http.client.HTTPResponse | None = None
-        self._decoder = ReplyDecoder(request.stream, request.request_id)
+        self._decoder = ReplyDecoder(post.stream, body_format)
         self._socket: socket.socket | None = None
         with self._translated():
             connection.connect()
             self._socket = connection.sock  # http.client forgets it once the response says `Connection: close`
-            connection.request("POST", request_path(request), encode_request(request), _HEADERS)
+            connection.request("POST", post.path, post.body, {**_HEADERS, **post.headers})
 
     def receive(self) -> Reply | None:
         """The next response, None after the last. Raises ClientError."""
@@ -106,14 +130,14 @@ class HttpCall:
 class AsyncHttpCall:
     """One request in flight, in an event loop."""
 
-    def __init__(self, session: aiohttp.ClientSession, base_url: str, request: InferenceRequest) -> None:
+    def __init__(self, session: aiohttp.ClientSession, base_url: str, post: Post, body_format: BodyFormat) -> None:
         self._session = session
-        self._url = base_url + request_path(request)
-        self._request = request
-        self._deadline = None if request.timeout is None else time.monotonic() + request.timeout
+        self._url = base_url + post.path
+        self._post = post
+        self._deadline = None if post.timeout is None else time.monotonic() + post.timeout
         self._response: aiohttp.ClientResponse | None = None
         self._opening: asyncio.Task[aiohttp.ClientResponse] | None = None
-        self._decoder = ReplyDecoder(request.stream, request.request_id)
+        self._decoder = ReplyDecoder(post.stream, body_format)
         self._cancelled = False
 
     async def receive(self) -> Reply | None:
@@ -124,16 +148,16 @@ class AsyncHttpCall:
             return await asyncio.wait_for(self._receive(), self._remaining())
         except (TimeoutError, asyncio.TimeoutError):
             self.cancel()
-            raise timed_out(self._request.timeout, self._request.request_id) from None
+            raise timed_out(self._post.timeout, self._post.request_id) from None
         except asyncio.CancelledError:
             if self._cancelled:
-                raise cancelled_here(self._request.request_id) from None
+                raise cancelled_here(self._post.request_id) from None
             raise
         except aiohttp.ClientError as error:
             if self._cancelled:
-                raise cancelled_here(self._request.request_id) from None
+                raise cancelled_here(self._post.request_id) from None
             what = "cannot connect" if self._response is None else "the connection broke"
-            raise Unavailable(f"{what}: {error}", request_id=self._request.request_id) from None
+            raise Unavailable(f"{what}: {error}", request_id=self._post.request_id) from None
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -144,16 +168,15 @@ class AsyncHttpCall:
 
     async def _receive(self) -> Reply | None:
         if self._response is None:
-            body = encode_request(self._request)
-            self._opening = asyncio.ensure_future(self._open(body))
+            self._opening = asyncio.ensure_future(self._open())
             self._response = await self._opening
             self._decoder.begin(self._response.status)
         while (reply := self._decoder.next()) is None and not self._decoder.ended:
             self._decoder.feed(await self._response.content.readany())
         return reply
 
-    async def _open(self, body: bytes) -> aiohttp.ClientResponse:
-        return await self._session.post(self._url, data=body, headers=_HEADERS)
+    async def _open(self) -> aiohttp.ClientResponse:
+        return await self._session.post(self._url, data=self._post.body, headers={**_HEADERS, **self._post.headers})
 
     def _remaining(self) -> float | None:
         return None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
@@ -167,7 +190,8 @@ class HttpTransport:
         self._connection_type = http.client.HTTPSConnection if secure else http.client.HTTPConnection
 
     def start(self, request: InferenceRequest) -> HttpCall:
-        return HttpCall(self._connection_type(self._address, timeout=request.timeout), request)
+        connection = self._connection_type(self._address, timeout=request.timeout)
+        return HttpCall(connection, _post(request), _TritonBodies(request.request_id))
 
     def is_live(self, timeout: float) -> bool:
         return self._ask("/v2/health/live", timeout)
@@ -198,7 +222,7 @@ class AsyncHttpTransport:
         self._session: aiohttp.ClientSession | None = None
 
     def start(self, request: InferenceRequest) -> AsyncHttpCall:
-        return AsyncHttpCall(self._open_session(), self._base_url, request)
+        return AsyncHttpCall(self._open_session(), self._base_url, _post(request), _TritonBodies(request.request_id))
 
     async def is_live(self, timeout: float) -> bool:
         return await self._ask("/v2/health/live", timeout)
@@ -223,21 +247,26 @@ class AsyncHttpTransport:
             return False
 
     def _open_session(self) -> aiohttp.ClientSession:
-        import aiohttp
-
         if self._session is None:
-            # No limit of connections: each stream holds one. The requests bring their own deadlines.
-            connector = aiohttp.TCPConnector(limit=0)
-            self._session = aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+            self._session = new_session()
         return self._session
+
+
+def new_session() -> aiohttp.ClientSession:
+    """For the running event loop."""
+    import aiohttp
+
+    # No limit of connections: each stream holds one. The requests bring their own deadlines.
+    connector = aiohttp.TCPConnector(limit=0)
+    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
 
 
 class ReplyDecoder:
     """Bytes of one response body in, replies out. Both transports read through it."""
 
-    def __init__(self, stream: bool, request_id: str) -> None:
+    def __init__(self, stream: bool, body_format: BodyFormat) -> None:
         self._stream = stream
-        self._request_id = request_id
+        self._format = body_format
         self._status = 200
         self._events = EventParser()
         self._body = bytearray()
@@ -252,29 +281,54 @@ class ReplyDecoder:
         whole_body = not self._stream or self._status != 200
         if data and not whole_body:
             for event in self._events.feed(data):
-                self._replies.append(self._decode(event))
+                self._take(event)
             return
         self._body += data
         if not data:
             self.ended = True
             if whole_body:
-                self._replies.append(self._decode(_without_event_framing(self._body.decode("utf-8", "replace"))))
+                self._take(_without_event_framing(self._body.decode("utf-8", "replace")))
+            else:
+                self._format.end()
 
     def next(self) -> Reply | None:
         return self._replies.popleft() if self._replies else None
 
-    def _decode(self, text: str) -> Reply:
-        try:
-            body = json.loads(text)
-        except ValueError:
-            if self._status != 200:
-                raise from_http(self._status, text or f"HTTP status {self._status}", self._request_id) from None
-            raise ServerError(f"the server sent no JSON: {text[:200]!r}", request_id=self._request_id) from None
-        if self._status != 200:
-            raise from_http(self._status, str(body.get("error", body)), self._request_id)
+    def _take(self, text: str) -> None:
+        reply = self._format.decode(self._status, text)
+        if reply is not None:
+            self._replies.append(reply)
+
+
+class _TritonBodies:
+    """What Triton writes. It marks no end of a stream."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+
+    def decode(self, status: int, text: str) -> Reply:
+        body = parse_body(status, text, self._request_id)
+        if status != 200:
+            raise from_http(status, str(body.get("error", body)), self._request_id)
         if "error" in body:
             raise from_message(str(body["error"]), self._request_id)
         return decode_response(body)
+
+    def end(self) -> None:
+        pass
+
+
+def parse_body(status: int, text: str, request_id: str) -> dict[str, Any]:
+    """The JSON object in a body or event. Raises ClientError where there is none."""
+    try:
+        body = json.loads(text)
+    except ValueError:
+        body = None
+    if isinstance(body, dict):
+        return body
+    if status != 200:
+        raise from_http(status, text[:200] or f"HTTP status {status}", request_id)
+    raise ServerError(f"the server sent no JSON object: {text[:200]!r}", request_id=request_id)
 
 
 class EventParser:
@@ -298,6 +352,11 @@ class EventParser:
                 events.append(b"\n".join(self._data).decode("utf-8", "replace"))
                 self._data = []
         return events
+
+
+def _post(request: InferenceRequest) -> Post:
+    body = encode_request(request)
+    return Post(request_path(request), body, request.stream, request.request_id, request.timeout)
 
 
 def request_path(request: InferenceRequest) -> str:

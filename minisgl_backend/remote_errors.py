@@ -61,6 +61,8 @@ _BY_STATUS: dict[str, type[ClientError]] = {
     "NOT_FOUND": InvalidRequest,
     "ALREADY_EXISTS": InvalidRequest,
     "OUT_OF_RANGE": InvalidRequest,
+    "UNAUTHENTICATED": InvalidRequest,
+    "PERMISSION_DENIED": InvalidRequest,
     "UNAVAILABLE": Unavailable,
     "RESOURCE_EXHAUSTED": Unavailable,
     "CANCELLED": Cancelled,
@@ -68,7 +70,10 @@ _BY_STATUS: dict[str, type[ClientError]] = {
 }
 _STATUS_BY_HTTP: dict[int, str] = {
     400: "INVALID_ARGUMENT",
+    401: "UNAUTHENTICATED",
+    403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
+    429: "RESOURCE_EXHAUSTED",
     500: "INTERNAL",
     501: "UNIMPLEMENTED",
     503: "UNAVAILABLE",

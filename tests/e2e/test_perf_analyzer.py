@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from client.perf_analyzer import ENVIRONMENT_VARIABLE, PerfAnalyzer, find_perf_analyzer
+from client.bench.perf_analyzer import ENVIRONMENT_VARIABLE, PerfAnalyzer, find_perf_analyzer
 from tests.e2e.wire import PATIENCE_SECONDS, Server
 
 pytestmark = pytest.mark.e2e
@@ -19,7 +19,7 @@ def analyzer(monkeypatch_module: pytest.MonkeyPatch) -> PerfAnalyzer:
     def refuse(binary: Path) -> None:
         pytest.skip(f"no perf_analyzer: {binary} is missing; run `minisgl bench` once, or set {ENVIRONMENT_VARIABLE}")
 
-    monkeypatch_module.setattr("client.perf_analyzer._fetch", refuse)
+    monkeypatch_module.setattr("client.bench.perf_analyzer._fetch", refuse)
     return find_perf_analyzer()
 
 

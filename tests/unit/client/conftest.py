@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("tritonclient.grpc")
 
+from fake_openai import Script, start_openai
 from fake_server import Record, start_grpc, start_http
 
 from client import Client
@@ -52,3 +53,17 @@ def errors_in_band(record: Record) -> Iterator[SimpleNamespace]:
     server, address = start_grpc(record, in_band_errors=True)
     yield SimpleNamespace(url=address)
     server.stop(None).wait()
+
+
+@pytest.fixture
+def script() -> Script:
+    return Script()
+
+
+@pytest.fixture
+def openai_url(script: Script) -> Iterator[str]:
+    """A server of OpenAI's API that follows `script`."""
+    server, address = start_openai(script)
+    yield address
+    server.shutdown()
+    server.server_close()

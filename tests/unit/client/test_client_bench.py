@@ -11,8 +11,10 @@ from pathlib import Path
 import pytest
 
 from client import Client
-from client.bench import Prompts, Workload, fit_prompts, make_prompt, measure, percentile, read_reports
-from client.perf_analyzer import ENVIRONMENT_VARIABLE, PerfAnalyzer, PerfAnalyzerError, find_perf_analyzer
+from client.bench.figures import percentile
+from client.bench.perf_analyzer import ENVIRONMENT_VARIABLE, PerfAnalyzer, PerfAnalyzerError, find_perf_analyzer
+from client.bench.perf_runs import Prompts, Workload, fit_prompts, measure, read_reports
+from client.bench.workload import make_prompt
 
 REPORT = (
     "Concurrency,Inferences/Second,Response Throughput,Client Send,p50 latency,p90 latency,p95 latency,p99 latency\n"

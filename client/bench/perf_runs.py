@@ -6,20 +6,19 @@ token, between tokens, tokens a second) is computed from the time stamps that it
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import random
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .client import Client
+from ..client import Client
+from .figures import percentile
 from .perf_analyzer import PerfAnalyzer, PerfAnalyzerError
+from .workload import fit_prompt_maker, make_prompt
 
-_WORDS = (
-    "time year people way day man thing woman life child world school state family student group country hand".split()
-)
 _MAX_PROMPTS = 2000
 
 
@@ -65,30 +64,19 @@ class Measurement:
     per_token_p99: float | None
 
 
-def make_prompt(draw: random.Random, num_words: int) -> str:
-    """Random words, so that no two prompts share a prefix that a cache could serve."""
-    return " ".join([str(draw.randrange(10**6)), *(draw.choice(_WORDS) for _ in range(num_words - 1))])
-
-
 def fit_prompts(client: Client, workload: Workload) -> Prompts:
     """Finds how many words give `prompt_tokens`, by the server's own counts; warms the server up, too.
 
-    Raises the client's errors, and PerfAnalyzerError where the server reports no counts.
+    Raises the client's errors.
     """
-    draw = random.Random(0)
 
-    def count(num_words: int) -> int:
-        counted = client.generate(make_prompt(draw, num_words), max_tokens=1, ignore_eos=True).num_input_tokens
-        if counted is None:
-            raise PerfAnalyzerError("the server does not report num_input_tokens")
-        return counted
+    async def count(prompt: str) -> int | None:
+        return client.generate(prompt, max_tokens=1, ignore_eos=True).num_input_tokens
 
-    few, many = 4, max(8, workload.prompt_tokens // 2)
-    at_few, at_many = count(few), count(many)
-    tokens_per_word = max((at_many - at_few) / (many - few), 0.1)
-    num_words = max(1, round(few + (workload.prompt_tokens - at_few) / tokens_per_word))
+    maker = asyncio.run(fit_prompt_maker(count, workload.prompt_tokens))
+    num_words = maker.num_words(workload.prompt_tokens)
     whole = client.generate(
-        make_prompt(draw, num_words), max_tokens=workload.max_tokens, temperature=0.0, ignore_eos=True
+        make_prompt(random.Random(0), num_words), max_tokens=workload.max_tokens, temperature=0.0, ignore_eos=True
     )
     return Prompts(num_words, whole.num_input_tokens or 0, whole.num_output_tokens or workload.max_tokens)
 
@@ -129,9 +117,9 @@ def read_reports(report: str, export: str, concurrency: int, tokens_per_request:
     starts = [request["timestamp"] for request in requests]
     stamps = [request["response_timestamps"] for request in requests]
     elapsed_s = (max(times[-1] for times in stamps) - min(starts)) / 1e9
-    first = [(times[0] - start) / 1e6 for start, times in zip(starts, stamps, strict=True)]
+    first = sorted((times[0] - start) / 1e6 for start, times in zip(starts, stamps, strict=True))
     streamed = any(len(times) > 1 for times in stamps) and tokens_per_request > 1
-    per_token = [(times[-1] - times[0]) / 1e6 / (tokens_per_request - 1) for times in stamps] if streamed else []
+    per_token = sorted((times[-1] - times[0]) / 1e6 / (tokens_per_request - 1) for times in stamps) if streamed else []
     return Measurement(
         concurrency=concurrency,
         requests=len(requests),
@@ -144,9 +132,3 @@ def read_reports(report: str, export: str, concurrency: int, tokens_per_request:
         per_token_p50=percentile(per_token, 50) if streamed else None,
         per_token_p99=percentile(per_token, 99) if streamed else None,
     )
-
-
-def percentile(values: Sequence[float], percent: float) -> float:
-    """The nearest-rank percentile."""
-    ordered = sorted(values)
-    return ordered[max(0, -(-len(ordered) * int(percent) // 100) - 1)]

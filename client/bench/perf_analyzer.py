@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..console import CommandError
+
 ENVIRONMENT_VARIABLE = "MINISGL_PERF_ANALYZER"
 # The last one that runs on glibc 2.35 to 2.37 and on all later ones too.
 _VERSION = "2.48.0"
@@ -25,7 +27,7 @@ _VERSION = "2.48.0"
 _LIBRARIES = {"libb64.so.0d": "libb64-*.so.0d", "libcudart.so.12": "libcudart-*.so.12*"}
 
 
-class PerfAnalyzerError(Exception):
+class PerfAnalyzerError(CommandError):
     """There is no perf_analyzer that runs here, or it failed; one line says why."""
 
 

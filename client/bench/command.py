@@ -1,0 +1,366 @@
+"""The command `minisgl bench` and its subcommand `compare`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import json
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from ..client import Client
+from ..connection import parse_url
+from ..console import CommandError, errors_in_one_line, print_table, progress, say_error
+from ..request import SamplingOptions
+from .compare import compare_reports, draw_comparison
+from .figures import Figures, figures_of
+from .generator import run_load
+from .perf_analyzer import find_perf_analyzer
+from .perf_runs import Measurement, Prompts, Workload, fit_prompts, measure
+from .report import Report, describe_machine, figures_table, label_of, number
+from .targets import StreamClient, Target, openai_target, triton_target
+from .trace import Arrival, read_trace
+from .workload import (
+    Lengths,
+    Load,
+    PromptMaker,
+    closed_load,
+    fit_prompt_maker,
+    poisson_load,
+    trace_load,
+    warm_up_load,
+)
+
+bench_app = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
+
+_LEVELS = "1,8,32"
+_OPEN_REQUESTS = 100  # of a Poisson run
+_STOPPED = 130
+
+
+@bench_app.callback()
+def bench(
+    context: typer.Context,
+    url: Annotated[
+        str | None, typer.Option(help="Triton: [SCHEME://]HOST[:PORT]; grpc or http [grpc://127.0.0.1:8001].")
+    ] = None,
+    openai: Annotated[
+        str | None, typer.Option(metavar="URL", help="A server of OpenAI's API instead: http://HOST:PORT[/v1].")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="With --openai.", envvar=["MINISGL_API_KEY", "OPENAI_API_KEY"])
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model [ensemble; with --openai the server's first].")
+    ] = None,
+    concurrency: Annotated[
+        str | None, typer.Option(help=f"Requests in flight; several numbers with commas: a run each [{_LEVELS}].")
+    ] = None,
+    rate: Annotated[
+        str | None, typer.Option(help="Requests a second that arrive at random (Poisson); several with commas.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Replay arrival times and lengths from this file of JSON lines.")
+    ] = None,
+    time_scale: Annotated[float, typer.Option(help="Multiplies the trace's times.")] = 1.0,
+    input_tokens: Annotated[
+        str, typer.Option("--input-tokens", "--prompt-tokens", help="Length of prompts, about: 128, or 64-256.")
+    ] = "128",
+    output_tokens: Annotated[
+        str, typer.Option("--output-tokens", "--max-tokens", help="Length of answers: 64, or 32-128.")
+    ] = "64",
+    requests: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of each run [8 times the concurrency, at least 32; 100 with --rate; a whole trace]."),
+    ] = None,
+    warm_up: Annotated[int, typer.Option(min=0, help="Requests before each run that do not count.")] = 8,
+    seed: Annotated[int, typer.Option(help="Of lengths, arrival times and words.")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="Prompts as chat messages, not as plain text.")] = False,
+    ignore_eos: Annotated[
+        bool, typer.Option(help="Answers of exactly the wanted length; not every server can.")
+    ] = True,
+    temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
+    option: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=VALUE", help="Another sampling option of each request, as top_k=20; repeatable."),
+    ] = None,
+    timeout: Annotated[float, typer.Option(help="Seconds for one answer; with --perf-analyzer for one run.")] = 900.0,
+    name: Annotated[str | None, typer.Option(help="What comparisons call these figures [the model].")] = None,
+    output: Annotated[
+        Path | None, typer.Option("--json", "--output", help="Also write the figures to this file, as JSON.")
+    ] = None,
+    perf_analyzer: Annotated[
+        bool, typer.Option("--perf-analyzer", help="Measure with NVIDIA's perf_analyzer instead (Triton over gRPC).")
+    ] = False,
+    stream: Annotated[bool, typer.Option(help="With --perf-analyzer: streamed answers, or one response each.")] = True,
+) -> None:
+    """Measure a running server: throughput, time to the first token, between tokens, errors.
+
+    Ctrl-C ends a run and shows what was measured. `minisgl bench compare A.json B.json` compares.
+    """
+    if context.invoked_subcommand is not None:
+        return
+    with errors_in_one_line():
+        _check_together(url, openai, api_key, concurrency, rate, trace, time_scale)
+        inputs, outputs = Lengths.parse("--input-tokens", input_tokens), Lengths.parse("--output-tokens", output_tokens)
+        levels = _parse_levels(_LEVELS if concurrency is None else concurrency)
+        if perf_analyzer:
+            if openai is not None or rate is not None or trace is not None or chat or option:
+                raise ValueError("--perf-analyzer goes with --concurrency over gRPC, and none of --openai, --rate, "
+                                 "--trace, --chat, --option")  # fmt: skip
+            if inputs.low != inputs.high or outputs.low != outputs.high:
+                raise ValueError("--perf-analyzer takes one length of prompts and one of answers, no ranges")
+            workload = Workload(inputs.low, outputs.low, stream)
+            _run_perf_analyzer(url, model or "ensemble", workload, levels, requests, timeout, output)
+            return
+        if not stream:
+            raise ValueError("--no-stream goes with --perf-analyzer alone")
+        rates = None if rate is None else _parse_rates(rate)
+        arrivals = None if trace is None else read_trace(trace, limit=requests, time_scale=time_scale)
+        options = _sampling_options(option, known_only=openai is None)
+        options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **options}
+        if openai is None:
+            target = triton_target(url, model or "ensemble", chat, timeout, options)
+        else:
+            target = openai_target(openai, api_key, model, chat, timeout, options)
+        plan = _Plan(inputs, outputs, levels, rates, trace, arrivals, requests, warm_up, seed)
+        runs = asyncio.run(_measure_all(target, plan))
+        _finish(target, plan, runs, name, output)
+
+
+@bench_app.command()
+def compare(
+    files: Annotated[list[Path], typer.Argument(help="What --json wrote, two files or more; the first is the basis.")],
+    plot: Annotated[Path | None, typer.Option(help="Also draw a picture: .svg, .png or .pdf.")] = None,
+) -> None:
+    """Compare figures of several benchmarks, run by run."""
+    with errors_in_one_line():
+        if len(files) < 2:
+            raise ValueError("one file is given; allowed: two or more")
+        reports = [Report.read(file) for file in files]
+        for table in compare_reports(reports):
+            print_table(table)
+        if plot is not None:
+            draw_comparison(reports, plot)
+            typer.echo(f"wrote {plot}")
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What is to be measured."""
+
+    inputs: Lengths
+    outputs: Lengths
+    levels: Sequence[int]
+    rates: Sequence[float] | None
+    trace: Path | None
+    arrivals: Sequence[Arrival] | None
+    requests: int | None
+    warm_up: int
+    seed: int
+
+    @property
+    def longest_input(self) -> int:
+        if self.arrivals is not None:
+            return max(arrival.input_tokens for arrival in self.arrivals)
+        return self.inputs.high
+
+    def loads(self, maker: PromptMaker) -> Iterator[Load]:
+        """One run after the other; their prompts are made when they are needed."""
+        if self.arrivals is not None and self.trace is not None:
+            yield trace_load(self.trace.name, self.arrivals, maker, self.seed)
+        elif self.rates is not None:
+            for rate in self.rates:
+                count = self.requests or _OPEN_REQUESTS
+                yield poisson_load(rate, count, self.inputs, self.outputs, maker, self.seed)
+        else:
+            for level in self.levels:
+                count = max(self.requests or max(32, 8 * level), level)
+                yield closed_load(level, count, self.inputs, self.outputs, maker, self.seed)
+
+    def about(self) -> dict[str, Any]:
+        lengths = {"input_tokens": str(self.inputs), "output_tokens": str(self.outputs)}
+        return {**({} if self.arrivals is not None else lengths), "warm_up": self.warm_up, "seed": self.seed}
+
+
+async def _measure_all(target: Target, plan: _Plan) -> list[Figures]:
+    """The figures of each run, up to one that Ctrl-C has stopped. Raises ClientError where the server takes nothing."""
+    found: list[Figures] = []
+    async with target.connect() as client:
+        with progress("finding out how long prompts are"):
+            maker = await fit_prompt_maker(lambda prompt: _count(target, client, prompt), plan.longest_input)
+        for load in plan.loads(maker):
+            if plan.warm_up:
+                with progress(f"{label_of(load.label)}: {plan.warm_up} requests to warm up"):
+                    warmed = await run_load(target, client, warm_up_load(load, plan.warm_up, plan.seed), lambda: None)
+                if warmed.interrupted:
+                    break
+            with _bar(f"{label_of(load.label)}", len(load.questions)) as advance:
+                run = await run_load(target, client, load, advance)
+            found.append(figures_of(run))
+            if run.interrupted:
+                break
+    return found
+
+
+async def _count(target: Target, client: StreamClient, prompt: str) -> int | None:
+    async with target.ask(client, prompt, 1) as stream:
+        return (await stream.result()).num_input_tokens
+
+
+def _finish(target: Target, plan: _Plan, runs: Sequence[Figures], name: str | None, output: Path | None) -> None:
+    """Shows and writes what there is, and ends the program with the status that fits."""
+    if not runs:
+        raise KeyboardInterrupt
+    print_table(figures_table(runs, f"{target.model} at {target.url}"))
+    for run in runs:
+        for message, count in run.errors.items():
+            say_error(f"[red]{label_of(run.load)}: {count:,} failed:[/red] {escape(message)}")
+    if output is not None:
+        server = {"kind": target.kind, "url": target.url, "model": target.model, "chat": target.chat}
+        about = {
+            "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "server": server,
+            "options": target.options,
+            **plan.about(),
+            "machine": describe_machine(),
+        }
+        Report(name or target.model, about, [run.as_json() for run in runs]).write(output)
+    if any(run.interrupted for run in runs):
+        raise typer.Exit(_STOPPED)
+    if not any(run.completed for run in runs):
+        raise CommandError("no request was answered")
+
+
+@contextlib.contextmanager
+def _bar(text: str, total: int) -> Iterator[Any]:
+    """A progress bar on a terminal, else a line on stderr; gives a function that counts one more."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        typer.echo(f"{text}: {total} requests ...", err=True)
+        yield lambda: None
+        return
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, refresh_per_second=4) as shown:
+        task = shown.add_task(escape(text), total=total)
+        yield lambda: shown.advance(task)
+
+
+def _check_together(
+    url: str | None,
+    openai: str | None,
+    api_key: str | None,
+    concurrency: str | None,
+    rate: str | None,
+    trace: Path | None,
+    time_scale: float,
+) -> None:
+    if url is not None and openai is not None:
+        raise ValueError("--url and --openai are both given; allowed: one of them")
+    loads = {"--concurrency": concurrency, "--rate": rate, "--trace": trace}
+    given = [option for option, value in loads.items() if value is not None]
+    if len(given) > 1:
+        raise ValueError(f"{' and '.join(given)} are given; allowed: one of {', '.join(loads)}")
+    if not 0 < time_scale < float("inf"):
+        raise ValueError(f"--time-scale is {time_scale:g}; allowed: above 0")
+
+
+def _parse_levels(text: str) -> list[int]:
+    levels = [int(part) for part in text.split(",") if part.strip().isdigit()]
+    if len(levels) != len(text.split(",")) or min(levels, default=0) < 1:
+        raise ValueError(f"--concurrency is {text!r}; allowed: whole numbers from 1 with commas between them")
+    return levels
+
+
+def _parse_rates(text: str) -> list[float]:
+    try:
+        rates = [float(part) for part in text.split(",")]
+    except ValueError:
+        rates = []
+    if not rates or not all(0 < rate < float("inf") for rate in rates):
+        raise ValueError(f"--rate is {text!r}; allowed: numbers above 0 with commas between them")
+    return rates
+
+
+def _sampling_options(given: list[str] | None, known_only: bool) -> dict[str, Any]:
+    """NAME=VALUE, the value as JSON or else as a text. Triton's client knows the names; other servers may take more."""
+    options: dict[str, Any] = {}
+    for text in given or ():
+        name, equals, value = text.partition("=")
+        if not equals or not name:
+            raise ValueError(f"--option is {text!r}; allowed: NAME=VALUE")
+        if known_only and name not in SamplingOptions.__annotations__:
+            allowed = ", ".join(sorted(SamplingOptions.__annotations__))
+            raise ValueError(f"--option is {text!r}; allowed names: {allowed}")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
+
+
+def _run_perf_analyzer(
+    url: str | None,
+    model: str,
+    workload: Workload,
+    levels: Sequence[int],
+    requests: int | None,
+    timeout: float,
+    output: Path | None,
+) -> None:
+    address = parse_url(url, "grpc")
+    rows: list[Measurement] = []
+    with Client(url, "grpc", model, timeout=timeout) as client:
+        with progress("looking for perf_analyzer, which is fetched once"):
+            analyzer = find_perf_analyzer()
+        with progress("finding out how long prompts are"):
+            prompts = fit_prompts(client, workload)
+        try:
+            for level in levels:
+                count = max(requests or max(32, 8 * level), level)
+                with progress(f"{count} requests, {level} at once"):
+                    rows.append(measure(analyzer, address.authority, model, prompts, workload, level, count, timeout))
+        finally:
+            if rows:  # also those before an error or Ctrl-C
+                print_table(_perf_table(rows, prompts))
+    if output is not None:
+        figures = {"prompt_tokens": prompts.num_input_tokens, "output_tokens": prompts.num_output_tokens}
+        content = {"tool": "perf_analyzer", **figures, "rows": [dataclasses.asdict(row) for row in rows]}
+        output.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _perf_table(rows: Sequence[Measurement], prompts: Prompts) -> Table:
+    table = Table(
+        title=f"prompts of about {prompts.num_input_tokens} tokens, answers of {prompts.num_output_tokens}",
+        box=box.SIMPLE,
+        padding=0,
+        caption="Times: p50 / p99 in ms. req/s and latency are perf_analyzer's figures, the rest is from its export.",
+    )
+    for heading in ("concurrency", "requests", "req/s", "tokens/s", "latency", "first token", "per token"):
+        table.add_column(heading, justify="right")
+    for row in rows:
+        table.add_row(
+            str(row.concurrency),
+            str(row.requests),
+            f"{row.requests_per_s:,.2f}",
+            f"{row.tokens_per_s:,.1f}",
+            _pair(row.latency_p50, row.latency_p99),
+            _pair(row.first_token_p50, row.first_token_p99),
+            _pair(row.per_token_p50, row.per_token_p99),
+        )
+    return table
+
+
+def _pair(p50: float | None, p99: float | None) -> str:
+    return "-" if p50 is None or p99 is None else f"{number(p50)} / {number(p99)}"

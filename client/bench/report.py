@@ -1,0 +1,118 @@
+"""A benchmark's figures as a table, and as a file that `minisgl bench compare` reads."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from .figures import Figures
+
+FORMAT = "minisgl bench 1"
+
+# Row of a table -> where the figures have it.
+_TIMES = {
+    "first token": "ttft_ms",
+    "between pieces": "between_ms",
+    "a token after the first": "per_token_ms",
+    "whole answer": "e2e_ms",
+    "sent too late by": "late_ms",
+}
+
+
+@dataclass(frozen=True)
+class Report:
+    """All runs of one benchmark, or of a file that one wrote."""
+
+    name: str
+    about: Mapping[str, Any]  # server, model, lengths, seed, machine, time
+    runs: Sequence[Mapping[str, Any]]  # Figures, as JSON
+
+    def write(self, path: Path) -> None:
+        """Raises ValueError where the file cannot be written."""
+        content = {"format": FORMAT, "name": self.name, **self.about, "runs": list(self.runs)}
+        try:
+            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise ValueError(f"{path} cannot be written: {error}") from None
+
+    @classmethod
+    def read(cls, path: Path) -> Report:
+        """Raises ValueError for a file of another kind."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{path} cannot be read as JSON: {error}") from None
+        if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("runs"):
+            raise ValueError(f"{path} holds no figures of minisgl bench; allowed: what its --json wrote")
+        about = {name: value for name, value in content.items() if name not in ("format", "name", "runs")}
+        return cls(str(content["name"]), about, content["runs"])
+
+
+def describe_machine() -> dict[str, Any]:
+    """Where the clients ran, without the machine's name."""
+    return {"python": platform.python_version(), "system": platform.system(), "cpus": os.cpu_count()}
+
+
+def label_of(load: Mapping[str, Any]) -> str:
+    """A run's name in tables and pictures."""
+    kind, value = next(iter(load.items()))
+    if kind == "concurrency":
+        return f"{value} at once"
+    return f"{value:g} a second" if kind == "rate" else f"trace {value}"
+
+
+def figures_table(runs: Sequence[Figures], title: str) -> Table:
+    """A column for each run."""
+    table = Table(title=title, box=box.SIMPLE, padding=(0, 1), caption=_caption(runs))
+    table.add_column("")
+    for run in runs:
+        table.add_column(label_of(run.load), justify="right")
+    table.add_row("requests", *(_requests(run) for run in runs))
+    table.add_row("requests/s", *(number(run.requests_per_s) for run in runs))
+    table.add_row("output tokens/s", *(number(run.output_tokens_per_s) for run in runs))
+    table.add_row("input tokens/s", *(number(run.input_tokens_per_s) for run in runs))
+    table.add_row("input tokens", *(_mean(run.input_tokens) for run in runs))
+    table.add_row("output tokens", *(_mean(run.output_tokens) for run in runs))
+    for row, name in _TIMES.items():
+        values = [getattr(run, name) for run in runs]
+        if any(value is not None for value in values):
+            table.add_row(f"{row} (ms)", *(_percentiles(value) for value in values))
+    return table
+
+
+def _caption(runs: Sequence[Figures]) -> str:
+    notes = ["Times: p50 / p90 / p99."]
+    if any(run.counted_by == "pieces" and run.completed for run in runs):
+        notes.append("The server told no token counts: each piece of an answer counts as one token.")
+    if any(run.late_ms is not None and run.late_ms.p99 > 20 for run in runs):
+        notes.append("Requests were sent late: this machine is too slow for the load.")
+    return " ".join(notes)
+
+
+def _requests(run: Figures) -> str:
+    extras = [f"{run.failed:,} failed"] if run.failed else []
+    extras += [f"{run.unfinished:,} unfinished"] if run.unfinished else []
+    return ", ".join([f"{run.completed:,}", *extras])
+
+
+def _mean(spread: Any) -> str:
+    return "-" if spread is None else number(spread.mean)
+
+
+def _percentiles(spread: Any) -> str:
+    return "-" if spread is None else " / ".join(number(value) for value in (spread.p50, spread.p90, spread.p99))
+
+
+def number(value: float | None) -> str:
+    """Three digits, all of them before the point."""
+    if value is None:
+        return "-"
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

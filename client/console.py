@@ -1,0 +1,74 @@
+"""What the commands of `minisgl` say beside their answers, and how they end."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from typing import NoReturn
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from .errors import ClientError, Unavailable
+
+
+class CommandError(Exception):
+    """A command cannot go on, through no fault of its arguments; one line says why."""
+
+
+@contextlib.contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Ends the program with one line: status 1 for what went wrong, 2 for a wrong argument, 130 for Ctrl-C."""
+    try:
+        yield
+    except ClientError as error:
+        fail(f"{type(error).__name__}: {error}{hint(error)}", 1)
+    except CommandError as error:
+        fail(str(error), 1)
+    except ImportError as error:
+        fail(f"{error}; pip install 'minisgl-backend[client]'", 1)
+    except ValueError as error:
+        fail(str(error), 2)
+    except KeyboardInterrupt:
+        fail("stopped", 130)
+
+
+def hint(error: Exception) -> str:
+    """What to look at, behind a message that nobody answers."""
+    if isinstance(error, Unavailable) and "connect" in str(error):
+        return "; is the server running (minisgl serve), and is this its address?"
+    return ""
+
+
+def fail(message: str, exit_status: int) -> NoReturn:
+    """Ends the program with a line on stderr."""
+    say_error(f"[red]error:[/red] {escape(message)}")
+    raise typer.Exit(exit_status) from None
+
+
+def say_error(markup: str) -> None:
+    """A line on stderr, never folded."""
+    Console(stderr=True, soft_wrap=True).print(markup, highlight=False)
+
+
+def remark(text: str) -> None:
+    """A remark beside the answer; only people see it, pipes do not."""
+    if sys.stderr.isatty():
+        Console(stderr=True).print(f"[dim]{escape(text)}[/dim]", highlight=False)
+
+
+def progress(text: str) -> contextlib.AbstractContextManager[object]:
+    """Says what is being waited for: on a terminal while it lasts, else as a line on stderr."""
+    console = Console(stderr=True)
+    if console.is_terminal:
+        return console.status(f"{escape(text)} ...")
+    typer.echo(f"{text} ...", err=True)
+    return contextlib.nullcontext()
+
+
+def print_table(table: Table) -> None:
+    """On a terminal as wide as that is; in a pipe nothing is folded."""
+    Console(width=None if sys.stdout.isatty() else 200).print(table)

@@ -1,0 +1,258 @@
+"""Streams from any server that speaks OpenAI's API, as chunks like those of Triton's clients."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from .errors import ClientError, ServerError, Unavailable, from_http, from_message
+from .http_transport import AsyncHttpCall, HttpCall, Post, new_session, parse_body
+from .request import Message, SamplingOptions
+from .results import Reply
+from .stream import AsyncTextStream, TextStream
+
+if TYPE_CHECKING:
+    import aiohttp
+    from typing_extensions import Self, Unpack
+
+_ASK_SECONDS = 10.0  # for anything but an answer
+_DEFAULT_PORTS = {"http": 80, "https": 443}
+
+
+@dataclass(frozen=True)
+class OpenAIServer:
+    """Where a server is, and the key that it asks for."""
+
+    host: str
+    port: int
+    secure: bool  # TLS
+    path: str  # before /chat/completions
+    api_key: str | None = field(default=None, repr=False)
+
+    @classmethod
+    def parse(cls, url: str, api_key: str | None = None) -> OpenAIServer:
+        """`[http[s]://]HOST[:PORT][/PATH]`; without a path it is /v1. Raises ValueError for a URL of another form."""
+        allowed = "http://HOST:PORT or https://HOST:PORT, with a path like /v1 behind it or not"
+        scheme, _, rest = url.rpartition("://")
+        scheme = scheme or "http"
+        try:
+            parts = urlsplit(f"//{rest}")
+            host, port = parts.hostname, parts.port
+        except ValueError as error:
+            raise ValueError(f"the server's URL is {url!r} ({error}); allowed: {allowed}") from None
+        if scheme not in _DEFAULT_PORTS or not host or parts.query or parts.fragment or parts.username is not None:
+            raise ValueError(f"the server's URL is {url!r}; allowed: {allowed}")
+        path = parts.path.rstrip("/") or "/v1"
+        return cls(host, port or _DEFAULT_PORTS[scheme], scheme == "https", path, api_key or None)
+
+    @property
+    def authority(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def base_url(self) -> str:
+        """Scheme, host and port."""
+        return f"{'https' if self.secure else 'http'}://{self.authority}"
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {} if self.api_key is None else {"Authorization": f"Bearer {self.api_key}"}
+
+    def connect(self, timeout: float | None) -> http.client.HTTPConnection:
+        """A connection that is not yet open."""
+        kind = http.client.HTTPSConnection if self.secure else http.client.HTTPConnection
+        return kind(self.authority, timeout=timeout)
+
+    def models(self, timeout: float = _ASK_SECONDS) -> list[str]:
+        """What the server serves. Raises ClientError."""
+        connection = self.connect(timeout)
+        try:
+            connection.request("GET", f"{self.path}/models", headers=self.headers)
+            response = connection.getresponse()
+            status, text = response.status, response.read().decode("utf-8", "replace")
+        except (OSError, http.client.HTTPException) as error:
+            raise Unavailable(f"cannot connect to {self.authority}: {error}") from None
+        finally:
+            connection.close()
+        body = parse_body(status, text, "")
+        if status != 200:
+            raise _error(status, body, "")
+        return [str(model["id"]) for model in body.get("data", ()) if isinstance(model, dict) and "id" in model]
+
+    def choose_model(self, model: str | None) -> str:
+        """`model`, or the first one that the server names. Raises ClientError."""
+        if model is not None:
+            return model
+        models = self.models()
+        if not models:
+            raise ServerError(f"{self.base_url}{self.path}/models names no model; name one")
+        return models[0]
+
+
+class OpenAIClient:
+    """A server and one of its models. Threads may share it, each request is on its own.
+
+    `url` is http[s]://HOST[:PORT][/PATH], the path /v1 where there is none; without `model` it is the server's first.
+    Every request may raise the errors of `errors`.
+    """
+
+    def __init__(
+        self, url: str, model: str | None = None, *, api_key: str | None = None, timeout: float | None = None
+    ) -> None:
+        self.server = OpenAIServer.parse(url, api_key)
+        self.model = self.server.choose_model(model)
+        self._timeout = timeout
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> TextStream:
+        """The answer to a prompt or to chat messages in pieces, as the model writes it."""
+        post = _post(self.server, self.model, prompt, messages, options, self._timeout)
+        call = HttpCall(self.server.connect(self._timeout), post, OpenAIBodies(post.request_id))
+        return TextStream(call, post.request_id)
+
+    def close(self) -> None:
+        """Nothing is kept open between requests."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class AsyncOpenAIClient:
+    """`OpenAIClient` for one event loop; connections are kept for the next request."""
+
+    def __init__(self, server: OpenAIServer, model: str, *, timeout: float | None = None) -> None:
+        self.server = server
+        self.model = model
+        self._timeout = timeout
+        self._session: aiohttp.ClientSession | None = None
+
+    def stream(
+        self,
+        prompt: str | None = None,
+        *,
+        messages: Sequence[Message] | None = None,
+        **options: Unpack[SamplingOptions],
+    ) -> AsyncTextStream:
+        """The answer in pieces, as the model writes it; iterate it with `async for`."""
+        if self._session is None:
+            self._session = new_session()
+        post = _post(self.server, self.model, prompt, messages, options, self._timeout)
+        call = AsyncHttpCall(self._session, self.server.base_url, post, OpenAIBodies(post.request_id))
+        return AsyncTextStream(call, post.request_id)
+
+    async def close(self) -> None:
+        if self._session is not None:
+            await self._session.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.close()
+
+
+class OpenAIBodies:
+    """What servers of OpenAI's API write in a stream, as the outputs that Triton's clients know."""
+
+    def __init__(self, request_id: str) -> None:
+        self._request_id = request_id
+        self._num_output_tokens = 0
+        self._complete = False  # a finish reason or [DONE] has come
+
+    def decode(self, status: int, text: str) -> Reply | None:
+        if status == 200 and text.strip() == "[DONE]":
+            self._complete = True
+            return None
+        body = parse_body(status, text, self._request_id)
+        if status != 200 or body.get("error"):
+            raise _error(status, body, self._request_id)
+        outputs = self._usage(body.get("usage") or {})
+        choices = body.get("choices") or ()
+        if choices:
+            outputs.update(self._choice(choices[0]))
+        if not outputs:
+            return None  # as vLLM's first event, which names the role
+        outputs.setdefault("text_output", [""])
+        return Reply(outputs)
+
+    def end(self) -> None:
+        if not self._complete:
+            raise ServerError("the stream ended before the answer was complete", request_id=self._request_id)
+
+    def _usage(self, usage: Mapping[str, Any]) -> dict[str, list[Any]]:
+        """The counts are those of the whole answer so far, with the last event alone or with each."""
+        outputs: dict[str, list[Any]] = {}
+        if isinstance(usage.get("prompt_tokens"), int):
+            outputs["num_input_tokens"] = [usage["prompt_tokens"]]
+        if isinstance(total := usage.get("completion_tokens"), int):
+            outputs["num_output_tokens"] = [total - self._num_output_tokens]
+            self._num_output_tokens = total
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        if isinstance(cached, int):
+            outputs["num_cached_tokens"] = [cached]
+        return outputs
+
+    def _choice(self, choice: Mapping[str, Any]) -> dict[str, list[Any]]:
+        delta = choice.get("delta") or {}
+        text = choice.get("text") or delta.get("content")
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+        outputs: dict[str, list[Any]] = {"text_output": [text]} if text else {}
+        if reasoning:
+            outputs["reasoning_content"] = [reasoning]
+        if choice.get("finish_reason"):
+            outputs["finish_reason"] = [choice["finish_reason"]]
+            self._complete = True
+        if outputs and choice.get("index"):
+            outputs["sequence_index"] = [choice["index"]]
+        return outputs
+
+
+def _post(
+    server: OpenAIServer,
+    model: str,
+    prompt: str | None,
+    messages: Sequence[Message] | None,
+    options: SamplingOptions,
+    timeout: float | None,
+) -> Post:
+    request_id = uuid.uuid4().hex
+    body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **options}
+    if messages is None:
+        path, body["prompt"] = f"{server.path}/completions", prompt or ""
+    else:
+        path, body["messages"] = f"{server.path}/chat/completions", list(messages)
+    headers = {**server.headers, "X-Request-Id": request_id}
+    return Post(path, json.dumps(body).encode(), True, request_id, timeout, headers)
+
+
+def _error(status: int, body: Mapping[str, Any], request_id: str) -> ClientError:
+    """OpenAI's form of an error, or what others write instead."""
+    error = body.get("error")
+    code: Any = status
+    if isinstance(error, dict):
+        message, code = error.get("message") or error, error.get("code", status)
+    else:
+        message = error or body.get("message") or body.get("detail") or body
+    if status != 200:
+        return from_http(status, str(message), request_id)
+    # An error inside a stream: the status was sent before.
+    return (
+        from_http(code, str(message), request_id) if isinstance(code, int) else from_message(str(message), request_id)
+    )
