@@ -1,4 +1,4 @@
-"""Commands that ask no running server: they start one, or prepare one.
+"""Commands that ask no running server: they start one, prepare one, or say whether one would run here.
 
 Each hands its arguments, as they are, to the program that knows them; `--help` too.
 """
@@ -33,5 +33,12 @@ def add_local_commands(app: typer.Typer) -> None:
     def init(context: typer.Context) -> None:
         """Write a model repository for a model and engine options, which any tritonserver serves."""
         from minisgl_backend.host.new_repository import main
+
+        raise typer.Exit(main(context.args))
+
+    @app.command(cls=_HandedOn)
+    def doctor(context: typer.Context) -> None:
+        """Say what this machine can run and what is missing. Exit status 0: the demo model could be served."""
+        from minisgl_backend.host.doctor import main
 
         raise typer.Exit(main(context.args))

@@ -201,7 +201,7 @@ def _automatic(
     """The first pair, best first, that serves the model and whose packages are of use; and a warning for each better
     one whose packages are not."""
     warnings: list[str] = []
-    for prefill, decode in _preferences(compute_capability, kv_dtype == FP8_DTYPE):
+    for prefill, decode in preferences(compute_capability, kv_dtype == FP8_DTYPE):
         names = tuple(dict.fromkeys((prefill, decode)))
         if any(BACKENDS[name].refusal(head_dim, dtype, kv_dtype, compute_capability) for name in names):
             continue
@@ -218,7 +218,8 @@ def _automatic(
     raise AssertionError("torch needs no package and serves every model")
 
 
-def _preferences(compute_capability: int | None, fp8_kv: bool) -> list[tuple[str, str]]:
+def preferences(compute_capability: int | None, fp8_kv: bool = False) -> list[tuple[str, str]]:
+    """The (prefill, decode) backends that `auto` tries on a device, best first."""
     if compute_capability is None:
         return [("torch", "torch")]
     last = [("triton", "triton"), ("torch", "torch")]

@@ -21,7 +21,6 @@ from minisgl_backend.delivery.router import Router
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.host.status_files import up_mark
 from minisgl_backend.ipc.acks import AckReceiver
-from minisgl_backend.ipc.channel import make_private
 from minisgl_backend.ipc.messages import (
     Abort,
     Event,
@@ -33,6 +32,7 @@ from minisgl_backend.ipc.messages import (
     Welcome,
     uid_of,
 )
+from minisgl_backend.ipc.private import make_private
 from minisgl_backend.request import FinishReason, Request
 
 log = logging.getLogger(__name__)

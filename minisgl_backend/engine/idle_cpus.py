@@ -32,6 +32,11 @@ class IdleCpus:
         self._idle_since: float | None = None
 
     @property
+    def wanted(self) -> bool:
+        """Whether it asks when there is work; not any more once it was refused."""
+        return self._wanted
+
+    @property
     def awake(self) -> bool:
         return self._file is not None
 

@@ -61,6 +61,20 @@ class Arguments:
     start_timeout: int  # seconds until the first start must have succeeded; 0: no limit
     engine_parameters: dict[str, str]  # options of the engine that were given; empty: the repository as it is
 
+    @property
+    def ports(self) -> list[tuple[str, int]]:
+        """(option, TCP port) of everything that will listen."""
+        ports = [
+            ("--http-port", self.server.http_port),
+            ("--grpc-port", self.server.grpc_port),
+            ("--metrics-port", self.server.metrics_port),
+        ]
+        if self.health_port:
+            ports.append(("--health-port", self.health_port))
+        if self.endpoint is not None:
+            ports.append(("--openai-port", self.endpoint.port))
+        return ports
+
 
 def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh") -> Arguments:
     """Raises ConfigError for a wrong engine option; leaves with a message (SystemExit) for any other mistake.

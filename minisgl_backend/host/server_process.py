@@ -13,7 +13,6 @@ import re
 import secrets
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import termios
@@ -21,7 +20,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -239,24 +237,6 @@ def _restriction(option: str, settings: ServerSettings, control_key: str) -> lis
     taken = {*settings.allowed_apis, *",".join(own).split(",")}
     names = [name for name in ADMIN_APIS if name not in taken]
     return [f"{option}={','.join(names)}:{_CONTROL_HEADER}={control_key}"] if names else []
-
-
-def free_port_error(host: str, ports: Sequence[tuple[str, int]]) -> str | None:
-    """What is wrong with these (option, port) pairs on `host`, or None."""
-    seen: dict[int, str] = {}
-    for option, port in ports:
-        if port in seen:
-            return f"{option} is {port}, and so is {seen[port]}; each needs a port of its own"
-        seen[port] = option
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                reason = error.strerror or str(error)
-                return f"{option} is {port}, which cannot be had on {host} ({reason.lower()}); choose another port"
-    return None
 
 
 def _open_log() -> tuple[int, int]:

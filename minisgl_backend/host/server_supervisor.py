@@ -21,9 +21,10 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
 from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
 from minisgl_backend.host.option_check import OptionCheck
+from minisgl_backend.host.ports import free_port_error
 from minisgl_backend.host.repository import render_repository
 from minisgl_backend.host.serve_options import Arguments, ServerSettings, parse_arguments, say
-from minisgl_backend.host.server_process import ServerProcess, free_port_error
+from minisgl_backend.host.server_process import ServerProcess
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
 
 _LOOK_SECONDS = 0.05  # between looks at the processes that are known
@@ -229,17 +230,7 @@ def _with_repository(arguments: Arguments, folder: Path) -> ServerSettings:
 
 
 def _check_ports(arguments: Arguments) -> None:
-    server = arguments.server
-    ports = [
-        ("--http-port", server.http_port),
-        ("--grpc-port", server.grpc_port),
-        ("--metrics-port", server.metrics_port),
-    ]
-    if arguments.health_port:
-        ports.append(("--health-port", arguments.health_port))
-    if arguments.endpoint is not None:
-        ports.append(("--openai-port", arguments.endpoint.port))
-    problem = free_port_error(server.host, ports)
+    problem = free_port_error(arguments.server.host, arguments.ports)
     if problem is not None:
         raise ConfigError(problem)
 

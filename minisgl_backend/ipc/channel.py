@@ -9,11 +9,9 @@ What the detokenizer tells fronts is in `ipc.acks`.
 from __future__ import annotations
 
 import contextlib
-import getpass
 import hashlib
 import os
 import socket
-import stat
 import tempfile
 import threading
 from collections.abc import Sequence
@@ -27,6 +25,7 @@ import zmq
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.frames import FrameSocket
 from minisgl_backend.ipc.messages import Command, Event, Hello, Outputs
+from minisgl_backend.ipc.private import make_private
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 EVENTS, COMMANDS = "events", "commands"
@@ -72,18 +71,6 @@ def _socket_base() -> tuple[Path, str]:
     if not os.access(base, os.W_OK | os.X_OK) or len(os.fsencode(base)) > MAX_SOCKET_PATH - 60:
         base = Path("/tmp")
     return base, f"minisgl-{os.getuid()}-"
-
-
-def make_private(directory: Path) -> None:
-    """Makes the directory with mode 0700. Raises ConfigError where somebody else could enter or own it."""
-    with contextlib.suppress(FileExistsError):
-        directory.mkdir(mode=0o700)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o077:
-        raise ConfigError(
-            f"{directory} must be a directory that only the user {getpass.getuser()} may enter; "
-            "remove it and start again"
-        )
 
 
 def _remove_stale(base: Path, prefix: str) -> None:

@@ -19,6 +19,11 @@ class DeviceFacts:
     count: int  # devices of this kind that the process sees; 1 on the CPU
     bfloat16: bool  # computes in bfloat16 at full speed
 
+    @property
+    def compute_capability(self) -> int | None:
+        """10 * major + minor, as attention backends are chosen by; None on the CPU."""
+        return None if self.capability is None else 10 * self.capability[0] + self.capability[1]
+
     @classmethod
     def detect(cls) -> DeviceFacts:
         """The first CUDA device where there is one, else the CPU."""

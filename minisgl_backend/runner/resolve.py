@@ -37,13 +37,12 @@ def resolve(
     backend cannot be imported; None: it can.
     """
     _check_num_devices(config, model, device)
-    capability = None if device.capability is None else 10 * device.capability[0] + device.capability[1]
     dtype = _dtype(config.dtype, model.dtype, device)
     kv_dtype = _KV_DTYPES.get(config.kv_cache_dtype, dtype)
     attention = choose_attention(
         config.attention_backend,
         config.page_size,
-        compute_capability=capability,
+        compute_capability=device.compute_capability,
         head_dim=model.head_dim,
         dtype=dtype,
         kv_dtype=kv_dtype,

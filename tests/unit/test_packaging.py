@@ -48,6 +48,7 @@ def fresh_clone(tmp_path: Path) -> Path:
     for path in [
         *ROOT.glob("minisgl_backend/*.py"),
         *ROOT.glob("minisgl_backend/host/*.py"),
+        *ROOT.glob("minisgl_backend/ipc/*.py"),
         ROOT / "scripts/serve.sh",
     ]:
         target = clone / path.relative_to(ROOT)
@@ -187,7 +188,7 @@ def test_a_wheel_under_an_odd_path_gets_a_link_that_shells_take_whole(tmp_path: 
 
 
 def test_numpy_2_is_refused_where_the_wheel_serves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_server.metadata, "version", lambda name: "2.4.1")
+    monkeypatch.setattr(triton_server, "version_of", lambda name: "2.4.1")
     with pytest.raises(ConfigError, match=r"NumPy below 2, and 2\.4\.1 is installed"):
         find_triton_server("", site_packages=wheel(tmp_path), state_directory=tmp_path / "state")
 
@@ -218,6 +219,22 @@ def test_the_wheel_gets_a_backend_directory(tmp_path: Path) -> None:
     assert names == ["libtriton_python.so", "triton_python_backend_stub"]
     assert install.command([])[1:] == [f"--backend-directory={install.backend_directory}"]
     assert install.command(["--backend-directory=/other"])[1:] == ["--backend-directory=/other"]
+
+
+def test_an_installation_that_cannot_be_written_serves_all_the_same(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    try:
+        install = find_triton_server(
+            "", site_packages=wheel(tmp_path / "site-packages"), state_directory=tmp_path / "file" / "state"
+        )
+    except ConfigError as error:
+        pytest.skip(str(error))
+    assert install.backend_directory is not None
+    try:
+        assert (install.backend_directory / "python" / "libtriton_python.so").exists()
+        assert install.backend_directory.parent.stat().st_mode & 0o077 == 0
+    finally:
+        shutil.rmtree(install.backend_directory.parent)
 
 
 def test_a_wheel_without_a_stub_for_this_python_says_so(tmp_path: Path) -> None:

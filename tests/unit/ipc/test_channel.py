@@ -17,7 +17,6 @@ from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.channel import (
     CoreChannel,
     FrontChannel,
-    make_private,
     merge_outputs,
     socket_directory,
     split_by_front,
@@ -31,6 +30,7 @@ from minisgl_backend.ipc.messages import (
     Submit,
     uid_of,
 )
+from minisgl_backend.ipc.private import make_private
 from minisgl_backend.step import SequenceDetail
 from tests.fakes import make_request
 

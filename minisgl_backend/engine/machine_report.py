@@ -1,0 +1,96 @@
+"""`python -m minisgl_backend.engine.machine_report`: what the engine would make of this machine, as JSON on one line.
+
+A process of its own for whoever must go on where torch is missing or broken (`host/doctor.py`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from typing import Any
+
+from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.engine.idle_cpus import IdleCpus
+from minisgl_backend.errors import ConfigError
+
+# What most models have that fill a GPU.
+_USUAL_HEAD = 128
+
+
+def report() -> dict[str, Any]:
+    """Of the machine, with these keys:
+
+    `idle_cpus`: {wanted, allowed}; then either `broken`, why torch or the engine cannot be imported, or
+    `torch`: {version, cuda}; `device`: the fields of DeviceFacts; `free_bytes` of its memory; then either
+    `refusal`, why the demo model cannot be served, or
+    `demo`: {dtype, attention, page_size};
+    `attention`: {prefill, decode, page_size, warnings} that auto takes for other models, with heads of `head_dim`,
+    `tried`, what auto tries here, best first, and `backends`, for each name why it cannot be chosen (None: it can).
+    """
+    idle = IdleCpus("auto")
+    found: dict[str, Any] = {"idle_cpus": {"wanted": idle.wanted, "allowed": _may_poll()}}
+    try:
+        return found | _engine_report()
+    except Exception as error:  # a compiled package fails in many ways
+        return found | {"broken": f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def _may_poll() -> bool:
+    idle = IdleCpus("poll")
+    idle.note(True, 0.0)
+    try:
+        return idle.awake
+    finally:
+        idle.close()
+
+
+def _engine_report() -> dict[str, Any]:
+    import torch
+
+    from minisgl_backend.attention.registry import BACKENDS, choose_attention, preferences
+    from minisgl_backend.engine.build import resolve_options
+    from minisgl_backend.runner.device import DeviceFacts, free_bytes
+
+    device = DeviceFacts.detect()
+    found: dict[str, Any] = {
+        "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
+        "device": dataclasses.asdict(device),
+        "free_bytes": free_bytes(torch.device(device.kind)),
+    }
+    try:
+        runtime, _ = resolve_options(EngineConfig(), Environment.read())
+    except ConfigError as error:
+        return {**found, "refusal": str(error)}
+    found["demo"] = {
+        "dtype": runtime.dtype,
+        "attention": _pair(runtime.prefill_backend, runtime.decode_backend),
+        "page_size": runtime.page_size,
+    }
+    # The demo model is saved in bfloat16, as most models are.
+    facts: dict[str, Any] = {
+        "compute_capability": device.compute_capability,
+        "head_dim": _USUAL_HEAD,
+        "dtype": runtime.dtype,
+    }
+    auto = dataclasses.asdict(choose_attention("auto", None, **facts))
+    refusals: dict[str, str | None] = {}
+    for name in BACKENDS:
+        try:
+            choose_attention(name, None, **facts)
+            refusals[name] = None
+        except ConfigError as error:
+            refusals[name] = str(error).removeprefix(f"attention_backend is {name!r}, but {name} ")
+    tried = [_pair(*pair) for pair in preferences(device.compute_capability)]
+    return {**found, "attention": {**auto, "head_dim": _USUAL_HEAD, "tried": tried, "backends": refusals}}
+
+
+def _pair(prefill: str, decode: str) -> str:
+    return prefill if prefill == decode else f"{prefill},{decode}"
+
+
+if __name__ == "__main__":
+    with contextlib.redirect_stdout(sys.stderr):  # packages that greet when they are imported
+        found = report()
+    print(json.dumps(found))

@@ -1,0 +1,241 @@
+"""`minisgl doctor` on this machine, on one without packages, and on machines that are made up."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import venv
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl_backend.attention.registry import BACKENDS
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host import doctor, installed
+from minisgl_backend.host.doctor import NOTE, OK, PROBLEM, Finding
+from minisgl_backend.host.serve_options import parse_arguments
+from minisgl_backend.host.triton_server import find_triton_server
+
+ROOT = Path(__file__).resolve().parents[3]
+
+H100 = {
+    "idle_cpus": {"wanted": True, "allowed": False},
+    "torch": {"version": "2.9.0+cu128", "cuda": "12.8"},
+    "device": {"kind": "cuda", "name": "NVIDIA H100", "capability": [9, 0], "count": 2, "bfloat16": True},
+    "free_bytes": 79 << 30,
+    "demo": {"dtype": "bfloat16", "attention": "triton", "page_size": 64},
+    "attention": {
+        "prefill": "triton",
+        "decode": "triton",
+        "page_size": 64,
+        "warnings": ["fa,triton would be the best attention here, but fa needs sgl_kernel; to use it: pip install it"],
+        "head_dim": 128,
+        "tried": ["fa,triton", "triton", "torch"],
+        "backends": {"fa": "needs the package sgl_kernel", "fi": None, "triton": None, "torch": None},
+    },
+}
+
+
+def by_name(findings: list[Finding]) -> dict[str, Finding]:
+    return {f"{finding.section} {finding.name}": finding for finding in findings}
+
+
+def told(answer: Mapping[str, Any], *, has_gpu: bool) -> dict[str, Finding]:
+    """What becomes of the engine's answer."""
+    return by_name(list(doctor._engine(answer, has_gpu)))
+
+
+def test_this_machine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever is here: every section is there, and the exit status is what the report says."""
+    status = doctor.main(["--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert status == (0 if report["can_serve_demo"] else 1)
+    assert report["packages"]["torch"] is not None
+    found = {f"{one['section']} {one['name']}": one for one in report["findings"]}
+    assert {name.split()[0] for name in found} == set(doctor._SECTIONS)
+    assert found["packages needed"]["state"] == OK
+    assert {f"attention {name}" for name in BACKENDS} <= set(found)
+    assert {f"ports {name}" for name in ("http", "grpc", "metrics", "health", "openai")} <= set(found)
+    try:
+        install = find_triton_server()
+    except ConfigError:
+        assert found["server tritonserver"]["state"] == PROBLEM
+    else:
+        assert str(install.binary) in found["server tritonserver"]["text"]
+
+
+def test_the_report_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    findings = [
+        Finding("machine", "gpu", OK, "none"),
+        Finding("ports", "http", PROBLEM, "8000 is taken", "take another"),
+        Finding("ports", "grpc", NOTE, "hm"),
+    ]
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    assert doctor.main([]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "  PROBLEM http: 8000 is taken" in lines
+    assert lines[lines.index("  PROBLEM http: 8000 is taken") + 1].strip() == "take another"
+    assert "The demo model cannot be served: 1 problem" in lines[-1]
+    monkeypatch.setattr(doctor, "examine", lambda: findings[::2])
+    assert doctor.main([]) == 0
+    assert capsys.readouterr().out.endswith("\nThe demo model can be served: minisgl serve\n")
+
+
+def test_without_any_package_it_says_what_is_missing(tmp_path: Path) -> None:
+    venv.create(tmp_path / "bare", symlinks=True)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(tmp_path / "bare" / "bin" / "python"), "-m", "minisgl_backend.host.doctor", "--json"],
+        env={**environment, "PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+    )
+    assert (done.returncode, done.stderr) == (1, "")
+    found = {f"{one['section']} {one['name']}": one for one in json.loads(done.stdout)["findings"]}
+    assert found["packages needed"]["state"] == PROBLEM
+    assert "scripts/setup.sh" in found["packages needed"]["remedy"]
+    assert found["packages torch"]["text"] == "cannot be used: ModuleNotFoundError: No module named 'torch'"
+    assert "--openai-port 0" in found["server openai endpoint"]["text"]
+    assert found["machine processors"]["state"] == OK
+
+
+@pytest.mark.parametrize(
+    ("requires", "versions", "has_gpu", "name", "state", "words"),
+    [
+        (
+            ["torch>=2.5"],
+            {},
+            False,
+            "needed",
+            PROBLEM,
+            ("torch is missing", "torch --index-url https:", "'torch>=2.5'"),
+        ),
+        (["torch>=2.5"], {}, True, "needed", PROBLEM, ("torch is missing", "-m pip install 'torch>=2.5'")),
+        (["torch>=2.5"], {"torch": "2.4"}, True, "needed", PROBLEM, ("torch is 2.4, but >=2.5 is needed",)),
+        (["torch>=2.5"], {"torch": "2.9.0+cu128"}, True, "needed", OK, ("torch 2.9.0+cu128",)),
+        (
+            ["numpy>=1.26,<2; extra == 'server'"],
+            {"numpy": "2.4"},
+            False,
+            "server",
+            PROBLEM,
+            ("but >=1.26,<2 is needed",),
+        ),
+        (["fastapi>=0.1; extra == 'openai'"], {}, False, "openai", PROBLEM, ("fastapi is missing", "--openai-port 0")),
+        (["tritonclient[all]>=2.5; extra == 'client'"], {}, False, "client", NOTE, ("'tritonclient[all]>=2.5'",)),
+        (["xgrammar>=0.1; extra == 'grammar'"], {}, False, "grammar", NOTE, ("xgrammar is missing", "JSON schemas")),
+        (["x; sys_platform == 'win32' and extra == 'grammar'"], {}, False, "grammar", OK, ()),
+    ],
+)
+def test_packages(
+    requires: list[str],
+    versions: dict[str, str],
+    has_gpu: bool,
+    name: str,
+    state: str,
+    words: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(installed.metadata, "requires", lambda distribution: requires)
+    monkeypatch.setattr(installed, "version_of", versions.get)
+    monkeypatch.setattr(doctor, "_server_is_the_wheels", lambda: True)
+    found = by_name(list(doctor._packages(has_gpu)))[f"packages {name}"]
+    assert found.state == state
+    assert all(word in found.text + found.remedy for word in words), found
+    assert ("--index-url" in found.remedy) == (not has_gpu and "torch is missing" in found.text)
+
+
+def test_a_busy_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(doctor, "parse_arguments", lambda _: parse_arguments(["--grpc-port", str(port)]))
+        found = by_name(list(doctor._ports()))
+    assert found["ports grpc"].state == PROBLEM
+    assert f"--grpc-port is {port}, which cannot be had" in found["ports grpc"].text
+
+
+def test_a_gpu_and_what_auto_takes_there() -> None:
+    found = told(H100, has_gpu=True)
+    assert found["packages torch"].text.startswith("2.9.0+cu128, for CUDA 12.8; models run on NVIDIA H100 (2 GPUs)")
+    assert found["attention auto"].state == NOTE
+    assert "tries fa,triton, then triton, then torch" in found["attention auto"].text
+    assert "pip install it" in found["attention auto"].remedy
+    assert found["attention triton"].text == "auto takes it for prefill and decode"
+    assert found["attention fi"].text == "works with --attn fi; auto prefers triton"
+    assert found["attention fa"].text == "not here: needs the package sgl_kernel"
+    assert found["machine idle processors"].state == NOTE
+    assert "--device /dev/cpu_dma_latency" in found["machine idle processors"].remedy
+    assert found["demo options"].text == "bfloat16, attention triton, pages of 64 tokens"
+    assert all(finding.state != PROBLEM for finding in found.values())
+
+
+def test_a_torch_that_sees_no_gpu_serves_on_the_cpu() -> None:
+    cpu = {**H100["device"], "kind": "cpu", "name": "CPU", "capability": None, "count": 1}  # type: ignore[dict-item]
+    found = told({**H100, "device": cpu, "torch": {"version": "2.9.0+cpu", "cuda": None}}, has_gpu=True)
+    assert found["packages torch"].state == NOTE
+    assert "it sees no GPU" in found["packages torch"].text
+    assert "a build for the driver's CUDA" in found["packages torch"].remedy
+
+
+def test_what_the_engine_refuses_is_a_problem() -> None:
+    found = told({**H100, "refusal": "LOG_LEVEL is 'X'"}, has_gpu=True)
+    assert (found["demo options"].state, found["demo options"].text) == (PROBLEM, "LOG_LEVEL is 'X'")
+    assert told({"broken": "no torch"}, has_gpu=False)["packages torch"].state == PROBLEM
+
+
+SMI = """#!/bin/sh
+{body}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "names", "state", "words"),
+    [
+        ("echo '0, NVIDIA H100, 570.1, 81559 MiB, 9.0'; echo '1, X, 570.1, 1 MiB, 8.0'", ["gpu 0", "gpu 1"], OK, "9.0"),
+        ("echo 'has failed because it could not communicate' >&2; exit 9", ["gpu"], NOTE, "could not communicate"),
+        ("exit 0", ["gpu"], NOTE, "no GPU"),
+    ],
+)
+def test_what_nvidia_smi_says(
+    body: str, names: list[str], state: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nvidia-smi").write_text(SMI.format(body=body))
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    found = doctor._gpus()
+    assert [finding.name for finding in found] == names
+    assert found[0].state == state
+    assert words in found[0].text
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert doctor._writable("cache", tmp_path / "not" / "yet", PROBLEM, "HOME").state == OK
+    found = doctor._writable("cache", tmp_path / "file" / "below", PROBLEM, "HF_HOME")
+    assert (found.state, found.remedy) == (PROBLEM, "HF_HOME=FOLDER chooses another")
+
+
+@pytest.mark.parametrize(("free", "gpus", "state"), [(1 << 20, 0, PROBLEM), (64 << 20, 1, OK), (64 << 20, 2, NOTE)])
+def test_shared_memory(free: int, gpus: int, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Found:
+        f_bavail, f_frsize = free >> 10, 1 << 10
+
+    monkeypatch.setattr(doctor.os, "statvfs", lambda path: Found)
+    found = doctor._shared_memory(gpus)
+    assert found.state == state
+    assert (found.state == OK) == (not found.remedy)
+
+
+def test_the_command_has_it() -> None:
+    command = [sys.executable, "-m", "client", "doctor", "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.startswith("usage: minisgl doctor [-h] [--json]")
