@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Formatting, lint, types and the rules of who may import whom. `scripts/check.sh --fix` repairs what can be repaired.
+# Formatting, lint, types, the rules of who may import whom, and the documents (tests run their commands).
+# `scripts/check.sh --fix` repairs what can be repaired.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash scripts/setup.sh dev
@@ -14,6 +15,7 @@ run ruff format --check .
 run ruff check .
 run mypy
 run lint-imports
+run python -m pytest -q -p no:cacheprovider tests/docs -m "not e2e"
 if ((${#failed[@]})); then
   printf '\nfailed:\n'; printf '  %s\n' "${failed[@]}"
   exit 1

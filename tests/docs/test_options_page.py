@@ -64,6 +64,14 @@ def test_every_variable_of_the_engine_is_told() -> None:
     assert {name for name in read - internal if f"`{name}`" not in page} == set()
 
 
+def test_no_variable_is_told_that_nobody_reads() -> None:
+    files = [path for folder in ("minisgl_backend", "client") for path in (ROOT / folder).rglob("*.py")]
+    source = "\n".join(path.read_text(encoding="utf-8") for path in files)
+    told = set(re.findall(r"`(MINISGL_\w+)`", PAGE.read_text(encoding="utf-8")))
+    assert told
+    assert {name for name in told if name not in source} == set()
+
+
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
     for name, table in TABLES.items():
