@@ -113,7 +113,7 @@ class Question:
             "completion_tokens": self.max_tokens,
             "total_tokens": prompt + self.max_tokens,
         }
-        if last["usage"] != counts:
+        if {name: last["usage"].get(name) for name in counts} != counts:
             answer.faults.append(f"{self.name}: usage is {last['usage']}, expected {counts}")
         ends = self._check_text([choice["text"].encode() for choice in choices], answer)
         moments = [moment for moment, _ in chunks]

@@ -282,7 +282,7 @@ class Environment:
     log_level: str  # LOG_LEVEL
     flashinfer_tensor_cores: bool | None  # FLASHINFER_USE_TENSOR_CORES=0/1; None: the measured default
     null_runner_log: str = ""  # MINISGL_NULL_RUNNER_LOG: a file that gets the times of the null runner's steps
-    # MINISGL_NULL_RUNNER_SCRIPTS: a JSON list of texts that runner=null says (runner/scripted_runner.py); for tests
+    # MINISGL_NULL_RUNNER_SCRIPTS: a JSON list of what runner=null says, texts or token ids; for tests
     null_runner_scripts: str = ""
     # MINISGL_EAGER_GRAPHS=1: what is captured on a GPU (padding, static buffers, order of the collectives) without a
     # capture, on any device; for tests

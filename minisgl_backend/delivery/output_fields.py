@@ -97,6 +97,7 @@ def _add_log_probs(arrays: Arrays, stream: Stream, deltas: Sequence[Delta]) -> N
 
 
 def _add_metrics(arrays: Arrays, metrics: PerfMetrics) -> None:
+    arrays["num_cached_tokens"] = ints([metrics.cached_tokens])
     reused = min(metrics.reused_pages, metrics.total_pages)
     arrays["kv_cache_reused_blocks"] = ints([reused])
     arrays["kv_cache_alloc_new_blocks"] = ints([metrics.total_pages - reused])

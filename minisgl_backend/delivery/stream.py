@@ -35,6 +35,7 @@ class PerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
     first_scheduled_ns: int
     first_token_ns: int
     last_token_ns: int
+    cached_tokens: int  # prompt tokens that the prefix cache supplied
     reused_pages: int
     total_pages: int
 
@@ -125,6 +126,7 @@ class Stream:
             first_scheduled_ns=self.first_scheduled_ns,
             first_token_ns=self.first_token_ns,
             last_token_ns=time.time_ns(),
+            cached_tokens=self.reused_tokens,
             reused_pages=self.reused_tokens // page_size,
             total_pages=-(-tokens // page_size),
         )

@@ -266,9 +266,12 @@ def _null_runner(
 
 
 def _read_scripts(path: Path, tokenizer: Any, eos_token_ids: Sequence[int]) -> list[npt.NDArray[np.int32]]:
-    """The texts of a JSON list as tokens; all but the last end."""
-    texts = json.loads(path.read_text(encoding="utf-8"))
-    scripts = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
+    """The entries of a JSON list, each a text or token ids, as tokens; all but the last end."""
+    given = json.loads(path.read_text(encoding="utf-8"))
+    scripts = [
+        tokenizer(script, add_special_tokens=False)["input_ids"] if isinstance(script, str) else script
+        for script in given
+    ]
     scripts[:-1] = [[*script, eos_token_ids[0]] for script in scripts[:-1]]
     return [np.array(script, dtype=np.int32) for script in scripts]
 

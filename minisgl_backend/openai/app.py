@@ -1,14 +1,14 @@
-"""The endpoint's routes. What each does with a generation is in `chat` and `completions`."""
+"""The endpoint's routes. What each does with a generation is in `chat`, `completions` and `responses`."""
 
 from __future__ import annotations
 
 import re
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,20 +19,21 @@ from starlette.responses import Response
 
 import minisgl_backend
 from minisgl_backend.host.openai_endpoint import EndpointSettings
-from minisgl_backend.openai.chat import ChatAnswer, Header
+from minisgl_backend.openai.answers import Answer, Header
+from minisgl_backend.openai.chat import ChatAnswer
 from minisgl_backend.openai.completions import CompletionAnswer, Echo
 from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
 from minisgl_backend.openai.leaving import ClientWatch
 from minisgl_backend.openai.limits import TOO_LARGE, ApiKeys, BodyLimit
+from minisgl_backend.openai.message import MessageParser, message_parsers
 from minisgl_backend.openai.metrics import ServerMetrics
 from minisgl_backend.openai.model import ServedModel
-from minisgl_backend.openai.requests import (
-    ChatRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    Message,
-    TokenizeRequest,
-)
+from minisgl_backend.openai.requests.chat import ChatRequest
+from minisgl_backend.openai.requests.completions import CompletionRequest
+from minisgl_backend.openai.requests.messages import Message
+from minisgl_backend.openai.requests.responses import WORDS, ResponsesRequest
+from minisgl_backend.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
+from minisgl_backend.openai.responses import ResponseAnswer
 from minisgl_backend.openai.sse import EventStream, encode
 from minisgl_backend.openai.triton import Generation, Prompt, RequestContext, TritonServer
 from minisgl_backend.openai.validation import from_validation
@@ -40,8 +41,6 @@ from minisgl_backend.openai.validation import from_validation
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACE_HEADERS = ("traceparent", "tracestate")
 _LEFT = 499  # nginx's status for a client that has left; nobody reads it
-
-Answer = TypeVar("Answer", ChatAnswer, CompletionAnswer)
 
 
 class Endpoint:
@@ -62,34 +61,40 @@ class Endpoint:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         body.check()
-        self._check_room()
-        name = await self.model.resolve(body.model)
-        messages = _template_messages(body.messages)
-        kwargs = body.template_kwargs()
-        new_reasoning = None
-        if body.separate_reasoning is not False and not body.continue_final_message:
-            new_reasoning = await self.model.reasoning_parser(body.chat_template_kwargs or {})
-        new_tools = None
-        if body.choice == "auto":
-            new_tools = await self.model.tool_parser([tool.function.name for tool in body.tools or ()])
         context = _context(request)
-        prompt = Prompt(messages=messages, template_kwargs=kwargs)
-        generation = self.triton.start(prompt, body.sampling(), context, body.names())
+        name = await self._admit(body.model)
+        generation, parsers = await self._start_chat(body, context, body.names(), figures=body.wants_figures)
         header = Header(f"chatcmpl-{context.request_id}", int(time.time()), name)
-        answer = ChatAnswer(body, generation, header, new_reasoning, new_tools)
+        answer = ChatAnswer(body, generation, header, parsers)
+        return await self._respond(request, answer, [generation], stream=bool(body.stream), context=context)
+
+    async def respond(self, request: Request, body: ResponsesRequest) -> Response:
+        """A chat in other words, which errors are told in."""
+        body.check()
+        context = _context(request)
+        name = await self._admit(body.model)
+        try:
+            chat = body.as_chat()
+            chat.check()
+            names = {**WORDS, **{ours: WORDS.get(theirs, theirs) for ours, theirs in chat.names().items()}}
+            generation, parsers = await self._start_chat(chat, context, names, figures=True)
+        except ApiError as error:
+            raise error.renamed(WORDS) from None
+        header = Header(f"resp_{context.request_id}", int(time.time()), name)
+        answer = ResponseAnswer(body, generation, header, parsers[0] if parsers else None)
         return await self._respond(request, answer, [generation], stream=bool(body.stream), context=context)
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         body.check()
-        self._check_room()
-        name = await self.model.resolve(body.model)
         context = _context(request)
+        name = await self._admit(body.model)
         prompts = [
             Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt) for prompt in body.prompts
         ]
         echoes = [await self._echo(prompt, body) for prompt in prompts] if body.echo else None
         sampling, names = body.sampling(), body.names()
-        generations = [self.triton.start(prompt, sampling, context, names) for prompt in prompts]
+        figures = body.wants_figures
+        generations = [self.triton.start(prompt, sampling, context, names, figures=figures) for prompt in prompts]
         answer = CompletionAnswer(
             body, generations, Header(f"cmpl-{context.request_id}", int(time.time()), name), echoes
         )
@@ -128,10 +133,26 @@ class Endpoint:
             return "the server is not ready"
         return "the engine is down" if await self.metrics.engine_is_down() else None
 
-    def _check_room(self) -> None:
+    async def _admit(self, model: str | None) -> str:
+        """The name that the answer carries. Raises ApiError where there is no room, or no such model."""
         if self._num_requests >= self._settings.max_requests:
             message = f"{self._num_requests} requests are in flight, all that this server takes; try again later"
             raise ApiError(429, message, code="queue_full")
+        return await self.model.resolve(model)
+
+    async def _start_chat(
+        self, body: ChatRequest, context: RequestContext, names: Mapping[str, str], *, figures: bool
+    ) -> tuple[Generation, Sequence[MessageParser] | None]:
+        """Sends a chat. `names`: what the client calls the fields that the server knows by another name."""
+        messages = _template_messages(body.messages)
+        new_reasoning = new_tools = None
+        if body.wants_thoughts_apart:
+            new_reasoning = await self.model.reasoning_parser(body.chat_template_kwargs or {})
+        if body.choice == "auto":
+            new_tools = await self.model.tool_parser([tool.function.name for tool in body.tools or ()])
+        parsers = message_parsers(body, new_reasoning, new_tools)
+        prompt = Prompt(messages=messages, template_kwargs=body.template_kwargs())
+        return self.triton.start(prompt, body.sampling(), context, names, figures=figures), parsers
 
     async def _echo(self, prompt: Prompt, body: CompletionRequest) -> Echo:
         if prompt.text is not None and body.logprobs is None:
@@ -166,7 +187,7 @@ class Endpoint:
             lines = self._counted(answer.lines())
             first = await anext(lines)
             handed_over = True
-            return EventStream(first, lines, watch, headers)
+            return EventStream(first, lines, answer.error_line, watch, headers)
         except ClientLeft:
             return Response(status_code=_LEFT)
         finally:
@@ -232,6 +253,10 @@ def _add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await endpoint.complete(request, body)
+
+    @app.post("/v1/responses")
+    async def responses(request: Request, body: ResponsesRequest) -> Response:
+        return await endpoint.respond(request, body)
 
     @app.get("/v1/models")
     async def models() -> Response:

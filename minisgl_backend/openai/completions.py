@@ -7,9 +7,10 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_backend.openai.chat import Header, usage
+from minisgl_backend.openai.answers import Header, usage
+from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.logprobs import CompletionLogprobs, prompt_logprobs
-from minisgl_backend.openai.requests import CompletionRequest
+from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.sse import DONE, encode, event, line_begin
 from minisgl_backend.openai.triton import Delta, Generation, Position
 
@@ -69,6 +70,9 @@ class CompletionAnswer:
             last = event(chunk)
         yield last + DONE
         await self._drain()
+
+    def error_line(self, error: ApiError) -> bytes:
+        return event(error.body)
 
     async def _plain_lines(self, generation: Generation) -> AsyncIterator[bytes]:
         """Text alone of one prompt: three pieces of bytes, of which one is new."""
@@ -140,9 +144,11 @@ class CompletionAnswer:
             logprobs = choice.logprobs.encode(choice.positions, choice.first_text)
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
-    def _usage(self) -> dict[str, int]:
-        output = 0 if self._request.only_echo else sum(one.num_output_tokens for one in self._generations)
-        return usage(sum(one.num_prompt_tokens for one in self._generations), output)
+    def _usage(self) -> dict[str, Any]:
+        counts = usage(*self._generations)
+        if self._request.only_echo:
+            counts |= {"completion_tokens": 0, "total_tokens": counts["prompt_tokens"]}
+        return counts
 
     async def _deltas(self) -> AsyncIterator[tuple[int, Delta]]:
         """(number of the choice, what is new of it), of all prompts as they come."""

@@ -32,6 +32,15 @@ class ApiError(Exception):
         if 400 <= status < 500 and status not in (401, 429):
             self.kind = kind or "invalid_request_error"
 
+    def renamed(self, names: Mapping[str, str]) -> ApiError:
+        """The same for a client that calls fields by other names."""
+        if self.param is None or self.param not in names:
+            return self
+        name, message = names[self.param], self.message
+        if message.startswith(self.param):
+            message = name + message[len(self.param) :]
+        return ApiError(self.status, message, param=name, code=self.code, kind=self.kind)
+
     @property
     def body(self) -> dict[str, Any]:
         error = {"message": self.message, "type": self.kind, "param": self.param, "code": self.code}

@@ -1,20 +1,15 @@
 """Thoughts before an answer: `<think>...</think>` (Qwen3, DeepSeek-R1) -> reasoning and content.
 
-Incremental: the pieces add up to the same whatever places the text was cut at.
+Incremental: the parts add up to the same whatever places the text was cut at.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal
+
+from minisgl_backend.openai.parts import Part
 
 OPEN, CLOSE = "<think>", "</think>"
-
-
-class Piece(NamedTuple):
-    """A part of the answer."""
-
-    kind: Literal["reasoning", "content"]
-    text: str
 
 
 def partial_suffix(text: str, tag: str) -> int:
@@ -34,29 +29,35 @@ class ReasoningParser:
         self._state: Literal["start", "reasoning", "content"] = "start"
         self._held = ""
         self._at_begin = False  # white space at the start of a part is dropped
+        self.has_thought = False  # the answer began with thoughts
 
-    def feed(self, text: str) -> list[Piece]:
+    @property
+    def thinking(self) -> bool:
+        """What came last belongs to the thoughts."""
+        return self._state == "reasoning"
+
+    def feed(self, text: str) -> list[Part]:
         self._held += text
-        pieces: list[Piece] = []
+        parts: list[Part] = []
         if self._state == "start" and not self._begin():
-            return pieces
+            return parts
         if self._state == "reasoning":
-            self._reason(pieces)
+            self._reason(parts)
         if self._state == "content":
-            self._take("content", self._held, pieces)
+            self._take("content", self._held, parts)
             self._held = ""
-        return pieces
+        return parts
 
-    def finish(self) -> list[Piece]:
+    def finish(self) -> list[Part]:
         """What was held back, at the end of the answer."""
-        pieces: list[Piece] = []
+        parts: list[Part] = []
         if self._state == "start":
             self._state = "reasoning" if self._inside else "content"
         kind: Literal["reasoning", "content"] = "reasoning" if self._state == "reasoning" else "content"
         text = self._held.rstrip() if kind == "reasoning" else self._held
-        self._take(kind, text, pieces)
+        self._take(kind, text, parts)
         self._held = ""
-        return pieces
+        return parts
 
     def _begin(self) -> bool:
         """Decides what the answer begins with; False while that is open."""
@@ -64,28 +65,29 @@ class ReasoningParser:
         if stripped.startswith(OPEN):
             self._held = stripped[len(OPEN) :]
             self._state, self._at_begin = "reasoning", True
+            self.has_thought = True
             return True
         if OPEN.startswith(stripped):
             return False
         self._state = "reasoning" if self._inside else "content"
-        self._at_begin = self._inside
+        self._at_begin = self.has_thought = self._inside
         return True
 
-    def _reason(self, pieces: list[Piece]) -> None:
+    def _reason(self, parts: list[Part]) -> None:
         end = self._held.find(CLOSE)
         if end >= 0:
-            self._take("reasoning", self._held[:end].rstrip(), pieces)
+            self._take("reasoning", self._held[:end].rstrip(), parts)
             self._held = self._held[end + len(CLOSE) :]
             self._state, self._at_begin = "content", True
             return
         keep = partial_suffix(self._held, CLOSE)
         safe = self._held[: len(self._held) - keep].rstrip()
         self._held = self._held[len(safe) :]
-        self._take("reasoning", safe, pieces)
+        self._take("reasoning", safe, parts)
 
-    def _take(self, kind: Literal["reasoning", "content"], text: str, pieces: list[Piece]) -> None:
+    def _take(self, kind: Literal["reasoning", "content"], text: str, parts: list[Part]) -> None:
         if self._at_begin:
             text = text.lstrip()
             self._at_begin = not text
         if text:
-            pieces.append(Piece(kind, text))
+            parts.append(Part(kind, text))

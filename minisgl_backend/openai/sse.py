@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
 import msgspec
@@ -21,6 +21,11 @@ def event(value: Any) -> bytes:
     return b"data: " + encode(value) + b"\n\n"
 
 
+def named_event(name: str, value: Any) -> bytes:
+    """One line of a stream whose events have names, with the name before it."""
+    return b"event: " + name.encode() + b"\n" + event(value)
+
+
 def line_begin(header: dict[str, Any]) -> bytes:
     """A chunk up to the index of its one choice, to be filled in with `%`."""
     return b"data: " + encode(header)[:-1].replace(b"%", b"%%") + b',"choices":[{"index":%d,'
@@ -32,10 +37,16 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, first: bytes, lines: AsyncGenerator[bytes], watch: ClientWatch, headers: dict[str, str] | None = None
+        self,
+        first: bytes,
+        lines: AsyncGenerator[bytes],
+        error_line: Callable[[ApiError], bytes],
+        watch: ClientWatch,
+        headers: dict[str, str] | None = None,
     ) -> None:
         self._first = first
         self._lines = lines
+        self._error_line = error_line
         self._watch = watch
         self.status_code = 200
         self.background = None
@@ -50,7 +61,7 @@ class EventStream(Response):
         except ClientLeft:
             return
         except ApiError as error:
-            await send({"type": "http.response.body", "body": event(error.body), "more_body": True})
+            await send({"type": "http.response.body", "body": self._error_line(error), "more_body": True})
         finally:
             self._watch.close()
             await self._lines.aclose()

@@ -22,6 +22,7 @@ import msgspec
 from tritonclient.grpc import service_pb2
 
 from minisgl_backend.openai.errors import ApiError, ClientLeft, from_client_error, invalid
+from minisgl_backend.openai.requests.base import is_unicode
 from minisgl_backend.remote_errors import ClientError, from_message, from_status
 
 _INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
@@ -106,6 +107,7 @@ class Generation:
         self._left = False
         self.num_prompt_tokens = 0
         self.num_output_tokens = 0
+        self.num_cached_tokens: int | None = None  # of the prompt's, at the end where figures were asked for
         self.prompt_logprobs: Sequence[Position] = ()
         self.perf_metrics: dict[str, int] = {}
 
@@ -132,6 +134,8 @@ class Generation:
                 reason = None if value[4:] == b"None" else value[4:].decode()
             elif name == "num_input_tokens":
                 self.num_prompt_tokens = int.from_bytes(value, "little")
+            elif name == "num_cached_tokens":
+                self.num_cached_tokens = int.from_bytes(value, "little")
             elif name == "sequence_index":
                 index = int.from_bytes(value, "little")
             elif name == "logprobs":
@@ -201,9 +205,15 @@ class TritonServer:
         sampling: Mapping[str, Any],
         context: RequestContext,
         names: Mapping[str, str],
+        *,
+        figures: bool = False,
     ) -> Generation:
-        """Sends a request. What is wrong with it comes from the generation's first `next`."""
-        message = _message(_ENSEMBLE, prompt, {**_RETURNED, **sampling}, context.request_id, names)
+        """Sends a request. What is wrong with it comes from the generation's first `next`.
+
+        `figures`: its last response tells the server's figures of the request.
+        """
+        returned = {**_RETURNED, "return_final_perf_metrics": True} if figures else _RETURNED
+        message = _message(_ENSEMBLE, prompt, {**returned, **sampling}, context.request_id, names)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         call = self._infer_stream(message.SerializeToString(), metadata=context.metadata or None)
         return Generation(call, int(sampling.get("n", 1)), names)
@@ -277,7 +287,7 @@ def _message(model: str, prompt: Prompt, sampling: Mapping[str, Any], request_id
             tensor.contents.bytes_contents.append(text.encode())
     except UnicodeEncodeError:
         values = {**sampling, **(prompt.template_kwargs or {}), "messages": prompt.messages, "text_input": prompt.text}
-        wrong = next((name for name, value in values.items() if _is_no_unicode(value)), name)
+        wrong = next((name for name, value in values.items() if not is_unicode(value)), name)
         raise invalid(
             names.get(wrong, wrong), f"{names.get(wrong, wrong)} holds a lone surrogate; allowed: Unicode"
         ) from None
@@ -286,14 +296,6 @@ def _message(model: str, prompt: Prompt, sampling: Mapping[str, Any], request_id
 
 def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)
-
-
-def _is_no_unicode(value: Any) -> bool:
-    try:
-        _json(value).encode()
-    except UnicodeEncodeError:
-        return True
-    return False
 
 
 def _check_ids(token_ids: Sequence[int], names: Mapping[str, str]) -> None:

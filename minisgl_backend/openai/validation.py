@@ -8,7 +8,7 @@ from typing import Any
 from minisgl_backend.openai.errors import ApiError, invalid
 
 _MAX_SHOWN = 60
-_PLAIN = ("messages", "tools", "stream_options", "response_format", "structured_outputs")
+_PLAIN = ("messages", "tools", "stream_options", "response_format", "structured_outputs", "text", "reasoning")
 
 
 def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:

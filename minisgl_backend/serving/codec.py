@@ -320,7 +320,7 @@ def _vllm_grammar(guided: Any) -> Grammar | None:
         if len(given) == 1:
             ((key, value),) = given.items()
             if key == "json_object":
-                return Grammar(kind="json")
+                return Grammar(kind="json_schema", text='{"type": "object"}')
             if key == "json":
                 return Grammar(kind="json_schema", text=value if isinstance(value, str) else json.dumps(value))
             if key in ("regex", "grammar") and isinstance(value, str):

@@ -138,6 +138,7 @@ DETAIL_OUTPUTS = (
     Tensor("prompt_logprobs", "STRING", (1,)),  # JSON
     Tensor("num_input_tokens", "INT32"),
     Tensor("num_output_tokens", "INT32", (-1,)),
+    Tensor("num_cached_tokens", "INT32"),  # prompt tokens that the prefix cache supplied; with the figures of a request
     Tensor("sequence_index", "INT32"),
     Tensor("cum_log_probs", "FP32", (-1,)),
     Tensor("output_log_probs", "FP32", (-1, -1)),

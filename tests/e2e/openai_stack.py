@@ -85,13 +85,17 @@ def running_endpoint(server: Server, **settings: Any) -> Iterator[Endpoint]:
 
 
 @contextlib.contextmanager
-def scripted_server(folder: Path, scripts: Sequence[str], parameters: dict[str, str]) -> Iterator[Server]:
-    """A server whose model says script k to a request with seed k, and the last one for ever to all others."""
+def scripted_server(
+    folder: Path, scripts: Sequence[str | Sequence[int]], parameters: dict[str, str]
+) -> Iterator[Server]:
+    """A server whose model says script k (a text or token ids) to a request with seed k, and the last one for ever to
+    all others."""
     file = folder / "scripts.json"
     file.write_text(json.dumps(list(scripts)), encoding="utf-8")
-    os.environ["MINISGL_NULL_RUNNER_SCRIPTS"] = str(file)
-    try:
-        with RunningServer(folder, {"runner": "null", **parameters}) as server:
-            yield server
-    finally:
-        del os.environ["MINISGL_NULL_RUNNER_SCRIPTS"]
+    with contextlib.ExitStack() as stack:
+        os.environ["MINISGL_NULL_RUNNER_SCRIPTS"] = str(file)
+        try:
+            server = stack.enter_context(RunningServer(folder, {"runner": "null", **parameters}))
+        finally:
+            del os.environ["MINISGL_NULL_RUNNER_SCRIPTS"]
+        yield server

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
+import os
 import re
 import shutil
 import ssl
@@ -17,6 +18,7 @@ from typing import Any
 
 import openai
 import pytest
+from pydantic import BaseModel
 
 from tests.e2e.conftest import free_ports
 from tests.e2e.openai_stack import Endpoint, fetch, running_endpoint
@@ -175,6 +177,66 @@ def test_constrained_answers(client: openai.OpenAI) -> None:
         assert answer.choices[0].message.content in allowed
 
 
+class Sum(BaseModel):
+    """What the client makes a schema of, and an answer into."""
+
+    a: int
+    is_even: bool
+
+
+def test_the_clients_own_helpers(client: openai.OpenAI) -> None:
+    asked: Any = {"model": "demo", "messages": QUESTION, "response_format": Sum, "max_tokens": 100, "temperature": 0}
+    assert isinstance(client.chat.completions.parse(**asked).choices[0].message.parsed, Sum)
+    with client.chat.completions.stream(**asked) as stream:
+        kinds = {event.type for event in stream}
+        assert isinstance(stream.get_final_completion().choices[0].message.parsed, Sum)
+    assert {"content.delta", "content.done"} <= kinds
+
+
+def test_options_beyond_openai_do_what_they_say(endpoint: Endpoint, client: openai.OpenAI) -> None:
+    def ids(text: str) -> list[int]:
+        return list(endpoint.post("/tokenize", {"prompt": text})[1]["tokens"])
+
+    def count(**options: Any) -> tuple[str, str, int]:
+        """(content, finish reason, tokens) of an answer that would be COUNTED."""
+        extras = {name: options.pop(name) for name in list(options) if name in BEYOND}
+        given: dict[str, Any] = {"temperature": 0, "max_tokens": 40, **options}
+        answer = client.chat.completions.create(model="demo", messages=COUNT, extra_body=extras, **given)
+        choice = answer.choices[0]
+        return choice.message.content or "", choice.finish_reason, answer.usage.completion_tokens
+
+    assert count() == (COUNTED, "stop", 18)
+    for sharp in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-6}):
+        assert count(temperature=5.0, **sharp)[0] == COUNTED
+    assert count(ignore_eos=True)[1:] == ("length", 40)
+    assert count(min_tokens=30)[2] >= 30
+    (comma, three) = ids(", 3")
+    assert count(stop_token_ids=[three])[:2] == ("1, 2, ", "stop")
+    assert count(stop=[", 4"], include_stop_str_in_output=True)[0] == "1, 2, 3, 4"
+    assert count(logit_bias={str(comma): -100})[0] != COUNTED
+    assert count(logit_bias={str(comma): 100}, max_tokens=3)[0] == ", , , "
+    assert "3" not in count(bad_words=["3"])[0]
+    repeating: Any = {"model": "demo", "prompt": "The house", "max_tokens": 20, "temperature": 0}
+    plain = client.completions.create(**repeating).choices[0].text
+    assert plain == "house" * 20
+    penalties: tuple[Any, ...] = ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0})
+    for penalty in (*penalties, {"extra_body": {"repetition_penalty": 2.0}}):
+        assert client.completions.create(**repeating, **penalty).choices[0].text != plain
+    assert count(priority=1)[0] == COUNTED
+    begun = [*COUNT, {"role": "assistant", "content": "1, 2, 3"}]
+    extras = {"continue_final_message": True, "add_generation_prompt": False, "echo": True}
+    given: Any = {"model": "demo", "messages": begun, "temperature": 0, "extra_body": extras}
+    assert client.chat.completions.create(**given).choices[0].message.content == COUNTED
+    chunks = client.chat.completions.create(**given, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == COUNTED
+
+
+BEYOND = (
+    *("top_k", "min_p", "ignore_eos", "min_tokens", "stop_token_ids", "include_stop_str_in_output", "bad_words"),
+    "priority",
+)
+
+
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
 @pytest.mark.parametrize("stream", [False, True])
 def test_tools_that_a_grammar_enforces(client: openai.OpenAI, choice: Any, stream: bool) -> None:
@@ -223,6 +285,24 @@ def test_asyncio(endpoint: Endpoint) -> None:
             return [*texts, "".join([chunk.choices[0].delta.content or "" async for chunk in stream])]
 
     assert asyncio.run(ask()) == [*(f"{n} + 1 = {n + 1}." for n in range(10, 30)), COUNTED]
+
+
+def test_streams_through_both_workers(endpoint: Endpoint, client: openai.OpenAI) -> None:
+    def connections() -> list[int]:
+        return [len(os.listdir(f"/proc/{pid}/fd")) for pid in endpoint.processes.process_ids]
+
+    before = connections()
+    assert len(before) == 2
+    asked: Any = {"model": "demo", "messages": COUNT, "temperature": 0, "stream": True}
+    streams = []
+    for _ in range(64):  # who takes a connection is chance
+        with_own_connection = endpoint.client()
+        streams.append(with_own_connection.chat.completions.create(**asked, max_tokens=64))
+        if len(streams) >= 8 and all(now > then for now, then in zip(connections(), before, strict=True)):
+            break
+    assert all(now > then for now, then in zip(connections(), before, strict=True)), "one worker took them all"
+    for stream in streams:
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == COUNTED
 
 
 def test_errors(endpoint: Endpoint, client: openai.OpenAI) -> None:

@@ -1,4 +1,4 @@
-"""Random JSON at every field of both endpoints: answered, or refused in OpenAI's shape by name; no deaths."""
+"""Random JSON at every field of what generates: answered, or refused in OpenAI's shape by name; no deaths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from typing import Any
 import pytest
 
 from minisgl_backend.host.processes import descendants, process_table
-from minisgl_backend.openai.requests import ChatRequest, CompletionRequest
+from minisgl_backend.openai.requests.chat import ChatRequest
+from minisgl_backend.openai.requests.completions import CompletionRequest
+from minisgl_backend.openai.requests.responses import ResponsesRequest
 from tests.e2e.openai_stack import Endpoint, running_endpoint
 from tests.e2e.wire import Server
 
@@ -23,6 +25,7 @@ MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
 PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),
     "/v1/completions": (CompletionRequest, {"prompt": "What", "max_tokens": 4}),
+    "/v1/responses": (ResponsesRequest, {"input": "What is 1 + 2?", "max_output_tokens": 4}),
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 VALUES: list[Any] = [
@@ -54,6 +57,8 @@ VALUES: list[Any] = [
     *([{"role": "user"}], [{"role": "x", "content": "y"}], [{"role": "user", "content": [{"type": "text"}]}]),
     [{"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
     [{"role": "user", "content": [[[["deep"]]]]}],
+    *([{"type": "function_call", "name": "f"}], [{"type": "reasoning", "content": [3]}], [{"type": "item_reference"}]),
+    *({"format": {"type": "json_schema", "schema": {}}}, [{"type": "function", "name": "f"}], [{"type": "web_search"}]),
     {"regex": "(" * 50},
     {"grammar": "root ::= "},
     "\ud800",

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 
 from minisgl_backend.host.processes import descendants, process_table
+from minisgl_backend.text.tokenizer import Tokenizer
+from tests.e2e.conftest import ROOT
 from tests.e2e.openai_stack import Endpoint, running_endpoint, scripted_server
 from tests.e2e.wire import PATIENCE_SECONDS
 
@@ -27,23 +32,57 @@ LLAMA = "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, 
 THOUGHTS = "<think>\nTwo and two, that is four.\n</think>\n\nIt is 4."
 OPENED = "Two and two, that is four.\n</think>\n\nIt is 4."
 FOREVER = "and so on "
-SCRIPTS = (HERMES, LLAMA, THOUGHTS, OPENED, FOREVER)
+BOTH = "<think>\nI have to look.\n</think>\n\n" + HERMES
+ODD = (
+    "<think></think>",
+    "<think>\nThoughts that never end <tool_call>",
+    "a < b </think> and <tool_call>no JSON</tool_call> after",
+    '<tool_call>{"name": "time", "arguments": {"a": "\\u00e9 世界',
+    '<tool_call>{"arguments": {"a": 1}, "name": "time"}</tool_call> and more',
+    '<tool_call>{"name": "time", "arguments": {}}}</tool_call>\n<tool_call>{"name": "weather"}</tool_call>',
+)
+SCRIPTS = (HERMES, LLAMA, THOUGHTS, OPENED, BOTH, *ODD, FOREVER)
+CUT = {"hermes": BOTH, "llama3_json": LLAMA}  # parser -> the script that is cut at every token
 TOOLS: Any = [{"type": "function", "function": {"name": name}} for name, _ in CALLS]
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 RUNNING, WAITING = 4, 2
+DEMO = ROOT / "model_repository" / "engine" / "demo_model"
+# In the manner of Qwen3's: tools, thoughts that later turns leave out, and a switch that opens them.
+TEMPLATE = """
+{%- if tools %}
+{{- '<|im_start|>system\n<tool_call>{"name": ..., "arguments": ...}</tool_call>\n' + tools | tojson + '<|im_end|>\n' }}
+{%- endif %}
+{%- for message in messages %}
+{{- '<|im_start|>' + message.role + '\n' + message.content.split('</think>')[-1] + '<|im_end|>\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\n' }}
+{%- if thinking %}{{- '<think>\n' }}{%- endif %}
+{%- endif %}
+"""
+
+
+def thinking_model(folder: Path) -> str:
+    """The demo model's folder with a template that knows tools and thoughts."""
+    shutil.copytree(DEMO, folder / "model")
+    file = folder / "model" / "tokenizer_config.json"
+    config = {**json.loads(file.read_text(encoding="utf-8")), "chat_template": TEMPLATE}
+    file.write_text(json.dumps(config), encoding="utf-8")
+    return str(folder / "model")
 
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("scripted")
     options = {
+        "model": thinking_model(folder),
         "null_runner_rate": "200",
         "max_running_requests": str(RUNNING),
         "max_waiting_requests": str(WAITING),
     }
-    folder = tmp_path_factory.mktemp("scripted")
     with (
         scripted_server(folder, SCRIPTS, options) as server,
-        running_endpoint(server, tool_call_parser="hermes", reasoning_parser="qwen3") as found,
+        running_endpoint(server, served_model_names=("demo",)) as found,
     ):
         yield found
 
@@ -80,7 +119,8 @@ def test_tool_calls(endpoint: Endpoint, stream: bool) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_tool_calls_of_llama_and_thoughts_that_the_prompt_opened(endpoint: Endpoint, stream: bool) -> None:
-    with running_endpoint(endpoint.server, tool_call_parser="llama3_json", reasoning_parser="deepseek_r1") as other:
+    parsers = {"tool_call_parser": "llama3_json", "reasoning_parser": "deepseek_r1"}
+    with running_endpoint(endpoint.server, served_model_names=("demo",), **parsers) as other:
         opened = message_of(other.client(), OPENED, stream=stream)
         assert (opened["thoughts"], opened["content"]) == ("Two and two, that is four.", "It is 4.")
         options = {"extra_body": {"separate_reasoning": False}}
@@ -94,6 +134,101 @@ def test_thoughts(endpoint: Endpoint, stream: bool) -> None:
     found = message_of(endpoint.client(), THOUGHTS, stream=stream)
     assert (found["thoughts"], found["content"]) == ("Two and two, that is four.", "It is 4.")
     assert found["reason"] == "stop"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_template_that_opens_the_thoughts_when_it_is_told_to(endpoint: Endpoint, stream: bool) -> None:
+    options = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
+    found = message_of(endpoint.client(), OPENED, stream=stream, **options)
+    assert (found["thoughts"], found["content"]) == ("Two and two, that is four.", "It is 4.")
+    found = message_of(endpoint.client(), OPENED, stream=stream)
+    assert (found["thoughts"], found["content"]) == ("", OPENED)
+    options["extra_body"]["include_reasoning"] = False  # type: ignore[assignment]
+    found = message_of(endpoint.client(), OPENED, stream=stream, **options)
+    assert (found["thoughts"], found["content"]) == ("", "It is 4.")
+
+
+def test_thoughts_and_calls_as_items(endpoint: Endpoint) -> None:
+    """/v1/responses, at once and by its events."""
+    tools: Any = [{"type": "function", "name": name} for name, _ in CALLS]
+    asked: Any = {"model": "demo", "input": "hello", "tools": tools, "extra_body": {"seed": SCRIPTS.index(BOTH)}}
+    whole = endpoint.client().responses.create(**asked)
+    *events, last = endpoint.client().responses.create(**asked, stream=True)
+    for answer in (whole, last.response):
+        thoughts, text, *calls = answer.output
+        assert (thoughts.type, thoughts.content[0].text) == ("reasoning", "I have to look.")
+        assert (text.type, text.content[0].text) == ("message", "Let me look.")
+        assert [(call.name, json.loads(call.arguments)) for call in calls] == CALLS
+        assert answer.status == "completed"
+        assert 0 < answer.usage.output_tokens_details.reasoning_tokens < answer.usage.output_tokens
+    deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
+    assert "".join(deltas) == "I have to look."
+    done = [event.item.type for event in events if event.type == "response.output_item.done"]
+    assert done == ["reasoning", "message", "function_call", "function_call"]
+
+
+def joined(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The chunks of a stream as the message that they make."""
+    message: dict[str, Any] = {"content": "", "reasoning_content": "", "tool_calls": []}
+    for line in lines:
+        (choice,) = line["choices"]
+        delta = choice["delta"]
+        message["content"] += delta.get("content") or ""
+        message["reasoning_content"] += delta.get("reasoning_content") or ""
+        for call in delta.get("tool_calls") or ():
+            if call["index"] == len(message["tool_calls"]):
+                message["tool_calls"].append(dict(call["function"]))
+            else:
+                message["tool_calls"][call["index"]]["arguments"] += call["function"]["arguments"]
+        message["reason"] = choice["finish_reason"]
+    return message
+
+
+def test_streams_are_what_comes_at_once_cut_at_every_token(tmp_path: Path) -> None:
+    """Scripts of which each character is a token or more: streamed, at once, and ended behind each of them."""
+    tokenizer = Tokenizer(DEMO)
+    scripts = [[int(token) for character in text for token in tokenizer.encode(character)] for text in SCRIPTS]
+    options = {"null_runner_rate": "2000", "model": thinking_model(tmp_path)}
+
+    async def compare(client: openai.AsyncOpenAI, room: asyncio.Semaphore, number: int, limit: int) -> None:
+        values: Any = {"messages": MESSAGES, "model": "demo", "seed": number, "tools": TOOLS, "max_tokens": limit}
+        async with room:
+            answer = await client.chat.completions.create(**values)
+            stream = await client.chat.completions.create(**values, stream=True)
+            streamed = joined([chunk.model_dump() async for chunk in stream])
+        choice = answer.model_dump()["choices"][0]
+        message = choice["message"]
+        calls = [call["function"] for call in message["tool_calls"] or ()]
+        assert streamed == {
+            "content": message["content"] or "",
+            "reasoning_content": message.get("reasoning_content") or "",
+            "tool_calls": calls,
+            "reason": choice["finish_reason"],
+        }
+
+    async def compare_all(endpoint: Endpoint, cut: int) -> None:
+        room = asyncio.Semaphore(16)
+        cases = [(number, 1000) for number in range(len(SCRIPTS) - 1)]
+        cases += [(cut, limit) for limit in range(1, len(scripts[cut]))]
+        async with endpoint.async_client() as client:
+            await asyncio.gather(*(compare(client, room, number, limit) for number, limit in cases))
+
+    with scripted_server(tmp_path, scripts, options) as server:
+        for parser, text in CUT.items():
+            with running_endpoint(server, served_model_names=("demo",), tool_call_parser=parser) as endpoint:
+                asyncio.run(compare_all(endpoint, SCRIPTS.index(text)))
+
+
+def test_more_requests_than_a_worker_takes(endpoint: Endpoint) -> None:
+    with running_endpoint(endpoint.server, served_model_names=("demo",), max_requests=1) as small:
+        endpoint.server.wait_for(idle)
+        with small.client().chat.completions.create(model="demo", messages=MESSAGES, stream=True) as stream:
+            next(iter(stream))
+            with pytest.raises(openai.RateLimitError) as full:
+                small.client().completions.create(model="demo", prompt="x")
+        assert (full.value.code, full.value.response.headers["retry-after"]) == ("queue_full", "1")
+        endpoint.server.wait_for(idle)
+        assert small.client().completions.create(model="demo", prompt="x", max_tokens=1).choices
 
 
 def idle(metrics: dict[str, float]) -> bool:
@@ -164,7 +299,9 @@ def test_a_dead_engine_is_503(endpoint: Endpoint) -> None:
     """Last of this file: what follows waits until it is back."""
     client, server = endpoint.client(), endpoint.server
     stream = client.chat.completions.create(model="demo", messages=MESSAGES, stream=True)
+    response = client.responses.create(model="demo", input="hello", stream=True)
     next(iter(stream))
+    next(iter(response))
     core = [
         process.pid
         for process in descendants(server.process_id, process_table())
@@ -174,6 +311,9 @@ def test_a_dead_engine_is_503(endpoint: Endpoint) -> None:
     os.kill(core[0], signal.SIGKILL)
     with pytest.raises(openai.APIError, match="died"):
         list(stream)
+    (*_, failed) = list(response)
+    assert (failed.type, failed.response.status) == ("response.failed", "failed")
+    assert "died" in failed.response.error.message
     deadline = time.monotonic() + PATIENCE_SECONDS
     while True:
         status, answer = endpoint.post("/v1/chat/completions", {"messages": MESSAGES, "max_tokens": 4})

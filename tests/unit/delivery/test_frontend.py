@@ -25,7 +25,7 @@ from tests.unit.delivery.fake_engine import FakeEngine, Recorder, anything
 
 STOP, LENGTH = int(FinishReason.STOP), int(FinishReason.LENGTH)
 METRICS = [name for name in (tensor.name for tensor in DETAIL_OUTPUTS) if name.endswith(("_ns", "_blocks", "_rate"))]
-METRICS += ["total_draft_tokens", "total_accepted_draft_tokens"]
+METRICS += ["num_cached_tokens", "total_draft_tokens", "total_accepted_draft_tokens"]
 
 
 def letters() -> Vocabulary:

@@ -56,6 +56,8 @@ def test_a_server_that_is_away_is_503(endpoint: OpenAIEndpoint) -> None:
         ("/v1/chat/completions", {"messages": messages}),
         ("/v1/chat/completions", {"messages": messages, "stream": True}),
         ("/v1/completions", {"prompt": ["a", "b"]}),
+        ("/v1/responses", {"input": "hello"}),
+        ("/v1/responses", {"input": "hello", "stream": True}),
         ("/tokenize", {"prompt": "a"}),
         ("/v1/models", None),
     ):
@@ -97,6 +99,13 @@ def test_the_page_and_the_description(endpoint: OpenAIEndpoint) -> None:
     assert page.rstrip().endswith("</html>")
     assert "/v1/chat/completions" in json.loads(ask(endpoint, "/openapi.json")[1])["paths"]
     assert set(json.loads(ask(endpoint, "/version")[1])) == {"version"}
+
+
+def test_browsers_let_no_other_pages_in(endpoint: OpenAIEndpoint) -> None:
+    """CORS is off where no origins are named."""
+    for path, body in (("/version", None), ("/v1/completions", {"prompt": "x"})):
+        headers = ask(endpoint, path, body, Origin="https://app.example")[2]
+        assert not [name for name in headers if name.startswith("access-control")]
 
 
 def test_a_process_that_dies_is_replaced_and_the_port_stays_open(endpoint: OpenAIEndpoint) -> None:

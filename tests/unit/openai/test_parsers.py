@@ -26,14 +26,14 @@ def llama(*calls: tuple[str, Any]) -> str:
 
 
 def run(parser: Any, pieces: Sequence[str]) -> list[tuple[Any, ...]]:
-    """All events, those that continue each other joined."""
-    events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+    """All parts, those that continue each other joined."""
+    events = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
     joined: list[tuple[Any, ...]] = []
-    for kind, text, *number in events:
-        if joined and kind != "call" and (joined[-1][0], joined[-1][2:]) == (kind, tuple(number)):
-            joined[-1] = (kind, joined[-1][1] + text, *number)
+    for kind, text, number in events:
+        if joined and kind != "call" and (joined[-1][0], joined[-1][2]) == (kind, number):
+            joined[-1] = (kind, joined[-1][1] + text, number)
         else:
-            joined.append((kind, text, *number))
+            joined.append((kind, text, number))
     return joined
 
 
@@ -135,10 +135,10 @@ def test_a_list_of_calls_and_one_by_name() -> None:
 
 
 def test_thoughts() -> None:
-    thoughts, answer = ("reasoning", "first this, then that"), ("content", "The answer.\n")
+    thoughts, answer = ("reasoning", "first this, then that", 0), ("content", "The answer.\n", 0)
     text = TEXTS[15]
     assert run(ReasoningParser(inside=False), [text]) == [thoughts, answer]
     assert run(ReasoningParser(inside=True), [text]) == [thoughts, answer]
     assert run(ReasoningParser(inside=True), [text.removeprefix("<think>")]) == [thoughts, answer]
-    assert run(ReasoningParser(inside=False), ["x <think>"]) == [("content", "x <think>")]
-    assert run(ReasoningParser(inside=True), ["cut off"]) == [("reasoning", "cut off")]
+    assert run(ReasoningParser(inside=False), ["x <think>"]) == [("content", "x <think>", 0)]
+    assert run(ReasoningParser(inside=True), ["cut off"]) == [("reasoning", "cut off", 0)]

@@ -11,7 +11,9 @@ from pydantic import ValidationError
 from minisgl_backend.openai.errors import ApiError, from_message
 from minisgl_backend.openai.logprobs import CompletionLogprobs, chat_logprobs
 from minisgl_backend.openai.model import tool_format, writes_thoughts
-from minisgl_backend.openai.requests import ChatRequest, CompletionRequest, Message
+from minisgl_backend.openai.requests.chat import ChatRequest
+from minisgl_backend.openai.requests.completions import CompletionRequest
+from minisgl_backend.openai.requests.messages import Message
 from minisgl_backend.openai.triton import ModelInfo, TokenLogprob
 from minisgl_backend.openai.validation import from_validation
 

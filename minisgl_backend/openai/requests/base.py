@@ -1,0 +1,212 @@
+"""What all endpoints that generate take: sampling options, and what constrains an answer."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from minisgl_backend.openai.errors import invalid
+from minisgl_backend.request import MAX_SEQUENCES_PER_REQUEST
+
+TokenIds = list[int]
+
+
+class Model(BaseModel):
+    """An object with these fields and no others."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(Model):
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None  # vLLM's: usage so far with every chunk
+    include_obfuscation: bool | None = None  # never done
+
+
+class JsonSchema(Model):
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | bool | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(Model):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class StructuredOutputs(Model):
+    """vLLM's name for what constrains an answer."""
+
+    json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+class Sampling(Model):
+    """What every endpoint that generates takes. Absent sampling options take the model's own defaults."""
+
+    model: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    stop: str | list[str] | None = None
+    seed: int | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[str, float] | None = None
+    # Beyond OpenAI, by vLLM's names.
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: TokenIds | None = None
+    bad_words: list[str] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    priority: int | None = None
+    guided_json: dict[str, Any] | str | bool | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_decoding_backend: str | None = None  # without a meaning here: there is one
+    use_beam_search: bool | None = None
+    # Sent by OpenAI's clients, and without a meaning here.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+
+class Generating(Sampling):
+    """What chats and completions share beyond that."""
+
+    n: int | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
+    return_perf_metrics: bool | None = None  # the server's times, with the last chunk or the answer
+
+    @property
+    def include_usage(self) -> bool:
+        return bool(self.stream_options and self.stream_options.include_usage)
+
+    @property
+    def usage_with_every_chunk(self) -> bool:
+        return self.include_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
+    @property
+    def wants_figures(self) -> bool:
+        """Whether the server's figures of the request are needed; what the cache supplied is one of them."""
+        return bool(not self.stream or self.include_usage or self.return_perf_metrics)
+
+    @property
+    def num_choices(self) -> int:
+        """Sequences of each prompt."""
+        return 1 if self.n is None else self.n
+
+    def sampling(self) -> dict[str, Any]:
+        """The options by vLLM's names, as the tokenizer's `sampling_parameters` takes them."""
+        values = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        guided = self._guided()
+        if guided is not None:
+            values["guided_decoding"] = guided[1]
+        return values
+
+    def names(self) -> dict[str, str]:
+        """What the client called the fields that the server knows by another name."""
+        guided = self._guided()
+        field = "response_format" if guided is None else guided[0]
+        return {
+            "guided_decoding": field,
+            "guided_decoding_guide": field,
+            "guided_decoding_guide_type": field,
+            "num_return_sequences": "n",
+            "stop_words": "stop",
+            "include_stop_string": "include_stop_str_in_output",
+        }
+
+    def check(self) -> None:
+        """Raises ApiError for what is wrong beyond types."""
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "stream_options is given; allowed: only with stream=true")
+        if not 1 <= self.num_choices <= MAX_SEQUENCES_PER_REQUEST:
+            raise invalid("n", f"n is {self.n}; allowed: 1 to {MAX_SEQUENCES_PER_REQUEST}")
+        for name in ("max_tokens", "max_completion_tokens"):
+            value = getattr(self, name, None)
+            if value is not None and value >= 2**31:
+                raise invalid(name, f"{name} is {value}; allowed: below 2**31")
+        self._guided()
+
+    def _guided(self) -> tuple[str, dict[str, Any]] | None:
+        """(the client's field, the constraint)."""
+        given: dict[str, dict[str, Any]] = {}
+        form = self.response_format
+        if form is not None and form.type == "json_object":
+            given["response_format"] = {"json_object": True}
+        elif form is not None and form.type == "json_schema":
+            if form.json_schema is None or form.json_schema.schema_ is None:
+                raise invalid("response_format", "response_format.json_schema.schema is missing; json_schema needs it")
+            given["response_format"] = {"json": json.dumps(form.json_schema.schema_)}
+        for name, key in _GUIDED:
+            if (value := getattr(self, name)) is not None:
+                given[name] = _constraint(name, key, value)
+        if self.structured_outputs is not None:
+            fields = self.structured_outputs
+            for attribute, key in _STRUCTURED:
+                value = getattr(fields, attribute)
+                if value is not None and not (key == "json_object" and value is False):
+                    name = f"structured_outputs.{key}"
+                    given[name] = {"json_object": True} if key == "json_object" else _constraint(name, key, value)
+        if len(given) > 1:
+            first, second, *_ = given
+            raise invalid(second, f"{second} is given beside {first}; allowed: one constraint of the answer")
+        return next(iter(given.items()), None)
+
+
+def is_unicode(value: Any) -> bool:
+    """Whether JSON can be written of the value: JSON that was read may hold lone surrogates."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _constraint(name: str, key: str, value: Any) -> dict[str, Any]:
+    if key == "json":
+        return {"json": value if isinstance(value, str) else json.dumps(value)}
+    if not value:
+        raise invalid(name, f"{name} is empty; allowed: at least one character or entry")
+    return {key: value}
+
+
+_GUIDED = (
+    ("guided_json", "json"),
+    ("guided_regex", "regex"),
+    ("guided_choice", "choice"),
+    ("guided_grammar", "grammar"),
+)
+_STRUCTURED = (
+    ("json_", "json"),
+    ("regex", "regex"),
+    ("choice", "choice"),
+    ("grammar", "grammar"),
+    ("json_object", "json_object"),
+)
+_SAMPLING = (
+    *("n", "max_tokens", "temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty"),
+    *("logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
+    *("bad_words", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "priority"),
+    "use_beam_search",
+)

@@ -1,0 +1,111 @@
+"""POST /v1/chat/completions."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from minisgl_backend.openai.errors import invalid
+from minisgl_backend.openai.requests.base import Generating
+from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, text_of
+from minisgl_backend.openai.requests.tools import MAX_TOOLS, NamedTool, Tool, calls_schema, find_function
+
+
+class ChatRequest(Generating):
+    """A chat: messages, and how the answer is to be made and taken apart."""
+
+    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES)]
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    modalities: list[Literal["text"]] | None = None
+    verbosity: str | None = None
+    # Beyond OpenAI, by vLLM's names.
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    echo: bool | None = None  # the message that is continued comes first
+    documents: list[dict[str, Any]] | None = None
+    include_reasoning: bool | None = None  # false: thoughts are left out
+    separate_reasoning: bool | None = None  # SGLang's: false leaves the thoughts in the content
+
+    @property
+    def choice(self) -> str | NamedTool:
+        """What of the tools is to be used."""
+        if not self.tools:
+            return "none"
+        return "auto" if self.tool_choice is None else self.tool_choice
+
+    @property
+    def must_call(self) -> bool:
+        """Whether a grammar makes the answer a call."""
+        return self.choice not in ("none", "auto")
+
+    @property
+    def wants_thoughts_apart(self) -> bool:
+        return self.separate_reasoning is not False and not self.continue_final_message
+
+    @property
+    def echoed(self) -> str:
+        """What the answer begins with: the message that it continues."""
+        last = self.messages[-1]
+        return text_of(last.content, "messages") if self.echo and last.role == "assistant" else ""
+
+    def check(self) -> None:
+        super().check()
+        if self.top_logprobs is not None and not self.logprobs:
+            raise invalid("top_logprobs", f"top_logprobs is {self.top_logprobs}; allowed: only with logprobs=true")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise invalid(
+                "continue_final_message",
+                "continue_final_message is true beside add_generation_prompt; allowed: one of them",
+            )
+        if self.tool_choice not in (None, "none", "auto") and not self.tools:
+            raise invalid("tool_choice", "tool_choice is given without tools; allowed: none")
+        if self.must_call:
+            self.tool_schema()
+            guided = self._guided()
+            if guided is not None:
+                reason = "is given beside tool_choice, which constrains the answer, too; allowed: one"
+                raise invalid(guided[0], f"{guided[0]} {reason}")
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages."""
+        kwargs = dict(self.chat_template_kwargs or {})
+        for name in ("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort"):
+            if (value := getattr(self, name)) is not None:
+                kwargs[name] = value
+        if self.tools and self.choice != "none":
+            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return kwargs
+
+    def sampling(self) -> dict[str, Any]:
+        values = super().sampling()
+        if self.max_completion_tokens is not None:
+            values["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            values["logprobs"] = self.top_logprobs or 0
+        if self.must_call:
+            values["guided_decoding"] = {"json": json.dumps(self.tool_schema())}
+        return values
+
+    def names(self) -> dict[str, str]:
+        names = super().names()
+        if self.max_completion_tokens is not None:
+            names["max_tokens"] = "max_completion_tokens"
+        if self.must_call:
+            names |= dict.fromkeys(("guided_decoding", "guided_decoding_guide"), "tools")
+        return {**names, "logprobs": "top_logprobs"}
+
+    def tool_schema(self) -> dict[str, Any]:
+        """The JSON schema of an answer with tool_choice `required` (a list of calls) or a name (its arguments)."""
+        tools = self.tools or ()
+        if isinstance(self.choice, NamedTool):
+            return find_function(tools, self.choice.function.name).schema_of_arguments
+        return calls_schema(tools, parallel=self.parallel_tool_calls is not False)

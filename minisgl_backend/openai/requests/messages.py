@@ -1,0 +1,87 @@
+"""Chat messages as clients send them -> as chat templates expect them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from minisgl_backend.openai.errors import ApiError, invalid
+
+MAX_MESSAGES = 10_000
+
+_TEXT_PARTS = ("text", "input_text", "output_text", "refusal")
+_MAX_SHOWN = 60
+
+
+class Message(BaseModel):
+    """Role and content, and whatever else the chat template reads."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    role: str
+    content: Any = None
+
+    def for_template(self, place: int) -> dict[str, Any]:
+        """As templates expect it: content as one text, arguments of tool calls as objects. Raises ApiError."""
+        name = f"messages[{place}]"
+        message = {**(self.model_extra or {}), "role": self.role, "content": text_of(self.content, f"{name}.content")}
+        if "reasoning" in message:  # vLLM's name; templates read the other one
+            message.setdefault("reasoning_content", message.pop("reasoning"))
+        calls = message.pop("tool_calls", None)
+        if calls is not None:
+            message["tool_calls"] = _template_calls(calls, f"{name}.tool_calls")
+        return message
+
+
+def text_of(content: Any, name: str) -> str:
+    """A message's content, a text or a list of parts, as one text. Raises ApiError, which calls it `name`."""
+    if content is None:
+        return ""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list):
+        raise wrong(name, f"is {shown(content)}; allowed: a text or a list of parts")
+    return "\n".join(_part_text(part, f"{name}[{number}]") for number, part in enumerate(content))
+
+
+def wrong(name: str, reason: str) -> ApiError:
+    """The error for a value inside a field: `messages[3].content` is one of `messages`."""
+    return invalid(name.partition("[")[0], f"{name} {reason}")
+
+
+def shown(value: Any) -> str:
+    """A wrong value as a message repeats it."""
+    text = repr(value)
+    return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."
+
+
+def _part_text(part: Any, name: str) -> str:
+    if isinstance(part, str):
+        return part
+    if not isinstance(part, dict) or part.get("type") not in _TEXT_PARTS:
+        kind = part.get("type") if isinstance(part, dict) else part
+        raise wrong(f"{name}.type", f"is {shown(kind)}; allowed: text (this server has no other inputs)")
+    text = part.get("text", part.get("refusal"))
+    if not isinstance(text, str):
+        raise wrong(f"{name}.text", f"is {shown(text)}; allowed: a text")
+    return text
+
+
+def _template_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise wrong(name, f"is {shown(calls)}; allowed: a list")
+    found = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise wrong(f"{name}[{number}].function.name", "is missing; allowed: a function's name")
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            # What is no JSON goes back to the model as it once wrote it.
+            with contextlib.suppress(ValueError, RecursionError):
+                arguments = json.loads(arguments or "{}")
+        found.append({**call, "function": {**function, "arguments": arguments}})
+    return found

@@ -1,0 +1,216 @@
+"""POST /v1/responses: what of it can be served without keeping anything, as a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from minisgl_backend.openai.errors import invalid
+from minisgl_backend.openai.requests.base import JsonSchema, Model, ResponseFormat, Sampling, is_unicode
+from minisgl_backend.openai.requests.chat import ChatRequest
+from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_of, wrong
+from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool
+
+_KEEPS_NOTHING = "this server keeps no responses: send the whole conversation as input"
+_NOT_SERVED = {
+    "previous_response_id": _KEEPS_NOTHING,
+    "conversation": _KEEPS_NOTHING,
+    "background": "this server keeps no responses; allowed: false",
+    "prompt": "this server has no prompt templates: send instructions and input",
+    "context_management": "this server does not shorten conversations",
+}
+# A field of the chat -> what it is called here.
+WORDS: Mapping[str, str] = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+}
+_REPEATED = {"instructions", "metadata", "reasoning", "text", "tool_choice", "tools", "user"}  # in the answer
+_ITEMS = ("message", "function_call", "function_call_output", "reasoning")
+
+
+class Function(Model):
+    """A function that the model may call; OpenAI's built-in tools have no counterpart here."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    def as_tool(self) -> Tool:
+        values = self.model_dump(exclude={"type"})
+        return Tool(type="function", function=FunctionDefinition.model_construct(**values))
+
+
+class NamedFunction(Model):
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(Model):
+    type: Literal["text", "json_object", "json_schema"]
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(default=None, alias="schema")
+    strict: bool | None = None
+
+
+class Text(Model):
+    format: TextFormat | None = None
+    verbosity: str | None = None  # without a meaning here
+
+
+class Reasoning(Model):
+    effort: str | None = None  # handed to the chat template
+    # Without a meaning here: thoughts are given as they are.
+    summary: str | None = None
+    generate_summary: str | None = None
+
+
+class ResponsesStreamOptions(Model):
+    include_obfuscation: bool | None = None  # never done
+
+
+class ResponsesRequest(Sampling):
+    """A conversation as items."""
+
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    text: Text | None = None
+    tools: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: Reasoning | None = None
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    top_logprobs: int | None = None
+    stream_options: ResponsesStreamOptions | None = None
+    truncation: Literal["disabled"] | None = None
+    max_tool_calls: int | None = None  # of built-in tools, which there are none of
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Refused by name where they ask for something.
+    previous_response_id: str | None = None
+    conversation: Any = None
+    background: bool | None = None
+    prompt: Any = None
+    context_management: Any = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return "message.output_text.logprobs" in (self.include or ())
+
+    def check(self) -> None:
+        """Raises ApiError for what is wrong beyond types and beyond what the chat finds."""
+        for name, reason in _NOT_SERVED.items():
+            if getattr(self, name):
+                raise invalid(name, f"{name} is given; {reason}")
+        for name, value in self.model_dump(include=_REPEATED).items():
+            if not is_unicode(value):
+                raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
+        if self.max_output_tokens is not None and not 1 <= self.max_output_tokens < 2**31:
+            raise invalid(
+                "max_output_tokens", f"max_output_tokens is {self.max_output_tokens}; allowed: 1 to below 2**31"
+            )
+        form = self.text.format if self.text else None
+        if form is not None and form.type == "json_schema" and form.schema_ is None:
+            raise invalid("text.format", "text.format.schema is missing; json_schema needs it")
+        if self.top_logprobs and not self.wants_logprobs:
+            needed = "message.output_text.logprobs in include"
+            raise invalid("top_logprobs", f"top_logprobs is {self.top_logprobs}; allowed: only with {needed}")
+
+    def as_chat(self) -> ChatRequest:
+        """The same as a chat. Raises ApiError for items that have no place in one."""
+        values = {name: getattr(self, name) for name in Sampling.model_fields}
+        values |= {
+            "messages": [Message.model_validate(message) for message in self._messages()],
+            "max_completion_tokens": self.max_output_tokens,
+            "logprobs": self.wants_logprobs or None,
+            "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
+            "response_format": self._format(),
+            "tools": [tool.as_tool() for tool in self.tools or ()] or None,
+            "tool_choice": self._choice(),
+            "parallel_tool_calls": self.parallel_tool_calls,
+            "reasoning_effort": self.reasoning.effort if self.reasoning else None,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+        return ChatRequest.model_construct(**values)
+
+    def _format(self) -> ResponseFormat | None:
+        form = self.text.format if self.text else None
+        if form is None:
+            return None
+        schema = JsonSchema.model_construct(name=form.name, schema_=form.schema_, strict=form.strict)
+        return ResponseFormat.model_construct(type=form.type, json_schema=schema)
+
+    def _choice(self) -> str | NamedTool | None:
+        if isinstance(self.tool_choice, NamedFunction):
+            return NamedTool(type="function", function=FunctionName(name=self.tool_choice.name))
+        return self.tool_choice
+
+    def _messages(self) -> list[dict[str, Any]]:
+        messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        if isinstance(self.input, str):
+            return [*messages, {"role": "user", "content": self.input}]
+        for number, item in enumerate(self.input):
+            _add(item, f"input[{number}]", messages)
+        return messages
+
+
+def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> None:
+    """Thoughts, text and calls of one turn of the model are items of their own here, and one message of a chat."""
+    kind = item.get("type", "message")
+    if kind == "message":
+        role = item.get("role")
+        if not isinstance(role, str):
+            raise wrong(f"{name}.role", f"is {shown(role)}; allowed: a role")
+        content = text_of(item.get("content"), f"{name}.content")
+        begun = _turn(messages) if role == "assistant" else None
+        if begun is not None and not begun["content"] and "tool_calls" not in begun:
+            begun["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
+    elif kind == "function_call":
+        function = {key: _text(item, key, name) for key in ("name", "arguments")}
+        call = {"id": _text(item, "call_id", name), "type": "function", "function": function}
+        begun = _turn(messages)
+        if begun is None:
+            messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        else:
+            begun.setdefault("tool_calls", []).append(call)
+    elif kind == "function_call_output":
+        output = text_of(item.get("output"), f"{name}.output")
+        messages.append({"role": "tool", "tool_call_id": _text(item, "call_id", name), "content": output})
+    elif kind == "reasoning":
+        thoughts = _thoughts(item, name)
+        if thoughts:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": thoughts})
+    else:
+        raise wrong(f"{name}.type", f"is {shown(kind)}; allowed: {', '.join(_ITEMS)}")
+
+
+def _turn(messages: list[dict[str, Any]]) -> dict[str, Any] | None:
+    """The message that the model has begun and nobody has answered yet."""
+    return messages[-1] if messages and messages[-1]["role"] == "assistant" else None
+
+
+def _text(item: dict[str, Any], key: str, name: str) -> str:
+    value = item.get(key)
+    if not isinstance(value, str):
+        raise wrong(f"{name}.{key}", f"is {shown(value)}; allowed: a text")
+    return value
+
+
+def _thoughts(item: dict[str, Any], name: str) -> str:
+    parts = item.get("content") or ()
+    if not isinstance(parts, (list, tuple)):
+        raise wrong(f"{name}.content", f"is {shown(parts)}; allowed: a list of parts")
+    texts = []
+    for number, part in enumerate(parts):
+        if not isinstance(part, dict) or not isinstance(part.get("text"), str):
+            raise wrong(f"{name}.content[{number}].text", "is missing; allowed: a text")
+        texts.append(part["text"])
+    return "\n".join(texts)

@@ -1,0 +1,223 @@
+"""/v1/responses: a chat's answer as items, whole or as typed events."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from minisgl_backend.openai.answers import Header, usage
+from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.logprobs import chat_logprobs
+from minisgl_backend.openai.message import MessageParser, new_call_id
+from minisgl_backend.openai.parts import Part
+from minisgl_backend.openai.requests.responses import ResponsesRequest
+from minisgl_backend.openai.sse import encode, named_event
+from minisgl_backend.openai.triton import Delta, Generation, Position
+
+Event = dict[str, Any]  # without its number, which it gets when it is sent
+
+
+class OutputItems:
+    """The items of one answer as they grow, and the events that tell of it."""
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open = False  # the last one goes on
+
+    def add(self, part: Part, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
+        """The next part of the answer. `logprobs`: of the tokens in a part of the content."""
+        if part.kind == "call":
+            call = {"name": part.text, "arguments": "", "call_id": new_call_id()}
+            return self.close() + self._begin({"type": "function_call", **call}, "fc")
+        if part.kind == "arguments":
+            self.items[-1]["arguments"] += part.text
+            return [self._event("response.function_call_arguments.delta", delta=part.text)]
+        kind, events = ("reasoning" if part.kind == "reasoning" else "message"), []
+        if not self._open or self.items[-1]["type"] != kind:
+            events = self.close() + (self.begin_message() if kind == "message" else self._begin_reasoning())
+        (content,) = self.items[-1]["content"]
+        content["text"] += part.text
+        if kind == "reasoning":
+            events.append(self._event("response.reasoning_text.delta", content_index=0, delta=part.text))
+        else:
+            content["logprobs"] += logprobs
+            delta = {"content_index": 0, "delta": part.text, "logprobs": list(logprobs)}
+            events.append(self._event("response.output_text.delta", **delta))
+        return events
+
+    def begin_message(self) -> list[Event]:
+        events = self._begin({"type": "message", "role": "assistant", "content": []}, "msg")
+        return events + self._begin_part({"type": "output_text", "text": "", "annotations": [], "logprobs": []})
+
+    def close(self, status: str = "completed") -> list[Event]:
+        """Nothing more will come of the last item."""
+        if not self._open:
+            return []
+        self._open, item = False, self.items[-1]
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            events = [self._event("response.function_call_arguments.done", **done)]
+        else:
+            (content,) = item["content"]
+            told = {"content_index": 0, "text": content["text"]}
+            if item["type"] == "message":
+                events = [self._event("response.output_text.done", **told, logprobs=content["logprobs"])]
+            else:
+                events = [self._event("response.reasoning_text.done", **told)]
+            events.append(self._event("response.content_part.done", content_index=0, part=content))
+        return [*events, self._item_event("response.output_item.done")]
+
+    def _begin_reasoning(self) -> list[Event]:
+        events = self._begin({"type": "reasoning", "summary": [], "content": []}, "rs")
+        return events + self._begin_part({"type": "reasoning_text", "text": ""})
+
+    def _begin(self, item: dict[str, Any], prefix: str) -> list[Event]:
+        self._open = True
+        self.items.append({"id": f"{prefix}_{uuid.uuid4().hex}", "status": "in_progress", **item})
+        return [self._item_event("response.output_item.added")]
+
+    def _begin_part(self, part: dict[str, Any]) -> list[Event]:
+        self.items[-1]["content"].append(part)
+        return [self._event("response.content_part.added", content_index=0, part=part)]
+
+    def _item_event(self, kind: str) -> Event:
+        return {"type": kind, "output_index": len(self.items) - 1, "item": _copied(self.items[-1])}
+
+    def _event(self, kind: str, **values: Any) -> Event:
+        place = {"item_id": self.items[-1]["id"], "output_index": len(self.items) - 1}
+        return {"type": kind, **place, **{name: _copied(value) for name, value in values.items()}}
+
+
+class ResponseAnswer:
+    """One request on its way."""
+
+    def __init__(
+        self,
+        request: ResponsesRequest,
+        generation: Generation,
+        header: Header,
+        parser: MessageParser | None,
+    ) -> None:
+        """`parser`: None where the text is the content as it is."""
+        self._request = request
+        self._generation = generation
+        self._header = header
+        self._parser = parser or MessageParser()
+        self._output = OutputItems()
+        self._held: list[Position] = []  # log-probabilities of text that has not come out yet
+        self._number = 0  # of the next event
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """The events of a stream."""
+        begun = False
+        async for events, status in self._progress():
+            if not begun:
+                created = {"response": self._response("in_progress")}
+                events = [{"type": f"response.{kind}", **created} for kind in ("created", "in_progress")] + events
+                begun = True
+            if status is not None:
+                events.append({"type": f"response.{status}", "response": self._response(status)})
+            if events:
+                yield b"".join(map(self._line, events))
+
+    async def whole(self) -> bytes:
+        """The answer in one piece."""
+        last = "completed"
+        async for _, status in self._progress():
+            last = status or last
+        return encode(self._response(last))
+
+    def error_line(self, error: ApiError) -> bytes:
+        self._output.close("incomplete")
+        return self._line({"type": "response.failed", "response": self._response("failed", error)})
+
+    async def _progress(self) -> AsyncIterator[tuple[list[Event], str | None]]:
+        """(what has happened, how the response ended: None while it goes on)."""
+        while (delta := await self._generation.next()) is not None:
+            events = self._take(delta)
+            if delta.reason is None:
+                yield events, None
+                continue
+            status = "incomplete" if delta.reason == "length" else "completed"
+            if not self._output.items:
+                events += self._output.begin_message()
+            yield events + self._output.close(status), status
+        await self._generation.drain()
+
+    def _take(self, delta: Delta) -> list[Event]:
+        self._held += delta.logprobs
+        events: list[Event] = []
+        for part in self._parser.feed(delta):
+            told: list[dict[str, Any]] = []
+            if part.kind == "content" and self._request.wants_logprobs:
+                told = chat_logprobs(self._held, self._request.top_logprobs or 0)["content"]
+            self._held = []
+            events += self._output.add(part, told)
+        return events
+
+    def _response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
+        request = self._request
+        ended = status != "in_progress"
+        return {
+            "id": self._header.id,
+            "object": "response",
+            "created_at": self._header.created,
+            "status": status,
+            "background": False,
+            "error": None if error is None else {"code": "server_error", "message": error.message},
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": request.instructions,
+            "max_output_tokens": request.max_output_tokens,
+            "metadata": request.metadata or {},
+            "model": self._header.model,
+            "output": self._output.items if ended else [],
+            "parallel_tool_calls": request.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+            "service_tier": "default",
+            "store": False,
+            "temperature": request.temperature,
+            "text": self._text(),
+            "tool_choice": _plain(request.tool_choice) if request.tool_choice else "auto",
+            "tools": [_plain(tool) for tool in request.tools or ()],
+            "top_logprobs": request.top_logprobs or 0,
+            "top_p": request.top_p,
+            "truncation": "disabled",
+            "usage": self._usage() if ended else None,
+            "user": request.user,
+        }
+
+    def _text(self) -> dict[str, Any]:
+        form = self._request.text.format if self._request.text else None
+        return {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)}
+
+    def _usage(self) -> dict[str, Any]:
+        counts = usage(self._generation)
+        return {
+            "input_tokens": counts["prompt_tokens"],
+            "input_tokens_details": {
+                "cached_tokens": self._generation.num_cached_tokens or 0,
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": counts["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": self._parser.num_thought_tokens},
+            "total_tokens": counts["total_tokens"],
+        }
+
+    def _line(self, event: Event) -> bytes:
+        line = named_event(event["type"], {**event, "sequence_number": self._number})
+        self._number += 1
+        return line
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, str) else value.model_dump(by_alias=True)
+
+
+def _copied(value: Any) -> Any:
+    """As it is now: events are written later than they are made."""
+    if isinstance(value, dict):
+        return {name: _copied(one) for name, one in value.items()}
+    return [_copied(one) for one in value] if isinstance(value, list) else value

@@ -1,0 +1,134 @@
+"""What the endpoint sends to the server, seen by one that only listens."""
+
+from __future__ import annotations
+
+import json
+import struct
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import grpc
+import pytest
+from tritonclient.grpc import service_pb2
+
+from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
+from tests.e2e.conftest import free_ports
+
+TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
+PATHS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "hello"}]},
+    "/v1/completions": {"prompt": ["a", "b"]},
+    "/v1/responses": {"input": "hello"},
+}
+
+
+class Listener(grpc.GenericRpcHandler):
+    """Answers every generation with one word, and keeps what was sent."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, dict[str, str]]] = []
+
+    def service(self, details: Any) -> Any:
+        if details.method.endswith("ModelStreamInfer"):
+            return grpc.unary_stream_rpc_method_handler(
+                self._answer,
+                service_pb2.ModelInferRequest.FromString,
+                service_pb2.ModelStreamInferResponse.SerializeToString,
+            )
+        return None
+
+    def _answer(self, request: Any, context: Any) -> Iterator[Any]:
+        self.calls.append((request, dict(context.invocation_metadata())))
+        response = service_pb2.ModelInferResponse(model_name="ensemble", id=request.id)
+        for name, datatype, value in (
+            ("text_output", "BYTES", _text("hi")),
+            ("finish_reason", "BYTES", _text("stop")),
+            ("num_input_tokens", "INT32", struct.pack("<i", 3)),
+            ("num_output_tokens", "INT32", struct.pack("<i", 1)),
+        ):
+            response.outputs.add(name=name, datatype=datatype, shape=[1])
+            response.raw_output_contents.append(value)
+        yield service_pb2.ModelStreamInferResponse(infer_response=response)
+
+
+def _text(text: str) -> bytes:
+    return struct.pack("<I", len(text)) + text.encode()
+
+
+@pytest.fixture(scope="module")
+def listener() -> Iterator[tuple[Listener, int]]:
+    """What listens, and the port of the endpoint before it."""
+    found = Listener()
+    server = grpc.server(ThreadPoolExecutor(4), handlers=(found,))
+    grpc_port = server.add_insecure_port("127.0.0.1:0")
+    server.start()
+    (port,) = free_ports(1)
+    settings = EndpointSettings(
+        port=port, grpc_address=f"127.0.0.1:{grpc_port}", served_model_names=("one",), reasoning_parser="none"
+    )
+    endpoint = OpenAIEndpoint(settings)
+    yield found, port
+    endpoint.stop()
+    server.stop(None).wait()
+
+
+def ask(port: int, path: str, headers: dict[str, str], **values: Any) -> tuple[str, dict[str, str]]:
+    """(body, headers) of the answer."""
+    body = json.dumps({**PATHS[path], **values}).encode()
+    head = {"Content-Type": "application/json", **headers}
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, head)
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=120) as reply:
+        return reply.read().decode(), {name.lower(): value for name, value in reply.headers.items()}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", PATHS)
+def test_ids_and_traces_go_with_every_generation(listener: tuple[Listener, int], path: str, stream: bool) -> None:
+    found, port = listener
+    found.calls.clear()
+    headers = {"X-Request-Id": "mine-1", "traceparent": TRACE, "tracestate": "vendor=1", "X-Other": "stays"}
+    text, answered = ask(port, path, headers, stream=stream)
+    assert "hi" in text
+    assert answered["x-request-id"] == "mine-1"
+    assert len(found.calls) == (2 if path == "/v1/completions" else 1)
+    for request, metadata in found.calls:
+        assert request.id == "mine-1"
+        assert (metadata["traceparent"], metadata["tracestate"]) == (TRACE, "vendor=1")
+        assert "x-other" not in metadata
+    assert all("mine-1" in line for line in text.splitlines() if '"id":' in line and '"choices"' in line)
+
+
+def test_what_is_no_header_of_grpc_is_left_out(listener: tuple[Listener, int]) -> None:
+    found, port = listener
+    found.calls.clear()
+    given = {"X-Request-Id": "with blanks", "traceparent": "\xe9", "tracestate": "x" * 600}
+    _, answered = ask(port, "/v1/chat/completions", given)
+    ((request, metadata),) = found.calls
+    assert request.id == answered["x-request-id"] != "with blanks"
+    assert "traceparent" not in metadata
+    assert metadata["tracestate"] == "x" * 600
+
+
+@pytest.mark.parametrize(
+    ("path", "values", "sent"),
+    [
+        (
+            "/v1/chat/completions",
+            {"top_k": 3, "priority": 2, "min_tokens": 4},
+            {"top_k": 3, "priority": 2, "min_tokens": 4},
+        ),
+        ("/v1/completions", {"min_p": 0.5, "ignore_eos": True}, {"min_p": 0.5, "ignore_eos": True, "max_tokens": 16}),
+        ("/v1/responses", {"max_output_tokens": 7, "stop": ["x"]}, {"max_tokens": 7, "stop": ["x"]}),
+    ],
+)
+def test_options(listener: tuple[Listener, int], path: str, values: dict[str, Any], sent: dict[str, Any]) -> None:
+    found, port = listener
+    found.calls.clear()
+    ask(port, path, {}, **values)
+    for request, _ in found.calls:
+        packed = next(one for one in request.inputs if one.name == "sampling_parameters")
+        options = json.loads(packed.contents.bytes_contents[0])
+        assert sent.items() <= options.items()
+        assert options["stream"] is True
