@@ -39,6 +39,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
     ),
     "Several devices": ("tp", "dp", "disable_pynccl"),
     "Processors": ("idle_cpus",),
+    "KV events": ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"),
     "Measuring": ("runner", "null_runner_rate"),
 }
 

@@ -89,6 +89,12 @@ def _power_of_two(value: int) -> bool:
     return value >= 1 and value & (value - 1) == 0
 
 
+def _zmq_address(value: str) -> bool:
+    host, colon, port = value.removeprefix("tcp://").rpartition(":")
+    is_tcp = value.startswith("tcp://") and bool(host and colon and port.isdigit() and int(port) < 65536)
+    return is_tcp or (value.startswith("ipc://") and len(value) > len("ipc://"))
+
+
 def _backend_names(value: str) -> bool:
     parts = value.split(",")
     return value == "auto" or (len(parts) <= 2 and all(part in BACKENDS for part in parts))
@@ -198,6 +204,21 @@ class EngineConfig:
         "1 to 64",
         lambda value: 1 <= value <= 64,
     )
+    kv_events_endpoint: str | None = _option(
+        None,
+        "address of ZeroMQ at which each engine core publishes what its prefix cache stores and removes, as vLLM does "
+        "(KV events): `tcp://*:5557` listens, `tcp://HOST:5557` connects to a subscriber that listens; core i of "
+        "several has the port i higher; unset: none",
+        "tcp://HOST:PORT or ipc://PATH",
+        _zmq_address,
+    )
+    kv_events_replay_endpoint: str | None = _option(
+        None,
+        "address at which those who missed KV events ask for them again, `tcp://*:5558`; unset: none",
+        "tcp://HOST:PORT or ipc://PATH",
+        _zmq_address,
+    )
+    kv_events_topic: str = _option("", "topic of the KV events, which subscribers may filter by", "any text")
     disable_pynccl: bool = _option(
         False, "changes nothing: collectives always are torch's NCCL; known from Mini-SGLang", "true or false"
     )
@@ -347,6 +368,7 @@ class SchedulerLimits:
     mixed_prefill_length: int
     backlog: Backlog | None = None  # None: the budget beside streams is always mixed_prefill_length
     cache_type: str = "radix"
+    record_cache_changes: bool = False  # somebody takes them all the time
     schedule_policy: str = "fcfs"
     eos_token_ids: tuple[int, ...] = ()
 

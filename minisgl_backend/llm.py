@@ -95,11 +95,7 @@ class LLM:
         self._engine: Engine | None = None
         set_openmp_defaults()
         self.config = EngineConfig(model=model, **options)
-        if self.config.dp > 1:
-            raise ConfigError(
-                f"dp is {self.config.dp}; allowed in one process: 1. Several engine cores need a server: "
-                f"scripts/serve.sh --dp {self.config.dp}"
-            )
+        _refuse_what_needs_a_server(self.config)
         note_loss = weakref.WeakMethod(self._note_loss)  # a thread that watches other ranks must not keep this alive
         self._engine = build_engine(
             self.config,
@@ -323,6 +319,19 @@ class LLM:
 
     def _note_loss(self, reason: str) -> None:
         self._dead = reason
+
+
+def _refuse_what_needs_a_server(config: EngineConfig) -> None:
+    if config.dp > 1:
+        raise ConfigError(
+            f"dp is {config.dp}; allowed in one process: 1. Several engine cores need a server: "
+            f"scripts/serve.sh --dp {config.dp}"
+        )
+    if config.kv_events_endpoint is not None:
+        raise ConfigError(
+            f"kv_events_endpoint is {config.kv_events_endpoint!r}; allowed in one process: unset. A server publishes "
+            f"KV events: scripts/serve.sh --kv-events-endpoint {config.kv_events_endpoint!r}"
+        )
 
 
 class _Stream:

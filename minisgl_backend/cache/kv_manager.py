@@ -46,10 +46,22 @@ class Swap:
 class KVManager:
     """Issues, extends and takes back leases. When the pool is empty it evicts from the prefix cache."""
 
-    def __init__(self, num_pages: int, page_size: int, max_rows: int, max_pages_per_row: int, cache_type: str) -> None:
+    def __init__(
+        self,
+        num_pages: int,
+        page_size: int,
+        max_rows: int,
+        max_pages_per_row: int,
+        cache_type: str,
+        *,
+        record_changes: bool = False,
+    ) -> None:
+        """`record_changes`: of the prefix cache, for its `take_changes`."""
         self.page_size = page_size
         self.pool = PagePool(num_pages)
-        self.cache: PrefixCache[Any] = RadixCache(page_size) if cache_type == "radix" else NaiveCache()
+        self.cache: PrefixCache[Any] = (
+            RadixCache(page_size, record_changes=record_changes) if cache_type == "radix" else NaiveCache()
+        )
         self.table: Int32Array = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
         self.held = np.zeros(max_rows, dtype=np.int32)  # pages of each row
         self.unsound: list[Int32Array] = []  # pages that the next step sets to zero before it uses them

@@ -9,6 +9,8 @@ from typing import Generic, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_backend.cache.changes import CacheChange
+
 Int32Array = npt.NDArray[np.int32]
 Pin = TypeVar("Pin")
 
@@ -71,6 +73,10 @@ class PrefixCache(abc.ABC, Generic[Pin]):
     @abc.abstractmethod
     def evict(self, count: int) -> Int32Array:
         """Forgets up to `count` evictable pages, least recently used first, and hands out their ids."""
+
+    def take_changes(self) -> list[CacheChange]:
+        """What was stored and removed since the last call, in order; nothing where nobody asked for a record."""
+        return []
 
     @abc.abstractmethod
     def check(self, pins: list[Pin]) -> None:

@@ -13,6 +13,7 @@ import itertools
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored, page_hashes
 from minisgl_backend.cache.prefix_cache import NO_PAGES, PrefixCache, PrefixMatch
 
 Int32Array = npt.NDArray[np.int32]
@@ -21,12 +22,13 @@ Int32Array = npt.NDArray[np.int32]
 class RadixNode:
     """One edge of the tree with the node at its lower end. Only `RadixCache` touches it."""
 
-    __slots__ = ("children", "pages", "parent", "pins", "serial", "token_ids", "used_at")
+    __slots__ = ("children", "hashes", "pages", "parent", "pins", "serial", "token_ids", "used_at")
 
     def __init__(self, parent: RadixNode | None, token_ids: Int32Array, pages: Int32Array, serial: int) -> None:
         self.parent = parent  # None: the root, or a node that has left the tree
         self.token_ids = token_ids  # [num_pages * page_size]
         self.pages = pages  # [num_pages]
+        self.hashes: list[int] = []  # [num_pages], where changes are recorded
         self.children: dict[bytes, RadixNode] = {}  # by the tokens of the child's first page
         self.pins = 0  # pins on this node or below it
         self.used_at = 0  # tick of the last match or unpin that went through here
@@ -37,8 +39,11 @@ class RadixCache(PrefixCache[RadixNode]):
     """See the module. A match costs the depth of the path plus one comparison of its tokens; evicting a leaf costs
     O(log n): the heap holds unpinned leaves, and entries that are no longer true are dropped when they surface."""
 
-    def __init__(self, page_size: int) -> None:
+    def __init__(self, page_size: int, *, record_changes: bool = False) -> None:
+        """`record_changes`: for `take_changes`, which then has to be called again and again."""
         self._page_size = page_size
+        self._records = record_changes
+        self._changes: list[CacheChange] = []
         self._serials = itertools.count()
         self._root = RadixNode(None, NO_PAGES, NO_PAGES, next(self._serials))
         self._tick = 0
@@ -130,6 +135,9 @@ class RadixCache(PrefixCache[RadixNode]):
             evicted.append(node.pages[kept:])
             missing -= len(node.pages) - kept
             self._num_pages -= len(node.pages) - kept
+            if self._records:
+                self._changes.append(PagesRemoved(node.hashes[kept:]))
+                del node.hashes[kept:]
             if kept:
                 node.pages = node.pages[:kept]
                 node.token_ids = node.token_ids[: kept * self._page_size]
@@ -141,6 +149,10 @@ class RadixCache(PrefixCache[RadixNode]):
     def pages(self) -> Int32Array:
         runs = [node.pages for node in self._nodes()]
         return np.concatenate(runs) if runs else NO_PAGES
+
+    def take_changes(self) -> list[CacheChange]:
+        changes, self._changes = self._changes, []
+        return changes
 
     def check(self, pins: list[RadixNode]) -> None:
         expected: dict[int, int] = {}
@@ -186,6 +198,7 @@ class RadixCache(PrefixCache[RadixNode]):
         border = count * self._page_size
         upper = RadixNode(node.parent, node.token_ids[:border], node.pages[:count], next(self._serials))
         upper.pins, upper.used_at = node.pins, node.used_at
+        upper.hashes, node.hashes = node.hashes[:count], node.hashes[count:]
         node.parent.children[self._key(upper.token_ids, 0)] = upper
         node.parent, node.token_ids, node.pages = upper, node.token_ids[border:], node.pages[count:]
         upper.children[self._key(node.token_ids, 0)] = node
@@ -195,6 +208,10 @@ class RadixCache(PrefixCache[RadixNode]):
     def _add_leaf(self, parent: RadixNode, key: bytes, token_ids: Int32Array, pages: Int32Array) -> RadixNode:
         leaf = RadixNode(parent, token_ids.copy(), pages.copy(), next(self._serials))
         parent.children[key] = leaf
+        if self._records:
+            before = parent.hashes[-1] if parent is not self._root else None
+            leaf.hashes = page_hashes(before, leaf.token_ids, self._page_size)
+            self._changes.append(PagesStored(list(leaf.hashes), before, leaf.token_ids))
         self._num_nodes += 1
         self._num_pages += len(pages)
         return leaf

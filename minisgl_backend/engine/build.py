@@ -240,6 +240,7 @@ def _scheduler_limits(
         max_prefill_length=config.max_prefill_length,
         mixed_prefill_length=mixed,
         cache_type=config.cache_type,
+        record_cache_changes=config.kv_events_endpoint is not None,
         schedule_policy=config.schedule_policy,
         eos_token_ids=model.eos_token_ids,
     )

@@ -10,6 +10,7 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, MinisglError
 from minisgl_backend.ipc.messages import Rejected
@@ -63,6 +64,8 @@ class StepScheduler(Protocol):
     def commit(self, plan: StepPlan, result: StepResult) -> None: ...
 
     def take_outputs(self) -> SequenceOutputs | None: ...
+
+    def take_cache_changes(self) -> list[CacheChange]: ...
 
     def stats(self) -> StepStats: ...
 
@@ -172,6 +175,10 @@ class EngineCore:
         if len(ended):
             self._note_ended(outputs, ended.tolist())
         return outputs
+
+    def take_cache_changes(self) -> list[CacheChange]:
+        """What the prefix cache has stored and removed since the last call, where that is recorded."""
+        return self._scheduler.take_cache_changes()
 
     def take_rejected(self) -> list[Rejected]:
         """Requests refused since the last call."""

@@ -12,6 +12,7 @@ from minisgl_backend.config import HANG_S
 from minisgl_backend.engine.cancellations import Cancellations
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.idle_cpus import IdleCpus
+from minisgl_backend.engine.kv_events import KVEventPublisher
 from minisgl_backend.host.liveness import Heartbeat
 from minisgl_backend.ipc.channel import ALL, CoreChannel, Entries, split_by_front
 from minisgl_backend.ipc.messages import (
@@ -48,14 +49,16 @@ class CoreServer:
         *,
         idle_cpus: IdleCpus | None = None,
         heartbeat: Heartbeat | None = None,
+        kv_events: KVEventPublisher | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`heartbeat` learns when a turn of the loop begins and ends."""
+        """`heartbeat` learns when a turn of the loop begins and ends, `kv_events` what the prefix cache changes."""
         self._core = core
         self._channel = channel
         self._welcome = welcome
         self._idle_cpus = idle_cpus or IdleCpus("sleep")
         self._heartbeat = heartbeat or Heartbeat(HANG_S)
+        self._kv_events = kv_events
         self._clock = clock
         self._started = clock()
         self._live: dict[int, set[int]] = {}  # uids that each front waits for
@@ -87,6 +90,8 @@ class CoreServer:
             self._forget_front(front)
         busy = self._core.step()
         ended = self._send_events()
+        if self._kv_events is not None and (changes := self._core.take_cache_changes()):
+            self._kv_events.publish(changes)
         self._cancellations.end_turn(ended, self._clock(), stepped=busy)
         self._housekeep(busy)
         return busy

@@ -22,6 +22,7 @@ from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import build_engine
 from minisgl_backend.engine.core_server import CoreServer
 from minisgl_backend.engine.idle_cpus import IdleCpus
+from minisgl_backend.engine.kv_events import KVEventPublisher
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.host.liveness import Heartbeat, Sign
 from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
@@ -55,6 +56,7 @@ def main(arguments: list[str] | None = None) -> int:
         engine = build_engine(
             config, environment, dp_rank=options.dp_rank, on_hang_or_death=_end_at_once, heartbeat=heartbeat
         )
+        kv_events = _kv_events(config, engine.welcome.page_size, options.dp_rank)
         channel = CoreChannel(options.socket_dir, options.dp_rank)
         service = CoreServer(
             engine.core,
@@ -62,6 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
             engine.welcome,
             idle_cpus=IdleCpus(config.idle_cpus),
             heartbeat=heartbeat,
+            kv_events=kv_events,
         )
     except ConfigError as error:
         _report(options.status_fd, StartReport(kind="ConfigError", message=str(error)))
@@ -82,7 +85,21 @@ def main(arguments: list[str] | None = None) -> int:
         _end_at_once(f"{type(error).__name__}: {error}")
     engine.close()
     channel.close()
+    if kv_events is not None:
+        kv_events.close()
     return 0
+
+
+def _kv_events(config: EngineConfig, page_size: int, dp_rank: int) -> KVEventPublisher | None:
+    if config.kv_events_endpoint is None:
+        return None
+    return KVEventPublisher(
+        config.kv_events_endpoint,
+        replay_endpoint=config.kv_events_replay_endpoint,
+        topic=config.kv_events_topic,
+        page_size=page_size,
+        dp_rank=dp_rank,
+    )
 
 
 def _end_at_once(reason: str) -> None:

@@ -33,7 +33,12 @@ class RunningSet:
         self.max_length = min(limits.max_seq_len, limits.num_pages * limits.page_size)
         self.rows = RowState(max_rows, self.max_length, limits.eos_token_ids)
         self.kv = KVManager(
-            limits.num_pages, limits.page_size, max_rows, -(-self.max_length // limits.page_size), limits.cache_type
+            limits.num_pages,
+            limits.page_size,
+            max_rows,
+            -(-self.max_length // limits.page_size),
+            limits.cache_type,
+            record_changes=limits.record_cache_changes,
         )
         self.committed = -1  # number of the last committed step
         self.prefilling: list[Sequence] = []  # in order of admission

@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import SEED_RANGE, FinishReason, Request, SamplingParams
@@ -152,6 +153,11 @@ class Scheduler:
     def take_outputs(self) -> SequenceOutputs | None:
         """Everything for clients since the last call; None when there is nothing."""
         return self._outputs.take()
+
+    def take_cache_changes(self) -> list[CacheChange]:
+        """What the prefix cache has stored and removed since the last call, in order; nothing unless the limits say
+        that it is recorded."""
+        return self._running.kv.cache.take_changes()
 
     def stats(self) -> StepStats:
         """Counters as of the last commit."""

@@ -219,6 +219,8 @@ def test_a_closed_engine_says_so() -> None:
 def test_wrong_options_are_told_by_name() -> None:
     with pytest.raises(ConfigError, match=r"dp is 2; allowed in one process: 1.*serve.sh --dp 2"):
         LLM("demo", dp=2)
+    with pytest.raises(ConfigError, match=r"kv_events_endpoint is 'tcp://.*allowed in one process: unset"):
+        LLM("demo", kv_events_endpoint="tcp://*:5557")
     with pytest.raises(ConfigError, match="page_size is 3"):
         LLM("demo", page_size=3)
     with pytest.raises(ConfigError, match="/nowhere"):

@@ -1,0 +1,46 @@
+"""What a prefix cache tells others of its contents: pages that it has stored and removed, named by hashes.
+
+The hash of a page stands for its tokens and all before them. It depends on nothing else, so that equal prefixes have
+equal hashes in every engine with pages of the same size.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+HASH_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class PagesStored:
+    """Pages that follow one another are in the cache from now on."""
+
+    hashes: list[int]  # [num_pages]
+    parent: int | None  # hash of the page before the first one; None: they begin a prompt
+    token_ids: npt.NDArray[np.int32]  # [num_pages * page_size]
+
+
+@dataclass(frozen=True, slots=True)
+class PagesRemoved:
+    """Pages are in the cache no longer."""
+
+    hashes: list[int]
+
+
+CacheChange = PagesStored | PagesRemoved
+
+
+def page_hashes(parent: int | None, token_ids: npt.NDArray[np.int32], page_size: int) -> list[int]:
+    """Unsigned 64-bit hashes of the whole pages of `token_ids`, which follow the page with hash `parent`."""
+    data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
+    size = page_size * 4
+    before = b"" if parent is None else parent.to_bytes(HASH_BYTES, "big")
+    hashes = []
+    for start in range(0, len(data) - size + 1, size):
+        before = hashlib.blake2b(before + data[start : start + size], digest_size=HASH_BYTES).digest()
+        hashes.append(int.from_bytes(before, "big"))
+    return hashes

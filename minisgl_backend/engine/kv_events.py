@@ -1,0 +1,176 @@
+"""Publishes what the prefix cache stores and removes, in the format of vLLM's KV events, over ZeroMQ.
+
+Whoever sends requests to several servers can follow where a prefix is cached. Each message on the PUB socket is
+[topic, sequence number (8 bytes, big-endian), payload]; a payload is the MessagePack of
+
+    [ts, events, data_parallel_rank]
+    events:  ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium]
+             ["BlockRemoved", block_hashes, medium]
+             ["AllBlocksCleared"]
+
+Sequence numbers begin with 0 when an engine core starts; its first batch says AllBlocksCleared. Who has missed batches
+sends the first number wanted, 8 bytes, to the replay socket, a ROUTER, and gets [number, payload] for each batch that
+is still kept, then [-1, empty].
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+
+from minisgl_backend.cache.changes import CacheChange, PagesStored
+from minisgl_backend.errors import ConfigError
+
+MEDIUM = "GPU"  # the format's word for the memory that the engine computes in, whatever the device
+REPLAY_BATCHES = 10_000
+REPLAY_BYTES = 64 << 20
+QUEUED_BATCHES = 100_000  # for one subscriber that does not read; what comes after is lost to it
+END = (-1).to_bytes(8, "big", signed=True)
+POLL_MS = 200
+LINGER_MS = 500  # for what is on its way when the core ends
+
+log = logging.getLogger(__name__)
+
+
+class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    block_hashes: list[int]
+    parent_block_hash: int | None
+    token_ids: list[int]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = MEDIUM
+
+
+class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    block_hashes: list[int]
+    medium: str | None = MEDIUM
+
+
+class AllBlocksCleared(msgspec.Struct, frozen=True, array_like=True, tag=True):
+    pass
+
+
+KVEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventBatch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float  # seconds since the epoch
+    events: list[KVEvent]
+    data_parallel_rank: int
+
+
+class KVEventPublisher:
+    """Of one engine core; used by the thread that made it. Publishing never waits for a subscriber."""
+
+    def __init__(
+        self, endpoint: str, *, replay_endpoint: str | None = None, topic: str = "", page_size: int, dp_rank: int = 0
+    ) -> None:
+        """An endpoint with `*` for a host, or of ipc, is bound, any other one connected to; see `endpoint_of`.
+
+        Raises ConfigError for an address that cannot be had.
+        """
+        self._topic = topic.encode()
+        self._page_size = page_size
+        self._dp_rank = dp_rank
+        self._encoder = msgspec.msgpack.Encoder()
+        self._next = 0
+        self._kept: deque[tuple[int, bytes]] = deque()  # sequence numbers and payloads
+        self._kept_bytes = 0
+        self._lock = threading.Lock()  # guards the two above
+        self._closing = False
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._thread: threading.Thread | None = None
+        self._sockets: list[zmq.Socket[bytes]] = []
+        try:
+            self._publisher = self._open("kv_events_endpoint", zmq.PUB, endpoint_of(endpoint, dp_rank))
+            if replay_endpoint is not None:
+                address = endpoint_of(replay_endpoint, dp_rank)
+                router = self._open("kv_events_replay_endpoint", zmq.ROUTER, address)
+                self._thread = threading.Thread(target=self._replay, args=(router,), name="kv-replay", daemon=True)
+                self._thread.start()
+        except ConfigError:
+            self.close()
+            raise
+        self._send([AllBlocksCleared()])
+
+    def _open(self, option: str, kind: int, endpoint: str) -> zmq.Socket[bytes]:
+        opened = self._context.socket(kind)
+        self._sockets.append(opened)
+        opened.setsockopt(zmq.SNDHWM, QUEUED_BATCHES)
+        opened.setsockopt(zmq.LINGER, LINGER_MS)
+        try:
+            if kind == zmq.ROUTER or "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://"):
+                opened.bind(endpoint)
+            else:
+                opened.connect(endpoint)
+        except zmq.ZMQError as error:
+            raise ConfigError(
+                f"{option} is {endpoint!r}: {error}; allowed: tcp://*:PORT or ipc://PATH to listen at, or "
+                "tcp://HOST:PORT of a subscriber that listens"
+            ) from None
+        return opened
+
+    def publish(self, changes: Sequence[CacheChange]) -> None:
+        """One batch of what a step has changed, in order."""
+        self._send([self._event(change) for change in changes])
+
+    def _event(self, change: CacheChange) -> KVEvent:
+        if isinstance(change, PagesStored):
+            return BlockStored(
+                block_hashes=change.hashes,
+                parent_block_hash=change.parent,
+                token_ids=change.token_ids.tolist(),
+                block_size=self._page_size,
+            )
+        return BlockRemoved(block_hashes=change.hashes)
+
+    def _send(self, events: list[KVEvent]) -> None:
+        batch = KVEventBatch(ts=time.time(), events=events, data_parallel_rank=self._dp_rank)
+        payload, number = self._encoder.encode(batch), self._next
+        self._next += 1
+        with self._lock:
+            self._kept.append((number, payload))
+            self._kept_bytes += len(payload)
+            while len(self._kept) > REPLAY_BATCHES or self._kept_bytes > REPLAY_BYTES:
+                self._kept_bytes -= len(self._kept.popleft()[1])
+        self._publisher.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+
+    def _replay(self, router: zmq.Socket[bytes]) -> None:
+        while not self._closing:
+            if not router.poll(POLL_MS):
+                continue
+            frames = router.recv_multipart()
+            if len(frames) != 3 or len(frames[2]) != 8:
+                log.warning("a request to the replay socket of KV events is not [empty, number of 8 bytes]")
+                continue
+            client, first = frames[0], int.from_bytes(frames[2], "big")
+            with self._lock:
+                wanted = [(number, payload) for number, payload in self._kept if number >= first]
+            for number, payload in wanted:
+                router.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
+            router.send_multipart((client, b"", END, b""))
+
+    def close(self) -> None:
+        """Ends the sockets."""
+        self._closing = True
+        if self._thread is not None:
+            self._thread.join()
+        for opened in self._sockets:
+            opened.close()
+        self._context.term()
+
+
+def endpoint_of(endpoint: str, dp_rank: int) -> str:
+    """The address of engine core `dp_rank`: a TCP port that much higher, a path with its number behind it."""
+    if dp_rank == 0:
+        return endpoint
+    before, colon, port = endpoint.rpartition(":")
+    if endpoint.startswith("tcp://") and port.isdigit():
+        return f"{before}{colon}{int(port) + dp_rank}"
+    return f"{endpoint}-{dp_rank}"

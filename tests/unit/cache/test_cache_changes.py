@@ -1,0 +1,83 @@
+"""A reader of a radix cache's changes knows at any time what is in it, by hashes that only tokens decide."""
+
+from __future__ import annotations
+
+import random
+
+import numpy as np
+import pytest
+
+from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored, page_hashes
+from minisgl_backend.cache.kv_manager import KVManager, PageLease
+from minisgl_backend.cache.radix_cache import RadixCache
+
+NUM_PAGES = 24
+
+
+class Reader:
+    """Knows the prefixes that are cached, each up to the end of a page."""
+
+    def __init__(self) -> None:
+        self.prefixes: dict[int, tuple[int, ...]] = {}
+
+    def read(self, changes: list[CacheChange], page_size: int) -> None:
+        for change in changes:
+            if isinstance(change, PagesRemoved):
+                for value in change.hashes:
+                    del self.prefixes[value]
+                continue
+            assert len(change.token_ids) == len(change.hashes) * page_size
+            tokens = () if change.parent is None else self.prefixes[change.parent]
+            for page, value in enumerate(change.hashes):
+                tokens += tuple(change.token_ids[page * page_size : (page + 1) * page_size].tolist())
+                assert value not in self.prefixes
+                self.prefixes[value] = tokens
+
+
+@pytest.mark.parametrize("page_size", [1, 2, 4])
+def test_a_reader_of_the_changes_knows_the_cache(page_size: int) -> None:
+    draw, reader = random.Random(page_size), Reader()
+    manager = KVManager(NUM_PAGES, page_size, 4, NUM_PAGES, "radix", record_changes=True)
+    running: list[tuple[PageLease, np.ndarray]] = []
+    removed = 0
+    for _ in range(2000):
+        if running and (len(running) == 4 or draw.random() < 0.5):
+            lease, tokens = running.pop(draw.randrange(len(running)))
+            manager.release(lease, tokens)
+        else:
+            tokens = np.array([draw.randint(0, 1) for _ in range(draw.randint(1, 6 * page_size))], dtype=np.int32)
+            match = manager.cache.match(tokens)
+            if manager.pages_for(len(tokens)) - len(match.pages) > manager.num_available:
+                manager.cache.unpin(match.pin)
+                continue
+            free = min(set(range(4)) - {lease.row for lease, _ in running})
+            running.append((manager.acquire(free, match, len(tokens)), tokens))
+        changes = manager.cache.take_changes()
+        removed += sum(len(change.hashes) for change in changes if isinstance(change, PagesRemoved))
+        reader.read(changes, page_size)
+        assert len(reader.prefixes) == manager.cache.num_pages
+        for prefix in reader.prefixes.values():
+            assert manager.cache.peek(np.array(prefix, dtype=np.int32)) * page_size == len(prefix)
+        manager.check([lease for lease, _ in running])
+    assert removed > 50
+    assert manager.cache.take_changes() == []
+
+
+def test_hashes_are_those_of_the_tokens_and_all_before_them() -> None:
+    tokens = np.arange(12, dtype=np.int32)
+    hashes = page_hashes(None, tokens, 4)
+    assert page_hashes(hashes[0], tokens[4:], 4) == hashes[1:]
+    assert page_hashes(None, tokens[4:], 4)[0] != hashes[1]
+    assert len({*hashes, *page_hashes(None, tokens[::-1], 4)}) == 6
+    assert all(0 <= value < 1 << 64 for value in hashes)
+
+
+def test_nothing_is_recorded_unless_somebody_asks() -> None:
+    cache = RadixCache(page_size=2)
+    cache.extend(cache.match(np.arange(4, dtype=np.int32)).pin, np.arange(4, dtype=np.int32), np.array([1, 2]))
+    assert cache.take_changes() == []
+    stored = RadixCache(page_size=2, record_changes=True)
+    stored.extend(stored.match(np.arange(4, dtype=np.int32)).pin, np.arange(4, dtype=np.int32), np.array([1, 2]))
+    (change,) = stored.take_changes()
+    assert isinstance(change, PagesStored)
+    assert change.parent is None

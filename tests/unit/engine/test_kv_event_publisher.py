@@ -1,0 +1,57 @@
+"""The publisher of KV events: addresses, a subscriber that listens, and what is kept for those who ask again."""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+
+from minisgl_backend.cache.changes import PagesRemoved, PagesStored
+from minisgl_backend.engine import kv_events as module
+from minisgl_backend.engine.kv_events import KVEventPublisher, endpoint_of
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "dp_rank", "expected"),
+    [
+        ("tcp://*:5557", 0, "tcp://*:5557"),
+        ("tcp://*:5557", 3, "tcp://*:5560"),
+        ("tcp://router.default:5557", 1, "tcp://router.default:5558"),
+        ("ipc:///run/kv", 2, "ipc:///run/kv-2"),
+    ],
+)
+def test_each_engine_core_has_an_address_of_its_own(endpoint: str, dp_rank: int, expected: str) -> None:
+    assert endpoint_of(endpoint, dp_rank) == expected
+
+
+def test_a_subscriber_may_be_the_one_that_listens() -> None:
+    context = zmq.Context()
+    subscriber = context.socket(zmq.SUB)
+    subscriber.setsockopt(zmq.SUBSCRIBE, b"")
+    port = subscriber.bind_to_random_port("tcp://127.0.0.1")
+    publisher = KVEventPublisher(f"tcp://127.0.0.1:{port}", topic="kv", page_size=2, dp_rank=0)
+    stored = PagesStored([11, 12], None, np.array([1, 2, 3, 4], dtype=np.int32))
+    while not subscriber.poll(20):  # what is published before the connection is there goes to nobody
+        publisher.publish([stored, PagesRemoved([12])])
+    topic, _, payload = subscriber.recv_multipart()
+    assert topic == b"kv"
+    _, events, rank = msgspec.msgpack.decode(payload)
+    assert rank == 0
+    assert events == [
+        ["BlockStored", [11, 12], None, [1, 2, 3, 4], 2, None, "GPU"],
+        ["BlockRemoved", [12], "GPU"],
+    ]
+    publisher.close()
+    context.destroy(linger=0)
+
+
+def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "REPLAY_BYTES", 5000)
+    publisher = KVEventPublisher("tcp://127.0.0.1:9", page_size=2, dp_rank=0)
+    for _ in range(100):
+        publisher.publish([PagesRemoved(list(range(200)))])
+    kept = [number for number, _ in publisher._kept]
+    assert kept == list(range(101 - len(kept), 101))
+    assert 2 < len(kept) < 30
+    publisher.close()
