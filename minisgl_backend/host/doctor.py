@@ -24,7 +24,6 @@ from typing import Any
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.installed import DISTRIBUTION, Requirement, requirements_of
-from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.host.ports import free_port_error
 from minisgl_backend.host.resources import usable_cores
 from minisgl_backend.host.serve_options import parse_arguments
@@ -221,10 +220,6 @@ def _server() -> Iterator[Finding]:
             yield Finding("server", "tritonserver", PROBLEM, f"{install.binary} does not start", str(install.binary))
         else:
             yield Finding("server", "tritonserver", OK, f"{version} from {where}: {install.binary}")
-    try:
-        EndpointSettings().check_packages()
-    except ConfigError as error:
-        yield Finding("server", "openai endpoint", PROBLEM, str(error))
 
 
 def _ports() -> Iterator[Finding]:
@@ -303,7 +298,9 @@ def _engine(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Finding]:
     runs = f"models run on {device['name']}" + (f" ({device['count']} GPUs)" if device["count"] > 1 else "")
     text = f"{built}; {runs}, {_size(answer['free_bytes'])} of memory free"
     if has_gpu and device["kind"] == "cpu":
-        remedy = f"{_pip()} --force-reinstall torch, a build for the driver's CUDA" if not torch["cuda"] else ""
+        remedy = f"{_pip()} --force-reinstall torch, a build for the driver's CUDA"
+        if torch["cuda"]:
+            remedy = f"CUDA_VISIBLE_DEVICES hides it, or its driver is too old for CUDA {torch['cuda']}"
         yield Finding("packages", "torch", NOTE, f"{text}: it sees no GPU", remedy)
     else:
         yield Finding("packages", "torch", OK, text)

@@ -126,3 +126,9 @@ def curl(url: str, *arguments: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+def test_the_client_imports_itself_by_no_name() -> None:
+    """Its package has two names."""
+    absolute = re.compile(r"^\s*(?:from|import) (?:minisgl_)?client\b", re.MULTILINE)
+    assert [path for path in (ROOT / "client").rglob("*.py") if absolute.search(path.read_text(encoding="utf-8"))] == []

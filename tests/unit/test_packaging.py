@@ -100,6 +100,12 @@ def test_importing_the_package_loads_no_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 
+def test_the_command_needs_no_extra_to_serve() -> None:
+    """`minisgl serve`, `init` and `doctor` where the extra `client` is not installed."""
+    code = "import sys; sys.modules['tritonclient'] = sys.modules['aiohttp'] = None; import client.cli"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
 def test_a_server_on_path_wins(tmp_path: Path) -> None:
     binary = tmp_path / "tritonserver"
     binary.write_bytes(b"\x7fELF")

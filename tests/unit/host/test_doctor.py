@@ -102,7 +102,7 @@ def test_without_any_package_it_says_what_is_missing(tmp_path: Path) -> None:
     assert found["packages needed"]["state"] == PROBLEM
     assert "scripts/setup.sh" in found["packages needed"]["remedy"]
     assert found["packages torch"]["text"] == "cannot be used: ModuleNotFoundError: No module named 'torch'"
-    assert "--openai-port 0" in found["server openai endpoint"]["text"]
+    assert found["server tritonserver"]["state"] == PROBLEM
     assert found["machine processors"]["state"] == OK
 
 
@@ -184,6 +184,8 @@ def test_a_torch_that_sees_no_gpu_serves_on_the_cpu() -> None:
     assert found["packages torch"].state == NOTE
     assert "it sees no GPU" in found["packages torch"].text
     assert "a build for the driver's CUDA" in found["packages torch"].remedy
+    found = told({**H100, "device": cpu}, has_gpu=True)
+    assert "too old for CUDA 12.8" in found["packages torch"].remedy
 
 
 def test_what_the_engine_refuses_is_a_problem() -> None:
