@@ -21,7 +21,10 @@ from tests.docs.stack import Namespace, namespace, served
 pytestmark = pytest.mark.e2e
 
 BLOCKS = all_blocks()
-SERVERS = [block for block in BLOCKS if block.mark == "server"]
+# Each command once, however many pages begin with it.
+SERVERS = list(
+    {block.code.split("#")[0].strip(): block for block in reversed(BLOCKS) if block.mark == "server"}.values()
+)[::-1]
 COMMANDS = [block for block in BLOCKS if block.language == "bash" and not block.mark]
 PROGRAMS = [block for block in BLOCKS if block.language == "python" and not block.mark]
 WITH_PACKAGES = [block for block in BLOCKS if block.mark == "needs"]

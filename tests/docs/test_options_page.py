@@ -49,7 +49,9 @@ TABLES = {"engine": engine_table, "server": server_table}
 
 @pytest.mark.parametrize("name", TABLES)
 def test_a_table_is_that_of_the_code(name: str) -> None:
-    inside = re.search(rf"<!-- {name} -->\n(.*)\n<!-- /{name} -->", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+    inside = re.search(
+        rf"<!-- table {name} -->\n(.*)\n<!-- /table {name} -->", PAGE.read_text(encoding="utf-8"), re.DOTALL
+    )
     assert inside is not None
     assert inside[1] == TABLES[name](), "python -m tests.docs.test_options_page writes it anew"
 
@@ -75,6 +77,7 @@ def test_no_variable_is_told_that_nobody_reads() -> None:
 if __name__ == "__main__":
     text = PAGE.read_text(encoding="utf-8")
     for name, table in TABLES.items():
-        before, rest = text.split(f"<!-- {name} -->")
-        text = f"{before}<!-- {name} -->\n{table()}\n<!-- /{name} -->{rest.split(f'<!-- /{name} -->')[1]}"
+        before, rest = text.split(f"<!-- table {name} -->")
+        after = rest.split(f"<!-- /table {name} -->")[1]
+        text = f"{before}<!-- table {name} -->\n{table()}\n<!-- /table {name} -->{after}"
     PAGE.write_text(text, encoding="utf-8")

@@ -29,6 +29,11 @@ def test_files_fit_their_schema(pattern: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+def test_links_of_contributing_lead_somewhere() -> None:
+    for link in re.findall(r"\]\(([^)#:]+)", (GITHUB / "CONTRIBUTING.md").read_text(encoding="utf-8")):
+        assert (GITHUB / link).exists(), link
+
+
 def test_the_workflow_runs_what_is_there() -> None:
     workflow = (GITHUB / "workflows" / "ci.yml").read_text(encoding="utf-8")
     for script in re.findall(r"bash (\S+)", workflow):
