@@ -1,4 +1,7 @@
-"""What the package asks for, by its own metadata, and which of it is installed. Standard library only."""
+"""What the package asks for, by its own metadata, and which of it is installed. Standard library only.
+
+A checkout that was never installed has no metadata: there pyproject.toml says the same.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import importlib
 import re
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
+from typing import Any
 
 DISTRIBUTION = "minisgl-backend"
 
@@ -28,12 +33,12 @@ class Requirement:
 def requirements_of(extra: str = "") -> list[Requirement]:
     """Those of an extra, or of the package itself, that this machine needs.
 
-    Raises importlib.metadata.PackageNotFoundError where the package is not installed.
+    Raises importlib.metadata.PackageNotFoundError where the package is not installed and pyproject.toml cannot be read.
     """
     found = []
-    for line in metadata.requires(DISTRIBUTION) or []:
+    for line in _declared(extra):
         text, _, marker = (part.strip() for part in line.partition(";"))
-        if _extra_of(marker) != extra or not _applies(marker, extra):
+        if not _applies(marker, extra):
             continue
         parts = re.fullmatch(r"([\w.-]+)(\[[^]]*\])?\s*\(?([^)]*)\)?", text)
         if parts is not None:
@@ -47,6 +52,27 @@ def version_of(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _declared(extra: str) -> list[str]:
+    """NAME[EXTRAS]SPECIFIER; MARKER, as they stand in the metadata."""
+    try:
+        lines = metadata.requires(DISTRIBUTION) or []
+    except metadata.PackageNotFoundError:
+        project = _pyproject()
+        return list(project.get("optional-dependencies", {}).get(extra, []) if extra else project["dependencies"])
+    return [line for line in lines if _extra_of(line.partition(";")[2]) == extra]
+
+
+def _pyproject() -> dict[str, Any]:
+    """The table `project` of the checkout's pyproject.toml."""
+    try:
+        toml = importlib.import_module("tomllib")  # Python 3.11 and later
+        text = (Path(__file__).resolve().parents[2] / "pyproject.toml").read_text(encoding="utf-8")
+    except (ImportError, OSError):
+        raise metadata.PackageNotFoundError(DISTRIBUTION) from None
+    project: dict[str, Any] = toml.loads(text)["project"]
+    return project
 
 
 def _extra_of(marker: str) -> str:
