@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import json
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Annotated, Any
 
 import typer
 from rich import box
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 import minisgl_backend
 
 from .bench.command import bench_app
-from .chat import Chat
+from .chat.command import ChatLoop
+from .chat.conversation import Chat, OpenStream
 from .client import Client
 from .connection import Protocol, parse_url
-from .console import errors_in_one_line, fail, hint, print_table, remark
-from .errors import ClientError, Unavailable
+from .console import errors_in_one_line, fail, print_table, progress, remark
+from .errors import Unavailable
 from .local import add_local_commands
+from .openai_client import OpenAIClient
 from .request import SamplingOptions
 from .results import Result
 
@@ -69,8 +69,6 @@ TopP = Annotated[float | None, typer.Option()]
 MinP = Annotated[float | None, typer.Option()]
 Seed = Annotated[int | None, typer.Option()]
 Stop = Annotated[list[str] | None, typer.Option(help="Stop string; may be given several times.")]
-
-_HELP = "/reset forgets the conversation, /system TEXT sets a system prompt, /exit leaves; Ctrl-C stops an answer"
 
 
 @app.command()
@@ -123,7 +121,18 @@ def generate(
 def chat(
     url: Url = None,
     protocol: WireProtocol = None,
-    model: Model = "ensemble",
+    openai: Annotated[
+        str | None, typer.Option(metavar="URL", help="A server of OpenAI's API instead: http://HOST:PORT[/v1].")
+    ] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="With --openai.", envvar=["MINISGL_API_KEY", "OPENAI_API_KEY"])
+    ] = None,
+    local: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="A model in this process instead: a folder, a hub id or demo.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Name of the model [ensemble; with --openai the server's first].")
+    ] = None,
     timeout: Timeout = None,
     system: System = None,
     max_tokens: MaxTokens = None,
@@ -133,20 +142,20 @@ def chat(
     min_p: MinP = None,
     seed: Seed = None,
     stop: Stop = None,
+    markdown: Annotated[
+        bool | None, typer.Option(help="Render answers; default: on a terminal, and not in a pipe.")
+    ] = None,
 ) -> None:
-    """Talk to the model; it remembers the conversation."""
-    with contextlib.suppress(ImportError):
-        importlib.import_module("readline")  # line editing and history in input()
-    with errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
-        if not client.is_live():
-            raise Unavailable(f"cannot connect to {url or 'the server'}")
-        session = Chat(client, system, _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop))
-        remark(_HELP)
-        while (line := _read_line()) is not None:
-            if not line.startswith("/"):
-                _answer(session, line)
-            elif not _obey(session, line):
-                break
+    """Talk to a model; it remembers the conversation. Triton's ensemble, or what --openai or --local names."""
+    options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
+    with errors_in_one_line():
+        given = {"--openai": openai, "--local": local, "--url": url, "--protocol": protocol}
+        named = [option for option, value in given.items() if value is not None]
+        if len(named) > 1 and (openai is not None or local is not None):
+            raise ValueError(f"{' and '.join(named)} are given; allowed: one server or model")
+        with _open_source(url, protocol, openai, api_key, local, model, timeout, options) as open_stream:
+            shown = sys.stdout.isatty() if markdown is None else markdown
+            ChatLoop(Chat(open_stream, system), shown).run()
 
 
 @app.command()
@@ -227,6 +236,38 @@ def openai(
             fail(str(error).replace("--openai-", "--"), 2)
 
 
+@contextlib.contextmanager
+def _open_source(
+    url: str | None,
+    protocol: str | None,
+    openai: str | None,
+    api_key: str | None,
+    local: str | None,
+    model: str | None,
+    timeout: float | None,
+    options: SamplingOptions,
+) -> Iterator[OpenStream]:
+    """Whoever answers a chat. Raises ValueError, ClientError and CommandError."""
+    if local is not None:
+        from .in_process import InProcessClient
+
+        if model is not None or timeout is not None:
+            raise ValueError("--local goes with neither --model nor --timeout")
+        with progress(f"loading {local}"):
+            engine = InProcessClient(local)
+        with engine:
+            yield lambda messages: engine.stream(messages=messages, **options)
+    elif openai is not None:
+        with OpenAIClient(openai, model, api_key=api_key, timeout=timeout) as server:
+            yield lambda messages: server.stream(messages=messages, **options)
+    else:
+        with _connect(url, protocol, model or "ensemble", timeout) as client:
+            if not client.is_live():
+                raise Unavailable(f"cannot connect to {url or 'the server'}")
+            measured: SamplingOptions = {**options, "return_perf_metrics": True}  # for the cached tokens
+            yield lambda messages: client.stream(messages=messages, **measured)
+
+
 def _options(
     max_tokens: int | None,
     temperature: float | None,
@@ -270,58 +311,6 @@ def _print_summary(result: Result, seconds: float) -> None:
             f"{result.num_input_tokens} tokens in, {result.num_output_tokens} out, {seconds:.2f} s, "
             f"{result.num_output_tokens / seconds:.1f} tokens/s, finish reason {result.finish_reason}"
         )
-
-
-def _read_line() -> str | None:
-    """The next line that is not empty; None at the end of the input. Ctrl-C empties the line."""
-    while True:
-        try:
-            line = input("> ").strip()
-        except EOFError:
-            return None
-        except KeyboardInterrupt:
-            _write("\n")
-            remark(_HELP)
-            continue
-        if line:
-            return line
-
-
-def _obey(session: Chat, line: str) -> bool:
-    """Carries out a /command; False leaves the chat."""
-    command, _, argument = line.partition(" ")
-    if command in ("/exit", "/quit"):
-        return False
-    if command == "/reset":
-        session.reset()
-        typer.echo("(the conversation is forgotten)")
-    elif command == "/system":
-        session.set_system(argument.strip() or None)
-        typer.echo("(a new conversation with this system prompt)")
-    else:
-        unknown = "" if command in ("/help", "/?") else f"{command} is unknown: "
-        Console().print(f"({unknown}{_HELP})", markup=False, highlight=False)  # a terminal breaks lines between words
-    return True
-
-
-def _answer(session: Chat, text: str) -> None:
-    started = time.monotonic()
-    try:
-        with contextlib.closing(session.ask(text)) as answer:
-            for piece in answer:
-                _write(piece)
-    except KeyboardInterrupt:
-        _write(" (stopped)\n")
-        return
-    except ClientError as error:
-        _write("\n")
-        Console(stderr=True, soft_wrap=True).print(
-            f"[red]{type(error).__name__}:[/red] {escape(str(error) + hint(error))}", highlight=False
-        )
-        return
-    _write("\n")
-    if session.last is not None:
-        _print_summary(session.last, time.monotonic() - started)
 
 
 def _metrics_table(client: Client, model: str) -> Table:

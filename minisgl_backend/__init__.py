@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 from minisgl_backend.config import EngineConfig
 
 if TYPE_CHECKING:
-    from minisgl_backend.llm import LLM
+    from minisgl_backend.llm import LLM, StreamPiece
     from minisgl_backend.request import SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "__version__"]
+__all__ = ["LLM", "EngineConfig", "SamplingParams", "StreamPiece", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "LLM":
-        from minisgl_backend.llm import LLM
+    if name in ("LLM", "StreamPiece"):
+        from minisgl_backend import llm
 
-        return LLM
+        return getattr(llm, name)
     if name == "SamplingParams":
         from minisgl_backend.request import SamplingParams
 

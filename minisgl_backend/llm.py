@@ -4,15 +4,18 @@ With tensor parallelism the followers are child processes.
 
     with LLM("demo") as llm:
         print(llm.chat([{"role": "user", "content": "What is 17 + 25?"}], temperature=0)[0].text)
+        for piece in llm.stream("Count from 1 to 20.", max_tokens=50):
+            print(piece.text, end="", flush=True)
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
 import weakref
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -86,6 +89,18 @@ class RequestOutput:
         return len(self.prompt_token_ids)
 
 
+@dataclass(frozen=True)
+class StreamPiece:
+    """What one step of the engine added to an answer: often a token, nothing while a long prompt is read."""
+
+    text: str  # whole characters; without what may yet become a stop string
+    token_ids: list[int]
+    finish_reason: str | None  # with the last piece, as Completion has it
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens that the prefix cache supplied; known with the first token
+    error: str = ""  # with finish_reason "error"
+
+
 class LLM:
     """One model, loaded into this process. Used by one thread; close it, or use it as a context manager."""
 
@@ -108,6 +123,7 @@ class LLM:
         self._vocabulary = self._load_vocabulary(model_dir)
         self._model_dir = model_dir
         self._next_uid = 0
+        self._generating = False
 
     def __enter__(self) -> LLM:
         return self
@@ -173,12 +189,43 @@ class LLM:
         """`generate` for one conversation or several, through the model's chat template."""
         conversations: Sequence[Sequence[Message]]
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages  # type: ignore
-        arguments = template_arguments or {}
-        prompts = [
-            self.tokenizer.encode(self.tokenizer.render(conversation, **arguments), add_special_tokens=False)
-            for conversation in conversations
-        ]
+        prompts = [self._render(conversation, template_arguments) for conversation in conversations]
         return self.generate(prompts, sampling_params, progress=progress, **values)
+
+    def stream_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams | None = None,
+        *,
+        template_arguments: Mapping[str, Any] | None = None,
+        **values: Any,
+    ) -> Generator[StreamPiece, None, None]:
+        """`stream` for one conversation, through the model's chat template."""
+        return self.stream(self._render(messages, template_arguments), sampling_params, **values)
+
+    def stream(
+        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **values: Any
+    ) -> Generator[StreamPiece, None, None]:
+        """Continues one prompt; the answer in pieces, one each step of the engine.
+
+        Closing the generator ends the answer. While it is read, nothing else can be asked. Parameters and errors are
+        those of `generate`; `n` must be 1.
+        """
+        (answer,) = self._answers([prompt], sampling_params, values, pieces=True)
+        if len(answer.streams) > 1:
+            raise InvalidRequestError(f"n is {len(answer.streams)}; allowed in a stream: 1")
+        return self._pieces(answer)
+
+    def _pieces(self, answer: _Answer) -> Generator[StreamPiece, None, None]:
+        (stream,) = answer.streams
+        with contextlib.closing(self._turns([answer])) as turns:
+            for _ in turns:
+                yield stream.take_piece()
+
+    def _render(self, messages: Sequence[Message], template_arguments: Mapping[str, Any] | None) -> list[int]:
+        return self.tokenizer.encode(
+            self.tokenizer.render(messages, **(template_arguments or {})), add_special_tokens=False
+        )
 
     def generate(
         self,
@@ -194,9 +241,28 @@ class LLM:
         `values` (max_tokens=..., temperature=...). Raises InvalidRequestError for a request that cannot be served,
         and EngineDeadError where the engine fails; nothing is left running then.
         """
+        answers = self._answers(_listed(prompts), sampling_params, values)
+        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        bar = Progress(*columns, console=Console(stderr=True), disable=not progress)
+        task = bar.add_task("", total=sum(len(answer.streams) for answer in answers))
+        with bar, contextlib.closing(self._turns(answers)) as turns:
+            for ended in turns:
+                if ended:
+                    bar.update(task, advance=ended)
+        return [answer.output() for answer in answers]
+
+    def _answers(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        values: Mapping[str, Any],
+        *,
+        pieces: bool = False,
+    ) -> list[_Answer]:
+        """Checked, and not yet begun. `pieces`: their texts are wanted as they grow."""
         if sampling_params is not None and values:
             raise InvalidRequestError(f"{min(values)} is given beside sampling_params; allowed: one or the other")
-        token_ids = [self._encode(prompt) for prompt in _listed(prompts)]
+        token_ids = [self._encode(prompt) for prompt in prompts]
         if isinstance(sampling_params, SamplingParams) or sampling_params is None:
             sampling_params = [sampling_params or self.sampling_params(**values)] * len(token_ids)
         if len(sampling_params) != len(token_ids):
@@ -210,9 +276,8 @@ class LLM:
             params = self._translate(params)
             params.validate(welcome.vocab_size)
             check_prompt("the prompt", ids, vocab_size=welcome.vocab_size, max_seq_len=welcome.max_seq_len)
-            answers.append(_Answer(self._new_uid(params.n), ids, params, self._vocabulary))
-        self._run(answers, progress)
-        return [answer.output() for answer in answers]
+            answers.append(_Answer(self._new_uid(params.n), ids, params, self._vocabulary, pieces))
+        return answers
 
     def _encode(self, prompt: Prompt) -> list[int]:
         return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -232,27 +297,30 @@ class LLM:
         self._next_uid += count
         return uid
 
-    def _run(self, answers: list[_Answer], progress: bool) -> None:
+    def _turns(self, answers: Sequence[_Answer]) -> Generator[int, None, None]:
+        """Steps the engine until all are answered; after each step, how many sequences have ended with it.
+
+        Closed early, it ends what is open.
+        """
+        if self._generating:
+            raise InvalidRequestError("an answer is being streamed; allowed: one at a time, read to its end or closed")
         core = self.engine.core
         waiting = deque(answers)
         open_streams: dict[int, _Stream] = {}
-        columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-        bar = Progress(*columns, console=Console(stderr=True), disable=not progress)
-        task = bar.add_task("", total=sum(len(answer.streams) for answer in answers))
+        self._generating = True
         try:
-            with bar:
-                while waiting or open_streams:
-                    self._feed(waiting, open_streams)
-                    if not self._step() and core.waits_for_compiler:
-                        time.sleep(COMPILER_WAIT_S)
-                    self._raise_rejected()
-                    ended = self._take(core.take_outputs(), open_streams)
-                    if ended:
-                        bar.update(task, advance=ended)
+            while waiting or open_streams:
+                self._feed(waiting, open_streams)
+                if not self._step() and core.waits_for_compiler:
+                    time.sleep(COMPILER_WAIT_S)
+                self._raise_rejected()
+                yield self._take(core.take_outputs(), open_streams)
             self._drain()
         except BaseException:
             self._abandon(open_streams)
             raise
+        finally:
+            self._generating = False
 
     def _feed(self, waiting: deque[_Answer], open_streams: dict[int, _Stream]) -> None:
         """Submits as many requests as the engine's queue takes, and leaves the rest for later."""
@@ -335,9 +403,9 @@ def _refuse_what_needs_a_server(config: EngineConfig) -> None:
 
 
 class _Stream:
-    """One answer as it grows. Text is made at the end, except where stop strings have to be seen in time."""
+    """One answer as it grows. Text is made at the end, unless it is wanted in pieces or may hold a stop string."""
 
-    def __init__(self, uid: int, answer: _Answer, vocabulary: Vocabulary) -> None:
+    def __init__(self, uid: int, answer: _Answer, vocabulary: Vocabulary, pieces: bool) -> None:
         params = answer.request.params
         self.uid = uid
         self.answer = answer
@@ -348,8 +416,10 @@ class _Stream:
             min_tokens=params.min_tokens,
             prompt_tail=vocabulary.tail(answer.token_ids),
         )
+        self._eager = pieces or self._output.is_eager
         self._pieces: list[str] = []
         self._num_fed = 0  # tokens whose text has been made
+        self._taken = (0, 0)  # pieces and tokens that `take_piece` has handed out
         self._logprobs: list[Logprobs] = []
         self._reason = FinishReason.RUNNING
         self._error = ""
@@ -358,7 +428,7 @@ class _Stream:
         """One record of the engine; token -1 says that there is none. True: the answer ends with it."""
         if token >= 0:
             self.token_ids.append(token)
-        if not reason and not self._output.is_eager:
+        if not reason and not self._eager:
             return False
         stop_token = token >= 0 and reason == FinishReason.STOP
         new = self.token_ids[self._num_fed :]
@@ -378,6 +448,19 @@ class _Stream:
             self.answer.prompt_logprobs = list(detail.prompt_logprobs)
         self._error = detail.error or self._error
 
+    def take_piece(self) -> StreamPiece:
+        """What is new since the last call."""
+        num_pieces, num_tokens = self._taken
+        self._taken = (len(self._pieces), len(self.token_ids))
+        return StreamPiece(
+            text="".join(self._pieces[num_pieces:]),
+            token_ids=self.token_ids[num_tokens:],
+            finish_reason=self._reason.label if self._reason else None,
+            num_prompt_tokens=len(self.answer.token_ids),
+            num_cached_tokens=self.answer.cached_tokens,
+            error=self._error,
+        )
+
     def completion(self) -> Completion:
         """The whole answer."""
         return Completion(
@@ -392,12 +475,14 @@ class _Stream:
 class _Answer:
     """The streams of one request."""
 
-    def __init__(self, uid: int, token_ids: list[int], params: SamplingParams, vocabulary: Vocabulary) -> None:
+    def __init__(
+        self, uid: int, token_ids: list[int], params: SamplingParams, vocabulary: Vocabulary, pieces: bool
+    ) -> None:
         self.request = Request(uid=uid, token_ids=np.array(token_ids, dtype="<i4").tobytes(), params=params)
         self.token_ids = token_ids
         self.cached_tokens = 0
         self.prompt_logprobs: list[Logprobs] = []
-        self.streams = [_Stream(uid + index, self, vocabulary) for index in range(params.n)]
+        self.streams = [_Stream(uid + index, self, vocabulary, pieces) for index in range(params.n)]
 
     def output(self) -> RequestOutput:
         return RequestOutput(

@@ -225,3 +225,40 @@ def test_wrong_options_are_told_by_name() -> None:
         LLM("demo", page_size=3)
     with pytest.raises(ConfigError, match="/nowhere"):
         LLM("/nowhere")
+
+
+def test_a_stream_is_the_same_answer_in_pieces(llm: LLM) -> None:
+    question = ask("Count from 1 to 30.")
+    whole = llm.chat(question, temperature=0)[0]
+    pieces = list(llm.stream_chat(question, temperature=0))
+    assert "".join(piece.text for piece in pieces) == whole.text
+    assert [token for piece in pieces for token in piece.token_ids] == whole.token_ids
+    assert len(pieces) > 10
+    assert [piece.finish_reason for piece in pieces if piece.finish_reason] == [whole.finish_reason]
+    assert pieces[-1].num_prompt_tokens == whole.num_prompt_tokens
+    assert pieces[-1].num_cached_tokens > 0  # the first answer left them
+
+
+def test_a_stream_holds_back_what_may_become_a_stop_string(llm: LLM) -> None:
+    values: dict[str, Any] = {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
+    free = llm.generate("abc", **values)[0]
+    stop = free.text[6:9]
+    texts = [piece.text for piece in llm.stream("abc", stop=(stop,), **values)]
+    assert "".join(texts) == free.text[: free.text.index(stop)]
+
+
+def test_a_stream_that_is_left_leaves_nothing_behind(llm: LLM) -> None:
+    stream = llm.stream("abc", max_tokens=500, ignore_eos=True)
+    assert sum(len(next(stream).token_ids) for _ in range(10)) > 0
+    with pytest.raises(InvalidRequestError, match="an answer is being streamed; allowed: one at a time"):
+        llm.generate("abc", max_tokens=1)
+    stream.close()
+    assert llm.generate("abc", max_tokens=1)[0].finish_reason == "length"
+    assert llm.stats.num_running == 0
+
+
+def test_a_stream_is_checked_before_it_begins(llm: LLM) -> None:
+    with pytest.raises(InvalidRequestError, match="n is 2; allowed in a stream: 1"):
+        llm.stream("abc", n=2)
+    with pytest.raises(InvalidRequestError, match="temperature"):
+        llm.stream("abc", temperature=-1)

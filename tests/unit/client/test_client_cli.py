@@ -15,7 +15,6 @@ from typer.testing import CliRunner
 
 import minisgl_backend
 from client import Client, Unavailable
-from client.chat import Chat
 from client.cli import app
 
 FULL_TEXT = "".join(WORDS)
@@ -77,15 +76,6 @@ def test_chat_keeps_and_forgets_the_history(url: str, record: Record) -> None:
     assert sent == [["one"], ["one", FULL_TEXT, "two"], ["three"], ["Be kind.", "four"]]
 
 
-def test_chat_says_what_it_does_not_know(url: str) -> None:
-    done = run("chat", "--url", url, text="/nope\n/help\n/exit\n")
-    said = " ".join(done.stdout.split())
-    assert said.count("/nope is unknown: /reset forgets") == 1
-    assert said.count("/reset forgets the conversation") == 2
-    # Broken between words where a terminal is narrow; the prompt stands before them.
-    assert all(len(line.removeprefix("> ")) <= 80 for line in done.stdout.splitlines())
-
-
 def test_chat_notices_at_once_that_there_is_no_server() -> None:
     done = run("chat", "--url", "127.0.0.1:1", text="Hallo\n")
     assert done.exit_code == 1
@@ -112,16 +102,6 @@ def test_chat_goes_on_after_an_error(url: str, record: Record) -> None:
     assert done.exit_code == 0
     assert "top_p is 7" in done.stderr
     assert [len(json.loads(request["messages"][0])) for request in record.requests] == [1, 1]
-
-
-def test_a_stopped_answer_stays_in_the_history(url: str, record: Record) -> None:
-    with Client(url) as client:
-        chat = Chat(client)
-        for piece in (answer := chat.ask("forever")):
-            if piece == "2 ":
-                answer.close()
-        assert chat.messages[-1] == {"role": "assistant", "content": "0 1 2 "}
-    assert record.cancelled.wait(WAIT)
 
 
 @pytest.mark.parametrize("command", ["chat", "generate"])
@@ -163,9 +143,3 @@ def test_status(url: str, http_url: str) -> None:
     assert "minisgl_pages_leased" in done.stdout
     assert run("status", "--url", url, "--model", "other", "--metrics-url", f"{http_url}/metrics").exit_code == 1
     assert run("status", "--url", "127.0.0.1:1").exit_code == 1
-
-
-def test_bench_refuses_a_wrong_concurrency() -> None:
-    done = run("bench", "--concurrency", "1,0")
-    assert done.exit_code == 2
-    assert "--concurrency is '1,0'" in done.stderr

@@ -1,0 +1,125 @@
+"""A model in this process, asked like a server. Only this module knows the engine, and loads it when it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+from collections.abc import Generator, Iterator, Sequence
+from types import FrameType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from minisgl_backend.errors import CapacityError, ConfigError, InvalidRequestError, MinisglError
+
+from .console import CommandError
+from .errors import InvalidRequest, ServerError, Unavailable
+from .request import Message, SamplingOptions
+from .results import Reply
+from .stream import TextStream
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, Unpack
+
+    from minisgl_backend import StreamPiece
+
+
+class InProcessClient:
+    """`minisgl_backend.LLM` with the streams of a client. Used by one thread, one answer at a time.
+
+    Raises CommandError for a model or machine that cannot be used.
+    """
+
+    def __init__(self, model: str) -> None:
+        # The package offers it lazily: whoever talks to a server needs no torch.
+        from minisgl_backend import LLM
+
+        try:
+            self._llm = LLM(model)
+            _ = self._llm.tokenizer  # now, and not while somebody waits for the first answer
+        except ConfigError as error:
+            raise CommandError(str(error)) from None
+
+    def stream(self, *, messages: Sequence[Message], **options: Unpack[SamplingOptions]) -> TextStream:
+        """The answer in pieces. Ctrl-C is heard between two steps of the engine, never within one."""
+        arguments = options.pop("chat_template_kwargs", None)
+        with _translated():
+            pieces = self._llm.stream_chat(messages, template_arguments=arguments, **options)
+        return TextStream(_InProcessCall(pieces), "")
+
+    def close(self) -> None:
+        self._llm.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class _InProcessCall:
+    """One answer of the engine."""
+
+    def __init__(self, pieces: Generator[StreamPiece, None, None]) -> None:
+        self._pieces = pieces
+        self._interrupt = _Interrupt()
+
+    def receive(self) -> Reply | None:
+        """What the next step brought, None after the last. Raises ClientError, and KeyboardInterrupt after Ctrl-C."""
+        if self._interrupt.came:
+            raise KeyboardInterrupt
+        with _translated():
+            piece = next(self._pieces, None)
+        if piece is None:
+            self._interrupt.release()
+            return None
+        if piece.finish_reason == "error":
+            raise ServerError(piece.error)
+        if not piece.token_ids and piece.finish_reason is None:
+            return Reply({})
+        outputs: dict[str, list[Any]] = {
+            "text_output": [piece.text],
+            "num_input_tokens": [piece.num_prompt_tokens],
+            "num_output_tokens": [len(piece.token_ids)],
+            "num_cached_tokens": [piece.num_cached_tokens],
+        }
+        if piece.finish_reason is not None:
+            outputs["finish_reason"] = [piece.finish_reason]
+        return Reply(outputs)
+
+    def cancel(self) -> None:
+        self._pieces.close()
+        self._interrupt.release()
+
+
+class _Interrupt:
+    """Keeps the first Ctrl-C until somebody asks: within a step it would leave the engine's books half written."""
+
+    def __init__(self) -> None:
+        self.came = False
+        self._before: Any = None
+        with contextlib.suppress(ValueError):  # not the main thread, which alone hears signals
+            self._before = signal.signal(signal.SIGINT, self._note)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        if self.came:  # a second one: the step does not come to its end
+            raise KeyboardInterrupt
+        self.came = True
+
+    def release(self) -> None:
+        if self._before is not None:
+            signal.signal(signal.SIGINT, self._before)
+            self._before = None
+
+
+@contextlib.contextmanager
+def _translated() -> Iterator[None]:
+    """The engine's errors as those of a client."""
+    try:
+        yield
+    except InvalidRequestError as error:
+        raise InvalidRequest(str(error)) from None
+    except CapacityError as error:
+        raise Unavailable(str(error)) from None
+    except MinisglError as error:
+        raise ServerError(str(error)) from None
