@@ -173,6 +173,24 @@ if [[ $mode == dev && $extras == *server* ]]; then
     say "warning: tests with NumPy 2 are skipped"
 fi
 
+# --- other people's clients, for tests: an environment that takes from this one what it can, and has the rest itself
+frameworks() {
+  local requirements result
+  requirements=$(mktemp)
+  sed -n 's/^frameworks = \["\(.*\)"\]$/\1/p' pyproject.toml | sed 's/", "/\n/g' >"$requirements"
+  "$venv/bin/python" -m venv --without-pip --clear "$venv/frameworks" &&
+    "$venv/bin/python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+      >"$venv/frameworks/lib/python$version/site-packages/behind.pth" &&
+    "$venv/frameworks/bin/python" -m pip install -r "$requirements"
+  result=$?
+  rm -f "$requirements"
+  return $result
+}
+if [[ $mode == dev ]]; then
+  step "installing LangChain and LlamaIndex behind, for tests" frameworks ||
+    say "warning: tests with LangChain and LlamaIndex are skipped"
+fi
+
 # --- the server's own needs
 if [[ $extras == *server* ]]; then
   "$venv/bin/python" -c 'import sys; from minisgl_backend.host.triton_server import find_libpython; sys.exit(find_libpython() is None)' ||

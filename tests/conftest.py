@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,15 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Other people's tests, which tests/e2e/test_third_party_clients.py runs against a server.
 collect_ignore = ["third_party", "e2e/vllm_ci"]
+
+
+@pytest.fixture(scope="session")
+def frameworks_python() -> str:
+    """A Python with LangChain and LlamaIndex: the extra `frameworks`."""
+    python = Path(sys.prefix) / "frameworks" / "bin" / "python"
+    if not python.exists():
+        pytest.skip("LangChain and LlamaIndex are not installed: bash scripts/setup.sh")
+    return str(python)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -2,7 +2,7 @@
 
     <!-- norun: REASON -->      is not run: the reason says what it needs that no test has
     <!-- server -->             serves in the foreground: it has to become ready, and Ctrl-C has to end it
-    <!-- needs: PACKAGE ... -->  Python that runs where pip has brought these packages: with --full
+    <!-- needs: PACKAGE ... -->  Python that runs where these packages of the extra `frameworks` are
     <!-- excerpt: FILE -->      stands in this file of the repository, word for word
 
 Any other `bash` or `python` block is run as it is written.

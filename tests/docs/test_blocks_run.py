@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -99,24 +98,9 @@ def test_programs(stack: Stack, page: Path) -> None:
     stack.run_programs([block for block in PROGRAMS if block.page == page])
 
 
-@pytest.fixture(scope="module")
-def packages(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python with the packages of other people that programs need, in an environment of its own."""
-    if not pytestconfig.getoption("--full", default=False):
-        pytest.skip("only with --full")
-    folder = tmp_path_factory.mktemp("packages")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    python = str(folder / "bin" / "python")
-    wanted = sorted({word for block in WITH_PACKAGES for word in block.words.split()})
-    if subprocess.run([python, "-m", "pip", "install", "-q", *wanted], check=False).returncode:
-        pytest.skip(f"pip cannot install {wanted} here")
-    return python
-
-
-@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("block", WITH_PACKAGES, ids=lambda block: block.name)
-def test_programs_with_packages(stack: Stack, packages: str, block: Block) -> None:
-    stack.run_programs([block], packages)
+def test_programs_with_packages(stack: Stack, frameworks_python: str, block: Block) -> None:
+    stack.run_programs([block], frameworks_python)
 
 
 # Last: they need the ports that `stack` has until then, so in namespaces of their own.

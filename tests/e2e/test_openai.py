@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib
 import json
 import os
 import re
@@ -454,21 +453,3 @@ def test_the_page_needs_nothing_from_other_hosts(endpoint: Endpoint) -> None:
     status, page = endpoint.get("/")
     assert status == 200
     assert re.findall(r"""(?:src|href)=(?!["']?(?:openapi\.json|data:))|https?://|@import|url\(""", page) == []
-
-
-@pytest.mark.parametrize("library", ["langchain_openai", "llama_index.llms.openai_like"])
-def test_frameworks(endpoint: Endpoint, library: str) -> None:
-    """Too heavy to be installed for this alone."""
-    try:
-        module = importlib.import_module(library)
-    except ImportError:
-        pytest.skip(f"{library} is not installed")
-    address, question = f"{endpoint.url}/v1", QUESTION[0]["content"]
-    if library == "langchain_openai":
-        model = module.ChatOpenAI(model="demo", base_url=address, api_key="none", temperature=0)
-        assert model.invoke(question).content == "17 + 25 = 42."
-        assert "".join(str(chunk.content) for chunk in model.stream(question)) == "17 + 25 = 42."
-    else:
-        like = module.OpenAILike(model="demo", api_base=address, api_key="none", temperature=0, is_chat_model=True)
-        assert like.complete(question).text == "17 + 25 = 42."
-        assert "".join(part.delta for part in like.stream_complete(question)) == "17 + 25 = 42."

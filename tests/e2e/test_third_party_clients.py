@@ -296,23 +296,7 @@ def test_vllm_backends_own_tests(vllm_opt: Server, tmp_path: Path, name: str, ev
 # ---- LlamaIndex, on `ensemble`
 
 
-@pytest.fixture(scope="module")
-def llama_index(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A Python with LlamaIndex's client, in an environment of its own: 70 packages, 340 MB."""
-    if not pytestconfig.getoption("--full", default=False):
-        pytest.skip("only with --full")
-    folder = tmp_path_factory.mktemp("llama_index")
-    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
-    python = str(folder / "bin" / "python")
-    packages = ["llama-index-llms-nvidia-triton==0.6.0"]
-    installed = subprocess.run([python, "-m", "pip", "install", "-q", *packages], check=False)
-    if installed.returncode:
-        pytest.skip("pip cannot install LlamaIndex's client here")
-    return python
-
-
-@pytest.mark.timeout(1200)
-def test_llama_index(server: Server, llama_index: str) -> None:
+def test_llama_index(server: Server, frameworks_python: str) -> None:
     program = f"""
 from llama_index.llms.nvidia_triton import NvidiaTriton
 llm = NvidiaTriton(server_url="127.0.0.1:{server.grpc}", model_name="ensemble", tokens=64)
@@ -320,7 +304,7 @@ print("complete:", llm.complete("{QUESTION}").text)
 pieces = [piece.delta or "" for piece in llm.stream_complete("{QUESTION}")]
 print("stream:", "".join(pieces), len(pieces) > 3)
 """
-    output = run("-c", program, python=llama_index)
+    output = run("-c", program, python=frameworks_python)
     expected = server.text(text_input=QUESTION, max_tokens=64)
     assert f"complete: {expected}\n" in output
     assert f"stream: {expected} True\n" in output

@@ -22,7 +22,7 @@ PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
 SCRIPTS = sorted([*ROOT.glob("scripts/*.sh"), ROOT / ".ci" / "run"])
 
 
-@pytest.mark.parametrize("extra", ["server", "client", "cuda", "trtllm", "openai", "dev"])
+@pytest.mark.parametrize("extra", ["server", "client", "cuda", "trtllm", "openai", "dev", "frameworks"])
 def test_extras_exist(extra: str) -> None:
     assert re.search(rf"^{extra} = \[", PYPROJECT, re.MULTILINE)
 

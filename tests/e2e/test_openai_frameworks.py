@@ -1,0 +1,38 @@
+"""LangChain and LlamaIndex before the OpenAI-compatible endpoint: programs as their users write them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.openai_stack import Endpoint, running_endpoint
+from tests.e2e.wire import PATIENCE_SECONDS, Server
+
+pytestmark = pytest.mark.e2e
+
+PROGRAMS = Path(__file__).parent / "frameworks"
+
+
+@pytest.fixture(scope="module")
+def endpoint(server: Server) -> Iterator[Endpoint]:
+    with running_endpoint(server) as found:
+        yield found
+
+
+@pytest.mark.parametrize("program", sorted(PROGRAMS.glob("with_*.py")), ids=lambda program: program.stem)
+def test_programs(endpoint: Endpoint, frameworks_python: str, program: Path) -> None:
+    done = subprocess.run(
+        [frameworks_python, str(program), f"{endpoint.url}/v1"],
+        # Neither may look for a tracing service or a proxy.
+        env={**os.environ, "LANGSMITH_TRACING": "false", "NO_PROXY": "*"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "all is well"), done.stdout[-3000:]
