@@ -58,6 +58,7 @@ _GAUGES = (
     _Series(_PAGES, _PAGES_HELP, "pages_leased", (("state", "leased"),)),
     _Series(_PAGES, _PAGES_HELP, "pages_total", (("state", "total"),)),
 )
+_USAGE = _Series("minisgl_kv_cache_usage_ratio", "KV pages that sequences hold, of all; 0 to 1", "")
 _UP = _Series("minisgl_engine_up", "1 while an engine core answers, else 0", "")
 _CORE_UP = _Series("minisgl_core_up", "1 while this engine core answers, else 0", "")
 _CORE_REQUESTS = "minisgl_core_requests"
@@ -152,6 +153,7 @@ class _EngineMetrics:
             series: _Counter(_metric(families, series, pb_utils.MetricFamily.COUNTER), pause) for series in _COUNTERS
         }
         self._up = _metric(families, _UP, pb_utils.MetricFamily.GAUGE)
+        self._usage = _metric(families, _USAGE, pb_utils.MetricFamily.GAUGE)
         self._cores = [_CoreMetrics(families, core) for core in range(num_cores if num_cores > 1 else 0)]
         self._shown: dict[_Series, float] = {}
         help = "From the finding that a client has left to the return of its sequence's pages"
@@ -167,6 +169,9 @@ class _EngineMetrics:
             values = [value for stats in cores if stats and (value := stats.values.get(series.value)) is not None]
             if values:
                 self._show(series, gauge, sum(values))
+        if total := sum(stats.values.get("pages_total", 0.0) for stats in cores if stats):
+            leased = sum(stats.values["pages_leased"] for stats in cores if stats)
+            self._show(_USAGE, self._usage, round(leased / total, 3))
         self._show_cores(cores)
         self._show(_UP, self._up, 1.0)
 

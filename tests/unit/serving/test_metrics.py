@@ -88,6 +88,7 @@ def test_nothing_is_left_of_the_metrics(reporter: Any, page: Page) -> None:
 
 def stats_of(generated: float, running: float, cancelled: int = 0) -> Any:
     values = {"total_generated_tokens": generated, "num_running": running, "num_waiting": 1.0, "restarts": 0.0}
+    values |= {"pages_total": 100.0, "pages_leased": 10 * running}
     counts = [0] * (len(CANCELLATION_BOUNDS_S) + 1)
     counts[0] = cancelled
     seconds = HistogramCounts(counts=tuple(counts), sum=0.001 * cancelled)
@@ -102,6 +103,7 @@ def test_figures_of_several_cores_are_summed_and_no_restart_takes_any_back(repor
     assert page.values["minisgl_requests_waiting",] == 2
     assert page.values["minisgl_cancellation_seconds_count",] == 2
     assert page.values["minisgl_core_requests", "0", "running"] == 3
+    assert page.values["minisgl_kv_cache_usage_ratio",] == 0.2
     engine.report([None, stats_of(60, 2)])
     assert page.values["minisgl_generated_tokens_total",] == 160
     assert page.values["minisgl_requests_running",] == 2
