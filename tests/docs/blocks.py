@@ -22,6 +22,8 @@ SHOWN = ("dockerfile", "ini", "json", "nginx", "protobuf", "text", "toml", "yaml
 
 _MARK = re.compile(r"<!-- (?P<name>norun|server|needs|excerpt)(?:: (?P<words>[^\n]+?))? -->\s*")
 
+_FILE = re.compile(r"(?:[\w.-]+/)*[\w-]+\.(?:py|sh|md|pbtxt|yml|toml)")
+
 
 @dataclass(frozen=True)
 class Block:
@@ -64,6 +66,16 @@ def blocks(page: Path) -> list[Block]:
                 )
             )
         before = token
+    return found
+
+
+def named_files() -> list[tuple[str, str]]:
+    """What the pages' text has as `code` and looks like a file of the repository, each with the page's name."""
+    found = []
+    for page in pages():
+        for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
+            spans = [span.content for span in token.children or [] if span.type == "code_inline"]
+            found += [(span, page.name) for span in spans if _FILE.fullmatch(span)]
     return found
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 import yaml
 
-from tests.docs.blocks import COMMANDS, ROOT, SHOWN, Block, all_blocks
+from tests.docs.blocks import COMMANDS, ROOT, SHOWN, Block, all_blocks, named_files
 
 BLOCKS = all_blocks()
 
@@ -35,3 +35,15 @@ def test_data_can_be_read(block: Block) -> None:
         json.loads(block.code)
     else:
         list(yaml.safe_load_all(block.code))
+
+
+FOREIGN = {"samples/client.py"}  # of another repository
+
+
+def test_files_that_the_text_names_are_there() -> None:
+    """By their whole path or the end of it, as `runner/memory.py`."""
+    folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in (".venv", ".git", "build")]
+    files = [path for folder in folders for path in folder.rglob("*.*")] + list(ROOT.glob("*.*"))
+    endings = {"/".join(path.relative_to(ROOT).parts[-length:]) for path in files for length in range(1, 8)}
+    missing = {name: page for name, page in named_files() if name not in endings | FOREIGN}
+    assert missing == {}
