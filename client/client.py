@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from .connection import Address, parse_url
 from .connection import Protocol as WireProtocol
-from .errors import ServerError, Unavailable
+from .errors import ClientError, ServerError, Unavailable
 from .metrics import Metrics, fetch_metrics
 from .request import InferenceRequest, Message, SamplingOptions, build_tensors
 from .results import Result
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
 
 _HEALTH_TIMEOUT = 5.0  # seconds
+_CLOSED = "this client is closed; make another one"
 
 
 class _Settings:
@@ -81,7 +82,7 @@ class Client:
         metrics_url: str | None = None,
     ) -> None:
         self._settings = _Settings(url, protocol, model, model_version, timeout, metrics_url)
-        self._transport = _sync_transport(self._settings.address)
+        self._open_transport: _Transport | None = _sync_transport(self._settings.address)
 
     def generate(
         self,
@@ -139,7 +140,16 @@ class Client:
         return fetch_metrics(self._settings.metrics_url)
 
     def close(self) -> None:
-        self._transport.close()
+        """Ends the connection, and what still runs on it. Safe to call twice."""
+        transport, self._open_transport = self._open_transport, None
+        if transport is not None:
+            transport.close()
+
+    @property
+    def _transport(self) -> _Transport:
+        if self._open_transport is None:
+            raise ClientError(_CLOSED)
+        return self._open_transport
 
     def __enter__(self) -> Self:
         return self
@@ -164,7 +174,7 @@ class AsyncClient:
         metrics_url: str | None = None,
     ) -> None:
         self._settings = _Settings(url, protocol, model, model_version, timeout, metrics_url)
-        self._transport = _async_transport(self._settings.address)
+        self._open_transport: _AsyncTransport | None = _async_transport(self._settings.address)
 
     async def generate(
         self,
@@ -218,7 +228,16 @@ class AsyncClient:
         return await asyncio.get_running_loop().run_in_executor(None, fetch_metrics, self._settings.metrics_url)
 
     async def close(self) -> None:
-        await self._transport.close()
+        """Ends the connection, and what still runs on it. Safe to call twice."""
+        transport, self._open_transport = self._open_transport, None
+        if transport is not None:
+            await transport.close()
+
+    @property
+    def _transport(self) -> _AsyncTransport:
+        if self._open_transport is None:
+            raise ClientError(_CLOSED)
+        return self._open_transport
 
     async def __aenter__(self) -> Self:
         return self

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
-from client import InvalidRequest, errors
+from client import AsyncClient, Client, ClientError, InvalidRequest, errors
 from client.connection import parse_url
 from client.http_transport import EventParser
 from client.request import SamplingOptions, build_tensors
@@ -142,3 +143,23 @@ def test_errors_without_a_status(message: str, expected: type[errors.ClientError
 def test_nested_ensemble_prefixes_go() -> None:
     error = errors.from_message("in ensemble 'vllm_model', in ensemble 'ensemble', what: in ensemble 'x', y")
     assert error.message == "what: in ensemble 'x', y"
+
+
+@pytest.mark.parametrize("protocol", ["grpc", "http"])
+def test_a_closed_client_says_so(protocol: Any) -> None:
+    client = Client(protocol=protocol)
+    client.close()
+    client.close()
+    for ask in (client.generate, client.stream, lambda prompt: client.is_live()):
+        with pytest.raises(ClientError, match="this client is closed"):
+            ask("a prompt")
+
+
+def test_a_closed_client_of_an_event_loop_says_so() -> None:
+    async def use() -> None:
+        async with AsyncClient() as client:
+            pass
+        with pytest.raises(ClientError, match="this client is closed"):
+            await client.generate("a prompt")
+
+    asyncio.run(use())
