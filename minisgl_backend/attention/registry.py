@@ -54,7 +54,10 @@ class BackendEntry:
 
 FP8_DTYPE = "float8_e4m3fn"
 
-_SGL_KERNEL = "pip install sgl-kernel (and, where its import names libnuma, apt-get install libnuma1)"
+_SGL_KERNEL = (
+    "pip install sgl-kernel, or sglang-kernel where torch is built for CUDA 13 (and, where its import names libnuma, "
+    "apt-get install libnuma1)"
+)
 _FLASHINFER = "pip install flashinfer-python"
 
 # Default page sizes: measured ones: docs/performance.md. On CPU 16 keeps gathered chunks large

@@ -6,6 +6,7 @@ Needs nothing that is installed, so that it can say what is not. What it tells i
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import os
@@ -304,6 +305,8 @@ def _engine(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Finding]:
         yield Finding("packages", "torch", NOTE, f"{text}: it sees no GPU", remedy)
     else:
         yield Finding("packages", "torch", OK, text)
+    if device["kind"] == "cuda":
+        yield from _kernels(torch["cuda"])
     try:
         find_model_dir(DEMO)
     except ConfigError as error:
@@ -316,6 +319,13 @@ def _engine(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Finding]:
     text = f"{demo['dtype']}, attention {demo['attention']}, pages of {demo['page_size']} tokens"
     yield Finding("demo", "options", OK, text)
     yield from _backends(attention)
+
+
+def _kernels(cuda: str) -> Iterator[Finding]:
+    """The extra whose kernels are built for torch's CUDA: from 13 on they have another name."""
+    extra = "cuda" if int(cuda.split(".")[0]) >= 13 else "cuda12"
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        yield _group(extra, requirements_of(extra), NOTE, "for the fastest attention", True)
 
 
 def _backends(attention: Mapping[str, Any]) -> Iterator[Finding]:

@@ -170,6 +170,9 @@ def test_a_busy_port_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_gpu_and_what_auto_takes_there() -> None:
     found = told(H100, has_gpu=True)
     assert found["packages torch"].text.startswith("2.9.0+cu128, for CUDA 12.8; models run on NVIDIA H100 (2 GPUs)")
+    assert {"packages cuda12"} == {name for name in found if name.startswith("packages cuda")}
+    newer = told({**H100, "torch": {"version": "2.13.0", "cuda": "13.0"}}, has_gpu=True)
+    assert "sglang-kernel" in newer["packages cuda"].text
     assert found["attention auto"].state == NOTE
     assert "tries fa,triton, then triton, then torch" in found["attention auto"].text
     assert "pip install it" in found["attention auto"].remedy
