@@ -3,9 +3,9 @@
     python -m benchmarks.gpu [--only PART,PART,...] [--out FILE] [--json]
 
 Each part runs in a process of its own and lands in FILE when it is done; parts that FILE already holds are skipped,
-so an interrupted run goes on where it stopped (delete FILE for a fresh one). The part `tp` needs two GPUs and runs only
-where it is asked for. The workloads are those of Mini-SGLang's offline benchmark and the others named in
-docs/performance.md; weights are random in real shapes.
+so an interrupted run goes on where it stopped (delete FILE for a fresh one). The parts `tp`, `tp_nccl` and `tp_gauge`
+need two GPUs and run only where they are asked for. The workloads are those of Mini-SGLang's offline benchmark and the
+others named in docs/performance.md; weights are random in real shapes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from benchmarks.model_shapes import make_folder
 from minisgl_backend.request import Grammar
 
 ONE_GPU = ("q06", "q14", "q30", "sampling", "start", "start14", "online", "parity", "gauge", "kv8")
-PARTS = (*ONE_GPU, "tp")
+PARTS = (*ONE_GPU, "tp", "tp_nccl", "tp_gauge")
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
 GAUGE_PROCESSES = 8
 ENGINE_OPTIONS: dict[str, Any] = {}  # headline figures are those of default options
@@ -155,10 +155,28 @@ def json_schema(index: int) -> str:
 
 
 def part_tp() -> dict[str, float]:
-    """Qwen3-14B over two GPUs: the same, and the demo gauge on both, without and with prompts in pieces."""
-    cells = (("tp2", {"tp": 2}, 50), ("tp2_pieces", {"tp": 2, "cuda_graph_max_tokens": 1024}, 50))
-    gauges = {f"gauge_{cell[0]}": _gauge_cell(cell) for cell in cells}
-    return {**_large_model("qwen3-14b", "q14_tp2", tp=2), **gauges}
+    """Sums over two GPUs, then Qwen3-32B on two and on one."""
+    from benchmarks import collectives
+
+    sums = collectives.run()
+    collectives.print_table(sums, hidden=5120)
+    batches = (1, 8, 64)
+    return {
+        **sums,
+        **_large_model("qwen3-32b", "q32_tp2", batches, tp=2),
+        **_large_model("qwen3-32b", "q32_tp1", batches),
+    }
+
+
+def part_tp_nccl() -> dict[str, float]:
+    """Qwen3-32B on two GPUs, with all sums by NCCL."""
+    return _large_model("qwen3-32b", "q32_tp2_nccl", (1, 8, 64), tp=2, disable_pynccl=True)
+
+
+def part_tp_gauge() -> dict[str, float]:
+    """The demo gauge on two GPUs: default options, sums by NCCL, prompts kernel by kernel."""
+    cells = {"tp2": {}, "tp2_nccl": {"disable_pynccl": True}, "tp2_no_pieces": {"cuda_graph_max_tokens": 0}}
+    return {f"gauge_{name}": _gauge_cell((name, {"tp": 2, **options}, 50)) for name, options in cells.items()}
 
 
 def part_parity() -> dict[str, float | None]:
@@ -277,11 +295,13 @@ def _driver(name: str, **options: Any) -> Any:
     return driver
 
 
-def _large_model(name: str, prefix: str, **options: Any) -> dict[str, float]:
+def _large_model(
+    name: str, prefix: str, batches: tuple[int, ...] = (1, 8, 64, 256), **options: Any
+) -> dict[str, float]:
     driver = _driver(name, **options)
     results = {f"{prefix}_{figure}": value for figure, value in _throughput(driver).items()}
     results[f"{prefix}_prefill_tok_s"] = _prefill(driver, 4000, 16)
-    for batch in (1, 8, 64, 256):
+    for batch in batches:
         results[f"{prefix}_bs{batch}_ms"] = _decode_ms(driver, batch)
     driver.close()
     return results

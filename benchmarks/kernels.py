@@ -1,6 +1,6 @@
 """Kernels alone on one GPU: decode attention and small-batch products against bandwidth and against cuBLAS.
 
-    python -m benchmarks.kernels [--only attention,kv8,linear] [--json]
+    python -m benchmarks.kernels [--only attention,kv8,linear,shards,sampling,chain] [--json]
 
 Every figure is the median over replays of a CUDA graph that runs the kernel once for each of many copies of its
 weights or caches, so that the L2 cache does not flatter it. TB/s counts bytes that must be read.
@@ -54,6 +54,13 @@ QWEN3_14B = [
     ("o", 5120, 5120, False, True, False),
     ("gate_up", 17408, 5120, True, False, True),
     ("down", 5120, 17408, False, True, False),
+]
+# What one of two ranks computes of a Qwen3-32B layer where the sum over ranks has added and normed already.
+QWEN3_32B_SHARDS = [
+    ("qkv", 5120, 5120, False),
+    ("o", 5120, 4096, False),
+    ("gate_up", 12800, 5120, True),
+    ("down", 5120, 12800, False),
 ]
 
 
@@ -222,6 +229,32 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
                 print(f"{key}: cublas {cublas:.1f} chosen {timed['chosen']} top {good} ({tbs:.2f} TB/s)", flush=True)
             del weights
             torch.cuda.empty_cache()
+
+
+def bench_shards(results: dict[str, dict]) -> None:
+    """The products of QWEN3_32B_SHARDS, without norm and residual: as they are chosen, by our kernel, by cuBLAS."""
+    device = torch.device("cuda")
+    ops, workspace = TritonOps(device), LinearWorkspace(device)
+    rows_of = (1, 2, 4, 8, 16, 24, 32, 64)
+    for name, size_out, size_in, gated in QWEN3_32B_SHARDS:
+        weight_rows = size_out * (2 if gated else 1)
+        copies = max(4, int(6e8 / (weight_rows * size_in * 2)))
+        weights = [torch.randn(weight_rows, size_in, device="cuda").bfloat16() * 0.02 for _ in range(copies)]
+        ops.prepare_linear(weights, rows_of)
+        for rows in rows_of:
+            x = torch.randn(rows, size_in, device="cuda").bfloat16()
+            ways: dict[str, Callable[[torch.Tensor], object]] = {
+                "chosen": lambda w, x=x, g=gated: ops.linear(x, w, gated=g),
+                "own": lambda w, x=x, g=gated: linear(x, w, workspace, gated=g, pdl=True),
+                "cublas": lambda w, x=x: torch.nn.functional.linear(x, w),
+            }
+            timed = {
+                way: round(time_graph([functools.partial(call, w) for w in weights]), 2) for way, call in ways.items()
+            }
+            results[f"shard {name} rows {rows}"] = timed
+            print(f"shard {name} rows {rows}: {timed}", flush=True)
+        del weights
+        torch.cuda.empty_cache()
 
 
 # What is measured of sampling, at temperature 0.6 where nothing else is said; the values of benchmarks.gpu.
@@ -487,6 +520,8 @@ def main() -> None:
         bench_kv8(results)
     if "linear" in parts:
         bench_linear(results, options.tune, timer)
+    if "shards" in parts:
+        bench_shards(results)
     if "sampling" in parts:
         bench_sampling(results, timer, options.tune, options.profile)
     if "chain" in parts:

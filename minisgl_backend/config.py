@@ -220,7 +220,9 @@ class EngineConfig:
     )
     kv_events_topic: str = _option("", "topic of the KV events, which subscribers may filter by", "any text")
     disable_pynccl: bool = _option(
-        False, "changes nothing: collectives always are torch's NCCL; known from Mini-SGLang", "true or false"
+        False,
+        "leave all sums over ranks to torch's NCCL; else those of few tokens go through memory that the GPUs share",
+        "true or false",
     )
     dummy_weights: bool = _option(False, "random weights, for benchmarks", "true or false", internal=True)
     trust_remote_code: bool = _option(

@@ -12,12 +12,15 @@ import threading
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from minisgl_backend.errors import ConfigError
+
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.peer_sums import PeerSums
 
 CLOSE_S = 5.0  # what leaving a group may take
 
@@ -34,6 +37,7 @@ class TensorParallel:
         self._device = device
         self._leaver = None if group is None else _Leaver(group.abort if device.type == "cuda" else group.shutdown)
         self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
+        self._peer_sums: PeerSums | None = None
 
     @classmethod
     def single(cls) -> TensorParallel:
@@ -93,6 +97,35 @@ class TensorParallel:
                 self._group.allreduce([tensor]).wait()
         return tensor
 
+    def share_memory(self, hidden_size: int, dtype: torch.dtype) -> None:
+        """From now on sums of few rows of `hidden_size` go through memory that the ranks' GPUs share, where they can.
+
+        All ranks call this at the same time, before anything is captured.
+        """
+        if self._group is None or self._device.type != "cuda":
+            return
+        # Imported here: Triton exists only where there is a GPU.
+        from minisgl_backend.kernels.peer_sums import PeerSums
+
+        try:
+            self._peer_sums = PeerSums.open(
+                self.rank, self.size, hidden_size, dtype, self._device, self.all_gather, self.minimum
+            )
+        except OSError as error:
+            log.warning("all sums over the ranks are left to NCCL: %s", error)
+
+    def sums_in_norm(self, num_rows: int) -> bool:
+        """Whether `sum_norm` serves sums of so many rows; the same on all ranks."""
+        return self._peer_sums is not None and self._peer_sums.fits(num_rows)
+
+    def sum_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """residual + the sum of the ranks' `partial`, and its RMSNorm: [rows, hidden_size] each, the same bits on every
+        rank. The first may be written over `residual`. Only where `sums_in_norm` says so."""
+        assert self._peer_sums is not None, "share_memory comes first"
+        return self._peer_sums.reduce_norm(partial, residual, weight, eps)
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """tensor [count, ...], the same shape on every rank -> [size, count, ...], in rank order, on every rank."""
         if self._group is None:
@@ -132,11 +165,20 @@ class TensorParallel:
         leaver, self._leaver = self._leaver, None
         if leaver is not None and not leaver.join(CLOSE_S):
             log.warning("rank %d could not leave its group within %g s; it is left behind", self.rank, CLOSE_S)
+            return
+        peer_sums, self._peer_sums = self._peer_sums, None
+        if peer_sums is not None:
+            try:
+                peer_sums.close()
+            except OSError as error:  # a device that failed
+                log.warning("the memory that ranks shared was not freed: %s", error)
 
     def abandon(self) -> None:
         """Begins to leave the group. On a GPU that ends collectives which wait for a rank that is gone: whoever waits
         for their results goes on, and must not use them."""
         self._group = None
+        if self._peer_sums is not None:
+            self._peer_sums.stop()
         if self._leaver is not None:
             self._leaver.go.set()
 

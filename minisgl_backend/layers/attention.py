@@ -11,6 +11,7 @@ from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext
 
 
@@ -50,17 +51,17 @@ class SelfAttention(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        residual: Residual,
         norm: RMSNorm,
         positions: torch.Tensor,
         ctx: ForwardContext,
         wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> Residual:
         """hidden + attention(norm(hidden)), both [num_tokens, hidden_size]; positions int [num_tokens].
 
         `wanted`, int [num_wanted]: only these lines are returned; keys and values are stored for all tokens.
         """
-        qkv = self.qkv_proj(hidden, norm_weight=norm.weight, eps=norm.eps)
+        hidden, qkv = self.qkv_proj(residual, norm)
         attended = ctx.attend(self._layer_index, qkv, positions, self._rotation, self._ops)
         if wanted is not None:
             attended, hidden = attended[wanted], hidden[wanted]

@@ -1,7 +1,7 @@
 """Matrix products, split over tensor-parallel ranks by their outputs (column) or their inputs (row).
 
 A column layer followed by a row layer needs one all-reduce, at the end: the scheme of Megatron-LM (Shoeybi et al.,
-2019).
+2019). Of few rows it is done by the norm that comes next.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from collections.abc import Mapping
 
 import torch
 
+from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 
 
@@ -37,11 +39,17 @@ class ColumnParallelLinear(WeightedLayer):
         self.weight = placement.parameter(local, input_size)
         self.bias = placement.parameter(local) if bias else None
 
-    def forward(
-        self, x: torch.Tensor, *, norm_weight: torch.Tensor | None = None, eps: float = 0.0, gated: bool = False
-    ) -> torch.Tensor:
-        """x [num_tokens, input_size] -> [num_tokens, local outputs]; norm and gate as in `Ops.linear`."""
-        return self._placement.ops.linear(x, self.weight, norm_weight=norm_weight, eps=eps, bias=self.bias, gated=gated)
+    def forward(self, residual: Residual, norm: RMSNorm, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """The settled hidden states [num_tokens, input_size], and the products of their norm [num_tokens, local
+        outputs]; gated as in `Ops.linear`."""
+        linear = self._placement.ops.linear
+        if residual.partial is None:
+            hidden = residual.hidden
+            return hidden, linear(
+                hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, bias=self.bias, gated=gated
+            )
+        hidden, x = norm.settle(residual)
+        return hidden, linear(x, self.weight, bias=self.bias, gated=gated)
 
     def weight_parts(self) -> list[WeightPart]:
         tp, parts, row = self._placement.tp, [], 0
@@ -68,13 +76,16 @@ class RowParallelLinear(WeightedLayer):
         self.weight = placement.parameter(output_size, input_size // placement.tp.size)
         self.bias = placement.parameter(output_size) if bias else None
 
-    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
-        """x [num_tokens, local inputs], residual [num_tokens, output_size] -> residual + product, summed over ranks."""
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> Residual:
+        """x [num_tokens, local inputs], hidden [num_tokens, output_size] -> hidden + product, summed over ranks."""
         ops, tp = self._placement.ops, self._placement.tp
-        # Bias and residual must enter the sum once, so only rank 0 adds them.
+        # Bias and hidden states must enter the sum once, so only rank 0 adds them.
+        bias = self.bias if tp.rank == 0 else None
+        if tp.sums_in_norm(len(x)):
+            return Residual(hidden, ops.linear(x, self.weight, bias=bias))
         if tp.rank == 0:
-            return tp.all_reduce(ops.linear(x, self.weight, bias=self.bias, residual=residual))
-        return tp.all_reduce(ops.linear(x, self.weight))
+            return Residual(tp.all_reduce(ops.linear(x, self.weight, bias=bias, residual=hidden)))
+        return Residual(tp.all_reduce(ops.linear(x, self.weight)))
 
     def weight_parts(self) -> list[WeightPart]:
         output_size, local = self.weight.shape

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import nn
 
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext
 
 
@@ -17,7 +17,7 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, False, placement)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, "down_proj", False, placement)
 
-    def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         """hidden + mlp(norm(hidden)), both [num_tokens, hidden_size]."""
-        gated = self.gate_up_proj(hidden, norm_weight=norm.weight, eps=norm.eps, gated=True)
+        hidden, gated = self.gate_up_proj(residual, norm, gated=True)
         return self.down_proj(gated, hidden)

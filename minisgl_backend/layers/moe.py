@@ -5,9 +5,8 @@ With tensor parallelism every rank holds a slice of every expert, so that no tok
 
 from __future__ import annotations
 
-import torch
-
 from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 
 
@@ -36,15 +35,18 @@ class MoeMLP(WeightedLayer):
         self.gate_up = placement.parameter(num_experts, 2 * local, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, local)
 
-    def forward(self, hidden: torch.Tensor, norm: RMSNorm) -> torch.Tensor:
+    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         """hidden + experts(norm(hidden)), both [num_tokens, hidden_size]."""
         ops, tp = self._placement.ops, self._placement.tp
-        x = norm(hidden)
+        hidden, x = norm.settle(residual)
         # All ranks compute the same router, so they pick the same experts.
         expert_ids, weights = ops.route(ops.linear(x, self.router), self._experts_per_token, self._norm_topk_prob)
         if tp.size == 1:
-            return ops.moe(x, expert_ids, weights, self.gate_up, self.down, residual=hidden)
-        return hidden + tp.all_reduce(ops.moe(x, expert_ids, weights, self.gate_up, self.down))
+            return Residual(ops.moe(x, expert_ids, weights, self.gate_up, self.down, residual=hidden))
+        partial = ops.moe(x, expert_ids, weights, self.gate_up, self.down)
+        if tp.sums_in_norm(len(x)):
+            return Residual(hidden, partial)
+        return Residual(hidden + tp.all_reduce(partial))
 
     def weight_parts(self) -> list[WeightPart]:
         num_experts, hidden_size, local = self.down.shape

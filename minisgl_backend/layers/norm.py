@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 
 
@@ -20,6 +21,12 @@ class RMSNorm(WeightedLayer):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, size] -> same shape."""
         return self._placement.ops.rms_norm(x, self.weight, self.eps)
+
+    def settle(self, residual: Residual) -> tuple[torch.Tensor, torch.Tensor]:
+        """The hidden states with all that is still to be added, and their norm: [num_tokens, size] each."""
+        if residual.partial is None:
+            return residual.hidden, self(residual.hidden)
+        return self._placement.tp.sum_norm(residual.partial, residual.hidden, self.weight, self.eps)
 
     def weight_parts(self) -> list[WeightPart]:
         return [WeightPart(name=f"{self._name}.weight", shape=tuple(self.weight.shape), target=self.weight)]

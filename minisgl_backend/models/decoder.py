@@ -14,6 +14,7 @@ from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinea
 from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.moe import MoeMLP
 from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.rotary import (
     default_frequencies,
     llama3_frequencies,
@@ -41,14 +42,14 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        hidden: torch.Tensor,
+        residual: Residual,
         positions: torch.Tensor,
         ctx: ForwardContext,
         wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """hidden [num_tokens, hidden_size], positions int [num_tokens] -> the same, or its `wanted` lines."""
-        hidden = self.self_attn(hidden, self.input_layernorm, positions, ctx, wanted)
-        return self.mlp(hidden, self.post_attention_layernorm)
+    ) -> Residual:
+        """residual of num_tokens, positions int [num_tokens] -> the same, or its `wanted` lines."""
+        residual = self.self_attn(residual, self.input_layernorm, positions, ctx, wanted)
+        return self.mlp(residual, self.post_attention_layernorm)
 
 
 class Decoder(nn.Module):
@@ -66,11 +67,12 @@ class Decoder(nn.Module):
         `ctx.wanted` says of which tokens. Of the others the last layer computes keys and values only: of a long
         prompt's prefill that saves most of one layer.
         """
-        hidden = self.embed_tokens(input_ids)
+        residual = Residual(self.embed_tokens(input_ids))
         *earlier, last = self.layers
         for layer in earlier:
-            hidden = layer(hidden, positions, ctx)
-        return self.norm(last(hidden, positions, ctx, ctx.wanted))
+            residual = layer(residual, positions, ctx)
+        _, normed = self.norm.settle(last(residual, positions, ctx, ctx.wanted))
+        return normed
 
 
 class CausalLM(nn.Module):

@@ -75,6 +75,8 @@ def build_runner(
 def _build(
     runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
 ) -> ModelRunner:
+    if not runtime.config.disable_pynccl:
+        tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype))
     free_at_start = free_bytes(device)
     spec, runner_with = _load(runtime, model_config, device, tp, progress)
     max_running = runtime.config.max_running_requests

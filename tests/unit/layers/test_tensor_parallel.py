@@ -18,6 +18,7 @@ import torch
 
 from minisgl_backend import tensor_parallel
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
@@ -105,11 +106,59 @@ def test_a_split_model_computes_the_same(name: str, size: int, tmp_path: Path) -
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
+class SharedMemory:
+    """Stands in for sums through the GPUs' shared memory: up to `most` rows, by the ranks' own collectives."""
+
+    def __init__(self, tp: TensorParallel, most: int) -> None:
+        self._tp = tp
+        self._most = most
+        self.sums = 0
+
+    def fits(self, rows: int) -> bool:
+        return rows <= self._most
+
+    def reduce_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert len(partial) <= self._most
+        self.sums += 1
+        residual += self._tp.all_gather(partial).sum(0)
+        return residual, TorchOps().rms_norm(residual, weight, eps)
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("most", [1, 40])
+@pytest.mark.parametrize("name", ["llama-bias-mha", "qwen3_moe-sharded-mixed"])
+def test_a_split_model_whose_norms_add_up_the_ranks(name: str, most: int, tmp_path: Path) -> None:
+    """The prompt's sums and the decode step's, or those of the decode step and of the prompt's last token alone."""
+    save_checkpoint(name, tmp_path)
+    prompt = [5 + 7 * i % 300 for i in range(40)]
+
+    def work(tp: TensorParallel) -> list[torch.Tensor]:
+        if tp.size > 1:
+            shared = SharedMemory(tp, most)
+            tp.__dict__["_peer_sums"] = shared
+        paged = PagedModel(tmp_path, page_size=16, max_seq_len=64, max_rows=2, tp=tp)
+        logits = [paged.step({0: prompt}, {}, last_only=True)[0], paged.step({}, {0: 9})[0]]
+        if tp.size > 1:
+            layers = paged.model.config.num_layers
+            assert shared.sums == (4 * layers if most == 40 else 2 * layers + 2)
+        return logits
+
+    expected = work(TensorParallel.single())
+    for logits in on_ranks(2, work):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
     save_checkpoint("llama-bias-mha", tmp_path)  # 320 tokens, 4 heads
 
     def work(tp: TensorParallel) -> torch.Tensor:
-        from minisgl_backend.kernels.torch_ops import TorchOps
         from minisgl_backend.layers.embedding import ParallelLMHead
         from minisgl_backend.layers.weights import LayerContext
 

@@ -1,0 +1,153 @@
+"""Sums over the GPUs of one host, in microseconds: through memory that they share, and by NCCL.
+
+    python -m benchmarks.collectives [--ranks 2] [--hidden 5120] [--rows 1,8,64,256,1024,2048,4096] [--json]
+
+Each figure is the median over replays of a graph of CALLS sums of [rows, hidden] bfloat16 numbers, as decode steps run
+them. `peers` is one kernel that sums, adds to the hidden states and norms; `nccl` is the all-reduce alone, and
+`nccl_norm` that with the norm's kernel behind it, which is what replaces the first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing
+import socket
+import statistics
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+CALLS = 32
+REPLAYS = 30
+ROWS = (1, 2, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def measure(rank: int, size: int, port: int, hidden: int, rows: list[int]) -> dict[str, float]:
+    """The figures of one rank; all call this at the same time. Names are sum_ROWS_KIND_us."""
+    from minisgl_backend.kernels import fused
+    from minisgl_backend.kernels.peer_sums import PDL_ROWS, PeerSums
+    from minisgl_backend.tensor_parallel import TensorParallel
+
+    device = torch.device("cuda", rank)
+    tp = TensorParallel.connect(rank, size, "127.0.0.1", port, device, timeout_s=60)
+    torch.manual_seed(rank)
+    weight = torch.ones(hidden, dtype=torch.bfloat16, device=device)
+    try:
+        peers = PeerSums.open(rank, size, hidden, torch.bfloat16, device, tp.all_gather, tp.minimum, max_rows=max(rows))
+    except OSError as error:
+        print(f"no shared memory: {error}", file=sys.stderr)
+        peers = None
+    results = {}
+    for count in rows:
+        partial = torch.randn(count, hidden, device=device).bfloat16()
+        residual = torch.randn(count, hidden, device=device).bfloat16()
+
+        def by_nccl(partial: torch.Tensor = partial) -> None:
+            tp.all_reduce(partial)
+
+        def by_nccl_and_norm(partial: torch.Tensor = partial) -> None:
+            tp.all_reduce(partial)
+            fused.rms_norm(partial, weight, 1e-6, len(partial) <= PDL_ROWS)
+
+        kinds: dict[str, Callable[[], None]] = {"nccl": by_nccl, "nccl_norm": by_nccl_and_norm}
+        if peers is not None:
+            reduce_norm = peers.reduce_norm
+
+            def by_peers(partial: torch.Tensor = partial, residual: torch.Tensor = residual) -> None:
+                reduce_norm(partial, residual, weight, 1e-6)
+
+            kinds["peers"] = by_peers
+        for kind, call in kinds.items():
+            results[f"sum_{count}_{kind}_us"] = round(_time(call, tp), 2)
+            partial.zero_()  # sums of sums grow
+            residual.zero_()
+    torch.cuda.synchronize()
+    tp.minimum(0)
+    return results
+
+
+def _time(call: Callable[[], None], tp: Any) -> float:
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        call()
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+        for _ in range(CALLS):
+            call()
+    times = []
+    for _ in range(REPLAYS + 3):
+        tp.minimum(0)
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()  # brings the ranks together
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / CALLS)
+    graph.reset()
+    return statistics.median(times[3:])
+
+
+def _rank_main(rank: int, size: int, port: int, hidden: int, rows: list[int], results: Any) -> None:
+    results.put((rank, measure(rank, size, port, hidden, rows)))
+
+
+def run(size: int = 2, hidden: int = 5120, rows: tuple[int, ...] = ROWS, timeout_s: float = 120.0) -> dict[str, float]:
+    """Figures of rank 0. Raises RuntimeError where the ranks do not end in time."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    ranks = [
+        context.Process(target=_rank_main, args=(rank, size, port, hidden, list(rows), results), daemon=True)
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    try:
+        found = dict(results.get(timeout=timeout_s) for _ in ranks)
+    except Exception as error:
+        raise RuntimeError(f"the ranks did not end within {timeout_s:g} s: {error!r}") from error
+    finally:
+        for process in ranks:
+            process.kill()
+            process.join()
+    figures: dict[str, float] = found[0]
+    return figures
+
+
+def print_table(figures: dict[str, float], hidden: int) -> None:
+    """One line for each number of rows."""
+    counts = sorted({int(name.split("_")[1]) for name in figures})
+    print(f"{'rows':>6} {'KiB':>8} {'peers':>9} {'nccl':>9} {'nccl+norm':>10}   us", file=sys.stderr)
+    for count in counts:
+        cells = [figures.get(f"sum_{count}_{kind}_us", float("nan")) for kind in ("peers", "nccl", "nccl_norm")]
+        print(
+            f"{count:>6} {count * hidden * 2 / 1024:>8.0f} {cells[0]:>9.2f} {cells[1]:>9.2f} {cells[2]:>10.2f}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--hidden", type=int, default=5120)
+    parser.add_argument("--rows", default=",".join(map(str, ROWS)))
+    parser.add_argument("--json", action="store_true", help="print the figures as one JSON object, last line")
+    arguments = parser.parse_args()
+    figures = run(arguments.ranks, arguments.hidden, tuple(int(count) for count in arguments.rows.split(",")))
+    print_table(figures, arguments.hidden)
+    if arguments.json:
+        print(json.dumps(figures))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Sum over ranks, residual addition and RMSNorm in one kernel, over memory that the ranks' GPUs share, in the Triton
+language.
+
+A decode step of a large model has two all-reduces a layer, each of some kilobytes, so that only their latency counts.
+Here each rank writes its part straight into the other GPUs' memory and adds up what the others have written into its
+own: the one-shot all-reduce of TensorRT-LLM and of vLLM's custom all-reduce. There is no barrier and no flag either.
+The data itself says that it has come: a place that is empty holds the bits of -0.0, and a part that is -0.0 is sent as
+0.0. NCCL's LL protocol does alike with a flag beside each word, TensorRT-LLM's Lamport kernels with the same sentinel.
+
+Parts are added in float32 in the order of the ranks, so that every rank has the same bits. The residual is added before
+the one rounding, as in a product of one rank.
+
+Why nobody overwrites what is still to be read: every row has two places for each source, used in turns, and its own
+count of calls. Rank P writes a row's place again in its call n + 2. It has then ended call n + 1, for which it needed
+this rank's part, sent in this rank's call n + 1. That began when this rank's call n had ended, which had read the place
+and marked it empty. Calls follow one another on one stream; with `pdl` a kernel still sends only after the one before
+it has ended.
+
+Why it cannot deadlock: programs are no more than fit on the device at the same time, and each sends all of its rows
+before it waits for any. A rank that never sends is found by the host (see tensor_parallel.py), which sets `stop`:
+kernels that wait look at it about every millisecond, and go on with results that nobody may use.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+PLACES = 2  # of each row and source, see above
+SPINS = tl.constexpr(1024)  # between two looks at `stop`
+_EMPTY = {2: -(1 << 15), 4: -(1 << 31)}  # -0.0, by bytes of a number
+_WORDS = {2: tl.int16, 4: tl.int32}
+
+
+@dataclass(frozen=True)
+class Inboxes:
+    """What the kernel needs to know of one rank and the memory of all.
+
+    An inbox is [PLACES, size - 1 sources, max_rows, hidden] numbers, `empty_word` in all of them at first. Sources are
+    counted from the rank after the inbox's own.
+    """
+
+    rank: int
+    size: int
+    max_rows: int
+    hidden: int
+    addresses: torch.Tensor  # int64 [size], device: of each rank's inbox, as this process sees them
+    calls: torch.Tensor  # int32 [max_rows], device, zeros at first: how often each row was reduced
+    stop: int  # address of an int32 that the host sets to something other than 0 to end all waiting
+    num_programs: int  # that certainly run at the same time
+
+    @staticmethod
+    def num_bytes(size: int, max_rows: int, hidden: int, dtype: torch.dtype) -> int:
+        """Of one inbox."""
+        return PLACES * (size - 1) * max_rows * hidden * dtype.itemsize
+
+
+def programs_each(size: int) -> int:
+    """Programs that certainly run on one multiprocessor at the same time: 8 warps of up to 128 registers, or 255."""
+    return 2 if size <= 4 else 1
+
+
+def empty_word(dtype: torch.dtype) -> int:
+    """The bits of an empty place, as a signed integer of the number's size."""
+    return _EMPTY[dtype.itemsize]
+
+
+def reduce_norm(
+    partial: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    inboxes: Inboxes,
+    *,
+    pdl: bool = False,
+    send: bool = True,
+    receive: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual + the ranks' sum of `partial`, and that over its root mean square, times `weight`.
+
+    partial and residual [rows, hidden], contiguous, of one type; the first result is written over `residual`. All ranks
+    call this with the same shapes in the same order. `send` and `receive` are the two halves of it, for tests that run
+    the ranks one after the other.
+    """
+    rows, hidden = partial.shape
+    out = torch.empty_like(partial)
+    padded = triton.next_power_of_2(hidden)
+    flags = {"launch_pdl": True} if pdl else {}  # Triton's interpreter does not know the option
+    _reduce_norm_kernel[(min(rows, inboxes.num_programs),)](
+        partial, residual, weight, out, inboxes.addresses, inboxes.calls, inboxes.stop, rows, eps,
+        RANK=inboxes.rank, SIZE=inboxes.size, MAX_ROWS=inboxes.max_rows, HIDDEN=hidden, PADDED=padded,
+        WORD=_WORDS[partial.element_size()], EMPTY=_EMPTY[partial.element_size()],
+        SEND=send, RECEIVE=receive, PDL=pdl, num_warps=8 if padded >= 2048 else 4, **flags,
+    )  # fmt: skip
+    return residual, out
+
+
+@triton.jit(do_not_specialize=["rows", "stop"])
+def _reduce_norm_kernel(
+    partial_ptr, residual_ptr, weight_ptr, out_ptr, addresses_ptr, calls_ptr, stop, rows, eps,
+    RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, HIDDEN: tl.constexpr, PADDED: tl.constexpr,
+    WORD: tl.constexpr, EMPTY: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    first = tl.program_id(0)
+    step = tl.num_programs(0)
+    i = tl.arange(0, PADDED)
+    ok = i < HIDDEN
+    wide = tl.full([], 0, tl.int64)  # rows times numbers may need more than 32 bits
+    if SEND:
+        for row in tl.range(first, rows, step):
+            place = tl.load(calls_ptr + row) % 2
+            words = tl.load(partial_ptr + (wide + row) * HIDDEN + i, mask=ok, other=0.0).to(WORD, bitcast=True)
+            words = tl.where(words == EMPTY, 0, words).to(WORD)
+            for away in tl.static_range(1, SIZE):
+                # This rank is the one SIZE - away after that peer.
+                line = wide + (place * (SIZE - 1) + SIZE - away - 1) * MAX_ROWS + row
+                inbox = tl.load(addresses_ptr + (RANK + away) % SIZE).to(tl.pointer_type(WORD))
+                tl.store(tl.multiple_of(inbox + line * HIDDEN, 16) + i, words, mask=ok)
+    if RECEIVE:
+        inbox = tl.load(addresses_ptr + RANK).to(tl.pointer_type(WORD))
+        stop_ptr = stop.to(tl.int64).to(tl.pointer_type(tl.int32))
+        weight = tl.load(weight_ptr + i, mask=ok, other=0.0).to(tl.float32)
+        for row in tl.range(first, rows, step):
+            calls = tl.load(calls_ptr + row)
+            start = (wide + row) * HIDDEN
+            own = tl.load(partial_ptr + start + i, mask=ok, other=0.0).to(tl.float32)
+            residual = tl.load(residual_ptr + start + i, mask=ok, other=0.0).to(tl.float32)
+            total = tl.zeros([PADDED], tl.float32)
+            for source in tl.static_range(SIZE):
+                if source == RANK:
+                    total += own
+                else:
+                    line = wide + (calls % 2 * (SIZE - 1) + (source - RANK + SIZE) % SIZE - 1) * MAX_ROWS + row
+                    sent = tl.multiple_of(inbox + line * HIDDEN, 16) + i
+                    words = tl.load(sent, mask=ok, other=0, volatile=True)
+                    stopped = 0
+                    spins = 0
+                    while (tl.max((words == EMPTY).to(tl.int32), 0) > 0) & (stopped == 0):
+                        words = tl.load(sent, mask=ok, other=0, volatile=True)
+                        spins += 1
+                        if spins % SPINS == 0:
+                            stopped = tl.load(stop_ptr, volatile=True)
+                    tl.store(sent, tl.full([PADDED], EMPTY, WORD), mask=ok)
+                    total += words.to(partial_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
+            hidden = (total + residual).to(out_ptr.dtype.element_ty)
+            tl.store(residual_ptr + start + i, hidden, mask=ok)
+            x = hidden.to(tl.float32)
+            scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
+            tl.store(out_ptr + start + i, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=ok)
+            tl.store(calls_ptr + row, calls + 1)

@@ -1,0 +1,137 @@
+"""Sums over the ranks through memory that their GPUs share: which sizes, and the state that a rank keeps for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+from minisgl_backend.kernels import peer_reduce
+from minisgl_backend.kernels.peer_memory import HANDLE_BYTES, PeerMemory
+
+# The largest sum, in bytes, by number of ranks. Every rank sends all of it to every other, so that the more ranks there
+# are, the sooner NCCL's rings and trees are faster.
+MOST_BYTES = {2: 20 << 20, 3: 1 << 20, 4: 512 << 10, 5: 384 << 10, 6: 256 << 10, 7: 256 << 10, 8: 256 << 10}
+PDL_ROWS = 64  # as in triton_ops: at more, a kernel that starts early takes room from the one that still runs
+TRIAL_S = 60.0  # the other rank may still compile the kernel
+
+Gather = Callable[[torch.Tensor], torch.Tensor]  # those of TensorParallel
+Minimum = Callable[[int], int]
+
+
+def most_rows(size: int, hidden: int, dtype: torch.dtype) -> int:
+    """Rows of the largest sum that goes this way; 0: none does."""
+    row_bytes = hidden * dtype.itemsize
+    return 0 if row_bytes % 16 else MOST_BYTES.get(size, 0) // row_bytes
+
+
+class PeerSums:
+    """One rank's part in the sums. All ranks make theirs at the same time, and call it in the same order."""
+
+    def __init__(self, inboxes: peer_reduce.Inboxes, memory: PeerMemory, stop: torch.Tensor, pdl: bool) -> None:
+        self._inboxes = inboxes
+        self._memory = memory
+        self._stop = stop  # int32 [1] on the host, which the device sees
+        self._pdl = pdl
+
+    @classmethod
+    def open(
+        cls,
+        rank: int,
+        size: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        gather: Gather,
+        minimum: Minimum,
+        max_rows: int | None = None,
+    ) -> PeerSums:
+        """Raises OSError, on all ranks alike, where the GPUs cannot reach each other's memory.
+
+        `gather` and `minimum` are the ranks' own; `max_rows`: of the largest sum, where it is not the usual one.
+        """
+        max_rows = most_rows(size, hidden, dtype) if max_rows is None else max_rows
+        others = [other for other in range(size) if other != rank]
+        problem, memory, handle = "", None, bytes(HANDLE_BYTES)
+        if max_rows == 0:
+            problem = f"{hidden} numbers over {size} ranks is no size that was measured"
+        elif not all(torch.cuda.can_device_access_peer(rank, other) for other in others):
+            problem = "a GPU has no access to another one's memory"
+        else:
+            try:
+                num_bytes = peer_reduce.Inboxes.num_bytes(size, max_rows, hidden, dtype)
+                memory = PeerMemory(num_bytes, peer_reduce.empty_word(dtype), dtype.itemsize, device)
+                handle = memory.handle()
+            except OSError as error:
+                problem = str(error)
+        handles = gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8).to(device)).cpu()
+        sums = None
+        if _all_well(problem, minimum) and memory is not None:
+            try:
+                opened = dict(zip(others, memory.open([bytes(handles[one].tolist()) for one in others]), strict=True))
+                addresses = [opened.get(one, memory.address) for one in range(size)]
+                stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+                properties = torch.cuda.get_device_properties(device)
+                inboxes = peer_reduce.Inboxes(
+                    rank=rank,
+                    size=size,
+                    max_rows=max_rows,
+                    hidden=hidden,
+                    addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
+                    calls=torch.zeros(max_rows, dtype=torch.int32, device=device),
+                    stop=stop.data_ptr(),
+                    num_programs=peer_reduce.programs_each(size) * properties.multi_processor_count,
+                )
+                sums = cls(inboxes, memory, stop, properties.major >= 9)
+            except OSError as error:
+                problem = str(error)
+            if _all_well(problem, minimum) and sums is not None:
+                problem = sums._trial(dtype, device)
+                if _all_well(problem, minimum):
+                    return sums
+        if memory is not None:
+            memory.close()
+        raise OSError(problem or "another rank could not share its memory")
+
+    def fits(self, rows: int) -> bool:
+        return rows <= self._inboxes.max_rows
+
+    def reduce_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `peer_reduce.reduce_norm`."""
+        pdl = self._pdl and len(partial) <= PDL_ROWS
+        return peer_reduce.reduce_norm(partial, residual, weight, eps, self._inboxes, pdl=pdl)
+
+    def stop(self) -> None:
+        """Ends sums that wait for a rank, now and later. Their results are not to be used. On any thread."""
+        self._stop.fill_(1)
+
+    def close(self) -> None:
+        """Gives the memory back: when this rank computes nothing any more, and the others have gone."""
+        self._memory.close()
+
+    def _trial(self, dtype: torch.dtype, device: torch.device) -> str:
+        """Two sums for each place of a row; what is wrong with them."""
+        hidden, size = self._inboxes.hidden, self._inboxes.size
+        weight = torch.ones(hidden, dtype=dtype, device=device)
+        residual = torch.zeros(1, hidden, dtype=dtype, device=device)
+        partial = torch.full_like(residual, 1.0 + self._inboxes.rank)
+        for _ in range(2 * peer_reduce.PLACES):
+            self.reduce_norm(partial, residual, weight, 0.0)
+        done = torch.cuda.Event()
+        done.record()
+        deadline = time.monotonic() + TRIAL_S
+        while not done.query():
+            if time.monotonic() > deadline:
+                self.stop()
+                done.synchronize()
+                return "nothing came from another rank"
+            time.sleep(0.001)
+        expected = 2 * peer_reduce.PLACES * size * (size + 1) // 2
+        return "" if bool((residual == expected).all()) else "another number came than a rank sent"
+
+
+def _all_well(problem: str, minimum: Minimum) -> bool:
+    return minimum(0 if problem else 1) == 1

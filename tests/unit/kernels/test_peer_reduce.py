@@ -1,0 +1,95 @@
+"""The sum over ranks with its norm, in Triton's interpreter: in one process, where first all ranks send."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl_backend.kernels.torch_ops import TorchOps
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu/test_collectives.py runs the kernel compiled", allow_module_level=True)
+pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
+
+from minisgl_backend.kernels.peer_reduce import PLACES, Inboxes, empty_word, reduce_norm
+
+EPS = 1e-6
+WORDS = {2: torch.int16, 4: torch.int32}
+
+
+class Ranks:
+    """Ranks whose inboxes are in this process's memory."""
+
+    def __init__(self, size: int, max_rows: int, hidden: int, dtype: torch.dtype, num_programs: int) -> None:
+        shape = (PLACES, size - 1, max_rows, hidden)
+        self.inboxes = [torch.full(shape, empty_word(dtype), dtype=WORDS[dtype.itemsize]) for _ in range(size)]
+        self.stop = torch.zeros(1, dtype=torch.int32)
+        self.views = [
+            Inboxes(
+                rank=rank,
+                size=size,
+                max_rows=max_rows,
+                hidden=hidden,
+                addresses=torch.tensor([inbox.data_ptr() for inbox in self.inboxes]),
+                calls=torch.zeros(max_rows, dtype=torch.int32),
+                stop=self.stop.data_ptr(),
+                num_programs=num_programs,
+            )
+            for rank in range(size)
+        ]
+
+    def sum(
+        self, partials: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Each rank's result."""
+        for view, partial in zip(self.views, partials, strict=True):
+            reduce_norm(partial, residual, weight, EPS, view, receive=False)
+        return [
+            reduce_norm(partial, residual.clone(), weight, EPS, view, send=False)
+            for view, partial in zip(self.views, partials, strict=True)
+        ]
+
+
+def expected_of(
+    partials: list[torch.Tensor], residual: torch.Tensor, weight: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Added in float32 in the order of the ranks, rounded once."""
+    total = torch.zeros(residual.shape)
+    for partial in partials:
+        total = total + partial.float()
+    hidden = (total + residual.float()).to(residual.dtype)
+    return hidden, TorchOps().rms_norm(hidden, weight, EPS)
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_every_rank_gets_the_same_sum_call_after_call(size: int, dtype: torch.dtype) -> None:
+    torch.manual_seed(size)
+    hidden = 24
+    ranks = Ranks(size, 6, hidden, dtype, num_programs=2)
+    weight = torch.randn(hidden).to(dtype)
+    for rows in (1, 6, 3, 3, 1, 5, 6):  # rows that a call has not keep the turn that they were at
+        partials = [torch.randn(rows, hidden).to(dtype) for _ in range(size)]
+        partials[0][0, :4] = -0.0
+        partials[1][0, :2] = torch.tensor([-0.0, 7.0])
+        residual = torch.randn(rows, hidden).to(dtype)
+        results = ranks.sum(partials, residual, weight)
+        summed, normed = expected_of(partials, residual, weight)
+        for ours, our_norm in results:
+            assert torch.equal(ours, summed)
+            torch.testing.assert_close(our_norm, normed, rtol=2e-3 if dtype == torch.float16 else 1e-6, atol=0)
+            assert torch.equal(our_norm, results[0][1])
+        assert all(bool((inbox == empty_word(dtype)).all()) for inbox in ranks.inboxes)
+
+
+def test_what_is_no_number_travels() -> None:
+    ranks = Ranks(2, 1, 8, torch.float32, num_programs=1)
+    partials = [torch.full((1, 8), float("nan")), torch.full((1, 8), float("inf"))]
+    for hidden, _ in ranks.sum(partials, torch.zeros(1, 8), torch.ones(8)):
+        assert bool(hidden.isnan().all())
+
+
+def test_a_sum_that_waits_in_vain_ends_when_it_is_told_to() -> None:
+    ranks = Ranks(2, 1, 8, torch.float32, num_programs=1)
+    ranks.stop.fill_(1)
+    reduce_norm(torch.ones(1, 8), torch.ones(1, 8), torch.ones(8), EPS, ranks.views[0])
