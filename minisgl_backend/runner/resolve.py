@@ -100,7 +100,7 @@ def _graph_max_tokens(config: EngineConfig, device: DeviceFacts, eager: bool) ->
         return 0
     wanted = config.cuda_graph_max_tokens
     if wanted is None:
-        wanted = 0 if config.cuda_graph_max_bs == 0 or config.tp > 1 else DEFAULT_GRAPH_TOKENS
+        wanted = 0 if config.cuda_graph_max_bs == 0 else DEFAULT_GRAPH_TOKENS
     return min(wanted, config.max_prefill_length + config.max_running_requests)  # the most that a step can have
 
 

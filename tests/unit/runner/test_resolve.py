@@ -107,7 +107,7 @@ def test_on_a_gpu() -> None:
         ({"cuda_graph_max_bs": 0}, 0),
         ({"cuda_graph_max_bs": 0, "cuda_graph_max_tokens": 64}, 64),
         ({"cuda_graph_max_tokens": 0}, 0),
-        ({"tp": 4}, 0),
+        ({"tp": 4}, 2048),
         ({"tp": 4, "cuda_graph_max_tokens": 512}, 512),
         ({"max_prefill_length": 100, "max_running_requests": 8}, 108),
     ],
