@@ -9,6 +9,7 @@ weights or caches, so that the L2 cache does not flatter it. TB/s counts bytes t
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import itertools
 import json
@@ -18,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+import triton
 
 from minisgl_backend.kernels import sampling_layout as layout
 from minisgl_backend.kernels.decode_attention import (
@@ -248,9 +250,10 @@ def bench_shards(results: dict[str, dict]) -> None:
                 "own": lambda w, x=x, g=gated: linear(x, w, workspace, gated=g, pdl=True),
                 "cublas": lambda w, x=x: torch.nn.functional.linear(x, w),
             }
-            timed = {
-                way: round(time_graph([functools.partial(call, w) for w in weights]), 2) for way, call in ways.items()
-            }
+            timed = {}
+            for way, call in ways.items():
+                with contextlib.suppress(triton.OutOfResources):  # ours is for a few rows
+                    timed[way] = round(time_graph([functools.partial(call, w) for w in weights]), 2)
             results[f"shard {name} rows {rows}"] = timed
             print(f"shard {name} rows {rows}: {timed}", flush=True)
         del weights
