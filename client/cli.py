@@ -125,7 +125,7 @@ def chat(
         str | None, typer.Option(metavar="URL", help="A server of OpenAI's API instead: http://HOST:PORT[/v1].")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="With --openai.", envvar=["MINISGL_API_KEY", "OPENAI_API_KEY"])
+        str | None, typer.Option(help="With --openai.", show_envvar=True, envvar="OPENAI_API_KEY")
     ] = None,
     local: Annotated[
         str | None, typer.Option(metavar="MODEL", help="A model in this process instead: a folder, a hub id or demo.")

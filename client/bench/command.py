@@ -59,7 +59,7 @@ def bench(
         str | None, typer.Option(metavar="URL", help="A server of OpenAI's API instead: http://HOST:PORT[/v1].")
     ] = None,
     api_key: Annotated[
-        str | None, typer.Option(help="With --openai.", envvar=["MINISGL_API_KEY", "OPENAI_API_KEY"])
+        str | None, typer.Option(help="With --openai.", show_envvar=True, envvar="OPENAI_API_KEY")
     ] = None,
     model: Annotated[
         str | None, typer.Option(help="Name of the model [ensemble; with --openai the server's first].")
