@@ -18,31 +18,21 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.comparison import PEERS, Comparison, System
+from client.bench.compare import MUTED
+from client.bench.compare import STYLE as SHARED_STYLE
 
 OWN_COLOR, LIMIT_COLOR, PEER_COLORS = "#1d5fc4", "#7d848e", ("#e0781a", "#3a8f4d", "#8e4fb5")
 DASHES = (0, (4, 2))
-TEXT, MUTED, GRID = "#1f2328", "#59636e", "#e4e7eb"
+TEXT = "#1f2328"
 WIDTH, HEAD, ABOVE, BELOW = 11.0, 0.75, 0.4, 0.6  # inches: the picture; its head; around the axes of a row
 LINES, BAR = 2.1, 0.42  # inches: height of axes with lines; of a group of bars
 STYLE: dict[str, Any] = {
-    "svg.hashsalt": "minisgl",
-    "svg.fonttype": "none",  # text stays text: small, sharp, and readable in a diff
+    **SHARED_STYLE,
     "font.family": "sans-serif",
     "font.sans-serif": ["DejaVu Sans", "Verdana", "Arial"],  # the widest first: with another one, labels only shrink
-    "font.size": 9.5,
     "text.color": TEXT,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": MUTED,
-    "axes.titlesize": 10.5,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
     "axes.titlepad": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
+    "axes.grid": False,
 }
 
 

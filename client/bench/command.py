@@ -25,7 +25,7 @@ from ..console import CommandError, errors_in_one_line, print_table, progress, s
 from ..request import SamplingOptions
 from .compare import compare_reports, draw_comparison
 from .figures import Figures, figures_of
-from .generator import run_load
+from .generator import allow_many_connections, run_load
 from .perf_analyzer import find_perf_analyzer
 from .perf_runs import Measurement, Prompts, Workload, fit_prompts, measure
 from .report import Report, describe_machine, figures_table, label_of, number
@@ -135,6 +135,7 @@ def bench(
         else:
             target = openai_target(openai, api_key, model, chat, timeout, options)
         plan = _Plan(inputs, outputs, levels, rates, trace, arrivals, requests, warm_up, seed)
+        allow_many_connections()
         runs = asyncio.run(_measure_all(target, plan))
         _finish(target, plan, runs, name, output)
 

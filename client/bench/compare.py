@@ -15,13 +15,13 @@ from .report import Report, label_of, number
 
 _FORMATS = ("svg", "png", "pdf")
 COLORS = ("#1d5fc4", "#e0781a", "#3a8f4d", "#8e4fb5", "#7d848e")
-_MUTED, _GRID = "#59636e", "#e4e7eb"
+MUTED = "#59636e"
 STYLE: dict[str, Any] = {
     "svg.hashsalt": "minisgl",
-    "svg.fonttype": "none",
+    "svg.fonttype": "none",  # text stays text: small, sharp, and readable in a diff
     "font.size": 9.5,
-    "axes.edgecolor": _MUTED,
-    "axes.labelcolor": _MUTED,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": MUTED,
     "axes.titlesize": 10.5,
     "axes.titleweight": "bold",
     "axes.titlelocation": "left",
@@ -30,9 +30,9 @@ STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.grid": True,
     "axes.grid.axis": "y",
-    "grid.color": _GRID,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
+    "grid.color": "#e4e7eb",
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
 }
 _Run = Mapping[str, Any]
 

@@ -51,6 +51,17 @@ class Run:
     interrupted: bool  # it was stopped before its end
 
 
+def allow_many_connections() -> None:
+    """Lifts this process's soft limit of open files to the hard one: over HTTP each stream is a connection."""
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def run_load(target: Target, client: StreamClient, load: Load, on_end: Callable[[], None]) -> Run:
     """Returns when all requests have ended, or soon after Ctrl-C; `on_end` is called after each request."""
     records: list[Record] = []
