@@ -2,7 +2,8 @@
 
 Metadata is prepared once a step (`plan_*`), never once a layer; prefill and decode are separate. For CUDA graphs there
 are three methods: `allocate_graph` once, `plan_capture` before a batch size is captured, `plan_replay` before each
-replay, which is on the critical path and must neither synchronise nor allocate.
+replay, which is on the critical path and must neither synchronise nor allocate. Two more, `plan_prompt_capture` and
+`plan_prompt_replay`, serve passes of one prompt and nothing else.
 
 Keys and values are read here and written by `Ops.rope_store`, except where `decode_with_rope` stores the new token's
 itself; `KVPool` hands both the same tensors, whose layout and number format `kv.layout` describes.
@@ -22,6 +23,10 @@ import torch
 from minisgl_backend.kv.layout import LayerKV, MHALayout
 
 Plan = Any  # whatever a backend prepares for one step; opaque to everyone else
+
+# Tokens, cached ones included, up to which a lone prompt is attended to inside of a captured pass. With longer ones
+# kernels share a sequence's keys between more processors, as its length demands; a graph has one grid for all lengths.
+PROMPT_GRAPH_CONTEXT = 8192
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,6 +144,10 @@ class AttentionBackend(ABC):
     def prefill(self, q: torch.Tensor, kv: LayerKV, plan: Plan) -> torch.Tensor:
         """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape, causal."""
 
+    def prefill_into(self, q: torch.Tensor, kv: LayerKV, plan: Plan, out: torch.Tensor) -> None:
+        """`prefill` with its result in `out`, of the shape of q."""
+        out.copy_(self.prefill(q, kv, plan))
+
     @abstractmethod
     def plan_decode(self, inputs: DecodeInputs) -> Plan:
         """Prepares the metadata of one step's decode part, without a graph."""
@@ -171,3 +180,13 @@ class AttentionBackend(ABC):
         """Brings the buffers of the captured plan of this batch size up to date; `inputs` as in plan_capture,
         with this step's host arrays."""
         raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")
+
+    def plan_prompt_capture(self, num_tokens: int) -> Plan:
+        """The plan to capture a pass of one prompt with, of up to `num_tokens` tokens; `prefill_into` reads static
+        buffers, which all captured passes share, and leaves the lines of what the prompt does not have as they are."""
+        raise NotImplementedError(f"{type(self).__name__} does not capture prompts")
+
+    def plan_prompt_replay(self, plan: Plan) -> None:
+        """Brings those buffers up to date; `plan` is that of plan_prefill for one sequence of at most
+        PROMPT_GRAPH_CONTEXT tokens."""
+        raise NotImplementedError(f"{type(self).__name__} does not capture prompts")

@@ -6,11 +6,21 @@ Every page size works; the kernels take the head-major pool through a transposed
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
-from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
+from minisgl_backend.attention.base import (
+    PROMPT_GRAPH_CONTEXT,
+    AttentionBackend,
+    AttentionSpec,
+    DecodeInputs,
+    LayerGroup,
+    PrefillInputs,
+)
 from minisgl_backend.kv.layout import FP8, LayerKV
 
 _LARGEST = torch.finfo(FP8).max
@@ -22,6 +32,7 @@ class _Plan:
     page_table: torch.Tensor  # int32 [num_seqs, pages]
     cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1]
     max_q_len: int
+    num_splits: int = 0  # 0: as the kernel likes
 
 
 class FlashAttentionBackend(AttentionBackend):
@@ -33,9 +44,11 @@ class FlashAttentionBackend(AttentionBackend):
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
         self._kernel = flash_attn_with_kvcache
+        self._takes_out = "out" in inspect.signature(flash_attn_with_kvcache).parameters  # older ones do not
         self._window = (-1, -1) if group.window is None else (group.window - 1, 0)
         self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
         self._graph_tables: torch.Tensor | None = None
+        self._prompt: _Plan | None = None  # of captured passes
         self._scales: dict[float, torch.Tensor] = {}
 
     def plan_prefill(self, inputs: PrefillInputs) -> _Plan:
@@ -45,13 +58,21 @@ class FlashAttentionBackend(AttentionBackend):
         return _Plan(inputs.kv_lens, table, inputs.cu_seqlens_q, int(lengths.max()))
 
     def prefill(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
-        descales = {}
+        return self._attend(q, kv, plan).to(self.spec.dtype)
+
+    def prefill_into(self, q: torch.Tensor, kv: LayerKV, plan: _Plan, out: torch.Tensor) -> None:
+        if self._takes_out and (kv.k.dtype != FP8 or self.spec.dtype == torch.bfloat16):  # what FP8 is answered in
+            self._attend(q, kv, plan, out=out)
+        else:
+            super().prefill_into(q, kv, plan, out)
+
+    def _attend(self, q: torch.Tensor, kv: LayerKV, plan: _Plan, **more: Any) -> torch.Tensor:
         if kv.k.dtype == FP8:
             # The kernel multiplies FP8 with FP8: queries too, and the weights of the values inside.
             q = q.clamp(-_LARGEST, _LARGEST).to(FP8)
             heads = (len(plan.kv_lens), self.group.num_kv_heads)
-            descales = {"k_descale": self._descale(kv.scales.k, heads), "v_descale": self._descale(kv.scales.v, heads)}
-        out: torch.Tensor = self._kernel(
+            more |= {"k_descale": self._descale(kv.scales.k, heads), "v_descale": self._descale(kv.scales.v, heads)}
+        attended: torch.Tensor = self._kernel(
             q,
             kv.k.transpose(1, 2),
             kv.v.transpose(1, 2),
@@ -62,9 +83,10 @@ class FlashAttentionBackend(AttentionBackend):
             softmax_scale=self.group.softmax_scale,
             causal=True,
             window_size=self._window,
-            **descales,
+            num_splits=plan.num_splits,
+            **more,
         )
-        return out.to(self.spec.dtype)
+        return attended
 
     def _descale(self, scale: float, shape: tuple[int, int]) -> torch.Tensor:
         """float32 [num_seqs, num_kv_heads], all the same number."""
@@ -98,3 +120,19 @@ class FlashAttentionBackend(AttentionBackend):
             raise RuntimeError("allocate_graph comes before plan_capture")
         table = self._graph_tables[: inputs.batch_size]
         return torch.index_select(inputs.page_table, 0, inputs.rows, out=table)
+
+    def plan_prompt_capture(self, num_tokens: int) -> _Plan:
+        if self._prompt is None:
+            zeros = torch.zeros(1, dtype=torch.int32, device=self.spec.device)
+            pages = min(self.spec.max_pages_per_row, -(-PROMPT_GRAPH_CONTEXT // self.spec.page_size))
+            # One token on the padding page until a prompt comes.
+            self._prompt = _Plan(zeros + 1, zeros.expand(1, pages).clone(), torch.cat([zeros, zeros + 1]), 1)
+        # Splits would take memory for as many parts as the longest prompt could have.
+        return dataclasses.replace(self._prompt, max_q_len=num_tokens, num_splits=1)
+
+    def plan_prompt_replay(self, plan: _Plan) -> None:
+        if self._prompt is None:
+            raise RuntimeError("plan_prompt_capture comes before plan_prompt_replay")
+        self._prompt.kv_lens.copy_(plan.kv_lens)
+        self._prompt.cu_seqlens_q.copy_(plan.cu_seqlens_q)
+        self._prompt.page_table[:, : plan.page_table.shape[1]].copy_(plan.page_table)

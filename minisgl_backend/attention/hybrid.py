@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.attention.base import (
+    PROMPT_GRAPH_CONTEXT,
     AttentionBackend,
     AttentionSpec,
     DecodeInputs,
@@ -28,6 +29,7 @@ class HybridPlan:
     prefill: tuple[Plan, ...] | None
     decode: tuple[Plan, ...] | None
     num_prefill_tokens: int
+    is_lone_prompt: bool = False  # one prompt and no decode part, short enough for `plan_prompt_replay`
 
 
 class HybridAttention:
@@ -46,24 +48,28 @@ class HybridAttention:
             prefill=tuple([one.plan_prefill(prefill) for one in self._prefill]) if prefill is not None else None,
             decode=tuple([one.plan_decode(decode) for one in self._decode]) if decode is not None else None,
             num_prefill_tokens=int(prefill.cu_seqlens_q_host[-1]) if prefill is not None else 0,
+            is_lone_prompt=decode is None
+            and prefill is not None
+            and len(prefill.kv_lens_host) == 1
+            and int(prefill.kv_lens_host[0]) <= PROMPT_GRAPH_CONTEXT,
         )
 
     def attend(self, layer_index: int, q: torch.Tensor, kv: LayerKV, plan: HybridPlan) -> torch.Tensor:
         """q [num_tokens, num_q_heads, head_dim] -> output of the same shape, for one layer."""
-        parts = self._attend_parts(layer_index, q, kv, plan)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def attend_into(self, layer_index: int, q: torch.Tensor, kv: LayerKV, plan: HybridPlan, out: torch.Tensor) -> None:
-        """`attend` with its result in `out`, of the shape of q."""
-        torch.cat(self._attend_parts(layer_index, q, kv, plan), out=out)
-
-    def _attend_parts(self, layer_index: int, q: torch.Tensor, kv: LayerKV, plan: HybridPlan) -> list[torch.Tensor]:
         group, first, parts = self._group_of_layer[layer_index], plan.num_prefill_tokens, []
         if plan.prefill is not None:
             parts.append(self._prefill[group].prefill(q[:first], kv, plan.prefill[group]))
         if plan.decode is not None:
             parts.append(self._decode[group].decode(q[first:], kv, plan.decode[group]))
-        return parts
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def attend_into(self, layer_index: int, q: torch.Tensor, kv: LayerKV, plan: HybridPlan, out: torch.Tensor) -> None:
+        """`attend` with its result in `out`, of the shape of q."""
+        group, first = self._group_of_layer[layer_index], plan.num_prefill_tokens
+        if plan.prefill is not None:
+            self._prefill[group].prefill_into(q[:first], kv, plan.prefill[group], out[:first])
+        if plan.decode is not None:
+            out[first:].copy_(self._decode[group].decode(q[first:], kv, plan.decode[group]))
 
     def supports_fused_rope(self, layer_index: int, plan: HybridPlan) -> bool:
         """Whether `attend_rotating` serves this step: decode alone, on a backend that has a kernel for it."""
@@ -96,3 +102,18 @@ class HybridAttention:
     def plan_replay(self, inputs: DecodeInputs) -> None:
         for one in self._decode:
             one.plan_replay(inputs)
+
+    @property
+    def supports_prompt_graphs(self) -> bool:
+        """Whether passes of one prompt are captured whole."""
+        plan_capture = AttentionBackend.plan_prompt_capture
+        return all(type(one).plan_prompt_capture is not plan_capture for one in self._prefill)
+
+    def plan_prompt_capture(self, num_tokens: int) -> HybridPlan:
+        return HybridPlan(tuple([one.plan_prompt_capture(num_tokens) for one in self._prefill]), None, num_tokens)
+
+    def plan_prompt_replay(self, plan: HybridPlan) -> None:
+        """`plan`: one of `plan`'s that is a lone prompt's."""
+        assert plan.prefill is not None, "a prompt has a prefill part"
+        for one, prepared in zip(self._prefill, plan.prefill, strict=True):
+            one.plan_prompt_replay(prepared)

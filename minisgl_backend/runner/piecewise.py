@@ -5,6 +5,10 @@ of the graphs: its shape is another one in every step. Everything else depends o
 padded to one of a few sizes. vLLM and SGLang call it piecewise graphs and let a compiler cut; here, as in SGLang's
 breakable graphs, the model's own forward pass runs once for each size, and its context, asked to attend, ends one graph
 and begins the next.
+
+One case has a shape: a lone prompt, which is what a first token waits for where nobody else is served. Where the
+attention backend can (`plan_prompt_capture`), such passes are captured once more, whole: a small model's prompt of
+1,000 tokens is computed in less time than the host takes to launch its pieces.
 """
 
 from __future__ import annotations
@@ -83,13 +87,21 @@ class PiecewiseRunner(ABC):
         torch.stack([token_ids, positions, slots], out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; of an earlier step it would be taken
         self._attended[num_tokens:size].zero_()  # what is not a number there would reach the padding page
+        if plan.is_lone_prompt and self._attention.supports_prompt_graphs:
+            self._attention.plan_prompt_replay(plan)
+            self._replay_whole(size)
+        else:
+            self._replay(size, self._attend_to(num_tokens, plan))
+        return self._hidden[:num_tokens]
+
+    def _attend_to(self, num_tokens: int, plan: HybridPlan) -> AtAttention:
+        """Attention from one static buffer into the other."""
         queries, attended = self._queries[:num_tokens], self._attended[:num_tokens]
 
         def attend(layer_index: int) -> None:
             self._attention.attend_into(layer_index, queries, self._pool.layer(layer_index), plan, attended)
 
-        self._replay(size, attend)
-        return self._hidden[:num_tokens]
+        return attend
 
     def close(self) -> None:  # noqa: B027  not every runner has something to free
         """Frees what was captured; nothing can be run afterwards."""
@@ -100,7 +112,15 @@ class PiecewiseRunner(ABC):
 
     @abstractmethod
     def _replay(self, size: int, at_attention: AtAttention) -> None:
-        """Runs the pass of one size."""
+        """Runs the pass of one size, and attention between its pieces."""
+
+    @abstractmethod
+    def _replay_whole(self, size: int) -> None:
+        """Runs the pass of one size for a lone prompt, attention included."""
+
+    def _pass_whole(self, size: int) -> None:
+        """`_pass` with attention as `plan_prompt_replay` sets it."""
+        self._pass(size, self._attend_to(size, self._attention.plan_prompt_capture(size)))
 
     def _pass(self, size: int, at_attention: AtAttention) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
@@ -123,6 +143,7 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._captured: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._whole: dict[int, torch.cuda.CUDAGraph] = {}  # where attention supports it
 
     def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool) -> None:
         gc.collect()
@@ -143,6 +164,12 @@ class PiecewiseCudaGraph(PiecewiseRunner):
             self._stream.synchronize()
             with self._pieces() as (graphs, cut):
                 self._pass(size, cut)
+            if self._attention.supports_prompt_graphs:
+                self._pass_whole(size)
+                self._stream.synchronize()
+                with self._pieces() as ((whole,), _):
+                    self._pass_whole(size)
+                self._whole[size] = whole
         self._captured[size] = graphs
         torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -175,11 +202,15 @@ class PiecewiseCudaGraph(PiecewiseRunner):
             at_attention(layer_index)
         last.replay()
 
+    def _replay_whole(self, size: int) -> None:
+        self._whole[size].replay()
+
     def close(self) -> None:
-        for graphs in self._captured.values():
+        for graphs in (*self._captured.values(), self._whole.values()):
             for graph in graphs:
                 graph.reset()
         self._captured.clear()
+        self._whole.clear()
 
 
 class EagerPieces(PiecewiseRunner):
@@ -190,6 +221,9 @@ class EagerPieces(PiecewiseRunner):
 
     def _replay(self, size: int, at_attention: AtAttention) -> None:
         self._pass(size, at_attention)
+
+    def _replay_whole(self, size: int) -> None:
+        self._pass_whole(size)
 
 
 def piece_sizes(largest: int) -> tuple[int, ...]:

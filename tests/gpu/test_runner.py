@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs
+from minisgl_backend.attention.registry import import_failure
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -34,7 +37,8 @@ WISHES = [
 
 
 def make_runner(model_name: str = "demo", **options: object) -> ModelRunner:
-    config = EngineConfig(max_running_requests=8, page_size=PAGE_SIZE, attention_backend="triton", **options)
+    defaults = {"max_running_requests": 8, "page_size": PAGE_SIZE, "attention_backend": "triton"}
+    config = EngineConfig(**{**defaults, **options})
     folder = find_model_dir(model_name)
     model = ModelConfig.load(folder)
     environment = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
@@ -104,6 +108,45 @@ def test_mixed_steps_in_pieces_change_nothing() -> None:
     eager = generate_mixed(make_runner(num_pages=200, cuda_graph_max_tokens=0))
     pieces = generate_mixed(make_runner(num_pages=200, cuda_graph_max_tokens=128))
     assert sum(a == b for a, b in zip(eager, pieces, strict=True)) >= len(PROMPTS) - 1
+
+
+@pytest.mark.parametrize("window", [None, 50])
+def test_lone_prompts_as_whole_passes_change_nothing(window: int | None, tmp_path: Path) -> None:
+    """`fa` serves passes of one prompt as one graph each, here after longer ones and with a cached part."""
+    if import_failure("sgl_kernel.flash_attn") is not None:
+        pytest.skip("needs sgl-kernel")
+    name = "demo"
+    if window is not None:
+        shutil.copytree(find_model_dir("demo"), tmp_path / "windows")
+        file = tmp_path / "windows" / "config.json"
+        windows = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 0, "layer_types": None}
+        file.write_text(json.dumps({**json.loads(file.read_text()), **windows}))
+        name = str(file.parent)
+    found = []
+    for largest in (0, 256):
+        runner = make_runner(name, num_pages=200, attention_backend="fa,triton", cuda_graph_max_tokens=largest)
+        assert runner.attention.supports_prompt_graphs
+        found.append([logprob for row in (3, 2, 1, 3) for logprob in lone_prompt(runner, PROMPTS[row])])
+    assert found[1] == pytest.approx(found[0], abs=0.1)
+
+
+def lone_prompt(runner: ModelRunner, prompt: list[int]) -> list[float]:
+    """Log-probabilities of a prompt in two chunks, then of four tokens said."""
+    driver, results = Driver(PAGE_SIZE), []
+    driver.admit(0, prompt, SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=1))
+    for length in (len(prompt) - len(prompt) // 3, len(prompt) // 3):
+        if length:
+            plan = driver.plan(prefill={0: length})
+            results.append(runner.execute(runner.prepare(plan)).result())
+            driver.commit(plan, results[-1].token_ids)
+    for _ in range(4):
+        plan = driver.plan(decode=(0,))
+        results.append(runner.execute(runner.prepare(plan)).result())
+        driver.commit(plan, results[-1].token_ids)
+    of_prompt = [one.logprob for result in results for values in result.prompt_logprobs.values() for one in values]
+    said = [one.logprob for result in results for one in result.logprobs.values()]
+    assert (len(of_prompt), len(said)) == (len(prompt) - 1, 5)
+    return [*of_prompt, *said]
 
 
 @pytest.mark.parametrize("name", ["demo", "qwen3_moe"])

@@ -11,7 +11,11 @@ import pytest
 import torch
 from hand_made_plans import Driver
 
+from minisgl_backend.attention.base import Plan
+from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.attention.registry import create_attention
+from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import Grammar, SamplingParams
@@ -34,12 +38,36 @@ PROMPTS = [[5, 9, 77, 3], [11] * 17, list(range(40, 73)), [150]]
 MakeRunner = Callable[..., ModelRunner]
 
 
+class PromptGraphs(TorchBackend):
+    """Attends to lone prompts by what `plan_prompt_replay` left, as a captured pass does."""
+
+    num_replays = 0
+
+    def plan_prompt_capture(self, num_tokens: int) -> Plan:
+        return "captured"
+
+    def plan_prompt_replay(self, plan: Plan) -> None:
+        (self._prompt,) = plan
+        self.num_replays += 1
+
+    def prefill_into(self, q: torch.Tensor, kv: LayerKV, plan: Plan, out: torch.Tensor) -> None:
+        if plan != "captured":
+            super().prefill_into(q, kv, plan, out)
+            return
+        num_tokens = self._prompt.tiles[-1].end
+        out[:num_tokens] = self.prefill(q[:num_tokens], kv, (self._prompt,))
+
+
 @pytest.fixture
 def make_runner(tiny_model_dir: Path) -> MakeRunner:
     config = ModelConfig.load(tiny_model_dir)
 
     def make(
-        page_size: int = 4, max_running: int = 6, graph_sizes: tuple[int, ...] = (), pieces: tuple[int, ...] = ()
+        page_size: int = 4,
+        max_running: int = 6,
+        graph_sizes: tuple[int, ...] = (),
+        pieces: tuple[int, ...] = (),
+        prompt_graphs: bool = False,
     ) -> ModelRunner:
         model = build_model(config, tiny_model_dir, dtype=torch.float32, device=CPU, max_seq_len=MAX_SEQ_LEN)
         spec = attention_spec(
@@ -52,9 +80,13 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
             device=CPU,
         )
         table = RowTable(max_running=max_running, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU)
+        attention = create_attention("torch", "torch", spec)
+        if prompt_graphs:
+            backends = [PromptGraphs(spec, group) for group in spec.groups]
+            attention = HybridAttention(spec, backends, backends)
         runner = ModelRunner(
             model=model,
-            attention=create_attention("torch", "torch", spec),
+            attention=attention,
             pool=make_pool(spec, 600 // page_size),
             table=table,
             sampling=SamplingRows(table.max_rows, VOCAB, (2,), MAX_SEQ_LEN, CPU),
@@ -132,6 +164,25 @@ def test_chunks_and_mixed_steps_change_nothing(
         run(runner, driver, driver.plan(decode=(0,)))
     found = [driver.tokens[row][len(PROMPTS[p]) :] for row, p in ((0, 0), (1, 1), (3, 2))]
     assert found == [expected[0], expected[1], expected[2]]
+
+
+def test_whole_passes_of_lone_prompts_change_nothing(make_runner: MakeRunner, expected: list[list[int]]) -> None:
+    """In one chunk and in two, padded and not; a lone chunk beside a running row goes in pieces."""
+    runner, driver = make_runner(pieces=(8, 17, 64), prompt_graphs=True), Driver(4)
+    backend = runner.attention.backends[0][0]
+    for row, prompt in enumerate(PROMPTS[:3]):
+        driver.admit(row, prompt, GREEDY)
+    for row, prompt in enumerate(PROMPTS[:3]):
+        run(runner, driver, driver.plan(prefill={row: len(prompt)} if row < 2 else {row: 20}))
+    run(runner, driver, driver.plan(prefill={2: 13}))
+    assert backend.num_replays == 4
+    driver.admit(3, PROMPTS[3], GREEDY)
+    run(runner, driver, driver.plan(prefill={3: 1}, decode=(0,)))
+    assert backend.num_replays == 4
+    for _ in range(9):
+        run(runner, driver, driver.plan(decode=(0, 1, 2, 3)))
+    found = [driver.tokens[row][len(prompt) :] for row, prompt in enumerate(PROMPTS)]
+    assert [answer[:10] for answer in found] == expected
 
 
 def test_padding_of_pieces_writes_no_page_of_a_step_before(make_runner: MakeRunner) -> None:
