@@ -43,18 +43,16 @@ def _lookup_kernel(
     tl.store(slots_ptr + i, page * PAGE_SIZE + position % PAGE_SIZE, mask=ok)
 
 
-def write_tokens(tokens: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
-    """tokens[rows, positions] = token_ids; all int32, index tensors [n]."""
+def scatter(table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
+    """table[rows, columns] = values; all int32, table [num_rows, num_columns], the others [n]."""
     n = rows.shape[0]
-    _write_kernel[(triton.cdiv(n, _TILE),)](
-        tokens, rows, positions, token_ids, n, tokens.stride(0), TILE=_TILE, num_warps=4
-    )
+    _scatter_kernel[(triton.cdiv(n, _TILE),)](table, rows, columns, values, n, table.stride(0), TILE=_TILE, num_warps=4)
 
 
 @triton.jit(do_not_specialize=["n"])
-def _write_kernel(tokens_ptr, rows_ptr, positions_ptr, ids_ptr, n, tokens_stride, TILE: tl.constexpr):
+def _scatter_kernel(table_ptr, rows_ptr, columns_ptr, values_ptr, n, stride, TILE: tl.constexpr):
     i = tl.program_id(0) * TILE + tl.arange(0, TILE)
     ok = i < n
     row = tl.load(rows_ptr + i, mask=ok, other=0).to(tl.int64)
-    position = tl.load(positions_ptr + i, mask=ok, other=0)
-    tl.store(tokens_ptr + row * tokens_stride + position, tl.load(ids_ptr + i, mask=ok, other=0), mask=ok)
+    column = tl.load(columns_ptr + i, mask=ok, other=0)
+    tl.store(table_ptr + row * stride + column, tl.load(values_ptr + i, mask=ok, other=0), mask=ok)

@@ -15,7 +15,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.kernels.sampling_layout import NUM_PARAMS
-from minisgl_backend.runner.row_table import RowTable, RowUpdates, expand
+from minisgl_backend.runner.row_table import RowTable, RowUpdates
 from minisgl_backend.runner.staging import Staged, Staging
 from minisgl_backend.sampling.metadata import NOTHING, SamplingInputs, SamplingMetadata, SamplingRows
 from minisgl_backend.sampling.params import encode_params
@@ -67,9 +67,9 @@ class StepTensors:
     num_sampled: int
     checked_rows: tuple[int, ...]  # of chunks that do not end their prompt: nothing else tells that they are sound
     prefill: PrefillInputs | None
-    prefill_starts: torch.Tensor | None  # int32 [num_chunks]
-    prefill_lengths: torch.Tensor | None  # int32 [num_chunks]
     decode: DecodeInputs | None
+    token_rows: torch.Tensor | None  # int32 [num_tokens], prefill first; None: decode's are all
+    token_positions: torch.Tensor | None  # int32 [num_tokens]
     # int32 [num_sampled + num_checked] lines of the hidden states, those that sample first; None: all of them
     logits_indices: torch.Tensor | None
     cleared_pages: torch.Tensor | None  # int32 [num_cleared]
@@ -84,13 +84,10 @@ class StepTensors:
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Row and position of every token of the step, prefill first; int32 [num_tokens] each."""
-        parts = []
-        if self.prefill is not None and self.prefill_starts is not None and self.prefill_lengths is not None:
-            parts.append(expand(self.prefill.rows, self.prefill_starts, self.prefill_lengths, self.num_prefill_tokens))
-        if self.decode is not None:
-            parts.append((self.decode.rows, self.decode.kv_lens - 1))
-        rows, positions = zip(*parts, strict=True)
-        return (rows[0], positions[0]) if len(parts) == 1 else (torch.cat(rows), torch.cat(positions))
+        if self.token_rows is not None and self.token_positions is not None:
+            return self.token_rows, self.token_positions
+        assert self.decode is not None, "a step without prefill tokens decodes"
+        return self.decode.rows, self.decode.kv_lens - 1
 
 
 class BatchBuilder:
@@ -145,10 +142,11 @@ class BatchBuilder:
             ends_inside = np.array([not chunk.samples for chunk in plan.prefill], dtype=bool)
             checked_rows = tuple(prefill.rows[ends_inside].tolist())
             checked = prefill.cu_seqlens[1:][ends_inside] - 1
+            token_rows, token_positions = expand(prefill.rows, prefill.starts, prefill.lengths)
             arrays |= {
+                "token_rows": np.concatenate([token_rows, plan.decode_rows]),
+                "token_positions": np.concatenate([token_positions, plan.decode_lengths - 1]),
                 "prefill_rows": prefill.rows,
-                "prefill_starts": prefill.starts,
-                "prefill_lengths": prefill.lengths,
                 "prefill_ends": prefill.ends,
                 "cu_seqlens": prefill.cu_seqlens,
                 "sampled_rows": rows,
@@ -186,9 +184,9 @@ class BatchBuilder:
             num_sampled=host.num_sampled,
             checked_rows=host.checked_rows,
             prefill=self._prefill_inputs(prefill, arrays) if prefill is not None else None,
-            prefill_starts=arrays.get("prefill_starts"),
-            prefill_lengths=arrays.get("prefill_lengths"),
             decode=self.decode_inputs(host.decode_rows, host.decode_lengths) if batch else None,
+            token_rows=arrays.get("token_rows"),
+            token_positions=arrays.get("token_positions"),
             logits_indices=arrays.get("logits_indices"),
             cleared_pages=arrays.get("cleared_pages"),
             sampling=self._sampling.inputs_of(host.needs, rows, positions, arrays),
@@ -223,9 +221,10 @@ class BatchBuilder:
                 page_columns=arrays.get("page_columns", none),
                 page_ids=arrays.get("page_ids", none),
                 admitted_rows=arrays.get("admitted_rows", none),
-                admitted_lengths=arrays.get("admitted_lengths", none),
                 admitted_params=arrays.get("admitted_params", none),
-                admitted_tokens=arrays.get("admitted_tokens", none),
+                token_rows=arrays.get("admitted_token_rows", none),
+                token_positions=arrays.get("admitted_positions", none),
+                token_ids=arrays.get("admitted_tokens", none),
             )
         )
         for admitted in host.penalised:
@@ -288,15 +287,29 @@ def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:
     if len(plan.page_ids):
         arrays |= {"page_rows": plan.page_rows, "page_columns": plan.page_columns, "page_ids": plan.page_ids}
     if plan.admitted:
+        admitted_rows = np.array([admitted.row for admitted in plan.admitted], dtype=np.int32)
+        lengths = np.array([len(admitted.token_ids) for admitted in plan.admitted], dtype=np.int32)
+        token_rows, positions = expand(admitted_rows, np.zeros_like(lengths), lengths)
         arrays |= {
-            "admitted_rows": np.array([admitted.row for admitted in plan.admitted], dtype=np.int32),
-            "admitted_lengths": np.array([len(admitted.token_ids) for admitted in plan.admitted], dtype=np.int32),
+            "admitted_rows": admitted_rows,
+            "admitted_token_rows": token_rows,
+            "admitted_positions": positions,
             "admitted_params": np.concatenate([_params_of(one, vocab_size) for one in plan.admitted]).reshape(
                 -1, NUM_PARAMS
             ),
             "admitted_tokens": np.concatenate([admitted.token_ids for admitted in plan.admitted]),
         }
     return arrays
+
+
+def expand(rows: Int32Array, starts: Int32Array, lengths: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """Row and position of every token of ragged sequences: `lengths[i]` tokens of `rows[i]` from `starts[i]` on.
+
+    All int32 [num_seqs] -> two int32 [num_tokens]. On the device this would be some 25 launches, for which the first
+    kernels of a short prompt would wait.
+    """
+    shift = np.repeat(starts - (np.cumsum(lengths, dtype=np.int32) - lengths), lengths)
+    return np.repeat(rows, lengths), np.arange(len(shift), dtype=np.int32) + shift
 
 
 def _params_of(admitted: AdmittedRow, vocab_size: int) -> Int32Array:

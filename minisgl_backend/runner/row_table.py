@@ -20,9 +20,10 @@ class RowUpdates:
     page_columns: torch.Tensor  # [num_new_pages]
     page_ids: torch.Tensor  # [num_new_pages]
     admitted_rows: torch.Tensor  # [num_admitted]
-    admitted_lengths: torch.Tensor  # [num_admitted]  tokens of each
     admitted_params: torch.Tensor  # [num_admitted, NUM_PARAMS]
-    admitted_tokens: torch.Tensor  # [sum of admitted_lengths]
+    token_rows: torch.Tensor  # [num_new_tokens]
+    token_positions: torch.Tensor  # [num_new_tokens]
+    token_ids: torch.Tensor  # [num_new_tokens]
 
 
 class RowTable:
@@ -47,16 +48,10 @@ class RowTable:
     def apply(self, updates: RowUpdates) -> None:
         """Writes the pages, tokens and parameters of one plan; in stream order, never waits."""
         if len(updates.page_ids):
-            self.page_table[updates.page_rows, updates.page_columns] = updates.page_ids
+            self._scatter(self.page_table, updates.page_rows, updates.page_columns, updates.page_ids)
         if len(updates.admitted_rows):
             self.params[updates.admitted_rows] = updates.admitted_params
-            rows, positions = expand(
-                updates.admitted_rows,
-                torch.zeros_like(updates.admitted_rows),
-                updates.admitted_lengths,
-                len(updates.admitted_tokens),
-            )
-            self.tokens[rows, positions] = updates.admitted_tokens
+            self._scatter(self.tokens, updates.token_rows, updates.token_positions, updates.token_ids)
 
     def lookup(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens at these positions and where in the KV pool they go: token ids and slots, int32 [num_tokens]."""
@@ -71,10 +66,13 @@ class RowTable:
 
     def write_tokens(self, rows: torch.Tensor, positions: torch.Tensor, token_ids: torch.Tensor) -> None:
         """Records sampled tokens, so that the next step can read them without the host."""
+        self._scatter(self.tokens, rows, positions, token_ids)
+
+    def _scatter(self, table: torch.Tensor, rows: torch.Tensor, columns: torch.Tensor, values: torch.Tensor) -> None:
         if self._kernels is not None:
-            self._kernels.write_tokens(self.tokens, rows, positions, token_ids)
+            self._kernels.scatter(table, rows, columns, values)
         else:
-            self.tokens[rows, positions] = token_ids
+            table[rows, columns] = values
 
 
 def _kernels(device: torch.device) -> ModuleType | None:
@@ -82,16 +80,3 @@ def _kernels(device: torch.device) -> ModuleType | None:
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     return importlib.import_module("minisgl_backend.kernels.rows")
-
-
-def expand(
-    rows: torch.Tensor, starts: torch.Tensor, lengths: torch.Tensor, total: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Row and position of every token of ragged sequences: `lengths[i]` tokens of `rows[i]` from `starts[i]` on.
-
-    All int32 [num_seqs] -> two int32 [total]. `total` is the sum of lengths, known on the host: nothing waits.
-    """
-    token_rows = torch.repeat_interleave(rows, lengths, output_size=total)
-    before = torch.cumsum(lengths, 0, dtype=torch.int32) - lengths
-    shift = torch.repeat_interleave(starts - before, lengths, output_size=total)
-    return token_rows, torch.arange(total, dtype=torch.int32, device=rows.device) + shift

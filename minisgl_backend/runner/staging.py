@@ -11,7 +11,7 @@ import torch
 
 Int32Array = npt.NDArray[np.int32]
 
-ORDINARY_EXTRA = 1 << 18  # int32 words beside the decode part; a step that needs more gets a buffer of its own
+ORDINARY_EXTRA = 1 << 20  # int32 words beside the decode part; a step that needs more gets a buffer of its own
 
 # Every array begins at a multiple of 16 bytes. Triton compiles a kernel once for pointers that do, and once more for
 # each choice of those that do not, while streams wait.

@@ -353,7 +353,7 @@ def test_row_tables():
     ids, slots = rows.lookup(lines, positions, tokens, table, 4)
     assert ids.tolist() == tokens[lines, positions].tolist()
     assert slots.tolist() == (table[lines, positions // 4] * 4 + positions % 4).tolist()
-    rows.write_tokens(tokens, lines, positions, torch.tensor([7, 8, 9]).int())
+    rows.scatter(tokens, lines, positions, torch.tensor([7, 8, 9]).int())
     assert tokens[lines, positions].tolist() == [7, 8, 9]
 
 

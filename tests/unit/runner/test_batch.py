@@ -10,9 +10,9 @@ from hand_made_plans import Driver
 from minisgl_backend.kernels import sampling_layout as layout
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner import staging
-from minisgl_backend.runner.batch import BatchBuilder, StepTensors
+from minisgl_backend.runner.batch import BatchBuilder, StepTensors, expand
 from minisgl_backend.runner.cuda_graph import graph_sizes
-from minisgl_backend.runner.row_table import RowTable, expand
+from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.params import encode_params
 from minisgl_backend.step import StepPlan
@@ -167,12 +167,8 @@ def test_parameters_keep_their_bits() -> None:
 
 
 def test_expand() -> None:
-    rows, positions = expand(
-        torch.tensor([7, 2, 5], dtype=torch.int32),
-        torch.tensor([3, 0, 10], dtype=torch.int32),
-        torch.tensor([2, 0, 3], dtype=torch.int32),
-        5,
-    )
+    rows, positions = expand(*(np.array(one, dtype=np.int32) for one in ([7, 2, 5], [3, 0, 10], [2, 0, 3])))
+    assert rows.dtype == positions.dtype == np.int32
     assert rows.tolist() == [7, 7, 5, 5, 5]
     assert positions.tolist() == [3, 4, 10, 11, 12]
 
