@@ -24,8 +24,9 @@ pytestmark = [
 ]
 
 SCALES = KVScales(0.03, 0.01)
-# Beside the rounding of a cache, which both sides share: fa multiplies FP8 queries and FP8 weights of the values too.
-TOLERANCES = {"triton": 1e-2, "fi": 1e-2, "trtllm": 1.5e-2, "fa": 9e-2, "torch": 1e-2}
+# Beside the rounding of a cache, which both sides share: fa multiplies FP8 queries and FP8 weights of the values too,
+# and trtllm rounds within windows (2.2e-2; a window that is off by one would be 1e-1).
+TOLERANCES = {"triton": 1e-2, "fi": 1e-2, "trtllm": 3e-2, "fa": 9e-2, "torch": 1e-2}
 
 
 def make_spec(

@@ -211,7 +211,9 @@ def test_who_waits_is_told_of_a_killed_rank() -> None:
     directory = Path(tempfile.mkdtemp(prefix="minisgl-test-", dir="/tmp"))
     front = Front(EngineConfig(model="demo", dtype="bfloat16", **PAIR), directory)
     try:
-        core = front.client.start(timeout_s=START_SECONDS).pid
+        front.client.start(timeout_s=START_SECONDS)
+        (core,) = front.client.core_pids
+        assert core is not None
         front.submit(PROMPT, max_tokens=3000, ignore_eos=True)
         wait_for(lambda: front.tokens)
         (follower,) = followers_of(core)
