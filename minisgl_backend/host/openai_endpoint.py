@@ -25,7 +25,7 @@ from minisgl_backend.host.option_arguments import tcp_port_or_none
 from minisgl_backend.host.spawn import start_child
 
 SETTINGS_VARIABLE = "MINISGL_OPENAI_SETTINGS"  # not on a command line, where everybody could read the keys
-TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json")
+TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "qwen3_coder")
 REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 
 _WORKER = "minisgl_backend.openai.worker"

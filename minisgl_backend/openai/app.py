@@ -149,7 +149,8 @@ class Endpoint:
         if body.wants_thoughts_apart:
             new_reasoning = await self.model.reasoning_parser(body.chat_template_kwargs or {})
         if body.choice == "auto":
-            new_tools = await self.model.tool_parser([tool.function.name for tool in body.tools or ()])
+            functions = [tool.function for tool in body.tools or ()]
+            new_tools = await self.model.tool_parser({one.name: one.schema_of_arguments for one in functions})
         parsers = message_parsers(body, new_reasoning, new_tools)
         prompt = Prompt(messages=messages, template_kwargs=body.template_kwargs())
         return self.triton.start(prompt, body.sampling(), context, names, figures=figures), parsers

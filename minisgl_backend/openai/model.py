@@ -10,13 +10,15 @@ from typing import Any
 
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.qwen_coder import QwenCoderParser
 from minisgl_backend.openai.reasoning import CLOSE, OPEN, ReasoningParser
 from minisgl_backend.openai.tool_calls import HermesParser, LlamaParser, ToolParser
 from minisgl_backend.openai.triton import ModelInfo, Prompt, TritonServer
 
-_TOOL_PARSERS: Mapping[str, Callable[[Sequence[str]], ToolParser]] = {
+_TOOL_PARSERS: Mapping[str, Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]] = {
     "hermes": HermesParser,
     "llama3_json": LlamaParser,
+    "qwen3_coder": QwenCoderParser,
 }
 _PROBE = ({"role": "user", "content": "x"},)
 _MAX_PROBES = 256
@@ -67,8 +69,11 @@ class ServedModel:
             for name in await self.names()
         ]
 
-    async def tool_parser(self, names: Sequence[str]) -> Callable[[], ToolParser]:
-        """Makes a parser for each choice. Raises ApiError where the format of the model's calls is not known."""
+    async def tool_parser(self, functions: Mapping[str, Mapping[str, Any]]) -> Callable[[], ToolParser]:
+        """Makes a parser for each choice. Raises ApiError where the format of the model's calls is not known.
+
+        `functions`: name -> JSON schema of the arguments.
+        """
         kind = self._settings.tool_call_parser
         if kind == "auto":
             kind = tool_format(await self.info())
@@ -79,7 +84,7 @@ class ServedModel:
                 "tool_choice required or a function's name",
             )
         parser = _TOOL_PARSERS[kind]
-        return lambda: parser(names)
+        return lambda: parser(functions)
 
     async def reasoning_parser(self, template_kwargs: Mapping[str, Any]) -> Callable[[], ReasoningParser] | None:
         """Makes a parser for each choice; None for a model that writes no thoughts."""
@@ -108,6 +113,8 @@ class ServedModel:
 def tool_format(info: ModelInfo) -> str:
     """The format that the chat template shows beyond doubt, else `none`."""
     template = info.chat_template
+    if "<tool_call>" in template and "<function=" in template and "<parameter=" in template:
+        return "qwen3_coder"
     if "<tool_call>" in template and "<function=" not in template and _ARGUMENTS.search(template):
         return "hermes"
     if "<|python_tag|>" in info.added_tokens and '"parameters"' in template:

@@ -30,6 +30,7 @@ class HermesParser:
     def __init__(self, names: Collection[str]) -> None:
         self._held = ""
         self._calls = Calls()
+        self._opening = ""  # the tag before a call, and the white space before that
         self._closing = False  # behind a call, before its closing tag
 
     def feed(self, text: str) -> list[Part]:
@@ -43,7 +44,7 @@ class HermesParser:
         """What was held back. A call that was never told is content."""
         text = ""
         if self._calls.is_open:
-            text = "" if self._calls.untold is None else self.OPEN + self._calls.untold
+            text = "" if self._calls.untold is None else self._opening + self._calls.untold
         elif not self._closing:
             text = self._held if self._calls.count == 0 else self._held.rstrip()
         self._held = ""
@@ -53,7 +54,7 @@ class HermesParser:
         if self._calls.is_open:
             self._held, outcome = self._calls.read(self._held, parts)
             if outcome == "none":
-                parts += content(f"{self.OPEN}{self._calls.untold}")
+                parts += content(f"{self._opening}{self._calls.untold}")
             self._closing = outcome == "told"
             return outcome != "open"
         if self._closing:
@@ -65,8 +66,9 @@ class HermesParser:
             return True
         start = self._held.find(self.OPEN)
         if start >= 0:
-            parts += content(self._held[:start].rstrip())
-            self._held = self._held[start + len(self.OPEN) :]
+            before, end = self._held[:start].rstrip(), start + len(self.OPEN)
+            parts += content(before)
+            self._opening, self._held = self._held[len(before) : end], self._held[end:]
             self._calls.begin()
             return True
         # White space is kept until it is known whether a call follows.

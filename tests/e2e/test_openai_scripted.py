@@ -32,6 +32,15 @@ LLAMA = "; ".join(json.dumps({"name": name, "parameters": arguments}) for name, 
 THOUGHTS = "<think>\nTwo and two, that is four.\n</think>\n\nIt is 4."
 OPENED = "Two and two, that is four.\n</think>\n\nIt is 4."
 FOREVER = "and so on "
+CODER = "Let me look.\n" + "\n".join(
+    f"<tool_call>\n<function={name}>\n"
+    + "".join(
+        f"<parameter={key}>\n{value if isinstance(value, str) else json.dumps(value)}\n</parameter>\n"
+        for key, value in arguments.items()
+    )
+    + "</function>\n</tool_call>"
+    for name, arguments in CALLS
+)
 BOTH = "<think>\nI have to look.\n</think>\n\n" + HERMES
 ODD = (
     "<think></think>",
@@ -41,8 +50,8 @@ ODD = (
     '<tool_call>{"arguments": {"a": 1}, "name": "time"}</tool_call> and more',
     '<tool_call>{"name": "time", "arguments": {}}}</tool_call>\n<tool_call>{"name": "weather"}</tool_call>',
 )
-SCRIPTS = (HERMES, LLAMA, THOUGHTS, OPENED, BOTH, *ODD, FOREVER)
-CUT = {"hermes": BOTH, "llama3_json": LLAMA}  # parser -> the script that is cut at every token
+SCRIPTS = (HERMES, LLAMA, CODER, THOUGHTS, OPENED, BOTH, *ODD, FOREVER)
+CUT = {"hermes": BOTH, "llama3_json": LLAMA, "qwen3_coder": CODER}  # parser -> the script that is cut at every token
 TOOLS: Any = [{"type": "function", "function": {"name": name}} for name, _ in CALLS]
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 RUNNING, WAITING = 4, 2
@@ -127,6 +136,17 @@ def test_tool_calls_of_llama_and_thoughts_that_the_prompt_opened(endpoint: Endpo
         found = message_of(other.client(), LLAMA, stream=stream, tools=TOOLS, **options)
         assert [(name, json.loads(arguments)) for name, arguments in found["calls"]] == CALLS
         assert (found["content"], found["reason"]) == ("", "tool_calls")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_tool_calls_in_tags(endpoint: Endpoint, stream: bool) -> None:
+    properties = {"city": {"type": "string"}, "days": {"type": "array"}}
+    tool = {"name": "weather", "parameters": {"type": "object", "properties": properties}}
+    tools = [{"type": "function", "function": tool}, TOOLS[1]]
+    with running_endpoint(endpoint.server, served_model_names=("demo",), tool_call_parser="qwen3_coder") as other:
+        found = message_of(other.client(), CODER, stream=stream, tools=tools)
+    assert [(name, json.loads(arguments)) for name, arguments in found["calls"]] == CALLS
+    assert (found["content"], found["reason"]) == ("Let me look.", "tool_calls")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -73,6 +73,7 @@ class Reasoning(Model):
 
 class ResponsesStreamOptions(Model):
     include_obfuscation: bool | None = None  # never done
+    include_usage: bool | None = None  # always done; some clients know it from chats and ask for it
 
 
 class ResponsesRequest(Sampling):

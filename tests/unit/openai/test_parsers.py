@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from minisgl_backend.openai.qwen_coder import QwenCoderParser
 from minisgl_backend.openai.reasoning import ReasoningParser
 from minisgl_backend.openai.tool_calls import ArgumentsParser, CallListParser, HermesParser, LlamaParser
 
@@ -46,9 +47,33 @@ def content_of(events: Sequence[tuple[Any, ...]]) -> str:
     return "".join(text for kind, text, *_ in events if kind == "content")
 
 
+SCHEMAS = {
+    "weather": {
+        "type": "object",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "array"},
+            "flag": {"type": "boolean"},
+            "zone": {"anyOf": [{"type": "string"}, {"type": "null"}]},
+        },
+    },
+    "time": {"type": "object", "properties": {"hour": {"type": ["integer", "null"]}}},
+}
+
+
+def coder(*calls: tuple[str, dict[str, str]]) -> str:
+    """Qwen3-Coder's form, of values as they are written."""
+    written = []
+    for name, arguments in calls:
+        values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        written.append(f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>")
+    return "\n".join(written)
+
+
 PARSERS: dict[str, Callable[[], Any]] = {
     "hermes": lambda: HermesParser(NAMES),
     "llama": lambda: LlamaParser(NAMES),
+    "coder": lambda: QwenCoderParser(SCHEMAS),
     "list": CallListParser,
     "arguments": lambda: ArgumentsParser("weather"),
     "reasoning": lambda: ReasoningParser(inside=False),
@@ -70,6 +95,12 @@ TEXTS = (
     '{"answer": 42}',
     llama(("no tool of the request", {})) + " ",
     "[" + ", ".join(llama((name, ARGUMENTS)) for name in NAMES) + "]",
+    "Let me look.\n"
+    + coder(("weather", {"city": 'a "b"\n</c> é\n', "days": "[1, 2]"}), ("time", {"hour": "3"}))
+    + "\nend ",
+    coder(("time", {})).removeprefix("<tool_call>\n") + " <function=> <function=time",
+    "<tool_call>\n<function=time>\n<parameter=hour>\nNaN\n</parameter>\n<odd>\n</tool_call> <tool_call>x<function",
+    "<tool_call>\n<function=weather>\n<parameter=city>\nRo\n</para",
     "<think>\nfirst this, then that\n</think>\n\nThe answer.\n",
     "first this </thin </think> The <think> answer",
     "<think>never ended ",
@@ -91,6 +122,7 @@ def test_cut_at_every_place(parser: str, text: str) -> None:
 _FRAGMENTS = st.sampled_from(
     [
         *("<tool_call>", "</tool_call>", "<think>", "</think>", "<", "\n", " ", '{"name": "time", "arguments": {', "}"),
+        *("<function=", "time>", "</function>", "<parameter=", "hour>", "zone>", "city>", "</parameter>", "null"),
         *("{", '"', "\\", '"name"', ":", ",", '"time"', '"arguments"', "[", "]", "; ", "x", "é", "<|python_tag|>", "1"),
     ]
 )
@@ -114,6 +146,21 @@ def test_calls_are_found(parser: str, write: Callable[..., str]) -> None:
     assert content_of(events) == ""
 
 
+def test_calls_in_tags() -> None:
+    """Values are what the function's schema says; a text is as it was written, without the line breaks around it."""
+    given = {"city": 'Köln "am"\n\n Rhein\\', "days": '[1, {"a": null}]', "flag": "True", "zone": "null", "more": "3"}
+    events = run(QwenCoderParser(SCHEMAS), [coder(("weather", given), ("time", {"hour": "7"}), ("other", {"x": "1"}))])
+    weather = {"city": given["city"], "days": [1, {"a": None}], "flag": True, "zone": None, "more": "3"}
+    assert calls_of(events) == [("weather", weather), ("time", {"hour": 7}), ("other", {"x": "1"})]
+    assert content_of(events) == ""
+    assert calls_of(run(QwenCoderParser(SCHEMAS), [coder(("time", {"hour": "NaN"}))])) == [("time", {"hour": "NaN"})]
+    parser = QwenCoderParser(SCHEMAS)
+    parser.feed("<tool_call>\n<function=weather>\n<parameter=city>\n")
+    assert [part.text for part in parser.feed("Ro")] == ["Ro"]
+    nothing = "<tool_call> is a tag, and <function= too"
+    assert run(QwenCoderParser(SCHEMAS), [nothing]) == [("content", nothing, 0)]
+
+
 def test_arguments_come_while_they_are_written() -> None:
     parser = HermesParser(NAMES)
     parser.feed('<tool_call>{"name": "time", "arguments": {"zone": "')
@@ -122,7 +169,14 @@ def test_arguments_come_while_they_are_written() -> None:
 
 @pytest.mark.parametrize(
     ("parser", "text"),
-    [("hermes", TEXTS[3]), ("hermes", TEXTS[4]), ("hermes", TEXTS[5]), ("llama", TEXTS[12]), ("llama", TEXTS[13])],
+    [
+        ("hermes", TEXTS[3]),
+        ("hermes", TEXTS[4]),
+        ("hermes", f"and \n{TEXTS[4]}"),
+        ("hermes", TEXTS[5]),
+        ("llama", TEXTS[12]),
+        ("llama", TEXTS[13]),
+    ],
 )
 def test_what_is_no_call_is_content(parser: str, text: str) -> None:
     assert run(PARSERS[parser](), [text]) == [("content", text, 0)]
@@ -136,7 +190,7 @@ def test_a_list_of_calls_and_one_by_name() -> None:
 
 def test_thoughts() -> None:
     thoughts, answer = ("reasoning", "first this, then that", 0), ("content", "The answer.\n", 0)
-    text = TEXTS[15]
+    text = next(text for text in TEXTS if text.startswith("<think>\nfirst"))
     assert run(ReasoningParser(inside=False), [text]) == [thoughts, answer]
     assert run(ReasoningParser(inside=True), [text]) == [thoughts, answer]
     assert run(ReasoningParser(inside=True), [text.removeprefix("<think>")]) == [thoughts, answer]

@@ -178,6 +178,7 @@ def test_log_probabilities() -> None:
     [
         ('<tool_call>\n{"name": <n>, "arguments": <a>}\n</tool_call>', [], "hermes", False),
         ("<tool_call>\n<function=x>arguments", ["</think>"], "none", True),
+        ("<tool_call>\n<function=x>\n<parameter=y>", [], "qwen3_coder", False),
         ('{"name": f, "parameters": d} <|python_tag|>', ["<|python_tag|>"], "llama3_json", False),
         ("{{ messages }}", [], "none", False),
         ("... '</think>' ...", [], "none", True),
