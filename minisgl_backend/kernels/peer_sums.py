@@ -56,7 +56,7 @@ class PeerSums:
         problem, memory, handle = "", None, bytes(HANDLE_BYTES)
         if max_rows == 0:
             problem = f"{hidden} numbers over {size} ranks is no size that was measured"
-        elif not all(torch.cuda.can_device_access_peer(rank, other) for other in others):
+        elif not all(torch.cuda.can_device_access_peer(device, _gpu_of(other, rank, device)) for other in others):
             problem = "a GPU has no access to another one's memory"
         else:
             try:
@@ -131,6 +131,11 @@ class PeerSums:
             time.sleep(0.001)
         expected = 2 * peer_reduce.PLACES * size * (size + 1) // 2
         return "" if bool((residual == expected).all()) else "another number came than a rank sent"
+
+
+def _gpu_of(other: int, rank: int, device: torch.device) -> int:
+    """Index of another rank's GPU: those of an engine core's ranks follow each other, and `device` is this one's."""
+    return (device.index or 0) - rank + other
 
 
 def _all_well(problem: str, minimum: Minimum) -> bool:
