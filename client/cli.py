@@ -56,7 +56,8 @@ def about(
 add_local_commands(app)
 
 Url = Annotated[
-    str | None, typer.Option(help="[SCHEME://]HOST[:PORT]; default 127.0.0.1:8001, or :8000 with --protocol http.")
+    str | None,
+    typer.Option(help="Default: 127.0.0.1:8001, with --protocol http port 8000; a scheme may be before it."),
 ]
 WireProtocol = Annotated[str | None, typer.Option("--protocol", help="grpc (default) or http.")]
 Model = Annotated[str, typer.Option(help="Name of the model on the server.")]
@@ -122,7 +123,11 @@ def chat(
     url: Url = None,
     protocol: WireProtocol = None,
     openai: Annotated[
-        str | None, typer.Option(metavar="URL", help="A server of OpenAI's API instead: http://HOST:PORT[/v1].")
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="OpenAI's API instead: HOST:PORT, or https://HOST/PATH.",
+        ),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="With --openai.", show_envvar=True, envvar="OPENAI_API_KEY")
@@ -131,7 +136,7 @@ def chat(
         str | None, typer.Option(metavar="MODEL", help="A model in this process instead: a folder, a hub id or demo.")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Name of the model [ensemble; with --openai the server's first].")
+        str | None, typer.Option(help="Name of the model; default: ensemble, with --openai the server's first.")
     ] = None,
     timeout: Timeout = None,
     system: System = None,
@@ -195,9 +200,11 @@ def _connect(
 @app.command()
 def openai(
     url: Annotated[
-        str | None, typer.Option(help="The server's gRPC: [grpc[s]://]HOST[:PORT] [127.0.0.1:8001].")
+        str | None, typer.Option(help="The server's gRPC: HOST:PORT, or grpcs://HOST:PORT; default: 127.0.0.1:8001.")
     ] = None,
-    metrics: Annotated[str | None, typer.Option(help="HOST:PORT of its metrics [port 8002 of the same host].")] = None,
+    metrics: Annotated[
+        str | None, typer.Option(help="Its metrics, HOST:PORT; default: port 8002 of the same host.")
+    ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 9000,
     workers: Annotated[int, typer.Option(min=1, help="Processes, for many streams at once.")] = 1,

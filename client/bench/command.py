@@ -53,19 +53,23 @@ _STOPPED = 130
 def bench(
     context: typer.Context,
     url: Annotated[
-        str | None, typer.Option(help="Triton: [SCHEME://]HOST[:PORT]; grpc or http [grpc://127.0.0.1:8001].")
+        str | None, typer.Option(help="Triton: HOST:PORT, or http://HOST:PORT; default: 127.0.0.1:8001.")
     ] = None,
     openai: Annotated[
-        str | None, typer.Option(metavar="URL", help="A server of OpenAI's API instead: http://HOST:PORT[/v1].")
+        str | None,
+        typer.Option(
+            metavar="URL",
+            help="OpenAI's API instead: HOST:PORT, or https://HOST/PATH.",
+        ),
     ] = None,
     api_key: Annotated[
         str | None, typer.Option(help="With --openai.", show_envvar=True, envvar="OPENAI_API_KEY")
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Name of the model [ensemble; with --openai the server's first].")
+        str | None, typer.Option(help="Name of the model; default: ensemble, with --openai the server's first.")
     ] = None,
     concurrency: Annotated[
-        str | None, typer.Option(help=f"Requests in flight; several numbers with commas: a run each [{_LEVELS}].")
+        str | None, typer.Option(help=f"Requests in flight; several with commas: a run each; default: {_LEVELS}.")
     ] = None,
     rate: Annotated[
         str | None, typer.Option(help="Requests a second that arrive at random (Poisson); several with commas.")
@@ -82,7 +86,7 @@ def bench(
     ] = "64",
     requests: Annotated[
         int | None,
-        typer.Option(min=1, help="Of each run [8 times the concurrency, at least 32; 100 with --rate; a whole trace]."),
+        typer.Option(min=1, help="Of each run; default: 8 times the concurrency or 32; with --rate 100."),
     ] = None,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before each run that do not count.")] = 8,
     seed: Annotated[int, typer.Option(help="Of lengths, arrival times and words.")] = 0,
@@ -96,7 +100,7 @@ def bench(
         typer.Option(metavar="NAME=VALUE", help="Another sampling option of each request, as top_k=20; repeatable."),
     ] = None,
     timeout: Annotated[float, typer.Option(help="Seconds for one answer; with --perf-analyzer for one run.")] = 900.0,
-    name: Annotated[str | None, typer.Option(help="What comparisons call these figures [the model].")] = None,
+    name: Annotated[str | None, typer.Option(help="What comparisons call these figures; default: the model.")] = None,
     output: Annotated[
         Path | None, typer.Option("--json", "--output", help="Also write the figures to this file, as JSON.")
     ] = None,

@@ -108,7 +108,7 @@ class ChatLoop:
             self._say("(no answer yet)")
             return
         self._say(f"last answer: {describe([turns[-1]])}")
-        self._say(f"session, {len(turns)} answers: {describe(turns)}")
+        self._say(f"session, {len(turns)} {'answer' if len(turns) == 1 else 'answers'}: {describe(turns)}")
 
     def _answer(self, text: str) -> None:
         screen = self._screen

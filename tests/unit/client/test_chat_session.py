@@ -223,7 +223,7 @@ def test_a_terminal_keeps_lines_and_completes_commands(url: str, record: Record,
     child.send("/sta\t")
     child.expect("/stats")
     child.sendline()
-    child.expect("session, 1 answers")
+    child.expect("session, 1 answer:")
     child.sendeof()
     child.expect(pexpect.EOF)
     child.wait()

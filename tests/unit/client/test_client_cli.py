@@ -93,6 +93,25 @@ def test_chat_gives_the_hint_when_the_server_has_gone(url: str, monkeypatch: pyt
     assert "is the server running (minisgl serve)" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        (["generate"], "default: the model's own"),
+        (["chat"], "default: ensemble, with --openai the server's first"),
+        (["bench"], "default: 1,8,32"),
+        (["bench", "compare"], "the first is the basis"),
+        (["openai"], "default: port 8002 of the same host"),
+        (["status"], "Default: http://HOST:8002/metrics"),
+    ],
+)
+def test_help_is_whole(command: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Square brackets in it would be markup to rich, and what is in them would be lost."""
+    monkeypatch.setenv("COLUMNS", "300")
+    done = run(*command, "--help")
+    assert done.exit_code == 0, done.exception
+    assert words in done.stdout
+
+
 def test_the_version() -> None:
     assert run("--version").stdout == f"minisgl-backend {minisgl_backend.__version__}\n"
 
