@@ -7,6 +7,7 @@ Run as a program it answers for the script on a fresh clone: `--help` and `--ver
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import minisgl_backend
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.openai_endpoint import EndpointSettings, add_endpoint_options, endpoint_of
 from minisgl_backend.host.option_arguments import add_engine_options, given_parameters, tcp_port, tcp_port_or_none
+from minisgl_backend.host.repository import DEMO_MODEL
 from minisgl_backend.host.triton_server import check_ascii
 from minisgl_backend.installation import model_repository
 
@@ -60,6 +62,13 @@ class Arguments:
     endpoint: EndpointSettings | None  # None: no OpenAI-compatible endpoint
     start_timeout: int  # seconds until the first start must have succeeded; 0: no limit
     engine_parameters: dict[str, str]  # options of the engine that were given; empty: the repository as it is
+
+    @property
+    def example_request(self) -> str:
+        """To try the server with. The demo model takes text_input as a question; all others go on with it."""
+        is_demo = self.engine_parameters.get("model", DEMO_MODEL) == DEMO_MODEL
+        text = "What is 17 + 25?" if is_demo else "The capital of France is"
+        return json.dumps({"text_input": text, "max_tokens": 32}, separators=(",", ":"))
 
     @property
     def ports(self) -> list[tuple[str, int]]:

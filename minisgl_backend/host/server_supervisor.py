@@ -32,7 +32,6 @@ _SCAN_SECONDS = 0.5  # between looks for new ones
 _RELOAD_TIMEOUT_SECONDS = 120.0
 _BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 _STABLE_SECONDS = 60.0  # a server that was ready this long starts again without a delay
-_EXAMPLE = '{"text_input":"What is 17 + 25?","max_tokens":32}'
 
 
 class Supervisor:
@@ -172,7 +171,7 @@ class Supervisor:
         self._announced = True
         address = self._settings.address
         if server.has_model("ensemble"):
-            say(f"ready; try:  curl -s {address}/v2/models/ensemble/generate -d '{_EXAMPLE}'")
+            say(f"ready; try:  curl -s {address}/v2/models/ensemble/generate -d '{self._arguments.example_request}'")
         else:
             say(f"ready: http://{address}")
 

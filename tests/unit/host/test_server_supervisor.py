@@ -34,6 +34,12 @@ def test_defaults_serve_the_demo_model_on_this_machine_only() -> None:
     assert (arguments.server.http_port, arguments.server.grpc_port, arguments.server.metrics_port) == (8000, 8001, 8002)
 
 
+def test_the_example_suits_the_model(tmp_path: Path) -> None:
+    assert parse_arguments([]).example_request == '{"text_input":"What is 17 + 25?","max_tokens":32}'
+    assert "17 + 25" in parse_arguments(["demo", "--tp", "2"]).example_request
+    assert "17 + 25" not in parse_arguments([str(tmp_path)]).example_request
+
+
 def test_the_openai_endpoint_is_on_unless_told_otherwise() -> None:
     endpoint = parse_arguments(["--host", "0.0.0.0", "--grpc-port", "9", "--served-model-name", "a", "b"]).endpoint
     assert endpoint is not None
