@@ -214,7 +214,7 @@ class EngineConfig:
     )
     kv_events_replay_endpoint: str | None = _option(
         None,
-        "address at which those who missed KV events ask for them again, `tcp://*:5558`; unset: none",
+        "address at which those who missed KV events ask for them again, `tcp://*:5657`; unset: none",
         "tcp://HOST:PORT or ipc://PATH",
         _zmq_address,
     )
@@ -253,6 +253,17 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for option in OPTIONS.values():
             option.validate(getattr(self, option.name))
+        self._check_kv_event_ports()
+
+    def _check_kv_event_ports(self) -> None:
+        """Each engine core listens at a port of its own for events, and at one for those who missed some."""
+        addresses = (self.kv_events_endpoint, self.kv_events_replay_endpoint)
+        ports = [int(one.rpartition(":")[2]) for one in addresses if one is not None and one.startswith("tcp://")]
+        if len(ports) == 2 and abs(ports[0] - ports[1]) < self.dp:
+            raise ConfigError(
+                f"kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r} beside kv_events_endpoint "
+                f"{self.kv_events_endpoint!r}; allowed with dp={self.dp}: a port {self.dp} or more away from it"
+            )
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> EngineConfig:

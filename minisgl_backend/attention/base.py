@@ -181,6 +181,11 @@ class AttentionBackend(ABC):
         with this step's host arrays."""
         raise NotImplementedError(f"{type(self).__name__} does not run under CUDA graphs")
 
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether the two methods below are there."""
+        return False
+
     def plan_prompt_capture(self, num_tokens: int) -> Plan:
         """The plan to capture a pass of one prompt with, of up to `num_tokens` tokens; `prefill_into` reads static
         buffers, which all captured passes share, and leaves the lines of what the prompt does not have as they are."""

@@ -44,7 +44,9 @@ class FlashAttentionBackend(AttentionBackend):
         from sgl_kernel.flash_attn import flash_attn_with_kvcache
 
         self._kernel = flash_attn_with_kvcache
-        self._takes_out = "out" in inspect.signature(flash_attn_with_kvcache).parameters  # older ones do not
+        # Older kernels take no `out`, and what is computed from FP8 comes as bfloat16.
+        same_type = group.kv.dtype != FP8 or spec.dtype == torch.bfloat16
+        self._writes_out = same_type and "out" in inspect.signature(flash_attn_with_kvcache).parameters
         self._window = (-1, -1) if group.window is None else (group.window - 1, 0)
         self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
         self._graph_tables: torch.Tensor | None = None
@@ -61,7 +63,7 @@ class FlashAttentionBackend(AttentionBackend):
         return self._attend(q, kv, plan).to(self.spec.dtype)
 
     def prefill_into(self, q: torch.Tensor, kv: LayerKV, plan: _Plan, out: torch.Tensor) -> None:
-        if self._takes_out and (kv.k.dtype != FP8 or self.spec.dtype == torch.bfloat16):  # what FP8 is answered in
+        if self._writes_out:
             self._attend(q, kv, plan, out=out)
         else:
             super().prefill_into(q, kv, plan, out)
@@ -120,6 +122,10 @@ class FlashAttentionBackend(AttentionBackend):
             raise RuntimeError("allocate_graph comes before plan_capture")
         table = self._graph_tables[: inputs.batch_size]
         return torch.index_select(inputs.page_table, 0, inputs.rows, out=table)
+
+    @property
+    def captures_prompts(self) -> bool:
+        return self._writes_out  # else lines that the prompt does not have would be overwritten, with anything
 
     def plan_prompt_capture(self, num_tokens: int) -> _Plan:
         if self._prompt is None:

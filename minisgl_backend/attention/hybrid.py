@@ -92,7 +92,7 @@ class HybridAttention:
         return all(type(one).allocate_graph is not AttentionBackend.allocate_graph for one in self._decode)
 
     def allocate_graph(self, max_batch_size: int) -> None:
-        """See AttentionBackend: only decode runs under graphs."""
+        """See AttentionBackend: this is of decode steps."""
         for one in self._decode:
             one.allocate_graph(max_batch_size)
 
@@ -106,8 +106,7 @@ class HybridAttention:
     @property
     def supports_prompt_graphs(self) -> bool:
         """Whether passes of one prompt are captured whole."""
-        plan_capture = AttentionBackend.plan_prompt_capture
-        return all(type(one).plan_prompt_capture is not plan_capture for one in self._prefill)
+        return all(one.captures_prompts for one in self._prefill)
 
     def plan_prompt_capture(self, num_tokens: int) -> HybridPlan:
         return HybridPlan(tuple([one.plan_prompt_capture(num_tokens) for one in self._prefill]), None, num_tokens)

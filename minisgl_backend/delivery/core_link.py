@@ -17,7 +17,7 @@ NOT_RUNNING = "the engine is not running at the moment; try again in a few secon
 
 
 class CoreLink:
-    """`send` and `is_up` are for any thread, everything else for the receive thread of an EngineClient.
+    """`send` is for any thread, and so is reading the attributes; all else is for an EngineClient's receive thread.
 
     The link of one front starts the core, and starts it again when it dies; those of other fronts attach, and one of
     them takes over when that front goes.

@@ -157,16 +157,19 @@ class EngineClient:
         return uid_of(self._front, counter)
 
     def submit(self, request: Request) -> None:
-        """Sends the request to one of the living cores; thread-safe. Raises EngineDeadError while there is none."""
+        """Sends the request to one of the living cores; thread-safe. Raises EngineDeadError where none takes it."""
         count = request.params.n
-        core = self._router.place(request.uid, count, request.token_ids)
-        if core is None:
-            raise EngineDeadError(NOT_RUNNING)
-        try:
-            self._links[core].send(Submit(request=request))
-        except EngineDeadError:
-            self._router.release(range(request.uid, request.uid + count))
-            raise
+        failed: set[int] = set()  # cores that died a moment ago, or cannot keep up
+        problem = EngineDeadError(NOT_RUNNING)
+        while (core := self._router.place(request.uid, count, request.token_ids, without=failed)) is not None:
+            try:
+                self._links[core].send(Submit(request=request))
+                return
+            except EngineDeadError as error:
+                self._router.release(range(request.uid, request.uid + count))
+                failed.add(core)
+                problem = error
+        raise problem
 
     def abort(self, uids: Iterable[int], reason: FinishReason, found_at: float = 0.0) -> None:
         """Ends sequences; unknown uids and a dead core are no error; thread-safe.
@@ -202,6 +205,8 @@ class EngineClient:
         if self._closing:
             return
         self._closing = True
+        for link in self._links:
+            link.supervisor.stop()  # all at once: each may take seconds
         for link in self._links:
             link.supervisor.close()
         if self._thread.is_alive():

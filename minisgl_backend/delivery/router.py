@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 TOKEN_BYTES = 4  # prompts come as little-endian int32
 BLOCK_TOKENS = 64  # prompts are compared in blocks of so many tokens, or of one page where pages are larger
@@ -75,11 +75,12 @@ class Router:
             self._release(lost)
             return lost
 
-    def place(self, uid: int, num_sequences: int, token_ids: bytes) -> int | None:
+    def place(self, uid: int, num_sequences: int, token_ids: bytes, without: Collection[int] = ()) -> int | None:
         """The core for a request of sequences `uid` to `uid + num_sequences - 1`, which counts as sent there until
-        they are released; None while no core is up. `token_ids`: little-endian int32, as in `Request`."""
+        they are released; None while no core is up but those of `without`. `token_ids`: little-endian int32, as in
+        `Request`."""
         with self._lock:
-            living = [index for index, core in enumerate(self._cores) if core.is_up]
+            living = [index for index, core in enumerate(self._cores) if core.is_up and index not in without]
             if not living:
                 return None
             index = living[0] if len(self._cores) == 1 else self._choose(living, token_ids)

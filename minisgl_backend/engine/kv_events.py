@@ -8,9 +8,10 @@ Whoever sends requests to several servers can follow where a prefix is cached. E
              ["BlockRemoved", block_hashes, medium]
              ["AllBlocksCleared"]
 
-Sequence numbers begin with 0 when an engine core starts; its first batch says AllBlocksCleared. Who has missed batches
-sends the first number wanted, 8 bytes, to the replay socket, a ROUTER, and gets [number, payload] for each batch that
-is still kept, then [-1, empty].
+Sequence numbers begin with 0 when an engine core starts. Its first batch says AllBlocksCleared, and so does the first
+one with blocks: a subscriber may not be connected yet when the other one is sent. Who has missed batches sends the
+first number wanted, 8 bytes, to the replay socket, a ROUTER, and gets [number, payload] for each batch that is still
+kept, then [-1, empty].
 """
 
 from __future__ import annotations
@@ -80,6 +81,7 @@ class KVEventPublisher:
         self._dp_rank = dp_rank
         self._encoder = msgspec.msgpack.Encoder()
         self._next = 0
+        self._keeps = replay_endpoint is not None
         self._kept: deque[tuple[int, bytes]] = deque()  # sequence numbers and payloads
         self._kept_bytes = 0
         self._lock = threading.Lock()  # guards the two above
@@ -118,7 +120,8 @@ class KVEventPublisher:
 
     def publish(self, changes: Sequence[CacheChange]) -> None:
         """One batch of what a step has changed, in order."""
-        self._send([self._event(change) for change in changes])
+        first: list[KVEvent] = [AllBlocksCleared()] if self._next == 1 else []
+        self._send(first + [self._event(change) for change in changes])
 
     def _event(self, change: CacheChange) -> KVEvent:
         if isinstance(change, PagesStored):
@@ -134,12 +137,16 @@ class KVEventPublisher:
         batch = KVEventBatch(ts=time.time(), events=events, data_parallel_rank=self._dp_rank)
         payload, number = self._encoder.encode(batch), self._next
         self._next += 1
+        if self._keeps:
+            self._keep(number, payload)
+        self._publisher.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
+
+    def _keep(self, number: int, payload: bytes) -> None:
         with self._lock:
             self._kept.append((number, payload))
             self._kept_bytes += len(payload)
             while len(self._kept) > REPLAY_BATCHES or self._kept_bytes > REPLAY_BYTES:
                 self._kept_bytes -= len(self._kept.popleft()[1])
-        self._publisher.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
 
     def _replay(self, router: zmq.Socket[bytes]) -> None:
         while not self._closing:

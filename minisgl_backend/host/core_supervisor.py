@@ -47,6 +47,7 @@ class Supervisor:
         self._core = core
         self._name = "the engine core" if config.dp == 1 else f"engine core {core}"
         self._stop_read, self._stop_write = os.pipe()
+        self._closed = False
         # The core is told to die with the thread that started it: this thread lives as long as the supervisor.
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
         self._process: CoreProcess | None = None
@@ -60,14 +61,21 @@ class Supervisor:
         process = self._process
         return process.pid if process is not None else None
 
-    def close(self) -> None:
-        """Ends the core, if it is ours, and the thread."""
+    def stop(self) -> None:
+        """Begins to end the core, if it is ours, and the thread."""
         if self._stop_write >= 0:
             os.close(self._stop_write)
             self._stop_write = -1
-            if self._thread.is_alive():
-                self._thread.join()
-            os.close(self._stop_read)
+
+    def close(self) -> None:
+        """`stop`, and waits until they have ended."""
+        if self._closed:
+            return
+        self._closed = True
+        self.stop()
+        if self._thread.is_alive():
+            self._thread.join()
+        os.close(self._stop_read)
 
     def _stopped(self, wait_s: float = 0.0) -> bool:
         return bool(select.select([self._stop_read], [], [], wait_s)[0])

@@ -11,7 +11,7 @@ Parts are added in float32 in the order of the ranks, so that every rank has the
 the one rounding, as in a product of one rank.
 
 Why nobody overwrites what is still to be read: every row has two places for each source, used in turns, and its own
-count of calls. Rank P writes a row's place again in its call n + 2. It has then ended call n + 1, for which it needed
+turn. Rank P writes a row's place again in its call n + 2. It has then ended call n + 1, for which it needed
 this rank's part, sent in this rank's call n + 1. That began when this rank's call n had ended, which had read the place
 and marked it empty. Calls follow one another on one stream; with `pdl` a kernel still sends only after the one before
 it has ended.
@@ -49,7 +49,7 @@ class Inboxes:
     max_rows: int
     hidden: int
     addresses: torch.Tensor  # int64 [size], device: of each rank's inbox, as this process sees them
-    calls: torch.Tensor  # int32 [max_rows], device, zeros at first: how often each row was reduced
+    turns: torch.Tensor  # int32 [max_rows], device, zeros at first: the place of each row's next sum
     stop: int  # address of an int32 that the host sets to something other than 0 to end all waiting
     num_programs: int  # that certainly run at the same time
 
@@ -91,7 +91,7 @@ def reduce_norm(
     padded = triton.next_power_of_2(hidden)
     flags = {"launch_pdl": True} if pdl else {}  # Triton's interpreter does not know the option
     _reduce_norm_kernel[(min(rows, inboxes.num_programs),)](
-        partial, residual, weight, out, inboxes.addresses, inboxes.calls, inboxes.stop, rows, eps,
+        partial, residual, weight, out, inboxes.addresses, inboxes.turns, inboxes.stop, rows, eps,
         RANK=inboxes.rank, SIZE=inboxes.size, MAX_ROWS=inboxes.max_rows, HIDDEN=hidden, PADDED=padded,
         WORD=_WORDS[partial.element_size()], EMPTY=_EMPTY[partial.element_size()],
         SEND=send, RECEIVE=receive, PDL=pdl, num_warps=8 if padded >= 2048 else 4, **flags,
@@ -101,7 +101,7 @@ def reduce_norm(
 
 @triton.jit(do_not_specialize=["rows", "stop"])
 def _reduce_norm_kernel(
-    partial_ptr, residual_ptr, weight_ptr, out_ptr, addresses_ptr, calls_ptr, stop, rows, eps,
+    partial_ptr, residual_ptr, weight_ptr, out_ptr, addresses_ptr, turns_ptr, stop, rows, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, HIDDEN: tl.constexpr, PADDED: tl.constexpr,
     WORD: tl.constexpr, EMPTY: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -115,7 +115,7 @@ def _reduce_norm_kernel(
     wide = tl.full([], 0, tl.int64)  # rows times numbers may need more than 32 bits
     if SEND:
         for row in tl.range(first, rows, step):
-            place = tl.load(calls_ptr + row) % 2
+            place = tl.load(turns_ptr + row)
             words = tl.load(partial_ptr + (wide + row) * HIDDEN + i, mask=ok, other=0.0).to(WORD, bitcast=True)
             words = tl.where(words == EMPTY, 0, words).to(WORD)
             for away in tl.static_range(1, SIZE):
@@ -128,7 +128,7 @@ def _reduce_norm_kernel(
         stop_ptr = stop.to(tl.int64).to(tl.pointer_type(tl.int32))
         weight = tl.load(weight_ptr + i, mask=ok, other=0.0).to(tl.float32)
         for row in tl.range(first, rows, step):
-            calls = tl.load(calls_ptr + row)
+            place = tl.load(turns_ptr + row)
             start = (wide + row) * HIDDEN
             own = tl.load(partial_ptr + start + i, mask=ok, other=0.0).to(tl.float32)
             residual = tl.load(residual_ptr + start + i, mask=ok, other=0.0).to(tl.float32)
@@ -137,7 +137,7 @@ def _reduce_norm_kernel(
                 if source == RANK:
                     total += own
                 else:
-                    line = wide + (calls % 2 * (SIZE - 1) + (source - RANK + SIZE) % SIZE - 1) * MAX_ROWS + row
+                    line = wide + (place * (SIZE - 1) + (source - RANK + SIZE) % SIZE - 1) * MAX_ROWS + row
                     sent = tl.multiple_of(inbox + line * HIDDEN, 16) + i
                     words = tl.load(sent, mask=ok, other=0, volatile=True)
                     stopped = 0
@@ -154,4 +154,4 @@ def _reduce_norm_kernel(
             x = hidden.to(tl.float32)
             scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
             tl.store(out_ptr + start + i, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=ok)
-            tl.store(calls_ptr + row, calls + 1)
+            tl.store(turns_ptr + row, 1 - place)  # no count, which would end where 32 bits do

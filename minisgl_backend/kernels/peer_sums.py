@@ -79,7 +79,7 @@ class PeerSums:
                     max_rows=max_rows,
                     hidden=hidden,
                     addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
-                    calls=torch.zeros(max_rows, dtype=torch.int32, device=device),
+                    turns=torch.zeros(max_rows, dtype=torch.int32, device=device),
                     stop=stop.data_ptr(),
                     num_programs=peer_reduce.programs_each(size) * properties.multi_processor_count,
                 )

@@ -150,6 +150,13 @@ def test_an_address_that_cannot_be_had_ends_the_start(socket_dir: Path, context:
     front.client.close()
 
 
+def test_ports_of_several_cores_do_not_meet() -> None:
+    ports = {"kv_events_endpoint": "tcp://*:5557", "kv_events_replay_endpoint": "tcp://*:5558"}
+    assert EngineConfig(**ports).dp == 1  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"kv_events_replay_endpoint is .*allowed with dp=2: a port 2 or more away"):
+        EngineConfig(dp=2, **ports)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("address", ["5557", "tcp://*", "tcp://*:99999", "ipc://", "inproc://here"])
 def test_wrong_addresses_are_refused(address: str) -> None:
     for option in ("kv_events_endpoint", "kv_events_replay_endpoint"):

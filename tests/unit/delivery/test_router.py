@@ -110,6 +110,17 @@ def test_a_dead_core_loses_its_sequences_and_its_prefixes_and_gets_nothing() -> 
     assert ask(router, documents[0]) is None
 
 
+def test_a_core_that_did_not_take_a_request_is_left_out() -> None:
+    router = make(2)
+    uid, first = place(router, prompt(0, 500))
+    assert first is not None
+    router.release([uid])
+    assert router.place(uid, 1, prompt(0, 500), without={first}) == 1 - first
+    router.release([uid])
+    assert router.place(uid, 1, prompt(0, 500), without={0, 1}) is None
+    assert [router.load(core) for core in range(2)] == [0, 0]
+
+
 def test_what_a_core_cannot_hold_is_forgotten_ends_first() -> None:
     router = make(2, num_pages=10 * BLOCK_TOKENS // PAGE)
     first = prompt(1, 8 * BLOCK_TOKENS)

@@ -73,6 +73,9 @@ def test_keys_come_from_the_command_line_or_the_environment() -> None:
 def test_every_engine_option_has_its_flags() -> None:
     for option in OPTIONS.values():
         for flag in option.flags:
+            if option.allowed == "any text":
+                assert parse_arguments([flag, "?"]).engine_parameters == {option.name: "?"}
+                continue
             with pytest.raises(ConfigError, match=option.name):
                 parse_arguments([flag, ""] if option.name == "model" else [flag, "?"])
             if option.name == "model":

@@ -31,7 +31,7 @@ class Ranks:
                 max_rows=max_rows,
                 hidden=hidden,
                 addresses=torch.tensor([inbox.data_ptr() for inbox in self.inboxes]),
-                calls=torch.zeros(max_rows, dtype=torch.int32),
+                turns=torch.zeros(max_rows, dtype=torch.int32),
                 stop=self.stop.data_ptr(),
                 num_programs=num_programs,
             )
@@ -48,6 +48,14 @@ class Ranks:
             reduce_norm(partial, residual.clone(), weight, EPS, view, send=False)
             for view, partial in zip(self.views, partials, strict=True)
         ]
+
+
+def test_turns_do_not_count() -> None:
+    """A count would overflow after a day of steps, and name a place before the memory."""
+    ranks = Ranks(2, 2, 64, torch.bfloat16, 1)
+    for call in range(5):
+        ranks.sum([torch.ones(1, 64).bfloat16()] * 2, torch.zeros(1, 64).bfloat16(), torch.ones(64).bfloat16())
+        assert [view.turns.tolist() for view in ranks.views] == [[(call + 1) % 2, 0]] * 2
 
 
 def expected_of(

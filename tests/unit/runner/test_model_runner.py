@@ -43,6 +43,10 @@ class PromptGraphs(TorchBackend):
 
     num_replays = 0
 
+    @property
+    def captures_prompts(self) -> bool:
+        return True
+
     def plan_prompt_capture(self, num_tokens: int) -> Plan:
         return "captured"
 
