@@ -33,7 +33,7 @@ step() {
     return 1
   fi
 }
-has_gpu() { command -v nvidia-smi >/dev/null && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; }
+has_gpu() { [[ $'\n'$(nvidia-smi -L 2>/dev/null) == *$'\n'GPU* ]]; }
 # The package's own entry point in a .venv, this one or another checkout's, is no server of its own.
 triton_on_path() {
   local found

@@ -90,6 +90,18 @@ def test_setup_has_modes() -> None:
     assert (wrong.returncode, wrong.stderr) == (1, "[setup] error: the mode is 'everything'; allowed: serve, dev\n")
 
 
+@pytest.mark.parametrize(("says", "has_gpu"), [("GPU 0: H100", True), ("no GPU was found", False)])
+def test_setup_sees_every_gpu(tmp_path: Path, says: str, has_gpu: bool) -> None:
+    """Also where the list is long and comes slowly."""
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/bash\necho '{says}'\nsleep 0.2\nprintf '  MIG %s\\n' {{1..99}}\n")
+    tool.chmod(0o755)
+    (line,) = re.findall(r"^has_gpu\(\) .*", (ROOT / "scripts/setup.sh").read_text(), re.MULTILINE)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin"}
+    found = subprocess.run(["bash", "-euo", "pipefail", "-c", f"{line}\nhas_gpu"], env=environment, check=False)
+    assert (found.returncode == 0) == has_gpu
+
+
 def test_importing_the_package_needs_nothing_installed() -> None:
     subprocess.run([sys.executable, "-S", "-c", "import minisgl_backend"], check=True, cwd=ROOT)
 
