@@ -16,6 +16,7 @@ from rich import box
 from rich.table import Table
 
 import minisgl_backend
+from minisgl_backend.host.openai_endpoint import REASONING_PARSERS, TOOL_PARSERS
 
 from .bench.command import bench_app
 from .chat.command import ChatLoop
@@ -210,8 +211,8 @@ def openai(
     workers: Annotated[int, typer.Option(min=1, help="Processes, for many streams at once.")] = 1,
     served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
     api_key: Annotated[list[str] | None, typer.Option(help="A key that clients need; also MINISGL_API_KEY.")] = None,
-    tool_call_parser: Annotated[str, typer.Option(help="auto, none, hermes or llama3_json.")] = "auto",
-    reasoning_parser: Annotated[str, typer.Option(help="auto, none, qwen3 or deepseek_r1.")] = "auto",
+    tool_call_parser: Annotated[str, typer.Option(help=f"{', '.join(TOOL_PARSERS)}.")] = "auto",
+    reasoning_parser: Annotated[str, typer.Option(help=f"{', '.join(REASONING_PARSERS)}.")] = "auto",
     ssl_certfile: Annotated[str, typer.Option(help="Serve https with this certificate.")] = "",
     ssl_keyfile: Annotated[str, typer.Option(help="And its key.")] = "",
     allowed_origins: Annotated[list[str] | None, typer.Option(help="Whose pages browsers let in (CORS).")] = None,

@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import minisgl_backend
 from client import Client, Unavailable
 from client.cli import app
+from minisgl_backend.host.openai_endpoint import REASONING_PARSERS, TOOL_PARSERS
 
 FULL_TEXT = "".join(WORDS)
 WAIT = 20.0  # seconds; generous, nothing here measures time
@@ -162,3 +163,9 @@ def test_status(url: str, http_url: str) -> None:
     assert "minisgl_pages_leased" in done.stdout
     assert run("status", "--url", url, "--model", "other", "--metrics-url", f"{http_url}/metrics").exit_code == 1
     assert run("status", "--url", "127.0.0.1:1").exit_code == 1
+
+
+def test_help_names_every_parser(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    shown = run("openai", "--help").stdout
+    assert all(name in shown for name in (*TOOL_PARSERS, *REASONING_PARSERS))
