@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Literal
 
-from minisgl_backend.openai.parts import Part
+from minisgl_backend.openai.parts import Part, without_surrogates
 
 SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
@@ -192,4 +192,4 @@ def _decode(text: str, otherwise: str | None) -> str:
         value = json.loads(text)
     except ValueError:
         value = otherwise
-    return value if isinstance(value, str) else (otherwise or "")
+    return without_surrogates(value) if isinstance(value, str) else (otherwise or "")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from minisgl_backend.openai.triton import Position, TokenLogprob
@@ -22,6 +22,60 @@ def _chat_entry(position: Position, num_top: int) -> dict[str, Any]:
 def _token(entry: TokenLogprob) -> dict[str, Any]:
     data = entry.bytes if entry.bytes is not None else list(entry.decoded_token.encode())
     return {"token": entry.decoded_token, "logprob": entry.logprob, "bytes": data}
+
+
+class HeldPositions:
+    """Tokens of an answer whose text has not come out yet, and which of them a part of the answer is made of.
+
+    What does not come out at all (tags, the white space around them) belongs to no part.
+    """
+
+    def __init__(self) -> None:
+        self._held: list[tuple[Position, str]] = []  # with the text of each that is still to come
+
+    def add(self, positions: Sequence[Position]) -> None:
+        self._held += [(position, next(iter(position.values())).decoded_token) for position in positions]
+
+    def skip(self, text: str) -> None:
+        """Drops the tokens up to the end of `text`; one that goes on behind it stays for what follows."""
+        start = self._text().find(text)
+        if start >= 0:
+            end = start + len(text)
+            self._held = [
+                (position, own[max(end - begin, 0) :])
+                for begin, position, own in self._placed()
+                if begin + len(own) > end or begin >= end
+            ]
+
+    def take(self, text: str, *, latest: bool = False) -> list[Position]:
+        """The tokens that hold any of `text`; what came before them is dropped, what comes behind them stays held.
+
+        All that are held where their texts do not add up to it, as with characters that are several tokens.
+        `latest`: `text` is the last that came out, where the same may have come before.
+        """
+        whole = self._text()
+        start = whole.rfind(text) if latest else whole.find(text)
+        if start < 0:
+            return self.take_all()
+        end = start + len(text)
+        placed = list(self._placed())
+        self._held = [(position, own) for begin, position, own in placed if begin >= end]
+        return [position for begin, position, own in placed if begin < end and begin + len(own) > start]
+
+    def take_all(self) -> list[Position]:
+        found = [position for position, _ in self._held]
+        self._held = []
+        return found
+
+    def _text(self) -> str:
+        return "".join(own for _, own in self._held)
+
+    def _placed(self) -> Iterator[tuple[int, Position, str]]:
+        """With the characters before each."""
+        begin = 0
+        for position, own in self._held:
+            yield begin, position, own
+            begin += len(own)
 
 
 class CompletionLogprobs:

@@ -25,7 +25,6 @@ class MessageParser:
         self.num_thought_tokens = 0  # exact where every token is a delta of its own, else to within the last of them
 
     def feed(self, delta: Delta) -> list[Part]:
-        ends = delta.reason is not None
         if self._reasoning is None:
             pieces = [Part("content", delta.text)] if delta.text else []
         else:
@@ -35,10 +34,15 @@ class MessageParser:
         parts: list[Part] = []
         for piece in pieces:
             parts += [piece] if piece.kind == "reasoning" else self._tools.feed(piece.text)
-        if ends:
-            parts += self._tools.finish()
+        if delta.reason is not None:
+            parts += self._tools.finish(delta.reason)
         self.has_calls = self.has_calls or any(part.kind == "call" for part in parts)
         return parts
+
+    @property
+    def has_thought(self) -> bool:
+        """The answer began with thoughts."""
+        return self._reasoning is not None and self._reasoning.has_thought
 
     def _think(self, reasoning: ReasoningParser, delta: Delta) -> list[Part]:
         thought = reasoning.has_thought and not reasoning.thinking

@@ -11,3 +11,8 @@ class Part(NamedTuple):
     kind: Literal["reasoning", "content", "call", "arguments"]
     text: str
     number: int = 0
+
+
+def without_surrogates(text: str) -> str:
+    """Half characters that a model wrote as escapes stay escapes: they have no UTF-8."""
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -9,15 +9,19 @@
     </tool_call>
 
 What a value is, a text or JSON, only the function's schema says. Texts are streamed, everything else is told whole.
+An answer that ends by itself before its call does leaves a call that is closed for it; one that is cut off leaves
+arguments that are cut off.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from minisgl_backend.openai.parts import Part
+from minisgl_backend.openai.argument_types import ArgumentTypes
+from minisgl_backend.openai.parts import Part, without_surrogates
 from minisgl_backend.openai.reasoning import partial_suffix
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
@@ -37,9 +41,9 @@ class QwenCoderParser:
         self._held = ""
         self._opening = ""  # what a call that turns out to be none began with
         self._num_calls = 0
-        self._schema: Mapping[str, Any] = {}  # of the function's parameters
+        self._arguments = ArgumentTypes({})  # of the call's function
         self._num_values = 0  # of the call
-        self._types: set[str] = set()  # of the value that is being read
+        self._types: frozenset[str] | None = None  # of the value that is being read; None: of any
         self._streams = False  # the value is a text and nothing else
         self._begun = False  # the value's first line break is behind
 
@@ -57,15 +61,21 @@ class QwenCoderParser:
             pass
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, reason: str) -> list[Part]:
         """What was held back. A call that was never told is content."""
-        text = ""
+        parts: list[Part] = []
         if self._state == "text":
-            text = self._held.rstrip() if self._num_calls else self._held
+            self._content(self._held.rstrip() if self._num_calls else self._held, parts)
         elif self._state == "opened":
-            text = self._opening + self._held
+            self._content(self._opening + self._held, parts)
+        elif reason == "stop" and self._state != "closing":
+            if self._state == "value":
+                self._end_value(parts)
+            self._argument("}", parts)
+            self._num_calls += 1
+            self._state = "text"
         self._held = ""
-        return [Part("content", text)] if text else []
+        return parts
 
     def _text(self, parts: list[Part]) -> bool:
         starts = [place for place in (self._held.find(_OPEN), self._held.find(_FUNCTION)) if place >= 0]
@@ -92,7 +102,7 @@ class QwenCoderParser:
         if rest.startswith(_FUNCTION) and name and not set(name) & set("<\n"):
             if not found:
                 return False
-            self._schema = self._functions.get(name, {}).get("properties") or {}
+            self._arguments = ArgumentTypes(self._functions.get(name, {}))
             parts += [Part("call", name, self._num_calls), Part("arguments", "{", self._num_calls)]
             self._held, self._num_values, self._state = behind, 0, "function"
             return True
@@ -110,8 +120,7 @@ class QwenCoderParser:
                 return False
             self._argument((", " if self._num_values else "") + _json(key) + ": ", parts)
             self._num_values += 1
-            schema = self._schema.get(key)
-            self._types = _types(schema)
+            self._types = self._arguments.of(key)
             self._streams, self._begun = self._types == {"string"}, False
             self._held, self._state = behind, "value"
             return True
@@ -132,7 +141,7 @@ class QwenCoderParser:
             text, found, behind = self._held.partition(_PARAMETER_END)
             if not found:
                 return False
-            self._argument(_json(_converted(text.removeprefix("\n").removesuffix("\n"), self._types)), parts)
+            self._argument(_converted(text.removeprefix("\n").removesuffix("\n"), self._types), parts)
             self._held, self._state = behind, "function"
             return True
         if not self._begun:
@@ -150,6 +159,20 @@ class QwenCoderParser:
         self._argument(_json(safe)[1:-1], parts)
         self._held = text[len(safe) :]
         return False
+
+    def _end_value(self, parts: list[Part]) -> None:
+        """Ends a value whose closing tag is missing, or has only begun."""
+        text = self._held
+        text = text[: len(text) - max(partial_suffix(text, tag) for tag in (_PARAMETER_END, "\n" + _PARAMETER_END))]
+        if not self._streams:
+            for tag in (_CLOSE, _FUNCTION_END):
+                if text.rstrip(_SPACE).endswith(tag):
+                    text = text.rstrip(_SPACE).removesuffix(tag)
+            self._argument(_converted(text.removeprefix("\n").removesuffix("\n"), self._types), parts)
+            return
+        if not self._begun:
+            self._argument('"', parts)
+        self._argument(_json(text)[1:], parts)
 
     def _closing(self, parts: list[Part]) -> bool:
         rest = self._held.lstrip(_SPACE)
@@ -170,30 +193,25 @@ class QwenCoderParser:
 
 
 def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+    return without_surrogates(json.dumps(value, ensure_ascii=False))
 
 
-def _types(schema: Any) -> set[str]:
-    """The JSON types that a schema allows; a text where it names none."""
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    given = schema.get("type")
-    found = {given} if isinstance(given, str) else {one for one in given or () if isinstance(one, str)}
-    for key in ("anyOf", "oneOf"):
-        for one in schema.get(key) or ():
-            found |= _types(one)
-    return found or {"string"}
+def _converted(text: str, types: frozenset[str] | None) -> str:
+    """A value as JSON; a text where it may be one, and where it is nothing else.
 
-
-def _converted(text: str, types: set[str]) -> Any:
-    """A value that need not be a text; a text where it cannot be anything else."""
-    if "string" in types:
-        return None if text.strip() == "null" else text
+    `types`: the JSON types that it may have; None: any, then it is a text where it is no JSON.
+    """
+    if types is not None and "string" in types:
+        return "null" if text.strip() == "null" else _json(text)
     try:
-        return json.loads(text, parse_constant=_no_constant)
+        return _json(json.loads(text, parse_constant=_finite, parse_float=_finite))
     except (ValueError, RecursionError):
-        return _PYTHON.get(text.strip(), text)
+        return _json(_PYTHON.get(text.strip(), text))
 
 
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is no JSON")
+def _finite(text: str) -> float:
+    """JSON has no other numbers."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no JSON")
+    return value

@@ -8,12 +8,13 @@ from typing import Any
 
 from minisgl_backend.openai.answers import Header, usage
 from minisgl_backend.openai.errors import ApiError
-from minisgl_backend.openai.logprobs import chat_logprobs
+from minisgl_backend.openai.logprobs import HeldPositions, chat_logprobs
 from minisgl_backend.openai.message import MessageParser, new_call_id
 from minisgl_backend.openai.parts import Part
+from minisgl_backend.openai.reasoning import CLOSE
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.sse import encode, named_event
-from minisgl_backend.openai.triton import Delta, Generation, Position
+from minisgl_backend.openai.triton import Delta, Generation
 
 Event = dict[str, Any]  # without its number, which it gets when it is sent
 
@@ -106,7 +107,8 @@ class ResponseAnswer:
         self._header = header
         self._parser = parser or MessageParser()
         self._output = OutputItems()
-        self._held: list[Position] = []  # log-probabilities of text that has not come out yet
+        self._held = HeldPositions()
+        self._has_content = False
         self._number = 0  # of the next event
 
     async def lines(self) -> AsyncIterator[bytes]:
@@ -147,15 +149,33 @@ class ResponseAnswer:
         await self._generation.drain()
 
     def _take(self, delta: Delta) -> list[Event]:
-        self._held += delta.logprobs
+        self._held.add(delta.logprobs)
         events: list[Event] = []
-        for part in self._parser.feed(delta):
+        behind_call = False
+        parts = self._parser.feed(delta)
+        for number, part in enumerate(parts):
             told: list[dict[str, Any]] = []
-            if part.kind == "content" and self._request.wants_logprobs:
-                told = chat_logprobs(self._held, self._request.top_logprobs or 0)["content"]
-            self._held = []
+            if part.kind == "reasoning":
+                self._held.skip(part.text)
+            elif part.kind == "content":
+                is_end = delta.reason is not None and number == len(parts) - 1
+                told = self._logprobs(part.text, behind_call=behind_call, is_end=is_end)
+            else:
+                behind_call = True
             events += self._output.add(part, told)
+        if parts and parts[-1].kind in ("call", "arguments"):
+            self._held.take_all()
         return events
+
+    def _logprobs(self, text: str, *, behind_call: bool, is_end: bool) -> list[dict[str, Any]]:
+        """Of the tokens of a part of the content. `is_end`: the answer's end is told with it."""
+        if not self._has_content and self._parser.has_thought:
+            self._held.skip(CLOSE)
+        self._has_content = True
+        positions = self._held.take(text, latest=behind_call)
+        if is_end:
+            positions += self._held.take_all()
+        return chat_logprobs(positions, self._request.top_logprobs or 0)["content"]
 
     def _response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         request = self._request

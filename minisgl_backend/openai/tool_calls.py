@@ -19,7 +19,9 @@ class ToolParser(Protocol):
 
     def feed(self, text: str) -> list[Part]: ...
 
-    def finish(self) -> list[Part]: ...
+    def finish(self, reason: str) -> list[Part]:
+        """What is left to tell. `reason`: why the answer ended, `stop` or `length`."""
+        ...
 
 
 class HermesParser:
@@ -40,7 +42,7 @@ class HermesParser:
             pass
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, reason: str) -> list[Part]:
         """What was held back. A call that was never told is content."""
         text = ""
         if self._calls.is_open:
@@ -99,7 +101,7 @@ class LlamaParser:
             pass
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, reason: str) -> list[Part]:
         text = self._held
         if self._calls.is_open:
             text = "" if self._calls.untold is None else self._before + self._calls.untold
@@ -150,7 +152,7 @@ class CallListParser:
             text, _ = self._calls.read(text, parts)
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, reason: str) -> list[Part]:
         return []
 
 
@@ -168,7 +170,7 @@ class ArgumentsParser:
         self._told = True
         return [*begin, Part("arguments", text)]
 
-    def finish(self) -> list[Part]:
+    def finish(self, reason: str) -> list[Part]:
         return []
 
 

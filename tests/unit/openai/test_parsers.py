@@ -26,9 +26,10 @@ def llama(*calls: tuple[str, Any]) -> str:
     return "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
 
 
-def run(parser: Any, pieces: Sequence[str]) -> list[tuple[Any, ...]]:
+def run(parser: Any, pieces: Sequence[str], reason: str = "stop") -> list[tuple[Any, ...]]:
     """All parts, those that continue each other joined."""
-    events = [part for piece in pieces for part in parser.feed(piece)] + parser.finish()
+    events = [part for piece in pieces for part in parser.feed(piece)]
+    events += parser.finish() if isinstance(parser, ReasoningParser) else parser.finish(reason)
     joined: list[tuple[Any, ...]] = []
     for kind, text, number in events:
         if joined and kind != "call" and (joined[-1][0], joined[-1][2]) == (kind, number):
@@ -196,3 +197,92 @@ def test_thoughts() -> None:
     assert run(ReasoningParser(inside=True), [text.removeprefix("<think>")]) == [thoughts, answer]
     assert run(ReasoningParser(inside=False), ["x <think>"]) == [("content", "x <think>", 0)]
     assert run(ReasoningParser(inside=True), ["cut off"]) == [("reasoning", "cut off", 0)]
+
+
+@pytest.mark.parametrize(
+    ("written", "arguments"),
+    [
+        ("<parameter=city>\nRome\n</parameter>", {"city": "Rome"}),
+        ("<parameter=city>\nRome\n</parameter>\n</func", {"city": "Rome"}),
+        ("<parameter=city>\nRome\n</para", {"city": "Rome"}),
+        ("<parameter=city>\nRo", {"city": "Ro"}),
+        ("<parameter=city>", {"city": ""}),
+        ("<parameter=city>\nRome\n</parameter>\n<parameter=days>\n[1, 2]\n", {"city": "Rome", "days": [1, 2]}),
+        ("<parameter=days>\n[1]\n</function>\n</tool_call>", {"days": [1]}),
+        ("", {}),
+    ],
+)
+def test_a_call_without_its_end(written: str, arguments: dict[str, Any]) -> None:
+    """A model that stops has made its call; one that is cut off has not."""
+    text = f"<tool_call>\n<function=weather>\n{written}"
+    for pieces in ([text], list(text)):
+        assert calls_of(run(PARSERS["coder"](), pieces)) == [("weather", arguments)]
+    told = "".join(part[1] for part in run(PARSERS["coder"](), [text], "length") if part[0] == "arguments")
+    assert not told.endswith("}")
+
+
+TYPES: dict[str, Any] = {
+    "$defs": {
+        "Point": {"type": "object"},
+        "Kind": {"enum": ["a", "b"]},
+        "Self": {"anyOf": [{"$ref": "#/$defs/Self"}, {"type": "integer"}]},
+    },
+    "properties": {
+        "point": {"$ref": "#/$defs/Point"},
+        "kind": {"$ref": "#/$defs/Kind"},
+        "self": {"$ref": "#/$defs/Self"},
+        "away": {"$ref": "https://example.com/x"},
+        "all": {"allOf": [{"$ref": "#/$defs/Point"}, {"description": "where"}]},
+        "one": {"enum": [1, 2]},
+        "const": {"const": True},
+        "number": {"type": "number", "allOf": [{"type": "integer"}]},
+        "ways": {"type": "object", "anyOf": [{"required": ["a"]}, {"required": ["b"]}]},
+        "any": {},
+        "true": True,
+        "odd": 5,
+        "odd type": {"type": 5},
+        "odd ways": {"anyOf": 5, "enum": {}, "$ref": []},
+    },
+}
+
+
+@pytest.mark.parametrize("key", [key for key in TYPES["properties"] if key != "kind"])
+def test_types_that_a_schema_says_in_other_words(key: str) -> None:
+    parser = QwenCoderParser({"f": TYPES})
+    assert calls_of(run(parser, [coder(("f", {key: '{"x": [1]}'}))])) == [("f", {key: {"x": [1]}})]
+    parser = QwenCoderParser({"f": TYPES})
+    assert calls_of(run(parser, [coder(("f", {key: "neither"}))])) == [("f", {key: "neither"})]
+
+
+def test_texts_that_a_schema_says_in_other_words() -> None:
+    parser = QwenCoderParser({"f": TYPES})
+    assert calls_of(run(parser, [coder(("f", {"kind": "1"}))])) == [("f", {"kind": "1"})]
+
+
+@pytest.mark.parametrize("schema", [{"properties": ["x"]}, {"properties": 5}, {}, {"properties": {"x": "y"}}])
+def test_schemas_that_are_none(schema: dict[str, Any]) -> None:
+    parser = QwenCoderParser({"f": schema})
+    assert calls_of(run(parser, [coder(("f", {"x": "text"}))])) == [("f", {"x": "text"})]
+
+
+@pytest.mark.parametrize(
+    ("value", "read"),
+    [
+        ('["\\ud800 é"]', ["\ud800 é"]),
+        ("1e999", "1e999"),
+        ("[-1e999]", "[-1e999]"),
+        ("1.5", 1.5),
+        ("[" * 100_000, "[" * 100_000),
+    ],
+)
+def test_values_that_have_no_json(value: str, read: Any) -> None:
+    events = run(PARSERS["coder"](), [coder(("weather", {"days": value}))])
+    assert calls_of(events) == [("weather", {"days": read})]
+    "".join(text for _, text, _ in events).encode()
+
+
+def test_half_characters_in_calls() -> None:
+    name, arguments = '"\\ud800"', '"{\\"a\\": \\"\\ud800\\"}"'
+    events = run(PARSERS["hermes"](), [f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>'])
+    assert calls_of(events) == [("\\ud800", {"a": "\ud800"})]
+    "".join(text for _, text, _ in events).encode()
