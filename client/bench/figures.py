@@ -45,9 +45,9 @@ class Figures:
     input_tokens: Spread | None  # of a request
     output_tokens: Spread | None
     counted_by: str  # "usage": the server's count of output tokens; "pieces": ours, where it told none
-    ttft_ms: Spread | None  # time to the first token
+    ttft_ms: Spread | None  # time to the first token; like that of the whole answer from when it was to be sent
     between_ms: Spread | None  # from one piece of an answer to the next
-    per_token_ms: Spread | None  # of each request: the mean after its first token
+    per_token_ms: Spread | None  # of each answer of several pieces: the mean of the tokens after its first piece
     e2e_ms: Spread | None  # the whole answer
     tokens_per_piece: float | None  # above 1 where a server sends several tokens at once
     late_ms: Spread | None  # how late requests were sent that have a time: above a few ms, this machine is too slow
@@ -57,7 +57,10 @@ class Figures:
 
 
 def figures_of(run: Run) -> Figures:
-    """Completed requests alone count, but for errors."""
+    """Completed requests alone count, but for errors.
+
+    Waits begin when a request should have been sent: where this machine falls behind its plan, users would wait too.
+    """
     records = run.records
     done = [record for record in records if record.finished]
     errors = _count_errors(records)
@@ -81,10 +84,10 @@ def figures_of(run: Run) -> Figures:
         input_tokens=spread(input_tokens),
         output_tokens=spread(output_tokens),
         counted_by="usage" if all(record.output_tokens is not None for record in done) else "pieces",
-        ttft_ms=spread([1e3 * (record.deliveries[0] - record.sent) for record in done if record.deliveries]),
+        ttft_ms=spread([1e3 * (record.deliveries[0] - record.planned) for record in done if record.deliveries]),
         between_ms=spread([1e3 * (after - before) for record in done for before, after in pairwise(record.deliveries)]),
         per_token_ms=spread([1e3 * time for time in map(_per_token, done) if time is not None]),
-        e2e_ms=spread([1e3 * (record.ended - record.sent) for record in done]),
+        e2e_ms=spread([1e3 * (record.ended - record.planned) for record in done]),
         tokens_per_piece=sum(output_tokens) / pieces if pieces else None,
         late_ms=spread([1e3 * (record.sent - record.planned) for record in records])
         if run.load.concurrency is None
@@ -107,11 +110,13 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 
 def _per_token(record: Record) -> float | None:
-    tokens = record.num_output_tokens
-    if not record.deliveries or tokens < 2:
+    """Seconds; None of an answer in one piece, which says nothing of the time between its tokens."""
+    # A server that counts at the end alone is taken to begin with one token.
+    tokens = record.num_output_tokens - (record.first_tokens or 1)
+    if len(record.deliveries) < 2 or tokens < 1:
         return None
     # Up to the end, not to the last piece: the last tokens may have no text.
-    return (record.ended - record.deliveries[0]) / (tokens - 1)
+    return (record.ended - record.deliveries[0]) / tokens
 
 
 def _rate(count: float, seconds: float) -> float:

@@ -22,12 +22,13 @@ _Ask = Callable[[Question, float], Coroutine[Any, Any, None]]
 class Record:
     """One request. Times are seconds of time.perf_counter."""
 
-    planned: float  # when it should have been sent
+    planned: float  # when it should have been sent; with a number in flight, that is when it was
     sent: float
     ended: float = 0.0
     deliveries: array[float] = field(default_factory=lambda: array("d"))  # when a piece of the answer came
     input_tokens: int | None = None  # by the server's count, like the next one
     output_tokens: int | None = None
+    first_tokens: int | None = None  # of the first piece, and of what came before it without text
     error: str = ""
     finished: bool = False  # the whole answer came
 
@@ -94,10 +95,12 @@ async def _ask(target: Target, client: StreamClient, question: Question, record:
     try:
         async with target.ask(client, question.prompt, question.output_tokens) as stream:
             async for chunk in stream:
-                if chunk.text or "reasoning_content" in chunk.extra:
-                    deliveries.append(time.perf_counter())
                 if chunk.num_output_tokens is not None:
                     record.output_tokens = (record.output_tokens or 0) + chunk.num_output_tokens
+                if chunk.text or "reasoning_content" in chunk.extra:
+                    deliveries.append(time.perf_counter())
+                    if len(deliveries) == 1:
+                        record.first_tokens = record.output_tokens
                 if chunk.num_input_tokens is not None:
                     record.input_tokens = chunk.num_input_tokens
         record.finished = True

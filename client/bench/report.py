@@ -16,6 +16,7 @@ from rich.table import Table
 from .figures import Figures
 
 FORMAT = "minisgl bench 1"
+_MANY_TOKENS_PER_PIECE = 1.5
 
 # Row of a table -> where the figures have it.
 _TIMES = {
@@ -92,6 +93,9 @@ def _caption(runs: Sequence[Figures]) -> str:
     notes = ["Times: p50 / p90 / p99."]
     if any(run.counted_by == "pieces" and run.completed for run in runs):
         notes.append("The server told no token counts: each piece of an answer counts as one token.")
+    most = max((run.tokens_per_piece or 0.0 for run in runs), default=0.0)
+    if most >= _MANY_TOKENS_PER_PIECE:
+        notes.append(f"Several tokens came at once, up to {number(most)} a piece: pieces are not tokens.")
     if any(run.late_ms is not None and run.late_ms.p99 > 20 for run in runs):
         notes.append("Requests were sent late: this machine is too slow for the load.")
     return " ".join(notes)

@@ -102,34 +102,44 @@ async def fit_prompt_maker(count: Callable[[str], Awaitable[int | None]], longes
     return PromptMaker(per_word, few - per_word * _FEW_WORDS)
 
 
+class _Sources:
+    """A generator each: how many words a server needs for a length must not change the other requests."""
+
+    def __init__(self, seed: str) -> None:
+        self.lengths, self.gaps, self.words = (random.Random(f"{seed} {name}") for name in ("lengths", "gaps", "words"))
+
+
 def closed_load(
     concurrency: int, requests: int, inputs: Lengths, outputs: Lengths, maker: PromptMaker, seed: int
 ) -> Load:
     """`concurrency` requests in flight all the time: the next is sent when one has ended."""
-    source = random.Random(f"{seed} {concurrency}")
-    lengths = [(inputs.draw(source), outputs.draw(source)) for _ in range(requests)]
-    questions = [Question(maker.make(source, prompt), answer) for prompt, answer in lengths]
+    sources = _Sources(f"{seed} {concurrency}")
+    questions = []
+    for _ in range(requests):
+        prompt, answer = inputs.draw(sources.lengths), outputs.draw(sources.lengths)
+        questions.append(Question(maker.make(sources.words, prompt), answer))
     return Load({"concurrency": concurrency}, questions, concurrency)
 
 
 def poisson_load(rate: float, requests: int, inputs: Lengths, outputs: Lengths, maker: PromptMaker, seed: int) -> Load:
     """Requests that know nothing of each other: `rate` a second on average, with exponential gaps.
 
-    The same seed gives the same requests in the same order at every rate, with longer or shorter gaps.
+    The same seed gives the same requests in the same order at every rate, with longer or shorter gaps. Lengths and
+    times are the same for every server.
     """
-    source = random.Random(seed)
+    sources = _Sources(str(seed))
     questions, at = [], 0.0
     for _ in range(requests):
-        prompt, answer = inputs.draw(source), outputs.draw(source)
-        questions.append(Question(maker.make(source, prompt), answer, at))
-        at += source.expovariate(1.0) / rate
+        prompt, answer = inputs.draw(sources.lengths), outputs.draw(sources.lengths)
+        questions.append(Question(maker.make(sources.words, prompt), answer, at))
+        at += sources.gaps.expovariate(1.0) / rate
     return Load({"rate": rate}, questions)
 
 
 def trace_load(name: str, arrivals: Sequence[Arrival], maker: PromptMaker, seed: int) -> Load:
     """The trace's times and lengths, with random words."""
-    source = random.Random(seed)
-    questions = [Question(maker.make(source, one.input_tokens), one.output_tokens, one.at) for one in arrivals]
+    words = _Sources(str(seed)).words
+    questions = [Question(maker.make(words, one.input_tokens), one.output_tokens, one.at) for one in arrivals]
     return Load({"trace": name}, questions)
 
 
