@@ -23,7 +23,7 @@ from .chat.command import ChatLoop
 from .chat.conversation import Chat, OpenStream
 from .client import Client
 from .connection import Protocol, parse_url
-from .console import errors_in_one_line, fail, print_table, progress, remark
+from .console import errors_in_one_line, fail, print_table, progress, remark, write_answer
 from .errors import Unavailable
 from .local import add_local_commands
 from .openai_client import OpenAIClient
@@ -110,9 +110,9 @@ def generate(
         if stream and n == 1 and not as_json:
             with client.stream(question, messages=messages, **options) as answer:
                 for chunk in answer:
-                    _write(chunk.text)
+                    write_answer(chunk.text)
                 result = answer.result()
-            _write("\n")
+            write_answer("\n")
         else:
             result = client.generate(question, messages=messages, **options)
             _print_result(result, as_json)
@@ -298,19 +298,14 @@ def _options(
     return options  # type: ignore[no-any-return]
 
 
-def _write(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
-
-
 def _print_result(result: Result, as_json: bool) -> None:
     if as_json:
-        typer.echo(json.dumps(dataclasses.asdict(result), ensure_ascii=False, indent=2))
+        write_answer(json.dumps(dataclasses.asdict(result), ensure_ascii=False, indent=2) + "\n")
         return
     for choice in result.choices:
         if len(result.choices) > 1:
-            typer.echo(f"--- {choice.index} ({choice.finish_reason})")
-        typer.echo(choice.text)
+            write_answer(f"--- {choice.index} ({choice.finish_reason})\n")
+        write_answer(f"{choice.text}\n")
 
 
 def _print_summary(result: Result, seconds: float) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import sys
 from collections.abc import Iterator
 from typing import NoReturn
@@ -14,9 +15,23 @@ from rich.table import Table
 
 from .errors import ClientError, Unavailable
 
+# All control characters but tabs and line ends.
+_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
 
 class CommandError(Exception):
     """A command cannot go on, through no fault of its arguments; one line says why."""
+
+
+def without_controls(text: str) -> str:
+    """What a model or a server wrote, for a terminal: it must not steer that."""
+    return _CONTROLS.sub("", text)
+
+
+def write_answer(text: str) -> None:
+    """To stdout at once: as it came in a pipe, without control characters on a terminal."""
+    sys.stdout.write(without_controls(text) if sys.stdout.isatty() else text)
+    sys.stdout.flush()
 
 
 @contextlib.contextmanager
@@ -51,7 +66,7 @@ def fail(message: str, exit_status: int) -> NoReturn:
 
 def say_error(markup: str) -> None:
     """A line on stderr, never folded."""
-    Console(stderr=True, soft_wrap=True).print(markup, highlight=False)
+    Console(stderr=True, soft_wrap=True).print(without_controls(markup), highlight=False)
 
 
 def remark(text: str) -> None:

@@ -37,7 +37,10 @@ class OpenAIServer:
 
     @classmethod
     def parse(cls, url: str, api_key: str | None = None) -> OpenAIServer:
-        """`[http[s]://]HOST[:PORT][/PATH]`; without a path it is /v1. Raises ValueError for a URL of another form."""
+        """`[http[s]://]HOST[:PORT][/PATH]`; without a path it is /v1. White space around the key is left out.
+
+        Raises ValueError for a URL of another form, and for a key that no HTTP header can hold.
+        """
         allowed = "http://HOST:PORT or https://HOST:PORT, with a path like /v1 behind it or not"
         scheme, _, rest = url.rpartition("://")
         scheme = scheme or "http"
@@ -49,7 +52,11 @@ class OpenAIServer:
         if scheme not in _DEFAULT_PORTS or not host or parts.query or parts.fragment or parts.username is not None:
             raise ValueError(f"the server's URL is {url!r}; allowed: {allowed}")
         path = parts.path.rstrip("/") or "/v1"
-        return cls(host, port or _DEFAULT_PORTS[scheme], scheme == "https", path, api_key or None)
+        key = (api_key or "").strip()
+        if not (key.isascii() and key.isprintable()):
+            # A secret: it is not shown.
+            raise ValueError("the API key holds a character that is not allowed; allowed: printable ASCII in one line")
+        return cls(host, port or _DEFAULT_PORTS[scheme], scheme == "https", path, key or None)
 
     @property
     def authority(self) -> str:

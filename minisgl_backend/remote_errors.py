@@ -49,7 +49,7 @@ class Cancelled(ClientError):
 
 
 class TimedOut(ClientError):
-    """The answer was not complete within the request's `timeout`; the request was cancelled."""
+    """The answer was not complete within the request's `timeout`, or a limit of the server or of a proxy before it."""
 
 
 class ServerError(ClientError):
@@ -73,10 +73,13 @@ _STATUS_BY_HTTP: dict[int, str] = {
     401: "UNAUTHENTICATED",
     403: "PERMISSION_DENIED",
     404: "NOT_FOUND",
+    408: "DEADLINE_EXCEEDED",
     429: "RESOURCE_EXHAUSTED",
     500: "INTERNAL",
     501: "UNIMPLEMENTED",
+    502: "UNAVAILABLE",  # a proxy does not reach the server
     503: "UNAVAILABLE",
+    504: "DEADLINE_EXCEEDED",
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-import sys
 from typing import Protocol
 
 from markdown_it import MarkdownIt
@@ -13,9 +11,9 @@ from rich.markdown import Markdown
 from rich.segment import Segment
 from rich.text import Text
 
+from ..console import without_controls, write_answer
+
 _FRAMES_PER_SECOND = 10
-# A model must not steer the terminal: all control characters but tabs and line ends.
-_CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class Screen(Protocol):
@@ -36,8 +34,7 @@ class PlainScreen:
         pass
 
     def write(self, text: str) -> None:
-        sys.stdout.write(_CONTROLS.sub("", text) if sys.stdout.isatty() else text)
-        sys.stdout.flush()
+        write_answer(text)
 
     def end(self) -> None:
         pass
@@ -56,7 +53,7 @@ class MarkdownScreen:
     def think(self, text: str) -> None:
         if self._live is None:
             self._thinks = True
-            self._console.print(Text(_CONTROLS.sub("", text)), style="dim italic", end="", soft_wrap=True)
+            self._console.print(Text(without_controls(text)), style="dim italic", end="", soft_wrap=True)
 
     def write(self, text: str) -> None:
         if self._live is None and text:
@@ -71,7 +68,7 @@ class MarkdownScreen:
                 vertical_overflow="crop",
             )
             self._live.start()
-        self._rest += _CONTROLS.sub("", text)
+        self._rest += without_controls(text)
         if "\n" in text:
             self._print_complete()
 

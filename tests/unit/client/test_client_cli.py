@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,8 +15,10 @@ from fake_server import WORDS, Record
 from typer.testing import CliRunner
 
 import minisgl_backend
-from client import Client, Unavailable
+from client import Client, Unavailable, cli
 from client.cli import app
+from client.console import write_answer
+from client.results import Choice, Result
 from minisgl_backend.host.openai_endpoint import REASONING_PARSERS, TOOL_PARSERS
 
 FULL_TEXT = "".join(WORDS)
@@ -111,6 +114,26 @@ def test_help_is_whole(command: list[str], words: str, monkeypatch: pytest.Monke
     done = run(*command, "--help")
     assert done.exit_code == 0, done.exception
     assert words in done.stdout
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_model_does_not_steer_the_terminal(as_json: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    written = "a\x1b[2J\tb\x9b31m\x07\n"
+    result = Result("id", (Choice(written, "stop", 0, 1),), 1, 1)
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stdout", stream)
+        cli._print_result(result, as_json)
+        shown = stream.getvalue()
+        assert ("\x9b" in shown) is not stream.isatty()
+        assert as_json or ("\x1b" in shown) is not stream.isatty()
+    monkeypatch.setattr(sys, "stdout", stream := Terminal())
+    write_answer(written)
+    assert stream.getvalue() == "a[2J\tb31m\n"
 
 
 def test_the_version() -> None:

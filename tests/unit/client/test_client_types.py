@@ -112,10 +112,13 @@ def test_a_bare_final_flag_is_no_chunk() -> None:
         (400, "the engine is not running at the moment; try again in a few seconds", errors.Unavailable),
         (404, "unknown model", errors.InvalidRequest),
         (404, "Request for unknown model: 'ensemble' has no available versions", errors.Unavailable),
+        (408, "too slow", errors.TimedOut),
         (418, "teapot", errors.InvalidRequest),
         (500, "oops", errors.ServerError),
         (501, "decoupled", errors.ServerError),
+        (502, "<html>Bad Gateway</html>", errors.Unavailable),
         (503, "busy", errors.Unavailable),
+        (504, "<html>Gateway Time-out</html>", errors.TimedOut),
     ],
 )
 def test_http_errors(code: int, message: str, expected: type[errors.ClientError]) -> None:
