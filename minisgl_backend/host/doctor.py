@@ -237,7 +237,12 @@ def _ports() -> Iterator[Finding]:
 
 def _folders(num_gpus: int) -> Iterator[Finding]:
     yield _shared_memory(num_gpus)
-    yield _writable("sockets and copies", Path(tempfile.gettempdir()), PROBLEM, "TMPDIR")
+    try:
+        temporary = Path(tempfile.gettempdir())
+    except OSError as error:  # none of the folders that Python tries can be written
+        yield Finding("folders", "sockets and copies", PROBLEM, str(error.strerror), "TMPDIR=FOLDER chooses another")
+    else:
+        yield _writable("sockets and copies", temporary, PROBLEM, "TMPDIR")
     home = Path.home()
     cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
     hub = Path(os.environ.get("HF_HOME") or cache / "huggingface")
@@ -281,10 +286,12 @@ def _answer(probe: subprocess.Popen[str]) -> Mapping[str, Any]:
     except subprocess.TimeoutExpired:
         probe.kill()
         return {"broken": f"torch did not load within {_PROBE_SECONDS:g} s"}
-    lines = output.strip().splitlines()
-    if probe.returncode == 0 and lines:
-        answer: dict[str, Any] = json.loads(lines[-1])
-        return answer
+    # Libraries may print, before the report and behind it.
+    for line in reversed(output.splitlines() if probe.returncode == 0 else []):
+        with contextlib.suppress(ValueError):
+            answer = json.loads(line)
+            if isinstance(answer, dict):
+                return answer
     told = [line for line in errors.splitlines() if line.strip()]
     return {"broken": told[-1] if told else f"the process ended with exit code {probe.returncode}"}
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import venv
 from collections.abc import Mapping
 from pathlib import Path
@@ -248,3 +250,27 @@ def test_the_command_has_it() -> None:
     command = [sys.executable, "-m", "client", "doctor", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.startswith("usage: minisgl doctor [-h] [--json]")
+
+
+def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> str:
+        raise FileNotFoundError(errno.ENOENT, "No usable temporary directory found in ['/tmp']")
+
+    monkeypatch.setattr(tempfile, "gettempdir", fail)
+    found = by_name(list(doctor._folders(0)))["folders sockets and copies"]
+    assert (found.state, found.text) == (PROBLEM, "No usable temporary directory found in ['/tmp']")
+    assert "TMPDIR=FOLDER" in found.remedy
+
+
+@pytest.mark.parametrize(
+    ("code", "answer"),
+    [
+        ("print('hello'); print('{\"torch\": 1}'); print('bye'); print(7)", {"torch": 1}),
+        ("print('hello')", {"broken": "the process ended with exit code 0"}),
+        ("print('{}'); raise SystemExit('no torch')", {"broken": "no torch"}),
+    ],
+)
+def test_libraries_may_print_around_the_report(code: str, answer: Mapping[str, Any]) -> None:
+    command = [sys.executable, "-S", "-c", code]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as probe:
+        assert doctor._answer(probe) == answer
