@@ -100,6 +100,8 @@ def _is_free(port: int) -> bool:
 @contextlib.contextmanager
 def served(place: Namespace, block: Block, environment: dict[str, str], log: Path) -> Iterator[None]:
     """What the block serves, ready; at the end Ctrl-C, and it has to end well."""
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
     with log.open("wb") as output:
         process = subprocess.Popen(
             place.command("bash", "-euo", "pipefail", "-c", block.code),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import signal
 import subprocess
 import time
@@ -86,6 +87,8 @@ def test_an_installed_wheel_serves(installation: Installation, empty: Path, tmp_
         find_triton_server()
     except ConfigError as error:
         pytest.skip(f"no tritonserver: {error}")
+    if shutil.which("curl") is None:
+        pytest.skip("needs curl")
     http, grpc, metrics, health, openai = free_ports(5)
     command = [installation.command("minisgl"), "serve", "--page-size", "16"]
     for name, port in (("http", http), ("grpc", grpc), ("metrics", metrics), ("health", health), ("openai", openai)):
