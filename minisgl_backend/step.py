@@ -133,6 +133,7 @@ class StepDecisions:
     graph_size: int = 0  # decode batch of the captured graph to replay; 0: run eagerly
     resamples: bool = False  # sampled again after the graph, which samples by temperature alone
     prompt_logprobs: tuple[PromptLogprobsRequest, ...] = ()
+    prompt_size: int = 0  # tokens of the captured pass that a lone prompt takes; 0: it takes none
 
 
 class Logprobs(msgspec.Struct, frozen=True):

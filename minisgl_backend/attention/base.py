@@ -2,8 +2,8 @@
 
 Metadata is prepared once a step (`plan_*`), never once a layer; prefill and decode are separate. For CUDA graphs there
 are three methods: `allocate_graph` once, `plan_capture` before a batch size is captured, `plan_replay` before each
-replay, which is on the critical path and must neither synchronise nor allocate. Two more, `plan_prompt_capture` and
-`plan_prompt_replay`, serve passes of one prompt and nothing else.
+replay, which is on the critical path and must neither synchronise nor allocate. One more, `plan_prompt`, serves
+captured passes of one prompt and nothing else.
 
 Keys and values are read here and written by `Ops.rope_store`, except where `decode_with_rope` stores the new token's
 itself; `KVPool` hands both the same tensors, whose layout and number format `kv.layout` describes.
@@ -98,6 +98,17 @@ class PrefillInputs:
 
 
 @dataclass(frozen=True, kw_only=True)
+class PromptInputs:
+    """One prompt and nothing beside it, in buffers on the device that are filled before each replay of a captured
+    pass. Its query tokens are the last of its kv_lens tokens, as in PrefillInputs."""
+
+    num_tokens: int  # query tokens, at most
+    cu_seqlens_q: torch.Tensor  # int32 [2]; 0 and the number of query tokens
+    kv_lens: torch.Tensor  # int32 [1]; at most PROMPT_GRAPH_CONTEXT
+    page_table: torch.Tensor  # int32 [1, pages for PROMPT_GRAPH_CONTEXT tokens]
+
+
+@dataclass(frozen=True, kw_only=True)
 class DecodeInputs:
     """The decode part of one step: one query token a sequence, the last of its kv_lens tokens.
 
@@ -183,15 +194,10 @@ class AttentionBackend(ABC):
 
     @property
     def captures_prompts(self) -> bool:
-        """Whether the two methods below are there."""
+        """Whether `plan_prompt` is there."""
         return False
 
-    def plan_prompt_capture(self, num_tokens: int) -> Plan:
-        """The plan to capture a pass of one prompt with, of up to `num_tokens` tokens; `prefill_into` reads static
-        buffers, which all captured passes share, and leaves the lines of what the prompt does not have as they are."""
-        raise NotImplementedError(f"{type(self).__name__} does not capture prompts")
-
-    def plan_prompt_replay(self, plan: Plan) -> None:
-        """Brings those buffers up to date; `plan` is that of plan_prefill for one sequence of at most
-        PROMPT_GRAPH_CONTEXT tokens."""
+    def plan_prompt(self, inputs: PromptInputs) -> Plan:
+        """The plan to capture a pass of one prompt with, whatever prompt the buffers hold at a replay; `prefill_into`
+        leaves the lines of tokens that the prompt does not have as they are."""
         raise NotImplementedError(f"{type(self).__name__} does not capture prompts")

@@ -6,7 +6,6 @@ Every page size works; the kernels take the head-major pool through a transposed
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from dataclasses import dataclass
 from typing import Any
@@ -14,12 +13,12 @@ from typing import Any
 import torch
 
 from minisgl_backend.attention.base import (
-    PROMPT_GRAPH_CONTEXT,
     AttentionBackend,
     AttentionSpec,
     DecodeInputs,
     LayerGroup,
     PrefillInputs,
+    PromptInputs,
 )
 from minisgl_backend.kv.layout import FP8, LayerKV
 
@@ -50,7 +49,6 @@ class FlashAttentionBackend(AttentionBackend):
         self._window = (-1, -1) if group.window is None else (group.window - 1, 0)
         self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
         self._graph_tables: torch.Tensor | None = None
-        self._prompt: _Plan | None = None  # of captured passes
         self._scales: dict[float, torch.Tensor] = {}
 
     def plan_prefill(self, inputs: PrefillInputs) -> _Plan:
@@ -127,18 +125,6 @@ class FlashAttentionBackend(AttentionBackend):
     def captures_prompts(self) -> bool:
         return self._writes_out  # else lines that the prompt does not have would be overwritten, with anything
 
-    def plan_prompt_capture(self, num_tokens: int) -> _Plan:
-        if self._prompt is None:
-            zeros = torch.zeros(1, dtype=torch.int32, device=self.spec.device)
-            pages = min(self.spec.max_pages_per_row, -(-PROMPT_GRAPH_CONTEXT // self.spec.page_size))
-            # One token on the padding page until a prompt comes.
-            self._prompt = _Plan(zeros + 1, zeros.expand(1, pages).clone(), torch.cat([zeros, zeros + 1]), 1)
+    def plan_prompt(self, inputs: PromptInputs) -> _Plan:
         # Splits would take memory for as many parts as the longest prompt could have.
-        return dataclasses.replace(self._prompt, max_q_len=num_tokens, num_splits=1)
-
-    def plan_prompt_replay(self, plan: _Plan) -> None:
-        if self._prompt is None:
-            raise RuntimeError("plan_prompt_capture comes before plan_prompt_replay")
-        self._prompt.kv_lens.copy_(plan.kv_lens)
-        self._prompt.cu_seqlens_q.copy_(plan.cu_seqlens_q)
-        self._prompt.page_table[:, : plan.page_table.shape[1]].copy_(plan.page_table)
+        return _Plan(inputs.kv_lens, inputs.page_table, inputs.cu_seqlens_q, inputs.num_tokens, num_splits=1)

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.attention.base import (
-    PROMPT_GRAPH_CONTEXT,
     AttentionBackend,
     AttentionSpec,
     DecodeInputs,
     Plan,
     PrefillInputs,
+    PromptInputs,
     QKNormRope,
 )
 from minisgl_backend.kv.layout import LayerKV
@@ -29,7 +29,6 @@ class HybridPlan:
     prefill: tuple[Plan, ...] | None
     decode: tuple[Plan, ...] | None
     num_prefill_tokens: int
-    is_lone_prompt: bool = False  # one prompt and no decode part, short enough for `plan_prompt_replay`
 
 
 class HybridAttention:
@@ -48,10 +47,6 @@ class HybridAttention:
             prefill=tuple([one.plan_prefill(prefill) for one in self._prefill]) if prefill is not None else None,
             decode=tuple([one.plan_decode(decode) for one in self._decode]) if decode is not None else None,
             num_prefill_tokens=int(prefill.cu_seqlens_q_host[-1]) if prefill is not None else 0,
-            is_lone_prompt=decode is None
-            and prefill is not None
-            and len(prefill.kv_lens_host) == 1
-            and int(prefill.kv_lens_host[0]) <= PROMPT_GRAPH_CONTEXT,
         )
 
     def attend(self, layer_index: int, q: torch.Tensor, kv: LayerKV, plan: HybridPlan) -> torch.Tensor:
@@ -108,11 +103,6 @@ class HybridAttention:
         """Whether passes of one prompt are captured whole."""
         return all(one.captures_prompts for one in self._prefill)
 
-    def plan_prompt_capture(self, num_tokens: int) -> HybridPlan:
-        return HybridPlan(tuple([one.plan_prompt_capture(num_tokens) for one in self._prefill]), None, num_tokens)
-
-    def plan_prompt_replay(self, plan: HybridPlan) -> None:
-        """`plan`: one of `plan`'s that is a lone prompt's."""
-        assert plan.prefill is not None, "a prompt has a prefill part"
-        for one, prepared in zip(self._prefill, plan.prefill, strict=True):
-            one.plan_prompt_replay(prepared)
+    def plan_prompt(self, inputs: PromptInputs) -> HybridPlan:
+        """See AttentionBackend."""
+        return HybridPlan(tuple([one.plan_prompt(inputs) for one in self._prefill]), None, inputs.num_tokens)

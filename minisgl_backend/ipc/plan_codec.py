@@ -40,6 +40,7 @@ class _Step(msgspec.Struct, frozen=True, array_like=True):
     graph_size: int
     resamples: bool
     prompt_logprobs: tuple[tuple[int, int, int, int, int], ...]
+    prompt_size: int
 
 
 _ENCODER = msgspec.msgpack.Encoder()
@@ -66,6 +67,7 @@ def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
             graph_size=decisions.graph_size,
             resamples=decisions.resamples,
             prompt_logprobs=tuple((r.row, r.first, r.position, r.count, r.top) for r in decisions.prompt_logprobs),
+            prompt_size=decisions.prompt_size,
         )
     )
 
@@ -77,6 +79,7 @@ def unpack_step(data: bytes) -> tuple[StepPlan, StepDecisions]:
         graph_size=plan.graph_size,
         resamples=plan.resamples,
         prompt_logprobs=tuple(PromptLogprobsRequest(*request) for request in plan.prompt_logprobs),
+        prompt_size=plan.prompt_size,
     )
     return _plan_of(plan), decisions
 

@@ -15,6 +15,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.kernels.sampling_layout import NUM_PARAMS
+from minisgl_backend.runner.lone_prompt import PromptLayout, PromptTensors
 from minisgl_backend.runner.row_table import RowTable, RowUpdates
 from minisgl_backend.runner.staging import Staged, Staging
 from minisgl_backend.sampling.metadata import NOTHING, SamplingInputs, SamplingMetadata, SamplingRows
@@ -63,7 +64,6 @@ class StepTensors:
 
     plan: StepPlan
     decisions: StepDecisions
-    num_prefill_tokens: int
     num_sampled: int
     checked_rows: tuple[int, ...]  # of chunks that do not end their prompt: nothing else tells that they are sound
     prefill: PrefillInputs | None
@@ -96,19 +96,29 @@ class BatchBuilder:
     def __init__(self, table: RowTable, sampling: SamplingRows) -> None:
         self._table = table
         self._sampling = sampling
+        self._prompts = PromptLayout(table.page_size, table.page_table.shape[1])
         self.staging = Staging(table.max_rows, table.device)
 
-    def build_host(self, plan: StepPlan, graph_sizes: Sequence[int] = ()) -> HostBatch:
+    def build_host(
+        self, plan: StepPlan, graph_sizes: Sequence[int] = (), prompt_sizes: Sequence[int] = ()
+    ) -> HostBatch:
         """Everything that the host decides: needs of the sampler, padding, the filled staging buffer.
 
-        `graph_sizes`: decode batches that have a captured graph, ascending. Raises RowError where a request cannot be
-        served after all; nothing has happened on the device or on another rank then.
+        `graph_sizes`: decode batches that have a captured graph, ascending; `prompt_sizes`: tokens of lone prompts
+        whose passes are captured, likewise. Raises RowError where a request cannot be served after all; nothing has
+        happened on the device or on another rank then.
         """
         for admitted in plan.admitted:
             try:
                 self._sampling.admit(admitted)
             except Exception as error:
                 raise RowError(admitted.row, error) from error
+        penalised = tuple(admitted for admitted in plan.admitted if admitted.params.has_penalties)
+        if prompt_sizes and self._prompts.serves(plan):
+            needs = self._sampling.metadata_of(plan, _sampled_of_prompt(plan)[0])
+            prompt_size = _graph_size(len(plan.prefill[0].token_ids), prompt_sizes)
+            if prompt_size and not needs.prompt_logprobs:  # for which all lines of the hidden states are needed
+                return self._stage_prompt(plan, StepDecisions(prompt_size=prompt_size), needs, penalised)
         prefill = _prefill_arrays(plan) if plan.prefill else None
         sampled = _sampled(plan, prefill)
         needs = self._sampling.metadata_of(plan, sampled[0])
@@ -118,13 +128,39 @@ class BatchBuilder:
             resamples=graph_size > 0 and needs.extended,
             prompt_logprobs=needs.prompt_logprobs,
         )
-        penalised = tuple(admitted for admitted in plan.admitted if admitted.params.has_penalties)
         return self._stage(plan, prefill, sampled, decisions, needs, penalised)
 
     def mirror_host(self, plan: StepPlan, decisions: StepDecisions) -> HostBatch:
         """The same on a rank that computes what rank 0 decided, and keeps nothing of what only sampling needs."""
+        if decisions.prompt_size:
+            return self._stage_prompt(plan, decisions, NOTHING, ())
         prefill = _prefill_arrays(plan) if plan.prefill else None
         return self._stage(plan, prefill, _sampled(plan, prefill), decisions, NOTHING, ())
+
+    def _stage_prompt(
+        self, plan: StepPlan, decisions: StepDecisions, needs: SamplingMetadata, penalised: tuple[AdmittedRow, ...]
+    ) -> HostBatch:
+        rows, positions = _sampled_of_prompt(plan)
+        (admitted,), (chunk,) = plan.admitted, plan.prefill
+        arrays: dict[str, Int32Array] = {
+            "prompt": self._prompts.pack(plan, decisions.prompt_size),  # the first: its address is the graph's
+            "sampled_rows": rows,
+            "sampled_positions": positions,
+            "admitted_params": _params_of(admitted, self._sampling.vocab_size),
+            "admitted_tokens": admitted.token_ids,
+        }
+        return HostBatch(
+            plan=plan,
+            staged=self.staging.fill(EMPTY, EMPTY, arrays | needs.arrays),
+            prefill=None,
+            decode_rows=EMPTY,
+            decode_lengths=EMPTY,
+            num_sampled=len(rows),
+            checked_rows=() if chunk.samples else (chunk.row,),
+            decisions=decisions,
+            needs=needs,
+            penalised=penalised,
+        )
 
     def _stage(
         self,
@@ -180,7 +216,6 @@ class BatchBuilder:
         return StepTensors(
             plan=host.plan,
             decisions=host.decisions,
-            num_prefill_tokens=prefill.num_tokens if prefill is not None else 0,
             num_sampled=host.num_sampled,
             checked_rows=host.checked_rows,
             prefill=self._prefill_inputs(prefill, arrays) if prefill is not None else None,
@@ -193,6 +228,39 @@ class BatchBuilder:
             waits_for_masks=host.needs.waits_for_masks,
             logprobs=host.needs.logprobs,
         )
+
+    def send_prompt(self, host: HostBatch) -> None:
+        """Uploads a lone prompt that takes a captured pass, which may be launched then; `follow_prompt` comes next."""
+        self.staging.send(host.staged)
+
+    def follow_prompt(self, host: HostBatch) -> StepTensors:
+        """Brings the row table up to date behind a pass that reads nothing of it."""
+        arrays, (admitted,) = self.staging.arrays(host.staged), host.plan.admitted
+        pages = self._prompts.pages(arrays["prompt"], host.decisions.prompt_size, len(host.plan.page_ids))
+        self._table.admit(admitted.row, pages, arrays["admitted_tokens"], arrays["admitted_params"])
+        self._reset_sampling(host)
+        return StepTensors(
+            plan=host.plan,
+            decisions=host.decisions,
+            num_sampled=host.num_sampled,
+            checked_rows=host.checked_rows,
+            prefill=None,
+            decode=None,
+            token_rows=None,
+            token_positions=None,
+            logits_indices=None,
+            cleared_pages=None,
+            sampling=self._sampling.inputs_of(host.needs, arrays["sampled_rows"], arrays["sampled_positions"], arrays),
+            waits_for_masks=host.needs.waits_for_masks,
+            logprobs=host.needs.logprobs,
+        )
+
+    def prompt_tensors(self, size: int) -> PromptTensors:
+        """What the captured pass of a lone prompt of up to `size` tokens reads, with one token on the padding page in
+        it: what such passes are captured on."""
+        words = self.staging.first(self._prompts.num_words(size))
+        words.copy_(torch.from_numpy(self._prompts.padding(size)))
+        return self._prompts.views(words, size)
 
     def decode_inputs(self, rows: Int32Array, lengths: Int32Array) -> DecodeInputs:
         """The decode part whose rows and lengths are (or will be) uploaded; also what graphs are captured with."""
@@ -227,6 +295,9 @@ class BatchBuilder:
                 token_ids=arrays.get("admitted_tokens", none),
             )
         )
+        self._reset_sampling(host)
+
+    def _reset_sampling(self, host: HostBatch) -> None:
         for admitted in host.penalised:
             tokens = self._table.tokens[admitted.row, : len(admitted.token_ids)]
             self._sampling.penalties.reset(admitted.row, tokens, admitted.prompt_len)
@@ -278,6 +349,14 @@ def _sampled(plan: StepPlan, prefill: PrefillHost | None) -> tuple[Int32Array, I
         np.concatenate([prefill.ends[samples], plan.decode_lengths]),
         np.concatenate([prefill.cu_seqlens[1:][samples] - 1, decode_lines]),
     )
+
+
+def _sampled_of_prompt(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
+    """Row and position of the token that the only chunk of a plan samples, if it does: int32 [0 or 1] each."""
+    (chunk,) = plan.prefill
+    if not chunk.samples:
+        return EMPTY, EMPTY
+    return np.array([chunk.row], dtype=np.int32), np.array([chunk.end], dtype=np.int32)
 
 
 def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:

@@ -49,6 +49,14 @@ class Batch:
     attention: HybridPlan | None  # None: the captured graph has its own
 
 
+@dataclass(frozen=True)
+class PromptBatch:
+    """A lone prompt on the device, whose captured pass is to be launched before anything else. Execute it before the
+    next one is prepared."""
+
+    host: HostBatch
+
+
 class ModelRunner:
     """One rank's executor. Used by one thread; computes on the stream that is current when it is called."""
 
@@ -90,7 +98,7 @@ class ModelRunner:
     @torch.inference_mode()
     def use_pieces(self, pieces: PiecewiseRunner) -> None:
         """Captures the forward pass; from now on it serves the steps with a prefill part that fit its sizes."""
-        pieces.capture(self._model.forward, self.attention, self._pool)
+        pieces.capture(self._model.forward, self.attention, self._pool, self._builder.prompt_tensors)
         self._pieces = pieces
 
     def close(self) -> None:
@@ -101,21 +109,26 @@ class ModelRunner:
             if one is not None:
                 one.close()
 
-    def prepare(self, plan: StepPlan) -> Batch:
+    def prepare(self, plan: StepPlan) -> Batch | PromptBatch:
         """`build`, then `upload`."""
         return self.upload(self.build(plan))
 
     def build(self, plan: StepPlan) -> HostBatch:
         """What the host decides about a step, before anything is on the device."""
-        return self._builder.build_host(plan, self._graphs.sizes if self._graphs else ())
+        return self._builder.build_host(
+            plan, self._graphs.sizes if self._graphs else (), self._pieces.prompt_sizes if self._pieces else ()
+        )
 
-    def mirror(self, plan: StepPlan, decisions: StepDecisions) -> Batch:
+    def mirror(self, plan: StepPlan, decisions: StepDecisions) -> Batch | PromptBatch:
         """`prepare` on a rank other than 0, as rank 0 decided."""
         return self.upload(self._builder.mirror_host(plan, decisions))
 
     @torch.inference_mode()
-    def upload(self, host: HostBatch) -> Batch:
+    def upload(self, host: HostBatch) -> Batch | PromptBatch:
         """Uploads the plan, brings the row table up to date and plans attention; never waits for the device."""
+        if host.decisions.prompt_size:
+            self._builder.send_prompt(host)
+            return PromptBatch(host)
         step = self._builder.upload(host)
         if step.cleared_pages is not None:
             self._pool.clear(step.cleared_pages)
@@ -127,11 +140,16 @@ class ModelRunner:
         return Batch(step, self.attention.plan(step.prefill, step.decode))
 
     @torch.inference_mode()
-    def execute(self, batch: Batch) -> PendingStep | UnsampledStep:
+    def execute(self, batch: Batch | PromptBatch) -> PendingStep | UnsampledStep:
         """Launches the step and returns at once (on the CPU: when it is done).
 
         A step with grammars is launched up to its logits: `sample` goes on once their masks are there.
         """
+        if isinstance(batch, PromptBatch):
+            hidden = self._run_prompt(batch.host.decisions.prompt_size)
+            step = self._builder.follow_prompt(batch.host)
+            computed = self._logits(step, hidden)
+            return UnsampledStep(computed) if step.waits_for_masks else self._sample(computed, None)
         step = batch.step
         if step.graph_size:
             computed = self._replay(step)
@@ -165,6 +183,11 @@ class ModelRunner:
         token_ids, slots = self._table.lookup(rows, positions)
         hidden = self._pieces.run(token_ids, positions, slots, plan)
         return hidden if wanted is None else hidden[wanted]
+
+    def _run_prompt(self, size: int) -> torch.Tensor:
+        """The hidden states of a lone prompt's last token, [1, hidden_size]."""
+        assert self._pieces is not None, "a prompt's size comes from the captured passes"
+        return self._pieces.run_prompt(size)
 
     def _wanted(self, step: StepTensors) -> torch.Tensor | None:
         """The lines of the hidden states that somebody will read; None: all of them."""

@@ -7,8 +7,9 @@ breakable graphs, the model's own forward pass runs once for each size, and its 
 and begins the next.
 
 One case has a shape: a lone prompt, which is what a first token waits for where nobody else is served. Where the
-attention backend can (`plan_prompt_capture`), such passes are captured once more, whole: a small model's prompt of
-1,000 tokens is computed in less time than the host takes to launch its pieces.
+attention backend can (`plan_prompt`), such passes are captured once more, whole: a small model's prompt of 1,000 tokens
+is computed in less time than the host takes to launch its pieces. Their inputs are where the upload of a step puts them
+(`runner.lone_prompt`), and only the last token's hidden states come out.
 """
 
 from __future__ import annotations
@@ -22,14 +23,16 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minisgl_backend.attention.base import QKNormRope
+from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT, QKNormRope
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.runner.lone_prompt import PromptTensors
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # that of models.decoder.CausalLM
 AtAttention = Callable[[int], None]  # what to do between two pieces, with the layer's index
+PromptInputs = Callable[[int], PromptTensors]  # by the size of a pass: what it reads, filled for a capture
 Progress = Callable[[int, int], None]  # (sizes captured so far, sizes to capture)
 
 
@@ -50,24 +53,45 @@ class CutContext(ForwardContext):
         return self.attended
 
 
+@dataclass(frozen=True, kw_only=True)
+class PromptContext(ForwardContext):
+    """Attends into one static buffer, so that the lines of padding keep what they had."""
+
+    attended: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
+    attention: HybridAttention
+    plan: HybridPlan
+
+    def attend(
+        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops
+    ) -> torch.Tensor:
+        queries = self.rotate_and_store(layer_index, qkv, positions, rotation, ops)
+        self.attention.attend_into(layer_index, queries, self.pool.layer(layer_index), self.plan, self.attended)
+        return self.attended
+
+
 class PiecewiseRunner(ABC):
     """Passes of up to `sizes[-1]` tokens, padded to the next of `sizes` (ascending) with tokens on the padding page."""
+
+    prompt_sizes: tuple[int, ...] = ()  # those whose passes are there for lone prompts too, ascending
 
     def __init__(self, sizes: tuple[int, ...], hidden_size: int, on_progress: Progress | None = None) -> None:
         self.sizes = sizes
         self._hidden_size = hidden_size
         self._on_progress = on_progress or (lambda done, total: None)
 
-    def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool) -> None:
+    def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool, prompt_inputs: PromptInputs) -> None:
         """Makes all sizes ready; called once, before anything runs. The largest comes first: the others fit into it."""
         spec = attention.spec
         group = spec.groups[0]  # the layers of one model differ in windows, not in heads: one buffer serves all
         heads = (self.sizes[-1], group.num_q_heads, group.head_dim)
-        self._forward, self._attention, self._pool = forward, attention, pool
+        self._forward, self._attention, self._pool, self._prompt_inputs = forward, attention, pool, prompt_inputs
         self._inputs = torch.zeros(3, self.sizes[-1], dtype=torch.int32, device=spec.device)  # ids, positions, slots
         self._queries = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
         self._attended = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
         self._hidden = torch.zeros(self.sizes[-1], self._hidden_size, dtype=spec.dtype, device=spec.device)
+        self._last = torch.zeros(1, self._hidden_size, dtype=spec.dtype, device=spec.device)
+        if attention.supports_prompt_graphs:
+            self.prompt_sizes = tuple(size for size in self.sizes if size <= PROMPT_GRAPH_CONTEXT)
         for done, size in enumerate(reversed(self.sizes)):
             self._capture(size)
             self._on_progress(done + 1, len(self.sizes))
@@ -87,21 +111,18 @@ class PiecewiseRunner(ABC):
         torch.stack([token_ids, positions, slots], out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; of an earlier step it would be taken
         self._attended[num_tokens:size].zero_()  # what is not a number there would reach the padding page
-        if plan.is_lone_prompt and self._attention.supports_prompt_graphs:
-            self._attention.plan_prompt_replay(plan)
-            self._replay_whole(size)
-        else:
-            self._replay(size, self._attend_to(num_tokens, plan))
-        return self._hidden[:num_tokens]
-
-    def _attend_to(self, num_tokens: int, plan: HybridPlan) -> AtAttention:
-        """Attention from one static buffer into the other."""
         queries, attended = self._queries[:num_tokens], self._attended[:num_tokens]
 
         def attend(layer_index: int) -> None:
             self._attention.attend_into(layer_index, queries, self._pool.layer(layer_index), plan, attended)
 
-        return attend
+        self._replay(size, attend)
+        return self._hidden[:num_tokens]
+
+    @abstractmethod
+    def run_prompt(self, size: int) -> torch.Tensor:
+        """The pass of a lone prompt, of one of `prompt_sizes`, on what its inputs hold: the hidden states of its last
+        token, [1, hidden_size], which are overwritten by the next one."""
 
     def close(self) -> None:  # noqa: B027  not every runner has something to free
         """Frees what was captured; nothing can be run afterwards."""
@@ -114,13 +135,19 @@ class PiecewiseRunner(ABC):
     def _replay(self, size: int, at_attention: AtAttention) -> None:
         """Runs the pass of one size, and attention between its pieces."""
 
-    @abstractmethod
-    def _replay_whole(self, size: int) -> None:
-        """Runs the pass of one size for a lone prompt, attention included."""
-
-    def _pass_whole(self, size: int) -> None:
-        """`_pass` with attention as `plan_prompt_replay` sets it."""
-        self._pass(size, self._attend_to(size, self._attention.plan_prompt_capture(size)))
+    def _prompt_pass(self, inputs: PromptTensors) -> None:
+        """The model's own forward pass over a lone prompt, its last token's hidden states into a static buffer."""
+        attended = self._attended[: len(inputs.token_ids)]
+        attended.zero_()  # what is not a number in the lines of padding would reach the padding page
+        context = PromptContext(
+            pool=self._pool,
+            slots=inputs.slots,
+            wanted=inputs.last_line,
+            attended=attended,
+            attention=self._attention,
+            plan=self._attention.plan_prompt(inputs.attention),
+        )
+        self._last.copy_(self._forward(inputs.token_ids, inputs.positions, context))
 
     def _pass(self, size: int, at_attention: AtAttention) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
@@ -143,14 +170,14 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
         self._captured: dict[int, list[torch.cuda.CUDAGraph]] = {}
-        self._whole: dict[int, torch.cuda.CUDAGraph] = {}  # where attention supports it
+        self._prompts: dict[int, torch.cuda.CUDAGraph] = {}  # of `prompt_sizes`
 
-    def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool) -> None:
+    def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool, prompt_inputs: PromptInputs) -> None:
         gc.collect()
         collects = gc.isenabled()
         gc.disable()  # a graph that is collected during a capture would break it
         try:
-            super().capture(forward, attention, pool)
+            super().capture(forward, attention, pool, prompt_inputs)
         finally:
             if collects:
                 gc.enable()
@@ -164,12 +191,14 @@ class PiecewiseCudaGraph(PiecewiseRunner):
             self._stream.synchronize()
             with self._pieces() as (graphs, cut):
                 self._pass(size, cut)
-            if self._attention.supports_prompt_graphs:
-                self._pass_whole(size)
+            if size in self.prompt_sizes:
+                inputs = self._prompt_inputs(size)
+                if not self._prompts:  # the others take the same kernels, or those of the pieces above
+                    self._prompt_pass(inputs)
                 self._stream.synchronize()
                 with self._pieces() as ((whole,), _):
-                    self._pass_whole(size)
-                self._whole[size] = whole
+                    self._prompt_pass(inputs)
+                self._prompts[size] = whole
         self._captured[size] = graphs
         torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -202,28 +231,36 @@ class PiecewiseCudaGraph(PiecewiseRunner):
             at_attention(layer_index)
         last.replay()
 
-    def _replay_whole(self, size: int) -> None:
-        self._whole[size].replay()
+    def run_prompt(self, size: int) -> torch.Tensor:
+        self._prompts[size].replay()
+        return self._last
 
     def close(self) -> None:
-        for graphs in (*self._captured.values(), self._whole.values()):
+        for graphs in (*self._captured.values(), self._prompts.values()):
             for graph in graphs:
                 graph.reset()
         self._captured.clear()
-        self._whole.clear()
+        self._prompts.clear()
 
 
 class EagerPieces(PiecewiseRunner):
     """The same padding and static buffers without graphs: for tests and for devices that have none."""
 
+    def __init__(self, sizes: tuple[int, ...], hidden_size: int, on_progress: Progress | None = None) -> None:
+        super().__init__(sizes, hidden_size, on_progress)
+        self._prompts: dict[int, PromptTensors] = {}
+
     def _capture(self, size: int) -> None:
         self._pass(size, lambda layer_index: None)
+        if size in self.prompt_sizes:
+            self._prompts[size] = self._prompt_inputs(size)
 
     def _replay(self, size: int, at_attention: AtAttention) -> None:
         self._pass(size, at_attention)
 
-    def _replay_whole(self, size: int) -> None:
-        self._pass_whole(size)
+    def run_prompt(self, size: int) -> torch.Tensor:
+        self._prompt_pass(self._prompts[size])
+        return self._last
 
 
 def piece_sizes(largest: int) -> tuple[int, ...]:

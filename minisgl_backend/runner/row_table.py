@@ -53,6 +53,12 @@ class RowTable:
             self.params[updates.admitted_rows] = updates.admitted_params
             self._scatter(self.tokens, updates.token_rows, updates.token_positions, updates.token_ids)
 
+    def admit(self, row: int, pages: torch.Tensor, tokens: torch.Tensor, params: torch.Tensor) -> None:
+        """Writes one row from its first page and token on, without kernels of indices; all int32, in stream order."""
+        self.page_table[row, : len(pages)] = pages
+        self.tokens[row, : len(tokens)] = tokens
+        self.params[row] = params
+
     def lookup(self, rows: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The tokens at these positions and where in the KV pool they go: token ids and slots, int32 [num_tokens]."""
         if self._kernels is not None:

@@ -45,7 +45,7 @@ class Staging:
     lengths: torch.Tensor  # int32 [max_rows], device, fixed address: the decode lengths
 
     def __init__(self, max_rows: int, device: torch.device) -> None:
-        self._lengths_at, self._extra_at = _aligned(max_rows), 2 * _aligned(max_rows)
+        self._lengths_at, self._extra_at = aligned(max_rows), 2 * aligned(max_rows)
         self._device = device
         size = self._extra_at + ORDINARY_EXTRA
         self._hosts = [_HostBuffer(size, pinned=device.type == "cuda") for _ in range(2)]
@@ -62,7 +62,7 @@ class Staging:
             host.uploaded.synchronize()
         host.array[: len(rows)] = rows
         host.array[self._lengths_at : self._lengths_at + len(lengths)] = lengths
-        total = sum(_aligned(array.size) for array in arrays.values())
+        total = sum(aligned(array.size) for array in arrays.values())
         fits = total <= ORDINARY_EXTRA
         target = host.array if fits else np.empty(total, dtype=np.int32)
         offset = self._extra_at if fits else 0
@@ -70,16 +70,28 @@ class Staging:
         for name, array in arrays.items():
             target[offset : offset + array.size] = array.reshape(-1)
             places[name] = (offset, array.shape)
-            offset += _aligned(array.size)
+            offset += aligned(array.size)
         used = offset if fits else self._extra_at
         return Staged(index, used, None if fits else target, places)
 
     def upload(self, staged: Staged) -> dict[str, torch.Tensor]:
-        """Starts the copy and returns the arrays as int32 device tensors, valid until the next upload."""
+        """`send`, then `arrays`."""
+        self.send(staged)
+        return self.arrays(staged)
+
+    def send(self, staged: Staged) -> None:
+        """Starts the copy, but of arrays that did not fit."""
         host = self._hosts[staged.buffer]
         self._on_device[: staged.used].copy_(host.tensor[: staged.used], non_blocking=True)
         if host.uploaded is not None:
             host.uploaded.record()
+
+    def first(self, words: int) -> torch.Tensor:
+        """Where the first of the arrays of a step is, if it has so many words and they fit: a fixed address."""
+        return self._on_device[self._extra_at : self._extra_at + words]
+
+    def arrays(self, staged: Staged) -> dict[str, torch.Tensor]:
+        """What was sent as int32 device tensors, valid until the next upload."""
         source = self._on_device if staged.extra is None else to_device(staged.extra, self._device)
         return {
             name: source[offset : offset + math.prod(shape)].view(shape)
@@ -87,7 +99,8 @@ class Staging:
         }
 
 
-def _aligned(words: int) -> int:
+def aligned(words: int) -> int:
+    """The words that an array of so many takes."""
     return -(-words // ALIGNMENT) * ALIGNMENT
 
 
@@ -116,13 +129,13 @@ class MaskStaging:
         [n]; and the bits.
         """
         if not self._hosts:
-            size = _aligned(self._max_rows) + self._max_rows * self.num_words
+            size = aligned(self._max_rows) + self._max_rows * self.num_words
             self._hosts = [_HostBuffer(size, pinned=self._device.type == "cuda") for _ in range(2)]
             self._on_device = torch.zeros(size, dtype=torch.int32, device=self._device)
         host, self._next = self._hosts[self._next], 1 - self._next
         if host.uploaded is not None:
             host.uploaded.synchronize()
-        first = _aligned(self._max_rows)
+        first = aligned(self._max_rows)
         host.array[:n] = -1
         host.array[lines] = np.arange(len(lines), dtype=np.int32)
         host.array[first : first + bits.size] = bits.reshape(-1)

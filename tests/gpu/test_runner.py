@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -111,7 +113,7 @@ def test_mixed_steps_in_pieces_change_nothing() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_lone_prompts_as_whole_passes_change_nothing(window: int | None, tmp_path: Path) -> None:
+def test_captured_passes_of_lone_prompts_change_nothing(window: int | None, tmp_path: Path) -> None:
     """`fa` serves passes of one prompt as one graph each, here after longer ones and with a cached part."""
     if import_failure("sgl_kernel.flash_attn") is not None:
         pytest.skip("needs sgl-kernel")
@@ -127,26 +129,32 @@ def test_lone_prompts_as_whole_passes_change_nothing(window: int | None, tmp_pat
         runner = make_runner(name, num_pages=200, attention_backend="fa,triton", cuda_graph_max_tokens=largest)
         assert runner.attention.supports_prompt_graphs
         found.append([logprob for row in (3, 2, 1, 3) for logprob in lone_prompt(runner, PROMPTS[row])])
+        assert len(runner._pieces.prompt_sizes if runner._pieces else ()) == (8 if largest else 0)
     assert found[1] == pytest.approx(found[0], abs=0.1)
 
 
 def lone_prompt(runner: ModelRunner, prompt: list[int]) -> list[float]:
-    """Log-probabilities of a prompt in two chunks, then of four tokens said."""
-    driver, results = Driver(PAGE_SIZE), []
-    driver.admit(0, prompt, SamplingParams(temperature=0.0, prompt_logprobs=1, logprobs=1))
-    for length in (len(prompt) - len(prompt) // 3, len(prompt) // 3):
-        if length:
-            plan = driver.plan(prefill={0: length})
-            results.append(runner.execute(runner.prepare(plan)).result())
-            driver.commit(plan, results[-1].token_ids)
-    for _ in range(4):
-        plan = driver.plan(decode=(0,))
-        results.append(runner.execute(runner.prepare(plan)).result())
-        driver.commit(plan, results[-1].token_ids)
-    of_prompt = [one.logprob for result in results for values in result.prompt_logprobs.values() for one in values]
-    said = [one.logprob for result in results for one in result.logprobs.values()]
-    assert (len(of_prompt), len(said)) == (len(prompt) - 1, 5)
-    return [*of_prompt, *said]
+    """Log-probabilities of the tokens said after a prompt, and after it again with its full pages cached."""
+    driver, said = Driver(PAGE_SIZE), []
+    cached = len(prompt) // PAGE_SIZE
+    for row in (0, 1):
+        driver.admit(row, prompt, SamplingParams(temperature=0.0, logprobs=1))
+        shared = np.arange(1, 1 + cached if row else 1, dtype=np.int32)
+        driver.computed[row], driver.pages[row] = len(shared) * PAGE_SIZE, len(shared)
+        plan = driver.plan(prefill={row: len(prompt) - driver.computed[row]})
+        plan = dataclasses.replace(
+            plan,
+            page_rows=np.full(len(shared) + len(plan.page_ids), row, dtype=np.int32),
+            page_columns=np.arange(len(shared) + len(plan.page_ids), dtype=np.int32),
+            page_ids=np.concatenate([shared, plan.page_ids]),
+        )
+        for turn in range(5):
+            plan = plan if turn == 0 else driver.plan(decode=(row,))
+            result = runner.execute(runner.prepare(plan)).result()
+            driver.commit(plan, result.token_ids)
+            said += [one.logprob for one in result.logprobs.values()]
+    assert len(said) == 10
+    return said
 
 
 @pytest.mark.parametrize("name", ["demo", "qwen3_moe"])

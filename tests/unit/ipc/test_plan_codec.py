@@ -38,7 +38,9 @@ def test_round_trip() -> None:
         decode_uids=np.array([1 << 50, 4], dtype=np.int64),
         cleared_pages=ints(3, 7),
     )
-    decisions = StepDecisions(graph_size=8, resamples=True, prompt_logprobs=(PromptLogprobsRequest(2, 0, 3, 1, 5),))
+    decisions = StepDecisions(
+        graph_size=8, resamples=True, prompt_logprobs=(PromptLogprobsRequest(2, 0, 3, 1, 5),), prompt_size=64
+    )
     copy, same = unpack_step(pack_step(plan, decisions))
     assert same == decisions
     assert (copy.step, copy.num_tokens) == (plan.step, plan.num_tokens)

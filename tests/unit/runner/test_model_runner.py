@@ -11,7 +11,7 @@ import pytest
 import torch
 from hand_made_plans import Driver
 
-from minisgl_backend.attention.base import Plan
+from minisgl_backend.attention.base import Plan, PrefillInputs, PromptInputs
 from minisgl_backend.attention.hybrid import HybridAttention
 from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.attention.registry import create_attention
@@ -39,27 +39,34 @@ MakeRunner = Callable[..., ModelRunner]
 
 
 class PromptGraphs(TorchBackend):
-    """Attends to lone prompts by what `plan_prompt_replay` left, as a captured pass does."""
+    """Attends to lone prompts by what is in the buffers then, as a captured pass does."""
 
-    num_replays = 0
+    num_attended = 0  # by all layers
 
     @property
     def captures_prompts(self) -> bool:
         return True
 
-    def plan_prompt_capture(self, num_tokens: int) -> Plan:
-        return "captured"
-
-    def plan_prompt_replay(self, plan: Plan) -> None:
-        (self._prompt,) = plan
-        self.num_replays += 1
+    def plan_prompt(self, inputs: PromptInputs) -> Plan:
+        return inputs
 
     def prefill_into(self, q: torch.Tensor, kv: LayerKV, plan: Plan, out: torch.Tensor) -> None:
-        if plan != "captured":
+        if not isinstance(plan, PromptInputs):
             super().prefill_into(q, kv, plan, out)
             return
-        num_tokens = self._prompt.tiles[-1].end
-        out[:num_tokens] = self.prefill(q[:num_tokens], kv, (self._prompt,))
+        self.num_attended += 1
+        row = torch.zeros(1, dtype=torch.int32)
+        prefill = PrefillInputs(
+            cu_seqlens_q=plan.cu_seqlens_q,
+            kv_lens=plan.kv_lens,
+            rows=row,
+            page_table=plan.page_table,
+            cu_seqlens_q_host=plan.cu_seqlens_q.numpy(),
+            kv_lens_host=plan.kv_lens.numpy(),
+            rows_host=row.numpy(),
+        )
+        num_tokens = int(plan.cu_seqlens_q[1])
+        out[:num_tokens] = self.prefill(q[:num_tokens], kv, self.plan_prefill(prefill))
 
 
 @pytest.fixture
@@ -170,23 +177,76 @@ def test_chunks_and_mixed_steps_change_nothing(
     assert found == [expected[0], expected[1], expected[2]]
 
 
-def test_whole_passes_of_lone_prompts_change_nothing(make_runner: MakeRunner, expected: list[list[int]]) -> None:
-    """In one chunk and in two, padded and not; a lone chunk beside a running row goes in pieces."""
+def test_captured_passes_of_lone_prompts_change_nothing(make_runner: MakeRunner, expected: list[list[int]]) -> None:
+    """Padded and not, of other sizes before; a second chunk and a prompt beside a running row go in pieces."""
     runner, driver = make_runner(pieces=(8, 17, 64), prompt_graphs=True), Driver(4)
     backend = runner.attention.backends[0][0]
-    for row, prompt in enumerate(PROMPTS[:3]):
-        driver.admit(row, prompt, GREEDY)
-    for row, prompt in enumerate(PROMPTS[:3]):
-        run(runner, driver, driver.plan(prefill={row: len(prompt)} if row < 2 else {row: 20}))
-    run(runner, driver, driver.plan(prefill={2: 13}))
-    assert backend.num_replays == 4
+    taken = []
+    for row, lengths in ((2, (20, 13)), (0, (4,)), (1, (17,))):
+        driver.admit(row, PROMPTS[row], GREEDY)
+        for length in lengths:
+            run(runner, driver, driver.plan(prefill={row: length}))
+            taken.append(backend.num_attended // 2)
+    assert taken == [1, 1, 2, 3]
     driver.admit(3, PROMPTS[3], GREEDY)
     run(runner, driver, driver.plan(prefill={3: 1}, decode=(0,)))
-    assert backend.num_replays == 4
+    assert backend.num_attended // 2 == 3
     for _ in range(9):
         run(runner, driver, driver.plan(decode=(0, 1, 2, 3)))
     found = [driver.tokens[row][len(prompt) :] for row, prompt in enumerate(PROMPTS)]
     assert [answer[:10] for answer in found] == expected
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 64])
+def test_a_lone_prompt_takes_over_pages_of_the_prefix_cache(
+    make_runner: MakeRunner, expected: list[list[int]], page_size: int
+) -> None:
+    """The pages of an earlier row, whose first tokens are not computed again."""
+    runner, driver = make_runner(page_size, pieces=(8, 64), prompt_graphs=True), Driver(page_size)
+    prompt, cached = PROMPTS[2], 32 // page_size * page_size
+    driver.admit(0, prompt, GREEDY)
+    run(runner, driver, driver.plan(prefill={0: len(prompt)}))
+    driver.admit(3, prompt, GREEDY)
+    shared = np.arange(1, 1 + cached // page_size, dtype=np.int32)
+    driver.computed[3], driver.pages[3] = cached, len(shared)
+    plan = driver.plan(prefill={3: len(prompt) - cached})
+    plan = dataclasses.replace(
+        plan,
+        page_rows=np.full(len(shared) + len(plan.page_ids), 3, dtype=np.int32),
+        page_columns=np.arange(len(shared) + len(plan.page_ids), dtype=np.int32),
+        page_ids=np.concatenate([shared, plan.page_ids]),
+    )
+    run(runner, driver, plan)
+    assert runner.attention.backends[0][0].num_attended // 2 == 2
+    for _ in range(9):
+        run(runner, driver, driver.plan(decode=(3,)))
+    assert driver.tokens[3][len(prompt) :] == expected[2]
+
+
+def test_lone_prompts_are_sampled_as_in_company(make_runner: MakeRunner) -> None:
+    """With penalties, rules, log-probabilities and prompt log-probabilities, which need the hidden states of all."""
+    wishes = [*SAMPLED, SamplingParams(temperature=1.0, seed=8, logprobs=3, prompt_logprobs=2)]
+
+    def answers(runner: ModelRunner) -> list[object]:
+        found: list[object] = []
+        for wish in wishes:
+            driver = Driver(4)
+            driver.admit(0, PROMPTS[2], wish)
+            result = run(runner, driver, driver.plan(prefill={0: len(PROMPTS[2])}))
+            answer = [run(runner, driver, driver.plan(decode=(0,))).token_ids.tolist() for _ in range(6)]
+            found.append((result.token_ids.tolist(), answer, len(result.logprobs), len(result.prompt_logprobs)))
+        return found
+
+    captured = make_runner(pieces=(64,), prompt_graphs=True)
+    assert answers(captured) == answers(make_runner(pieces=(64,)))
+    assert captured.attention.backends[0][0].num_attended == 2 * len(SAMPLED)
+
+
+def test_a_chunk_with_nan_is_found_where_it_samples_nothing(make_runner: MakeRunner) -> None:
+    runner, driver = make_runner(pieces=(64,), prompt_graphs=True), Driver(4)
+    runner._model.model.embed_tokens.weight.data[PROMPTS[2][3]] = torch.nan  # type: ignore[attr-defined]
+    driver.admit(0, PROMPTS[2], GREEDY)
+    assert run(runner, driver, driver.plan(prefill={0: 20})).failed_rows == {0}
 
 
 def test_padding_of_pieces_writes_no_page_of_a_step_before(make_runner: MakeRunner) -> None:

@@ -1,0 +1,107 @@
+"""A prompt that has a step for itself: all that its pass reads of it, as one array.
+
+Whoever waits for the first token of a lone prompt waits for everything that happens before its pass is launched. So
+the host makes here what the device would otherwise gather from the tables of rows, and it goes up in one piece, to
+where the captured graph of its size looks for it (`runner.piecewise`): one copy and one launch. The tables are brought
+up to date behind it, while the device computes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT, PromptInputs
+from minisgl_backend.runner.staging import aligned
+from minisgl_backend.step import StepPlan
+
+Int32Array = npt.NDArray[np.int32]
+
+_NUM_LENGTHS = 4  # 0, query tokens, all tokens, the last query token's line
+
+
+@dataclass(frozen=True)
+class PromptTensors:
+    """What a captured pass of up to `size` tokens reads, at fixed addresses; int32. Tokens beyond the prompt's are on
+    the padding page."""
+
+    token_ids: torch.Tensor  # [size]
+    positions: torch.Tensor  # [size]
+    slots: torch.Tensor  # [size]
+    last_line: torch.Tensor  # [1]  of the hidden states: the only one that anybody reads
+    attention: PromptInputs
+
+
+class PromptLayout:
+    """Where each of these is in the array: token ids, positions and slots, then pages, then lengths."""
+
+    def __init__(self, page_size: int, max_pages_per_row: int) -> None:
+        self._page_size = page_size
+        self._max_pages = min(max_pages_per_row, -(-PROMPT_GRAPH_CONTEXT // page_size))
+        self._in_page = np.arange(page_size, dtype=np.int32)
+        self._positions = np.arange(PROMPT_GRAPH_CONTEXT, dtype=np.int32)
+
+    def serves(self, plan: StepPlan) -> bool:
+        """Whether the step is the first one of a sequence and has nothing beside it; of any number of tokens."""
+        if len(plan.prefill) != 1 or len(plan.admitted) != 1 or len(plan.decode_rows) or len(plan.cleared_pages):
+            return False
+        chunk, num_pages = plan.prefill[0], len(plan.page_ids)
+        return (
+            plan.admitted[0].row == chunk.row
+            and chunk.end <= PROMPT_GRAPH_CONTEXT
+            and num_pages <= self._max_pages
+            and bool((plan.page_rows == chunk.row).all())
+            and (not num_pages or int(plan.page_columns[-1]) == num_pages - 1)
+        )
+
+    def num_words(self, size: int) -> int:
+        """Of the array."""
+        return 3 * aligned(size) + aligned(self._max_pages) + _NUM_LENGTHS
+
+    def pack(self, plan: StepPlan, size: int) -> Int32Array:
+        """The array of a plan that it serves and whose chunk has at most `size` tokens; int32 [num_words(size)]."""
+        chunk, pages, width = plan.prefill[0], plan.page_ids, aligned(size)
+        count, start, end = len(chunk.token_ids), chunk.start, chunk.end
+        words = np.zeros(self.num_words(size), dtype=np.int32)
+        words[:count] = chunk.token_ids
+        words[width : width + count] = self._positions[start:end]
+        if len(pages):
+            slots = pages[:, None] * np.int32(self._page_size) + self._in_page
+            words[2 * width : 2 * width + count] = slots.reshape(-1)[start:end]
+            words[3 * width : 3 * width + len(pages)] = pages
+        else:  # a step before the first request: all is on the padding page
+            words[2 * width : 2 * width + count] = self._positions[start:end] % self._page_size
+        words[-_NUM_LENGTHS:] = 0, count, end, count - 1
+        return words
+
+    def padding(self, size: int) -> Int32Array:
+        """The array of one token on the padding page: what passes are captured on."""
+        words = np.zeros(self.num_words(size), dtype=np.int32)
+        words[-_NUM_LENGTHS:] = 0, 1, 1, 0
+        return words
+
+    def views(self, words: torch.Tensor, size: int) -> PromptTensors:
+        """The parts of the array on the device; `words` int32 [num_words(size)]."""
+        width = aligned(size)
+        token_ids, positions, slots = words[: 3 * width].view(3, width)[:, :size]
+        lengths = words[len(words) - _NUM_LENGTHS :]
+        return PromptTensors(
+            token_ids=token_ids,
+            positions=positions,
+            slots=slots,
+            last_line=lengths[3:4],
+            attention=PromptInputs(
+                num_tokens=size,
+                cu_seqlens_q=lengths[:2],
+                kv_lens=lengths[2:3],
+                page_table=self.pages(words, size, self._max_pages).view(1, -1),
+            ),
+        )
+
+    def pages(self, words: torch.Tensor, size: int, count: int) -> torch.Tensor:
+        """The first `count` pages of the array on the device; int32 [count]."""
+        first = 3 * aligned(size)
+        return words[first : first + count]
