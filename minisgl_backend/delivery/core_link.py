@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from minisgl_backend.errors import EngineDeadError, MinisglError
 from minisgl_backend.host.core_supervisor import Supervisor
 from minisgl_backend.ipc.channel import FrontChannel
 from minisgl_backend.ipc.messages import Command, Event, Stats, Welcome
+
+log = logging.getLogger(__name__)
 
 NOT_RUNNING = "the engine is not running at the moment; try again in a few seconds"
 
@@ -43,6 +46,7 @@ class CoreLink:
         self.welcome: Welcome | None = None  # facts about it, from when it is ready until it is gone
         self.num_ups = 0
         self.stats: Stats | None = None  # its answer to the last GetStats
+        self._problem = ""  # why no connection could be made
 
     @property
     def is_up(self) -> bool:
@@ -51,9 +55,15 @@ class CoreLink:
 
     def greet(self) -> bool:
         """Says Hello where there is a core to hear it; never waits."""
-        if self._channel is None:
-            self._channel = self._connect()
-        self.greeted = self._channel.greet(self._front, 0)
+        try:
+            if self._channel is None:
+                self._channel = self._connect()
+            self.greeted = self._channel.greet(self._front, 0)
+            self._problem = ""
+        except (OSError, zmq.ZMQError) as error:  # no file descriptor is free; other cores are served meanwhile
+            if self._problem != str(error):
+                self._problem = str(error)
+                log.error("engine core %d cannot be reached: %s", self.core, error)
         return self.greeted
 
     def fileno(self) -> int:

@@ -43,6 +43,11 @@ MAX_FRONT = 65534
 CONNECT_WAIT_MS = 10  # between tries to reach a core that is away
 EXPIRE_WAIT_MS = 10  # between looks at the credits, while there are any
 IDLE_WAIT_MS = 100
+FIRST_PAUSE_S = 0.1  # before the receive thread begins anew; twice as long after each failure, up to the next
+MAX_PAUSE_S = 2.0
+
+CORE_DIED = "the engine died while it computed this answer; it starts again by itself"
+CORE_UNHEARD = "the connection to the engine was lost while it computed this answer; it comes back by itself"
 
 
 class EngineClient:
@@ -55,8 +60,8 @@ class EngineClient:
     * `on_outputs(outputs)`: one record of a core's step, merged with later ones where this front was behind. It may
       name uids that this front does not know: ignore them.
     * `on_rejected(rejected)`: a request that its core refused; nothing else will come for it.
-    * `on_down(uids, reason)`: a core is gone; these sequences, all that it had of this front's, are lost and nothing
-      more comes for them.
+    * `on_down(uids, reason)`: a core is gone, or the connection to it; these sequences, all that it had of this
+      front's, are lost and nothing more comes for them.
     * `on_up(welcome)`: a core is ready; also called for the first ones, before `start` returns.
     * `on_acknowledged(uids, sequence_numbers)`: the detokenizer has handled these (int64 [n], int32 [n]), after
       `credits` has counted them.
@@ -97,6 +102,8 @@ class EngineClient:
         self._thread = threading.Thread(target=self._receive_all, name=f"engine-front-{front}", daemon=True)
         self._closing = False
         self._next_expire = 0.0
+        self._shown: bool | None = None  # what the file `up_mark` says; None: what a front before has left
+        self._show_problem = ""  # why it does not say how it is
         # Guards what follows, and what the links say of their cores; notified whenever that changes.
         self._changed = threading.Condition()
         self._links = [
@@ -221,6 +228,21 @@ class EngineClient:
     # ---- the receive thread
 
     def _receive_all(self) -> None:
+        """Until `close`. After a failure, such as no file descriptor or no room on the disk, the clients of all that
+        was under way are told, and everything begins anew: without this thread all would wait for ever."""
+        pause_s = FIRST_PAUSE_S
+        while not self._closing:
+            try:
+                self._receive()
+            except Exception as error:
+                log.exception("front %d cannot receive; it attaches to the engine anew", self._front)
+                if not self._has_started():
+                    self._note_first_failure(EngineDeadError(f"the front cannot receive: {error}"))
+                time.sleep(pause_s)
+                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+
+    def _receive(self) -> None:
+        """Until `close`. Raises whatever goes wrong on this side; no core is attached then."""
         handled = AckReceiver(self._socket_dir, self._front)
         poller = select.poll()
         poller.register(handled, select.POLLIN)
@@ -235,15 +257,17 @@ class EngineClient:
                 for descriptor, _ in poller.poll(self._wait_ms(len(greeted))):
                     if descriptor not in greeted:
                         acknowledged = True
-                    elif self._hear(greeted[descriptor]):
+                    elif problem := self._hear(greeted[descriptor]):
                         poller.unregister(descriptor)
-                        self._go_down(greeted.pop(descriptor))
+                        self._go_down(greeted.pop(descriptor), problem)
                 if acknowledged:
                     self._acknowledge(*handled.receive())
                 self._expire()
+                self._show_state()
         finally:
             for link in self._links:
-                self._go_down(link)
+                self._go_down(link, CORE_UNHEARD)
+            self._show_state()
             handled.close()
 
     def _greet(self) -> list[CoreLink]:
@@ -255,11 +279,15 @@ class EngineClient:
             return CONNECT_WAIT_MS
         return EXPIRE_WAIT_MS if self.credits.num_in_flight else IDLE_WAIT_MS
 
-    def _hear(self, link: CoreLink) -> bool:
-        """Whether the connection has ended."""
-        for event in link.receive():
-            self._dispatch(link, event)
-        return link.ended
+    def _hear(self, link: CoreLink) -> str:
+        """Why the connection has ended; empty while it has not."""
+        try:
+            for event in link.receive():
+                self._dispatch(link, event)
+        except Exception:  # of one core; with others all is well
+            log.exception("engine core %d cannot be heard", link.core)
+            return CORE_UNHEARD
+        return CORE_DIED if link.ended else ""
 
     def _dispatch(self, link: CoreLink, event: Event) -> None:
         if isinstance(event, Outputs):
@@ -286,19 +314,33 @@ class EngineClient:
             link.note_up(welcome)
             self._router.note_up(link.core, welcome.page_size, welcome.num_pages)
             self._changed.notify_all()
-        up_mark(self._socket_dir, self._front).touch(0o600)
 
-    def _go_down(self, link: CoreLink) -> None:
+    def _go_down(self, link: CoreLink, reason: str) -> None:
         lost = self._router.note_down(link.core)
         with self._changed:
             was_up = link.is_up
             link.disconnect()
             self._changed.notify_all()
-        if not any(other.is_up for other in self._links):
-            up_mark(self._socket_dir, self._front).unlink(missing_ok=True)
         self.credits.drop(lost)
         if was_up and not self._closing:
-            self._call(self._on_down, lost, "the engine died while it computed this answer; it starts again by itself")
+            self._call(self._on_down, lost, reason)
+
+    def _show_state(self) -> None:
+        """Says in a file whether there is a core, for those who ask how the server is; tried until it is done."""
+        is_up = any(link.is_up for link in self._links)
+        if is_up == self._shown:
+            return
+        mark = up_mark(self._socket_dir, self._front)
+        try:
+            if is_up:
+                mark.touch(0o600)
+            else:
+                mark.unlink(missing_ok=True)
+            self._shown, self._show_problem = is_up, ""
+        except OSError as error:
+            if self._show_problem != str(error):
+                self._show_problem = str(error)
+                log.warning("the server's health is told wrongly: %s", error)
 
     def _acknowledge(
         self, uids: npt.NDArray[np.int64], sequence_numbers: npt.NDArray[np.int32], found_at: float

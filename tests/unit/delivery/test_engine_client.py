@@ -1,0 +1,242 @@
+"""An engine client and a core that the test plays: what happens where the client itself fails."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.delivery import core_link, engine_client
+from minisgl_backend.delivery.engine_client import CORE_DIED, CORE_UNHEARD, EngineClient
+from minisgl_backend.errors import EngineDeadError
+from minisgl_backend.host.status_files import fronts_without_core
+from minisgl_backend.ipc.channel import CoreChannel, FrontChannel
+from minisgl_backend.ipc.messages import Command, Hello, Outputs, Rejected, Submit
+from minisgl_backend.request import FinishReason, Request, SamplingParams
+from tests.unit.delivery.fake_engine import WELCOME
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+class Core:
+    """One engine core, whose lock this process holds: no client starts a process. Greets those who come."""
+
+    def __init__(self, socket_dir: Path, number: int = 0) -> None:
+        self._lock = os.open(socket_dir / f"lock-{number}", os.O_RDWR | os.O_CREAT)
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self.commands: list[Command] = []
+        self._channel = CoreChannel(socket_dir, number)
+        self._ending = threading.Event()
+        self._errands: list[Callable[[CoreChannel], None]] = []
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._ending.is_set():
+            for command in self._channel.receive(5):
+                self.commands.append(command)
+                if isinstance(command, Hello):
+                    self._channel.send(command.front, WELCOME)
+            while self._errands:
+                self._errands.pop(0)(self._channel)
+        self._channel.close()
+
+    def do(self, errand: Callable[[CoreChannel], None]) -> None:
+        self._errands.append(errand)
+
+    def give(self, uid: int, token: int, reason: int) -> None:
+        record = Outputs(
+            uids=np.array([uid], dtype="<i8").tobytes(),
+            token_ids=np.array([token], dtype="<i4").tobytes(),
+            reasons=bytes([reason]),
+        )
+        self.do(lambda channel: channel.send(0, record))
+
+    def heard_of(self, uid: int) -> bool:
+        return any(isinstance(command, Submit) and command.request.uid == uid for command in list(self.commands))
+
+    def end(self) -> None:
+        self._ending.set()
+        self._thread.join()
+        os.close(self._lock)
+
+
+class Heard:
+    """An EngineClient and what it says."""
+
+    def __init__(self, socket_dir: Path, dp: int = 1) -> None:
+        self.ended: dict[int, int] = {}
+        self.lost: dict[int, str] = {}
+        self.num_ups = 0
+        self.client = EngineClient(
+            EngineConfig(dp=dp),
+            front=0,
+            socket_dir=socket_dir,
+            on_outputs=self._on_outputs,
+            on_rejected=self._on_rejected,
+            on_down=lambda uids, reason: self.lost.update(dict.fromkeys(uids, reason)),
+            on_up=lambda welcome: setattr(self, "num_ups", self.num_ups + 1),
+        )
+
+    def _on_outputs(self, outputs: Outputs) -> None:
+        uids = np.frombuffer(outputs.uids, dtype="<i8").tolist()
+        self.ended.update((uid, reason) for uid, reason in zip(uids, outputs.reasons, strict=True) if reason)
+
+    def _on_rejected(self, rejected: Rejected) -> None:
+        raise AssertionError(rejected)
+
+    def submit(self) -> int:
+        uid = self.client.new_uid()
+        self.client.submit(Request(uid=uid, token_ids=bytes(12), params=SamplingParams()))
+        return uid
+
+
+@pytest.fixture
+def socket_dir() -> Iterator[Path]:
+    directory = Path(tempfile.mkdtemp(prefix="minisgl-test-", dir="/tmp"))  # socket paths must be short
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture
+def core(socket_dir: Path) -> Iterator[Core]:
+    found = Core(socket_dir)
+    yield found
+    found.end()
+
+
+@pytest.fixture
+def heard(socket_dir: Path, core: Core) -> Iterator[Heard]:
+    found = Heard(socket_dir)
+    found.client.start(20)
+    yield found
+    found.client.close()
+
+
+def serves(heard: Heard, core: Core) -> None:
+    """The next request is answered."""
+    uid = heard.submit()
+    wait_for(lambda: core.heard_of(uid))
+    core.give(uid, 7, int(FinishReason.LENGTH))
+    wait_for(lambda: uid in heard.ended)
+
+
+class Broken:
+    """A function that fails the first few times."""
+
+    def __init__(self, works: Callable[..., Any], times: int = 1) -> None:
+        self._works = works
+        self._left = times
+
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        if self._left > 0:
+            self._left -= 1
+            raise OSError(errno.EMFILE, "Too many open files")
+        return self._works(*arguments, **options)
+
+    @property
+    def is_mended(self) -> bool:
+        return self._left == 0
+
+
+def test_a_front_that_failed_tells_its_clients_and_begins_anew(
+    heard: Heard, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    uid = heard.submit()
+    wait_for(lambda: core.heard_of(uid))
+    monkeypatch.setattr(heard.client.credits, "expire", Broken(heard.client.credits.expire))
+    wait_for(lambda: heard.lost)
+    assert heard.lost == {uid: CORE_UNHEARD}
+    wait_for(lambda: heard.num_ups == 2)
+    wait_for(lambda: heard.client.welcomes[0] is not None)
+    serves(heard, core)
+
+
+def test_a_front_whose_socket_cannot_be_made_again_keeps_trying(
+    heard: Heard, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    receiver = Broken(engine_client.AckReceiver, times=3)
+    monkeypatch.setattr(engine_client, "AckReceiver", receiver)
+    monkeypatch.setattr(engine_client, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(heard.client.credits, "expire", Broken(heard.client.credits.expire))
+    wait_for(lambda: receiver.is_mended and heard.client.welcomes[0] is not None)
+    serves(heard, core)
+
+
+def test_a_front_that_cannot_receive_does_not_start(socket_dir: Path, core: Core) -> None:
+    (socket_dir / "front-0").mkdir()  # where its socket belongs
+    heard = Heard(socket_dir)
+    with pytest.raises(EngineDeadError, match="the front cannot receive: "):
+        heard.client.start(20)
+    heard.client.close()
+
+
+def test_what_a_core_says_may_be_no_message(heard: Heard, core: Core) -> None:
+    uid = heard.submit()
+    wait_for(lambda: core.heard_of(uid))
+    core.do(lambda channel: channel._fronts[0].send(b"\xc1"))
+    wait_for(lambda: heard.lost)
+    assert heard.lost == {uid: CORE_UNHEARD}
+    wait_for(lambda: heard.client.welcomes[0] is not None)
+    serves(heard, core)
+
+
+def test_a_core_that_cannot_be_reached_yet_leaves_the_others_alone(
+    socket_dir: Path, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = Core(socket_dir, 1)
+    heard = Heard(socket_dir, dp=2)
+    heard.client.start(20)
+    uids = [heard.submit() for _ in range(2)]
+    wait_for(lambda: second.heard_of(uids[1]))
+    broken = Broken(FrontChannel, times=20)
+    monkeypatch.setattr(core_link, "FrontChannel", broken)
+    second.end()
+    second = Core(socket_dir, 1)
+    wait_for(lambda: broken.is_mended and None not in heard.client.welcomes)
+    assert heard.lost == {uids[1]: CORE_DIED}
+    serves(heard, second)  # which has less to do
+    heard.client.close()
+    second.end()
+
+
+def test_the_health_of_a_front_is_told_as_soon_as_it_can_be(
+    socket_dir: Path, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "up_mark", lambda folder, front: folder / "missing" / f"front-{front}.up")
+    heard = Heard(socket_dir)
+    heard.client.start(20)
+    serves(heard, core)
+    (socket_dir / "missing").mkdir()
+    wait_for((socket_dir / "missing" / "front-0.up").exists)
+    heard.client.close()
+    assert not (socket_dir / "missing" / "front-0.up").exists()
+
+
+def test_what_a_front_that_was_killed_has_left_says_nothing(socket_dir: Path) -> None:
+    for name in ("front-0", "front-0.up"):
+        (socket_dir / name).touch()
+    lock = os.open(socket_dir / "lock-0", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    heard = Heard(socket_dir)
+    with pytest.raises(EngineDeadError):
+        heard.client.start(0.2)
+    assert fronts_without_core(socket_dir) == 1
+    heard.client.close()
+    os.close(lock)
