@@ -84,6 +84,7 @@ class CoreLink:
         """The core is ready."""
         self.num_ups += 1
         self.welcome = welcome
+        self.supervisor.note_ready()
 
     def send(self, command: Command) -> None:
         """Raises EngineDeadError while there is no core."""

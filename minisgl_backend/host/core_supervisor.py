@@ -38,9 +38,9 @@ class Supervisor:
     def __init__(
         self, config: EngineConfig, socket_dir: Path, on_first_failure: Callable[[MinisglError], None], core: int = 0
     ) -> None:
-        """`core`: its number, 0 to dp - 1. `on_first_failure` hears, on the supervisor's thread, why this supervisor's
-        first core did not become ready; the supervisor has ended then. Later failures are only logged, and tried
-        again."""
+        """`core`: its number, 0 to dp - 1. `on_first_failure` hears, on the supervisor's thread, why the first core did
+        not become ready; the supervisor has ended then. Failures after a core was ready once, this supervisor's own or
+        one that `note_ready` told of, are only logged, and tried again."""
         self._config = config
         self._socket_dir = socket_dir
         self._on_first_failure = on_first_failure
@@ -51,6 +51,7 @@ class Supervisor:
         # The core is told to die with the thread that started it: this thread lives as long as the supervisor.
         self._thread = threading.Thread(target=self._run, name="engine-supervisor", daemon=True)
         self._process: CoreProcess | None = None
+        self._was_ready = False  # a core of this directory, whoever ran it
 
     def start(self) -> None:
         self._thread.start()
@@ -60,6 +61,10 @@ class Supervisor:
         """Process id of the core that this supervisor runs now."""
         process = self._process
         return process.pid if process is not None else None
+
+    def note_ready(self) -> None:
+        """There is a core that serves, perhaps another supervisor's: should this one take over, it does not give up."""
+        self._was_ready = True
 
     def stop(self) -> None:
         """Begins to end the core, if it is ours, and the thread."""
@@ -81,7 +86,11 @@ class Supervisor:
         return bool(select.select([self._stop_read], [], [], wait_s)[0])
 
     def _run(self) -> None:
-        lock = os.open(self._socket_dir / f"lock-{self._core}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            lock = os.open(self._socket_dir / f"lock-{self._core}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            self._on_first_failure(EngineDeadError(f"{self._name} cannot be started: {error}"))
+            return
         try:
             while not self._try_lock(lock):
                 if self._stopped(LOCK_POLL_S):
@@ -94,51 +103,51 @@ class Supervisor:
     def _try_lock(lock: int) -> bool:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        except OSError:  # somebody has it, or the kernel has none to give at the moment
             return False
         return True
 
     def _keep_running(self) -> None:
-        backoff, served_before = FIRST_BACKOFF_S, False
+        backoff = FIRST_BACKOFF_S
         while not self._stopped():
-            ready_at: float | None = None
+            served_s, end = 0.0, "no process"
             try:
                 self._process = process = CoreProcess(self._config, self._socket_dir, self._core)
-            except MinisglError as error:
-                self._on_first_failure(error)
-                return
-            try:
-                process.wait_ready(self._stop_read)
-                ready_at, served_before = time.monotonic(), True
-                process.wait_dead(self._stop_read)
-            except MinisglError as error:
-                if not served_before:
-                    process.stop()
+                try:
+                    process.wait_ready(self._stop_read)
+                    self._was_ready, ready_at = True, time.monotonic()
+                    process.wait_dead(self._stop_read)
+                    served_s = time.monotonic() - ready_at
+                finally:
+                    end = process.stop()
                     self._process = None
-                    self._on_first_failure(error)
+            except Exception as error:  # whatever it is, a core that nobody starts again is worse
+                if not self._was_ready:
+                    self._on_first_failure(_as_told(error))
                     return
-                log.error("%s did not start again: %s", self._name, error)
-            finally:
-                served_s = 0.0 if ready_at is None else time.monotonic() - ready_at
-                status = process.stop()
-                self._process = None
+                log.error("%s did not start again: %s", self._name, error, exc_info=not isinstance(error, MinisglError))
             if self._stopped():
                 return
             backoff = FIRST_BACKOFF_S if served_s > STABLE_AFTER_S else backoff
-            log.error("%s ended (%s); it starts again in %.1f s", self._name, status, backoff)
+            log.error("%s ended (%s); it starts again in %.1f s", self._name, end, backoff)
             if self._stopped(backoff):
                 return
             backoff = min(2 * backoff, MAX_BACKOFF_S)
+
+
+def _as_told(error: Exception) -> MinisglError:
+    return error if isinstance(error, MinisglError) else EngineDeadError(f"the engine core cannot be started: {error}")
 
 
 class CoreProcess:
     """One run of the core's process."""
 
     def __init__(self, config: EngineConfig, socket_dir: Path, core: int) -> None:
+        """Starts it. Raises EngineDeadError or OSError where that cannot be done."""
         self._liveness = Liveness(Environment.read().hang_s)
-        self._status_read, status_write = os.pipe()
         options = dataclasses.asdict(config)
         arguments = ["--socket-dir", str(socket_dir), "--config", msgspec.json.encode(options).decode()]
+        self._status_read, status_write = os.pipe()
         arguments += ["--status-fd", str(status_write), "--dp-rank", str(core)]
         try:
             self._popen = start_child("minisgl_backend.engine.process", arguments, fds=(status_write,), tied=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import re
@@ -37,6 +38,10 @@ class Scripted:
 
     def __call__(self, config: EngineConfig, socket_dir: Path, core: int) -> Scripted:
         self.starts.append(self._script.pop(0) if len(self._script) > 1 else self._script[0])
+        if self.starts[-1] == "no process":
+            raise EngineDeadError("the engine core's process cannot be started: no memory")
+        if self.starts[-1] == "no pipe":
+            raise OSError(errno.EMFILE, "Too many open files")
         return self
 
     pid = 1
@@ -71,19 +76,20 @@ def test_a_core_that_keeps_dying_is_started_ever_less_often(
     failures: list[MinisglError],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    script = Scripted("die", "fail", "refuse", "die", "serve")
+    outcomes = ["die", "fail", "refuse", "no process", "no pipe", "die", "serve"]
+    script = Scripted(*outcomes)
     monkeypatch.setattr(module, "CoreProcess", script)
     monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
     monkeypatch.setattr(module, "MAX_BACKOFF_S", 0.04)
     monkeypatch.setattr(logging.getLogger("minisgl_backend"), "propagate", True)
     supervisor = Supervisor(EngineConfig(), tmp_path, failures.append)
     supervisor.start()
-    wait_for(lambda: len(script.starts) == 5)
+    wait_for(lambda: len(script.starts) == len(outcomes))
     supervisor.close()
     supervisor.close()
-    assert script.starts == ["die", "fail", "refuse", "die", "serve"]
+    assert script.starts == outcomes
     assert failures == [], "only the first start is the caller's business"
-    assert len(re.findall(r"it starts again in", caplog.text)) == 4
+    assert len(re.findall(r"it starts again in", caplog.text)) == len(outcomes) - 1
 
 
 def test_only_a_core_that_served_a_while_starts_the_backoff_anew(
@@ -101,7 +107,10 @@ def test_only_a_core_that_served_a_while_starts_the_backoff_anew(
     assert re.findall(r"it starts again in (\S+) s", caplog.text) == ["0.1", "0.2", "0.4", "0.1", "0.2"]
 
 
-@pytest.mark.parametrize(("outcome", "kind"), [("refuse", ConfigError), ("fail", EngineDeadError)])
+@pytest.mark.parametrize(
+    ("outcome", "kind"),
+    [("refuse", ConfigError), ("fail", EngineDeadError), ("no process", EngineDeadError), ("no pipe", EngineDeadError)],
+)
 def test_the_first_failure_is_told_and_ends_the_supervisor(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: list[MinisglError], outcome: str, kind: type
 ) -> None:
@@ -134,6 +143,28 @@ def test_one_supervisor_of_a_directory_runs_the_core_and_the_next_takes_over(
     assert scripts[0].stopped.is_set()
     wait_for(lambda: scripts[1].starts)
     supervisors[1].close()
+
+
+def test_who_takes_over_a_core_that_served_does_not_give_it_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, failures: list[MinisglError]
+) -> None:
+    script = Scripted("fail", "refuse", "no pipe", "serve")
+    monkeypatch.setattr(module, "CoreProcess", script)
+    monkeypatch.setattr(module, "FIRST_BACKOFF_S", 0.01)
+    supervisor = Supervisor(EngineConfig(), tmp_path, failures.append)
+    supervisor.note_ready()  # another one's, which has gone
+    supervisor.start()
+    wait_for(lambda: len(script.starts) == 4)
+    supervisor.close()
+    assert failures == []
+
+
+def test_a_lock_that_cannot_be_made_is_told(tmp_path: Path, failures: list[MinisglError]) -> None:
+    supervisor = Supervisor(EngineConfig(), tmp_path / "missing", failures.append)
+    supervisor.start()
+    wait_for(lambda: failures)
+    supervisor.close()
+    assert "engine core cannot be started" in str(failures[0])
 
 
 def test_children_run_this_environments_python() -> None:
