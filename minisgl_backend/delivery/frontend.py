@@ -121,6 +121,9 @@ class EngineFront:
             self.client.submit(request)
         except (EngineDeadError, CapacityError, InvalidRequestError) as error:
             self.responder.fail(stream, status_of(error), str(error))
+        if stream.closed:
+            # It was failed meanwhile, and the abort may have overtaken the request: the core would compute for nobody.
+            self.client.abort(stream.uids, FinishReason.CANCELLED)
 
     def stop_requests(self, request_id: str) -> None:
         """Ends what runs under this id of its client's with what it has so far, as if the model had ended it."""

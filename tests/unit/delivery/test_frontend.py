@@ -17,7 +17,7 @@ from minisgl_backend.delivery.responder import LATE, NO_TEXT
 from minisgl_backend.delivery.send_queue import CONFIRM_S
 from minisgl_backend.ipc.messages import CANCELLED, Rejected
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
-from minisgl_backend.request import FinishReason, SamplingParams
+from minisgl_backend.request import FinishReason, Request, SamplingParams
 from minisgl_backend.serving.schema import DETAIL_OUTPUTS
 from minisgl_backend.step import Logprobs, SequenceDetail
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -479,3 +479,21 @@ def test_closing_ends_what_is_left(tmp_path: Path) -> None:
     front.close()
     assert sender.error is not None
     assert sender.error[0] == "UNAVAILABLE"
+
+
+def test_a_request_that_fails_on_its_way_to_the_core_is_aborted_behind_it(front: EngineFront) -> None:
+    """Its first abort may overtake it: the core would know nothing of that, and compute for nobody."""
+    engine, submit = front.client, front.client.submit
+
+    def overtaken(request: Request) -> None:
+        engine.on_down([request.uid], "a core is gone")  # told by another thread, in between
+        sender.wait_end()
+        submit(request)
+        engine.aborted.clear()
+
+    engine.submit = overtaken
+    sender = Recorder()
+    spec = EngineRequest(params=SamplingParams(n=2), options=OutputOptions(stream=True))
+    front.submit(sender, np.array([1], dtype=np.int32), spec, confirmed=True)
+    uid = engine.requests[-1].uid
+    assert engine.aborted == [(uid, FinishReason.CANCELLED), (uid + 1, FinishReason.CANCELLED)]
