@@ -16,14 +16,17 @@ this rank's part, sent in this rank's call n + 1. That began when this rank's ca
 and marked it empty. Calls follow one another on one stream; with `pdl` a kernel still sends only after the one before
 it has ended.
 
-Why it cannot deadlock: programs are no more than fit on the device at the same time, and each sends all of its rows
-before it waits for any. A rank that never sends is found by the host (see tensor_parallel.py), which sets `stop`:
-kernels that wait look at it about every millisecond, and go on with results that nobody may use.
+Why it cannot deadlock: programs are no more than fit on the device at the same time (`programs_each`, and a bound on
+registers that the compiler has to keep to), and each sends all of its rows before it waits for any. A rank that never
+sends is found by the host (see tensor_parallel.py), which sets `stop`: kernels that wait look at it about every
+millisecond, and go on with results that nobody may use.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -32,6 +35,9 @@ from triton.language.extra import cuda as tl_cuda
 
 PLACES = 2  # of each row and source, see above
 SPINS = tl.constexpr(1024)  # between two looks at `stop`
+REGISTERS = 65536  # of a multiprocessor, since compute capability 5.0
+MOST_REGISTERS = 255  # of a thread
+TWO_HOLD = 16384  # ranks times numbers that two programs hold in half of these each, in 16 bits, and spill nothing
 _EMPTY = {2: -(1 << 15), 4: -(1 << 31)}  # -0.0, by bytes of a number
 _WORDS = {2: tl.int16, 4: tl.int32}
 
@@ -59,9 +65,19 @@ class Inboxes:
         return PLACES * (size - 1) * max_rows * hidden * dtype.itemsize
 
 
-def programs_each(size: int) -> int:
-    """Programs that certainly run on one multiprocessor at the same time: 8 warps of up to 128 registers, or 255."""
-    return 2 if size <= 4 else 1
+def programs_each(size: int, hidden: int) -> int:
+    """Programs that certainly run on one multiprocessor at the same time. Its registers are enough for one, whatever
+    the compiler makes of it; two share them where a sum of so many ranks and numbers needs no more (`launch_options`).
+    """
+    return 2 if size * triton.next_power_of_2(hidden) <= TWO_HOLD else 1
+
+
+@cache
+def launch_options(size: int, hidden: int) -> Mapping[str, int]:
+    """Of the compiled kernel. `maxnreg`: no more registers than leave room for `programs_each`."""
+    num_warps = 8 if triton.next_power_of_2(hidden) >= 2048 else 4
+    registers = REGISTERS // (programs_each(size, hidden) * 32 * num_warps)
+    return {"num_warps": num_warps, **({"maxnreg": registers} if registers < MOST_REGISTERS else {})}
 
 
 def empty_word(dtype: torch.dtype) -> int:
@@ -89,12 +105,14 @@ def reduce_norm(
     rows, hidden = partial.shape
     out = torch.empty_like(partial)
     padded = triton.next_power_of_2(hidden)
-    flags = {"launch_pdl": True} if pdl else {}  # Triton's interpreter does not know the option
+    options = dict(launch_options(inboxes.size, hidden)) if partial.is_cuda else {}  # not for Triton's interpreter
+    if pdl:
+        options["launch_pdl"] = True
     _reduce_norm_kernel[(min(rows, inboxes.num_programs),)](
         partial, residual, weight, out, inboxes.addresses, inboxes.turns, inboxes.stop, rows, eps,
         RANK=inboxes.rank, SIZE=inboxes.size, MAX_ROWS=inboxes.max_rows, HIDDEN=hidden, PADDED=padded,
         WORD=_WORDS[partial.element_size()], EMPTY=_EMPTY[partial.element_size()],
-        SEND=send, RECEIVE=receive, PDL=pdl, num_warps=8 if padded >= 2048 else 4, **flags,
+        SEND=send, RECEIVE=receive, PDL=pdl, **options,
     )  # fmt: skip
     return residual, out
 

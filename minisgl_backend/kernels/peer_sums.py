@@ -81,7 +81,7 @@ class PeerSums:
                     addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
                     turns=torch.zeros(max_rows, dtype=torch.int32, device=device),
                     stop=stop.data_ptr(),
-                    num_programs=peer_reduce.programs_each(size) * properties.multi_processor_count,
+                    num_programs=peer_reduce.programs_each(size, hidden) * properties.multi_processor_count,
                 )
                 sums = cls(inboxes, memory, stop, properties.major >= 9)
             except OSError as error:
