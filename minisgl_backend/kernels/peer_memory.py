@@ -66,14 +66,21 @@ class PeerMemory:
             addresses.append(opened.value)
         return addresses
 
-    def close(self) -> None:
-        """Gives all of it back. No kernel may use it any more, and no other rank may have it open."""
+    def leave(self) -> None:
+        """Closes the other ranks' memory. No kernel of this rank may use it any more."""
         opened, self._opened = self._opened, []
+        if opened:
+            self._call("cuCtxSetCurrent", self._context)
+        for one in opened:
+            self._call("cuIpcCloseMemHandle", one)
+
+    def close(self) -> None:
+        """Gives all of it back. No kernel may use it any more, and all other ranks have left: what becomes of memory
+        that is freed while another process has it open is not defined."""
+        self.leave()
         own, self._own = self._own, ctypes.c_uint64()
         if own.value:
             self._call("cuCtxSetCurrent", self._context)
-            for one in opened:
-                self._call("cuIpcCloseMemHandle", one)
             self._call("cuMemFree_v2", own)
 
     def _call(self, name: str, *arguments: object) -> None:

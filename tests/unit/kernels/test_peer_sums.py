@@ -1,11 +1,17 @@
-"""Which GPUs a rank asks for access: those of its own engine core, wherever they begin."""
+"""Which GPUs a rank asks for access, those of its own engine core, wherever they begin; and what follows where it gets
+none."""
 
 from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from minisgl_backend.kernels import peer_sums as module
+from minisgl_backend.kernels.peer_memory import HANDLE_BYTES
 from minisgl_backend.kernels.peer_sums import PeerSums
 
 
@@ -35,3 +41,64 @@ def test_a_rank_asks_for_the_gpus_of_its_engine_core(
             lambda value: value,
         )
     assert asked == pairs
+
+
+class SharedMemory:
+    """One rank's PeerMemory, which writes down what is done to it."""
+
+    address = 0
+
+    def __init__(self, done: list[str]) -> None:
+        self._done = done
+
+    def handle(self) -> bytes:
+        return bytes(HANDLE_BYTES)
+
+    def open(self, handles: list[bytes]) -> list[int]:
+        return [0] * len(handles)
+
+    def leave(self) -> None:
+        self._done.append("leave")
+
+    def close(self) -> None:
+        self._done.append("free")
+
+
+@pytest.mark.parametrize("wrong", ["open", "trial"])
+def test_no_rank_frees_what_another_one_still_has_open(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
+    size, done, together = 3, list[str](), threading.Barrier(3)
+    values: list[int] = []
+
+    def minimum(value: int) -> int:
+        values.append(value)
+        together.wait(20)
+        smallest = min(values[-size:])
+        together.wait(20)
+        return smallest
+
+    def refuse(handles: list[bytes]) -> list[int]:
+        raise OSError("cuIpcOpenMemHandle says no")
+
+    def rank(number: int) -> None:
+        memory = SharedMemory(done)
+        if number == 1 and wrong == "open":
+            memory.open = refuse  # type: ignore[method-assign]
+        memories[threading.get_ident()] = memory
+        with pytest.raises(OSError, match=r"says no|another number|could not share"):
+            PeerSums.open(number, size, 64, torch.float32, torch.device("cpu"), gather, minimum)
+
+    def gather(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.expand(size, -1)
+
+    memories: dict[int, SharedMemory] = {}  # by thread
+    monkeypatch.setattr(module, "most_rows", lambda *_: 8)
+    monkeypatch.setattr(module, "PeerMemory", lambda *_: memories[threading.get_ident()])
+    monkeypatch.setattr(PeerSums, "_trial", lambda self, *_: "another number came" if wrong == "trial" else "")
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4, major=9)
+    )
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
+    with ThreadPoolExecutor(size) as pool:
+        list(pool.map(rank, range(size)))
+    assert done == ["leave"] * size + ["free"] * size
