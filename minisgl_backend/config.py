@@ -214,7 +214,8 @@ class EngineConfig:
     )
     kv_events_replay_endpoint: str | None = _option(
         None,
-        "address at which those who missed KV events ask for them again, `tcp://*:5657`; unset: none",
+        "address at which those who missed KV events ask for them again, without a key: `tcp://127.0.0.1:5657` is for "
+        "this machine alone, `tcp://*:5657` for all who reach it; unset: none",
         "tcp://HOST:PORT or ipc://PATH",
         _zmq_address,
     )

@@ -11,32 +11,24 @@ Whoever sends requests to several servers can follow where a prefix is cached. E
 Sequence numbers begin with 0 when an engine core starts. Its first batch says AllBlocksCleared, and so does the first
 one with blocks: a subscriber may not be connected yet when the other one is sent. Who has missed batches sends the
 first number wanted, 8 bytes, to the replay socket, a ROUTER, and gets [number, payload] for each batch that is still
-kept, then [-1, empty].
+kept, then [-1, empty]; `kv_replay` bounds what that may cost.
 """
 
 from __future__ import annotations
 
-import logging
-import threading
 import time
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 import zmq
 
 from minisgl_backend.cache.changes import CacheChange, PagesStored
+from minisgl_backend.engine.kv_replay import KVReplay
 from minisgl_backend.errors import ConfigError
 
 MEDIUM = "GPU"  # the format's word for the memory that the engine computes in, whatever the device
-REPLAY_BATCHES = 10_000
-REPLAY_BYTES = 64 << 20
 QUEUED_BATCHES = 100_000  # for one subscriber that does not read; what comes after is lost to it
-END = (-1).to_bytes(8, "big", signed=True)
-POLL_MS = 200
 LINGER_MS = 500  # for what is on its way when the core ends
-
-log = logging.getLogger(__name__)
 
 
 class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -81,42 +73,34 @@ class KVEventPublisher:
         self._dp_rank = dp_rank
         self._encoder = msgspec.msgpack.Encoder()
         self._next = 0
-        self._keeps = replay_endpoint is not None
-        self._kept: deque[tuple[int, bytes]] = deque()  # sequence numbers and payloads
-        self._kept_bytes = 0
-        self._lock = threading.Lock()  # guards the two above
-        self._closing = False
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._thread: threading.Thread | None = None
-        self._sockets: list[zmq.Socket[bytes]] = []
+        self._publisher: zmq.Socket[bytes] = self._context.socket(zmq.PUB)
+        self._publisher.setsockopt(zmq.SNDHWM, QUEUED_BATCHES)
+        self._replay = None if replay_endpoint is None else KVReplay(self._context)
         try:
-            self._publisher = self._open("kv_events_endpoint", zmq.PUB, endpoint_of(endpoint, dp_rank))
-            if replay_endpoint is not None:
-                address = endpoint_of(replay_endpoint, dp_rank)
-                router = self._open("kv_events_replay_endpoint", zmq.ROUTER, address)
-                self._thread = threading.Thread(target=self._replay, args=(router,), name="kv-replay", daemon=True)
-                self._thread.start()
+            self._start("kv_events_endpoint", endpoint_of(endpoint, dp_rank), self._attach)
+            if self._replay is not None and replay_endpoint is not None:
+                self._start("kv_events_replay_endpoint", endpoint_of(replay_endpoint, dp_rank), self._replay.start)
         except ConfigError:
             self.close()
             raise
         self._send([AllBlocksCleared()])
 
-    def _open(self, option: str, kind: int, endpoint: str) -> zmq.Socket[bytes]:
-        opened = self._context.socket(kind)
-        self._sockets.append(opened)
-        opened.setsockopt(zmq.SNDHWM, QUEUED_BATCHES)
-        opened.setsockopt(zmq.LINGER, LINGER_MS)
+    @staticmethod
+    def _start(option: str, address: str, start: Callable[[str], None]) -> None:
         try:
-            if kind == zmq.ROUTER or "*" in endpoint or "::" in endpoint or endpoint.startswith("ipc://"):
-                opened.bind(endpoint)
-            else:
-                opened.connect(endpoint)
+            start(address)
         except zmq.ZMQError as error:
             raise ConfigError(
-                f"{option} is {endpoint!r}: {error}; allowed: tcp://*:PORT or ipc://PATH to listen at, or "
+                f"{option} is {address!r}: {error}; allowed: tcp://*:PORT or ipc://PATH to listen at, or "
                 "tcp://HOST:PORT of a subscriber that listens"
             ) from None
-        return opened
+
+    def _attach(self, address: str) -> None:
+        if "*" in address or "::" in address or address.startswith("ipc://"):
+            self._publisher.bind(address)
+        else:
+            self._publisher.connect(address)
 
     def publish(self, changes: Sequence[CacheChange]) -> None:
         """One batch of what a step has changed, in order."""
@@ -137,39 +121,15 @@ class KVEventPublisher:
         batch = KVEventBatch(ts=time.time(), events=events, data_parallel_rank=self._dp_rank)
         payload, number = self._encoder.encode(batch), self._next
         self._next += 1
-        if self._keeps:
-            self._keep(number, payload)
+        if self._replay is not None:
+            self._replay.keep(number, payload)
         self._publisher.send_multipart((self._topic, number.to_bytes(8, "big"), payload))
-
-    def _keep(self, number: int, payload: bytes) -> None:
-        with self._lock:
-            self._kept.append((number, payload))
-            self._kept_bytes += len(payload)
-            while len(self._kept) > REPLAY_BATCHES or self._kept_bytes > REPLAY_BYTES:
-                self._kept_bytes -= len(self._kept.popleft()[1])
-
-    def _replay(self, router: zmq.Socket[bytes]) -> None:
-        while not self._closing:
-            if not router.poll(POLL_MS):
-                continue
-            frames = router.recv_multipart()
-            if len(frames) != 3 or len(frames[2]) != 8:
-                log.warning("a request to the replay socket of KV events is not [empty, number of 8 bytes]")
-                continue
-            client, first = frames[0], int.from_bytes(frames[2], "big")
-            with self._lock:
-                wanted = [(number, payload) for number, payload in self._kept if number >= first]
-            for number, payload in wanted:
-                router.send_multipart((client, b"", number.to_bytes(8, "big"), payload))
-            router.send_multipart((client, b"", END, b""))
 
     def close(self) -> None:
         """Ends the sockets."""
-        self._closing = True
-        if self._thread is not None:
-            self._thread.join()
-        for opened in self._sockets:
-            opened.close()
+        if self._replay is not None:
+            self._replay.close(LINGER_MS)
+        self._publisher.close(linger=LINGER_MS)
         self._context.term()
 
 

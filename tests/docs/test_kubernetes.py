@@ -95,8 +95,7 @@ def test_ports_are_those_of_the_server() -> None:
     defaults = vars(server_parser("minisgl serve").parse_args([]))
     for name in ("http", "grpc", "metrics", "health", "openai"):
         assert ports[name] == defaults[f"{name}_port"]
-    for name in ("kv-events", "kv-replay"):
-        assert f":{ports[name]}" in " ".join(container["args"])
+    assert f":{ports['kv-events']}" in " ".join(container["args"])
     for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
         assert container[probe]["httpGet"]["port"] == "health"
     assert container["readinessProbe"]["httpGet"]["path"] == "/health/ready"
