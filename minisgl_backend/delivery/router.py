@@ -102,10 +102,6 @@ class Router:
                     found.setdefault(core, []).append(uid)
         return found
 
-    def load(self, core: int) -> int:
-        """Sequences that were sent to the core and have not ended."""
-        return self._cores[core].load
-
     def _release(self, uids: Iterable[int]) -> None:
         for uid in uids:
             if (core := self._core_of.pop(uid, None)) is not None:

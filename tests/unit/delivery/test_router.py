@@ -89,22 +89,21 @@ def test_siblings_count_as_many_and_ends_free_their_place() -> None:
     assert core == 0
     assert [place(router, prompt(2 + index, 10))[1] for index in range(4)] == [1, 1, 1, 1]
     router.release([uid, uid + 1, uid + 1, 123456789])
-    assert [router.load(core) for core in range(2)] == [2, 4]
     assert router.by_core([uid, uid + 2, uid + 3, 5]) == {0: [uid + 2, uid + 3]}
+    assert [place(router, prompt(6 + index, 10))[1] for index in range(2)] == [0, 0], "two there, and four elsewhere"
 
 
 def test_a_dead_core_loses_its_sequences_and_its_prefixes_and_gets_nothing() -> None:
     router = make(2)
     documents = [prompt(1, 640), prompt(2, 640)]
-    (lost, first), (kept, second) = (place(router, document) for document in documents)
+    (lost, first), (kept, second) = place(router, documents[0], n=3), place(router, documents[1])
     assert (first, second) == (0, 1)
-    assert router.note_down(0) == [lost]
-    assert router.load(0) == 0
+    assert router.note_down(0) == [lost, lost + 1, lost + 2]
     assert {ask(router, documents[0]) for _ in range(3)} == {1}
     assert router.by_core([lost, kept]) == {1: [kept]}
     router.note_up(0, PAGE, 100)
     assert ask(router, documents[0]) == 1, "the living core has it by now"
-    assert ask(router, prompt(3, 640)) == 0
+    assert ask(router, prompt(3, 640)) == 0, "nothing is there any more"
     assert router.note_down(1) == [kept]
     assert router.note_down(0) == []
     assert ask(router, documents[0]) is None
@@ -112,13 +111,13 @@ def test_a_dead_core_loses_its_sequences_and_its_prefixes_and_gets_nothing() -> 
 
 def test_a_core_that_did_not_take_a_request_is_left_out() -> None:
     router = make(2)
-    uid, first = place(router, prompt(0, 500))
+    uid, first = place(router, prompt(0, 500), n=4)
     assert first is not None
-    router.release([uid])
-    assert router.place(uid, 1, prompt(0, 500), without={first}) == 1 - first
-    router.release([uid])
-    assert router.place(uid, 1, prompt(0, 500), without={0, 1}) is None
-    assert [router.load(core) for core in range(2)] == [0, 0]
+    router.release(range(uid, uid + 4))
+    assert router.place(uid, 4, prompt(0, 500), without={first}) == 1 - first
+    router.release(range(uid, uid + 4))
+    assert router.place(uid, 4, prompt(0, 500), without={0, 1}) is None
+    assert [place(router, prompt(index, 10))[1] for index in (1, 2)] in ([0, 1], [1, 0]), "nothing counts as there"
 
 
 def test_what_a_core_cannot_hold_is_forgotten_ends_first() -> None:
