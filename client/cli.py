@@ -29,6 +29,7 @@ from .local import add_local_commands
 from .openai_client import OpenAIClient
 from .request import SamplingOptions
 from .results import Result
+from .server_options import ApiKey, ModelOfEither, OpenAIUrl
 
 app = typer.Typer(
     help="Serve a model; talk to a running server.",
@@ -123,22 +124,12 @@ def generate(
 def chat(
     url: Url = None,
     protocol: WireProtocol = None,
-    openai: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="OpenAI's API instead: HOST:PORT, or https://HOST/PATH.",
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="With --openai.", show_envvar=True, envvar="OPENAI_API_KEY")
-    ] = None,
+    openai: OpenAIUrl = None,
+    api_key: ApiKey = None,
     local: Annotated[
         str | None, typer.Option(metavar="MODEL", help="A model in this process instead: a folder, a hub id or demo.")
     ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Name of the model; default: ensemble, with --openai the server's first.")
-    ] = None,
+    model: ModelOfEither = None,
     timeout: Timeout = None,
     system: System = None,
     max_tokens: MaxTokens = None,

@@ -23,6 +23,7 @@ from ..client import Client
 from ..connection import parse_url
 from ..console import CommandError, errors_in_one_line, print_table, progress, say_error
 from ..request import SamplingOptions
+from ..server_options import ApiKey, ModelOfEither, OpenAIUrl
 from .compare import compare_reports, draw_comparison
 from .figures import Figures, figures_of
 from .generator import allow_many_connections, run_load
@@ -55,19 +56,9 @@ def bench(
     url: Annotated[
         str | None, typer.Option(help="Triton: HOST:PORT, or http://HOST:PORT; default: 127.0.0.1:8001.")
     ] = None,
-    openai: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="OpenAI's API instead: HOST:PORT, or https://HOST/PATH.",
-        ),
-    ] = None,
-    api_key: Annotated[
-        str | None, typer.Option(help="With --openai.", show_envvar=True, envvar="OPENAI_API_KEY")
-    ] = None,
-    model: Annotated[
-        str | None, typer.Option(help="Name of the model; default: ensemble, with --openai the server's first.")
-    ] = None,
+    openai: OpenAIUrl = None,
+    api_key: ApiKey = None,
+    model: ModelOfEither = None,
     concurrency: Annotated[
         str | None, typer.Option(help=f"Requests in flight; several with commas: a run each; default: {_LEVELS}.")
     ] = None,
