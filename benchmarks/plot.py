@@ -26,6 +26,19 @@ DASHES = (0, (4, 2))
 TEXT = "#1f2328"
 WIDTH, HEAD, ABOVE, BELOW = 11.0, 0.75, 0.4, 0.6  # inches: the picture; its head; around the axes of a row
 LINES, BAR = 2.1, 0.42  # inches: height of axes with lines; of a group of bars
+# The options of benchmarks.gpu's part `sampling`, as requests spell them.
+SAMPLING_LABELS = {
+    "greedy": "greedy",
+    "temperature": "temperature 0.6",
+    "top_k": "top_k 20",
+    "top_p": "top_p 0.95",
+    "qwen3": "top_k and top_p",
+    "min_p": "min_p 0.05",
+    "repetition": "repetition 1.1",
+    "presence": "presence 0.5",
+    "logprobs": "logprobs 5",
+    "bias": "logit_bias",
+}
 STYLE: dict[str, Any] = {
     **SHARED_STYLE,
     "font.family": "sans-serif",
@@ -67,7 +80,8 @@ def _arrange(comparison: Comparison) -> list[list[list[Panel]]]:
     decode, bars = _decode_panels(comparison), _bars_panel(comparison)
     prefill, start = _prefill_panel(comparison), _start_panel(comparison)
     upper, stack = ([*decode, *prefill], start) if len(decode) < 3 else (decode, [*prefill, *start])
-    rows = [[[panel] for panel in upper], [column for column in (bars, stack) if column]]
+    sampling = [[panel] for panel in _sampling_panels(comparison)]
+    rows = [[[panel] for panel in upper], [column for column in (bars, stack) if column], sampling]
     return [row for row in rows if row]
 
 
@@ -233,6 +247,30 @@ def _draw_start(comparison: Comparison, title: str, bars: list[tuple[str, str]],
         _draw_group(comparison, name, row, 1.0, " s", axes)
     axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
     axes.set_xlabel("seconds")
+    _set_bar_labels(axes, [label for label, _ in bars])
+
+
+def _sampling_panels(comparison: Comparison) -> list[Panel]:
+    """One stream and many, by what a request's sampling asks for."""
+    panels = []
+    for count, title in ((1, "one stream"), (64, "64 streams")):
+        bars = [
+            (label, f"sampling_{option}_{count}_tok_s")
+            for option, label in SAMPLING_LABELS.items()
+            if f"sampling_{option}_{count}_tok_s" in comparison.own.figures
+        ]
+        if bars:
+            panels.append(Panel(1, 1.5, partial(_draw_sampling, comparison, title, bars), 0.8 * BAR * len(bars)))
+    return panels
+
+
+def _draw_sampling(comparison: Comparison, title: str, bars: list[tuple[str, str]], axes: Any) -> None:
+    axes.set_title(f"Qwen3-0.6B, {title} (tokens/s)")
+    for row, (_, name) in enumerate(bars):
+        _draw_group(comparison, name, row, 1.0, "", axes)
+    axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
+    axes.locator_params(axis="x", nbins=4)
+    axes.xaxis.set_major_formatter(lambda value, _: _short(value))
     _set_bar_labels(axes, [label for label, _ in bars])
 
 
