@@ -119,7 +119,21 @@ class Responder:
                 self._serve(sequence)
             except Exception as error:  # one stream's failure must not end the others'
                 _LOGGER.exception("request %r (stream %d) failed", sequence.stream.spec.request_id, sequence.uid)
-                self._end_with_error(sequence.stream, "INTERNAL", f"the answer could not be sent: {error}")
+                self._end_failed(sequence.stream, f"the answer could not be sent: {error}")
+
+    def _end_failed(self, stream: Stream, message: str) -> None:
+        """Ends a stream whose response could not be sent. Where that was its last one, or its error cannot go behind
+        its chunks either, an error is sent alone: small as it is, it may get through."""
+        try:
+            if not stream.closed:
+                self._end_with_error(stream, "INTERNAL", message)
+                return
+        except Exception as error:
+            _LOGGER.error("request %r: its error could not be sent: %s", stream.spec.request_id, error)
+        try:
+            stream.sender.fail("INTERNAL", message)
+        except Exception as error:
+            _LOGGER.error("request %r cannot be answered: %s", stream.spec.request_id, error)
 
     def _serve(self, sequence: SequenceStream) -> None:
         stream = sequence.stream
@@ -225,8 +239,10 @@ class Responder:
     def _send(self, stream: Stream, chunk: Chunk, details: Arrays, final: bool) -> None:
         if final:
             self._close(stream)
-            stream.sender.send(chunk, details, True)
-            self._on_closed(stream)
+            try:
+                stream.sender.send(chunk, details, True)
+            finally:
+                self._on_closed(stream)
         else:
             stream.sender.send(chunk, details, False)
 

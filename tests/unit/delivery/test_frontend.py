@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -12,11 +13,12 @@ import numpy as np
 import pytest
 
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.delivery.arrays import Arrays
 from minisgl_backend.delivery.frontend import EngineFront
 from minisgl_backend.delivery.responder import LATE, NO_TEXT
 from minisgl_backend.delivery.send_queue import CONFIRM_S
 from minisgl_backend.ipc.messages import CANCELLED, Rejected
-from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
+from minisgl_backend.ipc.wire import Chunk, EngineRequest, OutputOptions
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from minisgl_backend.serving.schema import DETAIL_OUTPUTS
 from minisgl_backend.step import Logprobs, SequenceDetail
@@ -497,3 +499,54 @@ def test_a_request_that_fails_on_its_way_to_the_core_is_aborted_behind_it(front:
     front.submit(sender, np.array([1], dtype=np.int32), spec, confirmed=True)
     uid = engine.requests[-1].uid
     assert engine.aborted == [(uid, FinishReason.CANCELLED), (uid + 1, FinishReason.CANCELLED)]
+
+
+class Refusing(Recorder):
+    """A sender whose first responses, or errors, do not get through."""
+
+    def __init__(self, sends: int, errors: int = 0) -> None:
+        super().__init__()
+        self._sends, self._errors = sends, errors
+        self.asked = threading.Event()
+
+    def send(self, chunk: Chunk, details: Arrays, final: bool) -> None:
+        if self._sends:
+            self._sends -= 1
+            raise RuntimeError("Failed to increase the shared memory pool size")
+        super().send(chunk, details, final)
+
+    def fail(self, status: str, message: str) -> None:
+        self.asked.set()
+        if self._errors:
+            self._errors -= 1
+            raise RuntimeError("Failed to increase the shared memory pool size")
+        super().fail(status, message)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_an_answer_that_cannot_be_sent_ends_with_an_error_and_leaves_nothing(front: EngineFront, stream: bool) -> None:
+    sender = Refusing(sends=1)
+    spec = EngineRequest(params=SamplingParams(), options=OutputOptions(stream=stream))
+    front.submit(sender, np.array([1], dtype=np.int32), spec, confirmed=True)
+    front.client.give((front.client.requests[-1].uid, 65, LENGTH))
+    sender.wait_end()
+    assert sender.error == (
+        "INTERNAL",
+        "the answer could not be sent: Failed to increase the shared memory pool size",
+    )
+    assert front.num_streams == 0
+
+
+def test_who_cannot_be_answered_at_all_holds_up_nobody(front: EngineFront) -> None:
+    lost = [Refusing(sends=2, errors=1) for _ in range(4)]
+    spec = EngineRequest(params=SamplingParams(), options=OutputOptions(stream=True))
+    for sender in lost:
+        front.submit(sender, np.array([1], dtype=np.int32), spec, confirmed=True)
+        front.client.give((front.client.requests[-1].uid, 65, 0))
+    assert all(sender.asked.wait(30) for sender in lost)
+    others = [ask(front) for _ in range(4)]
+    front.client.give(*((uid, 65, LENGTH) for _, uid in others))
+    for sender, _ in others:
+        sender.wait_end()
+        assert sender.error is None
+    assert front.num_streams == 0
