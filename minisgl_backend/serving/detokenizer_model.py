@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,8 @@ from minisgl_backend.ipc.channel import socket_directory
 from minisgl_backend.ipc.wire import Chunk, Codec
 from minisgl_backend.serving.settings import read_engine_config
 from minisgl_backend.text.vocabulary import load_vocabulary
+
+_LOGGER = logging.getLogger(__name__)
 
 TELL_AT = 256  # chunks; no front leaves as many unconfirmed, but a client of this model alone may
 
@@ -65,6 +68,9 @@ class TritonPythonModel:
             return _error(error.status, str(error))
         except msgspec.MsgspecError as error:
             return _error("INVALID_ARG", f"chunk is not valid: {error}")
+        except Exception as error:  # else all that are answered together with this one would fail
+            _LOGGER.exception("a chunk could not be made into text")
+            return _error("INTERNAL", f"the text could not be made ({type(error).__name__})")
         return pb_utils.InferenceResponse([pb_utils.Tensor(name, array) for name, array in arrays.items()])
 
     def _look_for_client(self, request: Any, chunk: Chunk) -> None:

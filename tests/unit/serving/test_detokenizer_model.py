@@ -93,3 +93,13 @@ def test_that_a_client_has_left_is_told_at_once(model: Any) -> None:
     model.execute([request(chunk(1, 1, confirm=False))])
     model.execute([request(chunk(1, 2, confirm=False), is_cancelled=lambda: True)])
     assert told(model) == [(1, 1), (1, 2), (1, CANCELLED)]
+
+
+def test_a_chunk_that_no_front_would_send_fails_alone(model: Any) -> None:
+    """Whoever calls the detokenizer by itself must not take the others' text with it."""
+    parts = (Part(token_ids=b"12345678"), Part(token_ids=b"12345"))
+    strange = [Chunk(uid=5, number=1, parts=parts), Chunk(uid=6, number=1, parts=parts[1:], options=TextOptions())]
+    good = chunk(1, 1, confirm=True)
+    responses = model.execute([request(one) for one in (*strange, good)])
+    assert [response.error is None for response in responses] == [False, False, True]
+    assert told(model) == [(5, 1), (6, 1), (1, 1)]
