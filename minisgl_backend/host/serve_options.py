@@ -7,6 +7,7 @@ Run as a program it answers for the script on a fresh clone: `--help` and `--ver
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -119,8 +120,9 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
 
 def say(text: str) -> None:
     """One line for the person who runs the server."""
-    bold, plain = ("\033[1m", "\033[0m") if sys.stderr.isatty() else ("", "")
-    print(f"{bold}[serve]{plain} {text}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # who closed the terminal has not stopped the server
+        bold, plain = ("\033[1m", "\033[0m") if sys.stderr.isatty() else ("", "")
+        print(f"{bold}[serve]{plain} {text}", file=sys.stderr, flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,6 +5,7 @@ A server that has ended is never started again: make a new ServerProcess.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -20,7 +21,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
 from typing import Any
 
 from minisgl_backend.host.drain import ANSWER_SECONDS, LAST_CHUNK_SECONDS
@@ -64,6 +64,7 @@ class ServerProcess:
             start_new_session=True,
         )
         os.close(write_end)
+        self._socket_directory = socket_directory(settings.repository, self._process.pid)
         self._processes = ServerProcesses(self._process.pid)
         self._pump = threading.Thread(target=self._pump_log, args=(read_end,), name="server-log", daemon=True)
         self._pump.start()
@@ -93,7 +94,7 @@ class ServerProcess:
 
     def engine_down(self) -> bool:
         """True while the engine core is dead or not yet back. False as well for a repository without an engine."""
-        return fronts_without_core(self._socket_directory()) > 0
+        return fronts_without_core(self._socket_directory) > 0
 
     def has_model(self, model: str) -> bool:
         """True if the server has loaded this model."""
@@ -119,7 +120,7 @@ class ServerProcess:
 
         Whoever waits for the old ones gets an error, from the engine's fronts or from the server.
         """
-        directory = self._socket_directory()
+        directory = self._socket_directory
         self._processes.kill_stubs(model)
         self._unloadable_models += 1
         note_lost(directory, model)
@@ -148,11 +149,14 @@ class ServerProcess:
     def _drain(self, abandon: threading.Event) -> bool:
         """Until the engine's fronts have nothing to do: streams stand still once an ensemble's server gets SIGTERM.
 
-        False where there is no front, or one does not answer.
+        False where there is no front, or one cannot be asked or does not answer.
         """
-        directory, start = self._socket_directory(), time.monotonic()
+        directory, start = self._socket_directory, time.monotonic()
         given = 0.8 * self._settings.exit_timeout
-        ask_to_drain(directory, start + given)
+        try:
+            ask_to_drain(directory, start + given)
+        except OSError:  # no room on the disk
+            return False
         while self.exit_code is None and fronts_not_drained(directory) and not abandon.wait(0.05):
             if self._processes.dead_now() or time.monotonic() > start + given + ANSWER_SECONDS:
                 return False
@@ -166,11 +170,8 @@ class ServerProcess:
             self._signal(signal.SIGKILL)
             self._process.wait()
         self._processes.kill_all()
-        shutil.rmtree(self._socket_directory(), ignore_errors=True)
+        shutil.rmtree(self._socket_directory, ignore_errors=True)
         self._pump.join(timeout=2.0)
-
-    def _socket_directory(self) -> Path:
-        return socket_directory(self._settings.repository, self._process.pid)
 
     def _signal(self, number: int) -> None:
         if self._process.poll() is None:
@@ -261,5 +262,7 @@ def _environment() -> dict[str, str]:
 
 def _show(data: bytes) -> None:
     if data:
-        sys.stderr.buffer.write(data)
-        sys.stderr.buffer.flush()
+        # Where nobody reads (a terminal that was closed, a full disk), the server must not stand still with its log.
+        with contextlib.suppress(OSError, ValueError):
+            sys.stderr.buffer.write(data)
+            sys.stderr.buffer.flush()

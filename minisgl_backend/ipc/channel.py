@@ -39,15 +39,16 @@ ALL = slice(None)
 def socket_directory(model_repository: str | Path, parent_pid: int | None = None) -> Path:
     """The private directory (mode 0700) of one server's sockets, made where it is missing.
 
-    Its name holds the user, the server's process id (`parent_pid`; default: the parent of this process) and a hash
-    of the repository's path, so that every model of one server finds the same one and no other server does.
-    Directories of servers that no longer run are removed. Raises ConfigError where a safe one cannot be made.
+    Its name holds the user, the server's process id (`parent_pid`; default: the parent of this process), when that
+    process began, and a hash of the repository's path, so that every model of one server finds the same one and no
+    other server does: not even one with the same process id, as a container that starts again gives it. Directories of
+    servers that no longer run are removed. Raises ConfigError where a safe one cannot be made.
     """
     parent_pid = os.getppid() if parent_pid is None else parent_pid
     base, prefix = _socket_base()
     digest = hashlib.sha256(os.fsencode(Path(model_repository).resolve())).hexdigest()[:10]
     _remove_stale(base, prefix)
-    directory = base / f"{prefix}{parent_pid}-{digest}"
+    directory = base / f"{prefix}{parent_pid}-{_start_ticks(parent_pid) or 0}-{digest}"
     make_private(directory)
     return directory
 
@@ -75,13 +76,25 @@ def _socket_base() -> tuple[Path, str]:
 
 def _remove_stale(base: Path, prefix: str) -> None:
     for directory in base.glob(f"{prefix}*-*"):
-        pid = directory.name[len(prefix) :].split("-")[0]
-        if not pid.isdigit() or Path(f"/proc/{pid}").exists() or directory.is_symlink():
+        pid, *rest = directory.name[len(prefix) :].split("-")
+        if not pid.isdigit() or directory.is_symlink():
+            continue
+        began = _start_ticks(int(pid))
+        if began is not None and (len(rest) != 2 or rest[0] == str(began)):
             continue
         with contextlib.suppress(OSError):
             for entry in directory.iterdir():
                 entry.unlink()
             directory.rmdir()
+
+
+def _start_ticks(pid: int) -> int | None:
+    """When the process began, in ticks since the machine did; None where there is none."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[19])  # behind the name, which may hold anything
 
 
 def merge_outputs(records: Sequence[Outputs]) -> Outputs:

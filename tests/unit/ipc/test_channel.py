@@ -14,9 +14,12 @@ import pytest
 import zmq
 
 from minisgl_backend.errors import ConfigError, EngineDeadError
+from minisgl_backend.host.status_files import ask_to_drain, drain_deadline
+from minisgl_backend.ipc import channel
 from minisgl_backend.ipc.channel import (
     CoreChannel,
     FrontChannel,
+    live_socket_directories,
     merge_outputs,
     socket_directory,
     split_by_front,
@@ -229,6 +232,22 @@ def test_the_directory_is_private_and_shared_by_one_server(tmp_path: Path, monke
     assert directory != socket_directory(tmp_path / "another")
     assert directory != socket_directory(tmp_path / "repository", os.getpid())
     assert not stale.exists()
+    shutil.rmtree(base)
+
+
+def test_a_server_with_the_process_id_of_one_before_finds_nothing_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A container that was killed while it drained and starts again: the same ids, and the same /tmp."""
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    before = socket_directory(tmp_path / "repository")
+    ask_to_drain(before, 0.0)
+    monkeypatch.setattr(channel, "_start_ticks", lambda pid: 123456789, raising=False)
+    directory = socket_directory(tmp_path / "repository")
+    assert drain_deadline(directory) is None
+    assert not before.exists()
+    assert live_socket_directories() == {os.getppid(): directory}
     shutil.rmtree(base)
 
 
