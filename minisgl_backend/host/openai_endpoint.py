@@ -191,8 +191,12 @@ class OpenAIEndpoint:
             self._workers[number] = None
             self._say(f"the OpenAI endpoint's process {worker.pid} died; it starts again")
         if self._workers[number] is None and now >= self._next_start[number]:
-            self._workers[number] = self._start()
-            self._started_at[number] = now
+            try:
+                self._workers[number] = self._start()
+                self._started_at[number] = now
+            except OSError as error:  # no memory, no file descriptor; the other processes would die with this thread
+                self._next_start[number] = now + _BACKOFF_SECONDS[-1]
+                self._say(f"a process of the OpenAI endpoint cannot be started: {error}; it is tried again")
 
     def _start(self) -> subprocess.Popen[bytes]:
         environment = {SETTINGS_VARIABLE: self._settings.to_json()}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -14,6 +17,7 @@ from typing import Any
 import pytest
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host import openai_endpoint
 from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
 from tests.e2e.conftest import free_ports
 
@@ -117,6 +121,29 @@ def test_a_process_that_dies_is_replaced_and_the_port_stays_open(endpoint: OpenA
         assert time.monotonic() < deadline
         time.sleep(0.02)
     assert ask(endpoint, "/version")[0] == 200
+
+
+def test_a_process_that_cannot_be_started_is_tried_again_and_the_others_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    starts = 0
+
+    def start(*_: Any, **__: Any) -> subprocess.Popen[bytes]:
+        nonlocal starts
+        starts += 1
+        if starts in (2, 3):
+            raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+    monkeypatch.setattr(openai_endpoint, "start_child", start)
+    monkeypatch.setattr(openai_endpoint, "_BACKOFF_SECONDS", (0.0,))
+    (port,) = free_ports(1)
+    endpoint = OpenAIEndpoint(EndpointSettings(port=port, workers=2), said.append)
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while len(endpoint.process_ids) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    endpoint.stop()
+    assert len([line for line in said if "cannot be started" in line]) == 2
 
 
 def test_a_taken_port_is_named(endpoint: OpenAIEndpoint) -> None:
