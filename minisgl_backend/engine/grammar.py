@@ -93,7 +93,8 @@ class Grammars:
                 f"min_tokens is {request.params.min_tokens}; allowed: 0 with guided decoding, where the grammar "
                 "alone says when an answer may end"
             )
-        if len(self._compiling) >= MAX_COMPILING:
+        # Those that were cancelled count until the thread has passed over them.
+        if max(len(self._compiling), self._todo.qsize()) >= MAX_COMPILING:
             raise CapacityError(f"{MAX_COMPILING} requests wait for their grammars to be compiled; try again later")
         if self._thread is None:
             self._thread = threading.Thread(target=self._compile_all, name="grammar-compiler", daemon=True)
@@ -203,6 +204,8 @@ class Grammars:
 
     def _compile_all(self) -> None:
         while (request := self._todo.get()) is not None:
+            if request.uid not in self._compiling:
+                continue  # cancelled before its turn
             compiled, error = None, None
             try:
                 compiled = self._compile(request.params.grammar or Grammar(kind="json"))

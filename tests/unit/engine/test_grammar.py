@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import re
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minisgl_backend.engine import grammar as grammar_module
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.grammar import Grammars
-from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import FinishReason, Grammar
@@ -226,6 +228,37 @@ def test_an_abort_during_compilation_still_ends_every_sequence(harness: Harness)
     harness.core.abort([1, 2], FinishReason.CANCELLED)
     assert harness.run().reasons == {1: FinishReason.CANCELLED, 2: FinishReason.CANCELLED}
     assert harness.grammars.num_compiling == 0
+
+
+def test_what_was_cancelled_before_its_turn_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(lambda: None, vocab_size=32, eos_token_ids=[2])
+    busy, compiled = threading.Event(), []
+
+    def compile_slowly(grammar: Grammar) -> Any:
+        compiled.append(grammar.text)
+        busy.wait(30)
+        raise InvalidRequestError("done")
+
+    monkeypatch.setattr(grammars, "_compile", compile_slowly)
+    monkeypatch.setattr(grammar_module, "MAX_COMPILING", 10)
+    for number in range(10):
+        grammars.submit(make_request(number, [5], grammar=Grammar(kind="regex", text=str(number))))
+    while not compiled:
+        time.sleep(0.005)
+    for number in range(9):
+        assert grammars.cancel(number) == 1
+    for number in (10, 11):  # the first one is with the compiler, the others are passed over only behind it
+        if number == 11:
+            with pytest.raises(CapacityError):
+                grammars.submit(make_request(number, [5], grammar=Grammar(kind="regex", text=str(number))))
+        else:
+            grammars.submit(make_request(number, [5], grammar=Grammar(kind="regex", text=str(number))))
+    busy.set()
+    while grammars.num_compiling:
+        grammars.take_compiled()
+        time.sleep(0.005)
+    assert compiled == ["0", "9", "10"]
+    grammars.close()
 
 
 def test_without_the_package_the_request_is_refused(monkeypatch: pytest.MonkeyPatch, model: ModelConfig) -> None:
