@@ -37,7 +37,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "mixed_prefill_length",
         "schedule_policy",
     ),
-    "Several devices": ("tp", "dp", "disable_pynccl"),
+    "Several devices": ("tp", "dp", "nodes", "rendezvous", "disable_pynccl"),
     "Processors": ("idle_cpus",),
     "KV events": ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"),
     "Measuring": ("runner", "null_runner_rate"),
@@ -204,8 +204,8 @@ def check(
 ) -> None:
     """Say what the options come to for this model on this machine, without loading it."""
     from minisgl_backend.engine.build import resolve_options
+    from minisgl_backend.host.settings import read_engine_config
     from minisgl_backend.models.build import check_weight_files
-    from minisgl_backend.serving.settings import read_engine_config
 
     if repository is not None:
         config = read_engine_config(repository)

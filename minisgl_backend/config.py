@@ -95,6 +95,11 @@ def _zmq_address(value: str) -> bool:
     return is_tcp or (value.startswith("ipc://") and len(value) > len("ipc://"))
 
 
+def _host_and_port(value: str) -> bool:
+    host, _, port = value.rpartition(":")
+    return bool(host) and port.isdecimal() and 1 <= int(port) <= 65535
+
+
 def _backend_names(value: str) -> bool:
     parts = value.split(",")
     return value == "auto" or (len(parts) <= 2 and all(part in BACKENDS for part in parts))
@@ -204,6 +209,15 @@ class EngineConfig:
         "1 to 64",
         lambda value: 1 <= value <= 64,
     )
+    nodes: int = _option(
+        1,
+        "machines that share one model, each with tp / nodes of its ranks; node 0 serves",
+        "1 to 64",
+        lambda value: 1 <= value <= 64,
+    )
+    rendezvous: str | None = _option(
+        None, "address of node 0, at which the other nodes meet it", "HOST:PORT", _host_and_port
+    )
     kv_events_endpoint: str | None = _option(
         None,
         "address of ZeroMQ at which each engine core publishes what its prefix cache stores and removes, as vLLM does "
@@ -254,7 +268,23 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for option in OPTIONS.values():
             option.validate(getattr(self, option.name))
+        self._check_nodes()
         self._check_kv_event_ports()
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Tensor-parallel ranks on one machine: node i has those from i times as many on."""
+        return self.tp // self.nodes
+
+    def _check_nodes(self) -> None:
+        if self.nodes == 1:
+            return
+        if self.tp % self.nodes:
+            raise ConfigError(f"nodes is {self.nodes}; allowed with tp {self.tp}: a number that divides tp")
+        if self.dp > 1:
+            raise ConfigError(f"dp is {self.dp}; allowed with nodes {self.nodes}: 1")
+        if self.rendezvous is None:
+            raise ConfigError(f"rendezvous is unset; allowed with nodes {self.nodes}: HOST:PORT, an address of node 0")
 
     def _check_kv_event_ports(self) -> None:
         """Each engine core listens at a port of its own for events, and at one for those who missed some."""
@@ -394,7 +424,7 @@ class RuntimeConfig:
     config: EngineConfig
     model_dir: str
     device: str  # "cpu" or "cuda"
-    first_device: int = 0  # index of rank 0's GPU; those of the other ranks follow
+    first_device: int = 0  # index of the GPU of a node's first rank; those of its other ranks follow
     dtype: str  # bfloat16, float16 or float32
     kv_dtype: str  # bfloat16, float16, float32 or float8_e4m3fn: of the KV cache
     prefill_backend: str
@@ -405,3 +435,12 @@ class RuntimeConfig:
     cuda_graph_max_tokens: int  # 0: steps with prompt tokens run without graphs
     eager_graphs: bool = False  # graphs and pieces are not captured
     flashinfer_tensor_cores: bool | None
+
+    def device_index(self, rank: int) -> int:
+        """Index of a tensor-parallel rank's GPU on its machine."""
+        return self.first_device + rank % self.config.ranks_per_node
+
+    def shared(self) -> dict[str, str]:
+        """What must be the same on all ranks, in words: all but where things are on one machine."""
+        own = ("config", "model_dir", "first_device")
+        return {spec.name: str(getattr(self, spec.name)) for spec in dataclasses.fields(self) if spec.name not in own}

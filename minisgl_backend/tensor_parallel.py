@@ -5,11 +5,12 @@ There is no default group: whoever needs a collective holds this object.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -54,12 +55,16 @@ class TensorParallel:
         device: torch.device,
         *,
         listener: socket.socket | None = None,
+        address: str = "",
+        shared: Mapping[str, str] | None = None,
         timeout_s: float = 600.0,
     ) -> TensorParallel:
         """Meets the other ranks at `host:port`, where rank 0 listens. NCCL for a cuda device, gloo for the CPU.
 
-        `listener`: rank 0's socket, where it listens there already; it is taken over. Raises ConfigError where the
-        other ranks do not come in time.
+        `listener`: rank 0's socket, where it listens there already; it is taken over. `address`: of this machine, at
+        which gloo's other ranks reach this one; "": what its name resolves to, or GLOO_SOCKET_IFNAME. `shared`:
+        settings by name, which must be rank 0's. Raises ConfigError where they are not, or the other ranks do not come
+        in time.
         """
         if not 0 <= rank < size:
             raise ConfigError(f"tensor-parallel rank is {rank}; allowed: 0 to {size - 1}")
@@ -69,13 +74,14 @@ class TensorParallel:
         try:
             listen_fd = None if listener is None else listener.detach()
             store = dist.TCPStore(host, port, size, rank == 0, timeout, master_listen_fd=listen_fd)
+            _check_shared(store, rank, shared or {})
             if device.type == "cuda":
                 torch.cuda.set_device(device)
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
                 group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
             else:
-                group = dist.ProcessGroupGloo(store, rank, size, timeout)
+                group = _gloo(store, rank, size, timeout, address)
             tp = cls(rank, size, group, device)
             tp.minimum(0)  # opens the connections now and not inside the first step
         except (RuntimeError, ValueError) as error:
@@ -183,6 +189,25 @@ class TensorParallel:
             self._leaver.go.set()
 
 
+def _check_shared(store: dist.Store, rank: int, shared: Mapping[str, str]) -> None:
+    if rank == 0:
+        store.set("shared", json.dumps(dict(shared)))
+        return
+    of_rank_0 = json.loads(store.get("shared"))
+    for name, value in shared.items():
+        if value != of_rank_0.get(name):
+            raise ConfigError(f"{name} is {value} on rank {rank}; allowed: {of_rank_0.get(name)}, as on rank 0")
+
+
+def _gloo(store: dist.Store, rank: int, size: int, timeout: timedelta, address: str) -> Any:
+    if not address or os.environ.get("GLOO_SOCKET_IFNAME"):
+        return dist.ProcessGroupGloo(store, rank, size, timeout)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
 class _Leaver:
     """A thread that leaves a group when it is told to. It waits from the start: none can begin while Python ends."""
 
@@ -206,11 +231,12 @@ class _Leaver:
 
 
 def device_of_rank(kind: str, index: int) -> torch.device:
-    """`kind`: "cpu" or "cuda". `index`: of the first rank's GPU, RuntimeConfig.first_device, plus the rank."""
+    """`kind`: "cpu" or "cuda". `index`: of its GPU, RuntimeConfig.device_index."""
     return torch.device("cuda", index) if kind == "cuda" else torch.device("cpu")
 
 
 def share_cores(kind: str, size: int) -> None:
-    """On the CPU all ranks of all engine cores, `size` of them, are neighbours: each takes its share of processors."""
+    """On the CPU the ranks of a machine's engine cores, `size` of them, are neighbours: each takes its share of
+    processors."""
     if kind == "cpu":
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))

@@ -146,11 +146,11 @@ def _model_runner(
         heartbeat.ready(on_cpu=runtime.device == "cpu")
         return runner, _limits(runtime, model, runner), description, lambda: None
     model.check_tensor_parallel(config.tp)  # before any process is started for what cannot be
-    followers = Followers.start(config, environment, dp_rank)
+    followers = Followers.start(config, environment, model_dir, dp_rank)
     try:
         runtime, description = _resolve(config, environment, dp_rank, model_dir, model)
         _share_cores(runtime)
-        tp = followers.connect(_device(runtime), heartbeat)
+        tp = followers.connect(runtime, _device(runtime), heartbeat)
         followers.watch(on_hang_or_death, heartbeat)
         _announce_compiling(runtime, heartbeat)
         runner = _build_runner(runtime, model, tp)
@@ -175,9 +175,11 @@ def _resolve(
     from minisgl_backend.runner.resolve import resolve
 
     runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment, dp_rank=dp_rank)
+    ranks = f" x {config.tp}" if config.tp > 1 else ""
+    ranks += f" over {config.nodes} nodes" if config.nodes > 1 else ""
     return runtime, (
-        f"{config.model} ({model.architecture}), {runtime.dtype} on {runtime.device}"
-        f"{f' x {config.tp}' if config.tp > 1 else ''}, attention {runtime.prefill_backend},{runtime.decode_backend}, "
+        f"{config.model} ({model.architecture}), {runtime.dtype} on {runtime.device}{ranks}, "
+        f"attention {runtime.prefill_backend},{runtime.decode_backend}, "
         f"pages of {runtime.page_size} tokens"
     )
 
@@ -185,14 +187,14 @@ def _resolve(
 def _share_cores(runtime: RuntimeConfig) -> None:
     from minisgl_backend.tensor_parallel import share_cores
 
-    share_cores(runtime.device, runtime.config.tp * runtime.config.dp)
+    share_cores(runtime.device, runtime.config.ranks_per_node * runtime.config.dp)
 
 
 def _device(runtime: RuntimeConfig) -> torch.device:
     """Rank 0's."""
     from minisgl_backend.tensor_parallel import device_of_rank
 
-    return device_of_rank(runtime.device, runtime.first_device)
+    return device_of_rank(runtime.device, runtime.device_index(0))
 
 
 def _announce_compiling(runtime: RuntimeConfig, heartbeat: Heartbeat) -> None:

@@ -1,4 +1,7 @@
-"""A tensor-parallel follower: `python -m minisgl_backend.engine.follower`, started by rank 0, which alone schedules."""
+"""A tensor-parallel follower: `python -m minisgl_backend.engine.follower`, a mirror of rank 0, which alone schedules.
+
+Started by rank 0, or by its own node (`host/node_supervisor.py`) where that is another one.
+"""
 
 from __future__ import annotations
 
@@ -33,11 +36,12 @@ log = logging.getLogger("minisgl_backend.engine.follower")  # __name__ is __main
 
 def main(arguments: list[str] | None = None) -> int:
     """A follower: builds its part of the model, then mirrors plans until the link closes."""
-    parser = argparse.ArgumentParser(description="A tensor-parallel rank of the engine; started by rank 0.")
+    parser = argparse.ArgumentParser(description="A tensor-parallel rank of the engine; started by its node.")
     parser.add_argument("--rank", type=int, required=True)
     parser.add_argument("--dp-rank", type=int, required=True, help="number of the engine core that it belongs to")
-    parser.add_argument("--port", type=int, required=True)
-    parser.add_argument("--link-fd", type=int, required=True)
+    parser.add_argument("--port", type=int, required=True, help="of this machine: leads to the ranks' store")
+    parser.add_argument("--link-fd", type=int, required=True, help="a connection to rank 0")
+    parser.add_argument("--address", default="", help="of this machine, as ranks of other nodes see it")
     parser.add_argument("--config", required=True, help="rank 0's engine options as JSON")
     parser.add_argument("--environment", required=True, help="what rank 0 read of its environment variables, as JSON")
     parser.add_argument(TIED, action="store_true")
@@ -51,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
         heartbeat = Heartbeat(environment.hang_s)
         with socket.socket(fileno=options.link_fd) as link:
             heartbeat.start(lambda sign: _tell(link, sign))
-            runner = _build(config, environment, options.dp_rank, options.rank, options.port, heartbeat)
+            runner = _build(config, environment, options, heartbeat)
             _mirror(runner, link, heartbeat)
     except ConfigError as error:
         log.error("%s", error)
@@ -69,14 +73,16 @@ def _tell(link: socket.socket, sign: Sign) -> None:
 
 
 def _build(
-    config: EngineConfig, environment: Environment, dp_rank: int, rank: int, port: int, heartbeat: Heartbeat
+    config: EngineConfig, environment: Environment, options: argparse.Namespace, heartbeat: Heartbeat
 ) -> ModelRunner:
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = ModelConfig.load(model_dir)
-    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment, dp_rank=dp_rank)
-    share_cores(runtime.device, config.tp * config.dp)
-    device = device_of_rank(runtime.device, runtime.first_device + rank)
-    tp = TensorParallel.connect(rank, config.tp, HOST, port, device)
+    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment, dp_rank=options.dp_rank)
+    share_cores(runtime.device, config.ranks_per_node * config.dp)
+    device = device_of_rank(runtime.device, runtime.device_index(options.rank))
+    tp = TensorParallel.connect(
+        options.rank, config.tp, HOST, options.port, device, address=options.address, shared=runtime.shared()
+    )
     tp.note_waits(heartbeat.waiting)
     announce_compiling(runtime.device, heartbeat.compiling, heartbeat.compiled)
     runner = build_runner(runtime, model, tp)

@@ -2,8 +2,9 @@
 
 Imports torch only once the followers are on their way: they import it at the same time.
 
-Plans travel over one socket pair a follower; the tensors of a step over the ranks' own collectives. A rank that fails
-cannot be replaced in mid-step, since the others wait in a collective: the whole engine starts again.
+Plans travel over one connection a follower: a socket pair on this machine, what `Nodes` has accepted to those of other
+nodes, which their own nodes start. The tensors of a step go over the ranks' own collectives. A rank that fails cannot
+be replaced in mid-step, since the others wait in a collective: the whole engine starts again.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
 import queue
 import select
 import socket
@@ -19,16 +21,19 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
 from minisgl_backend.engine.core import PendingStep
+from minisgl_backend.engine.nodes import PING_S, Nodes
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.host.liveness import PERIOD_S, Heartbeat, Liveness, Sign, wait_in_vain
+from minisgl_backend.host.node_options import read_secret
 from minisgl_backend.host.spawn import start_child
 from minisgl_backend.ipc.plan_codec import pack_step
 from minisgl_backend.step import StepDecisions, StepPlan
@@ -48,16 +53,20 @@ START_GRACE_S = 5.0
 
 
 class Followers:
-    """The follower processes of one engine, as rank 0 sees them."""
+    """The followers of one engine, as rank 0 sees them."""
 
-    def __init__(self, size: int, hang_s: float) -> None:
-        self._size = size
-        self._hang_s = hang_s
+    def __init__(self, config: EngineConfig, environment: Environment, model_dir: Path) -> None:
+        """Raises ConfigError where there are to be other nodes, and they could not come."""
+        self._size = size = config.tp
+        self._hang_s = environment.hang_s
         # Open from the start: a follower may be there first, and waits in the queue then.
         self._listener = socket.create_server((HOST, 0), backlog=size)
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._links: list[socket.socket] = []
+        self._processes: list[subprocess.Popen[bytes]] = []  # of this node
+        self._links: list[socket.socket] = []  # to rank 1, 2, ...
         self._port = self._listener.getsockname()[1]
+        self._nodes: Nodes | None = None  # None: this node has all ranks
+        if config.nodes > 1:
+            self._nodes = Nodes(config, environment, model_dir, self._port, read_secret(os.environ))
         self._tp: TensorParallel | None = None
         self._on_gpu = False
         self._watcher: threading.Thread | None = None
@@ -65,13 +74,19 @@ class Followers:
         self._closed = threading.Event()
 
     @classmethod
-    def start(cls, config: EngineConfig, environment: Environment, dp_rank: int = 0) -> Followers:
-        """Starts ranks 1 to tp - 1 of engine core `dp_rank`, with rank 0's settings."""
-        followers = cls(config.tp, environment.hang_s)
+    def start(cls, config: EngineConfig, environment: Environment, model_dir: Path, dp_rank: int = 0) -> Followers:
+        """Starts ranks 1 to tp - 1 of engine core `dp_rank`, with rank 0's settings; with other nodes, once all of them
+        have come."""
+        followers = cls(config, environment, model_dir)
         settings = ["--config", _json(config), "--environment", _json(environment), "--dp-rank", str(dp_rank)]
         try:
-            for rank in range(1, config.tp):
+            if followers._nodes is not None:
+                followers._nodes.gather()
+                settings += ["--address", followers._nodes.address]
+            for rank in range(1, config.ranks_per_node):
                 followers._start_rank(rank, settings)
+            if followers._nodes is not None:
+                followers._links += followers._nodes.links()
         except BaseException:
             followers.close()
             raise
@@ -88,7 +103,7 @@ class Followers:
                 start_child("minisgl_backend.engine.follower", arguments, fds=(theirs.fileno(),), tied=tied)
             )
 
-    def connect(self, device: torch.device, heartbeat: Heartbeat) -> TensorParallel:
+    def connect(self, runtime: RuntimeConfig, device: torch.device, heartbeat: Heartbeat) -> TensorParallel:
         """Rank 0's collectives, once all followers have come. `device`: rank 0's.
 
         `heartbeat` learns when they wait for other ranks.
@@ -97,7 +112,7 @@ class Followers:
         """
         outcome: queue.SimpleQueue[TensorParallel | Exception] = queue.SimpleQueue()
         # Nothing can interrupt the rendezvous: it has a thread of its own, which is left behind where it is in vain.
-        threading.Thread(target=self._rendezvous, args=(device, outcome), daemon=True).start()
+        threading.Thread(target=self._rendezvous, args=(runtime, device, outcome), daemon=True).start()
         while True:
             with contextlib.suppress(queue.Empty):
                 tp = outcome.get(timeout=0.1)
@@ -109,12 +124,27 @@ class Followers:
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None:
                     raise ConfigError(f"rank {rank} of {self._size} ended while it started; its log says why")
+            if self._nodes is not None and (lost := self._nodes.look()) is not None:
+                raise EngineDeadError(lost)
 
-    def _rendezvous(self, device: torch.device, outcome: queue.SimpleQueue[TensorParallel | Exception]) -> None:
+    def _rendezvous(
+        self, runtime: RuntimeConfig, device: torch.device, outcome: queue.SimpleQueue[TensorParallel | Exception]
+    ) -> None:
         from minisgl_backend.tensor_parallel import TensorParallel
 
         try:
-            outcome.put(TensorParallel.connect(0, self._size, HOST, self._port, device, listener=self._listener))
+            outcome.put(
+                TensorParallel.connect(
+                    0,
+                    self._size,
+                    HOST,
+                    self._port,
+                    device,
+                    listener=self._listener,
+                    address=self._nodes.address if self._nodes is not None else "",
+                    shared=runtime.shared(),
+                )
+            )
         except Exception as error:
             outcome.put(error)
 
@@ -134,6 +164,8 @@ class Followers:
     def note_ready(self) -> None:
         """All ranks are built."""
         self._ready.set()
+        if self._nodes is not None:
+            self._nodes.note_ready()
 
     def _watch(self, on_loss: Callable[[str], None], heartbeat: Heartbeat) -> None:
         ranks = [Liveness(self._hang_s) for _ in self._links]
@@ -147,13 +179,20 @@ class Followers:
         on_loss(reason)
         for process in self._processes:
             process.kill()
+        if self._nodes is not None:
+            self._nodes.close()
         if self._tp is not None and self._on_gpu:
             self._tp.abandon()
 
     def _look(self, ranks: list[Liveness], heartbeat: Heartbeat) -> str | None:
         """Listens to the followers for a second; the reason for which the engine cannot go on."""
-        for link in select.select(self._links, [], [], PERIOD_S)[0]:
-            rank = self._links.index(link) + 1
+        nodes, period_s = ([], PERIOD_S) if self._nodes is None else (self._nodes.connections, PING_S)
+        readable = select.select([*self._links, *nodes], [], [], period_s)[0]
+        if self._nodes is not None and (lost := self._nodes.look()) is not None:
+            return lost
+        for rank, link in enumerate(self._links, start=1):
+            if link not in readable:
+                continue
             try:
                 signs = link.recv(4096, socket.MSG_DONTWAIT)
             except BlockingIOError:
@@ -195,6 +234,8 @@ class Followers:
                 link.shutdown(socket.SHUT_RDWR)
         if self._watcher is not None:
             self._watcher.join()  # it uses the links, and ends with them
+        if self._nodes is not None:
+            self._nodes.close()
         for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(STOP_GRACE_S)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.node_options import fill_in, read_secret
 from minisgl_backend.host.openai_endpoint import EndpointSettings, add_endpoint_options, endpoint_of
 from minisgl_backend.host.option_arguments import add_engine_options, given_parameters, tcp_port, tcp_port_or_none
 from minisgl_backend.host.repository import DEMO_MODEL
@@ -63,6 +65,7 @@ class Arguments:
     endpoint: EndpointSettings | None  # None: no OpenAI-compatible endpoint
     start_timeout: int  # seconds until the first start must have succeeded; 0: no limit
     engine_parameters: dict[str, str]  # options of the engine that were given; empty: the repository as it is
+    node_rank: int = 0  # of a model over several nodes; above 0: this machine serves nobody
 
     @property
     def example_request(self) -> str:
@@ -93,7 +96,7 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     """
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     parser = server_parser(program)
-    values = vars(parser.parse_args(arguments[:split]))
+    values = fill_in(vars(parser.parse_args(arguments[:split])), os.environ)
     settings = ServerSettings(
         repository=Path(values["repository"]).resolve(),
         host=values["host"],
@@ -115,7 +118,10 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
         grpc_address=settings.address_of(settings.grpc_port),
         metrics_address=settings.address_of(settings.metrics_port),
     )
-    return Arguments(settings, values["health_port"], endpoint, values["start_timeout"], parameters)
+    if parameters.get("nodes", "1") != "1":
+        read_secret(os.environ)
+    node_rank = values["node_rank"] or 0
+    return Arguments(settings, values["health_port"], endpoint, values["start_timeout"], parameters, node_rank)
 
 
 def say(text: str) -> None:
@@ -167,6 +173,12 @@ def server_parser(program: str) -> argparse.ArgumentParser:
         help=f"open these interfaces of tritonserver to all who reach its ports: {', '.join(ADMIN_APIS)} [none]",
     )
     parser.add_argument(
+        "--node-rank",
+        type=_number,
+        metavar="N",
+        help="which of --nodes this is: 0 serves [as torchrun, srun or a LeaderWorkerSet says]",
+    )
+    parser.add_argument(
         "--start-timeout",
         type=_seconds,
         default=3600,
@@ -193,6 +205,12 @@ def _which_port(text: str) -> int:
 def _seconds(text: str) -> int:
     if not text.isdecimal():
         raise argparse.ArgumentTypeError(f"{text!r}; allowed: whole seconds, 0 or more")
+    return int(text)
+
+
+def _number(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r}; allowed: 0 or more")
     return int(text)
 
 

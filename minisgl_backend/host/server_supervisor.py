@@ -19,6 +19,7 @@ from types import FrameType
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
+from minisgl_backend.host.node_supervisor import serve_node
 from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
 from minisgl_backend.host.option_check import OptionCheck
 from minisgl_backend.host.ports import free_port_error
@@ -203,6 +204,8 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.s
     """The command. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."""
     try:
         parsed = parse_arguments(sys.argv[1:] if arguments is None else arguments, program)
+        if parsed.node_rank:
+            return serve_node(parsed)
         install = find_triton_server()
         if parsed.endpoint is not None:
             parsed.endpoint.check_packages()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
@@ -11,6 +12,8 @@ DEMO = "demo"
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
 _CODE = ["*.py"]
 _IGNORED = ["consolidated*", "original/*"]  # the same weights again, in their authors' own format
+
+_PARTS, _PART_BYTES = 9, 1 << 16  # of a file that are read for its fingerprint
 
 
 def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
@@ -32,6 +35,21 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
     if model.count("/") > 1 or model.startswith((".", "~", "/")) or model.endswith("/"):
         raise ConfigError(f"model is {model!r}: there is no such folder")
     return _download(model, [*_PATTERNS, *_CODE] if trust_remote_code else _PATTERNS)
+
+
+def fingerprint(folder: Path) -> dict[str, str]:
+    """By name of a file, what tells it from others: of what says how to compute all of it, of weights, which are large,
+    the size and some bytes. Two folders of one model have the same."""
+    prints = {}
+    for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
+        size = path.stat().st_size
+        digest = hashlib.sha256(str(size).encode())
+        with path.open("rb") as file:
+            for part in range(_PARTS):
+                file.seek(max(0, (size - _PART_BYTES) * part // (_PARTS - 1)))
+                digest.update(file.read(_PART_BYTES))
+        prints[path.name] = digest.hexdigest()[:32]
+    return prints
 
 
 def _demo_dir() -> Path:

@@ -61,7 +61,7 @@ def build_runner(
     """
     tp = tp or TensorParallel.single()
     progress = progress or StartProgress()
-    device = device_of_rank(runtime.device, runtime.first_device + tp.rank)
+    device = device_of_rank(runtime.device, runtime.device_index(tp.rank))
     if device.type == "cuda":
         torch.cuda.set_device(device)
     try:
@@ -75,7 +75,8 @@ def build_runner(
 def _build(
     runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
 ) -> ModelRunner:
-    if not runtime.config.disable_pynccl:
+    # GPUs open each other's memory on one machine alone; over several, NCCL makes all sums.
+    if not runtime.config.disable_pynccl and runtime.config.nodes == 1:
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype))
     free_at_start = free_bytes(device)
     spec, runner_with = _load(runtime, model_config, device, tp, progress)

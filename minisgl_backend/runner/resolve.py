@@ -106,8 +106,12 @@ def _graph_max_tokens(config: EngineConfig, device: DeviceFacts, eager: bool) ->
 
 def _check_num_devices(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:
     model.check_tensor_parallel(config.tp)
-    if device.kind == "cuda" and config.tp > device.count:
-        raise ConfigError(f"tp is {config.tp}; allowed: 1 to {device.count}, the number of GPUs that this process sees")
+    if device.kind == "cuda" and config.ranks_per_node > device.count:
+        on_nodes = f", on {config.nodes} nodes" if config.nodes > 1 else ""
+        raise ConfigError(
+            f"tp is {config.tp}; allowed: 1 to {device.count * config.nodes}, the number of GPUs that this process "
+            f"sees{on_nodes}"
+        )
     if device.kind == "cuda" and config.dp * config.tp > device.count:
         raise ConfigError(
             f"dp is {config.dp}; allowed with tp {config.tp}: 1 to {device.count // config.tp}, as each engine core "

@@ -30,6 +30,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "schedule_policy": ("sjf", ""),
     "tp": (0, -2, None),
     "dp": (0, 65, None, "two"),
+    "nodes": (0, 65, None, "all"),
+    "rendezvous": ("node0", ":29600", "node0:0", 29600),
     "kv_events_endpoint": ("5557", "udp://*:5557"),
     "kv_events_replay_endpoint": ("5657", "tcp://*"),
     "kv_events_topic": (5, None),

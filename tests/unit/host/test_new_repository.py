@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.host.new_repository import main
+from minisgl_backend.host.settings import read_engine_config
 from minisgl_backend.installation import model_repository
-from minisgl_backend.serving.settings import read_engine_config
 
 
 def test_the_options_are_in_the_new_repository(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.repository import parse_options, render_repository, set_parameters
-from minisgl_backend.serving.settings import read_parameters
+from minisgl_backend.host.settings import read_parameters
 
 CONFIG = """name: "engine"
 # parameters { key: "page_size" value: { string_value: "commented" } }

@@ -8,6 +8,7 @@ import pytest
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.settings import is_demo, read_engine_config, read_parameters
 from minisgl_backend.serving.schema import (
     ENSEMBLES,
     INPUTS,
@@ -17,7 +18,6 @@ from minisgl_backend.serving.schema import (
     outdated_configs,
     write_configs,
 )
-from minisgl_backend.serving.settings import is_demo, read_engine_config, read_parameters
 
 REPOSITORY = Path(__file__).resolve().parents[3] / "model_repository"
 

@@ -7,6 +7,7 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
@@ -15,14 +16,17 @@ from minisgl_backend.models.folder import DEMO, find_model_dir
 _ENTRY = re.compile(r'key\s*:?\s*"([^"]*)"\s*[,;]?\s*value\s*:?\s*\{\s*string_value\s*:?\s*("(?:[^"\\]|\\.)*")\s*\}')
 
 
-def read_engine_config(repository: Path) -> EngineConfig:
-    """The engine options of a model repository, with the model's folder as an absolute path. Raises ConfigError."""
+def read_engine_config(repository: Path, given: Mapping[str, str] = MappingProxyType({})) -> EngineConfig:
+    """The engine options of a model repository, with the model's folder as an absolute path. Raises ConfigError.
+
+    `given`: parameters that take the place of the repository's own.
+    """
     path = repository / "engine" / "config.pbtxt"
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-    config = EngineConfig.from_parameters(read_parameters(text))
+    config = EngineConfig.from_parameters({**read_parameters(text), **given})
     if config.model == DEMO:
         folder = demo_dir(repository)
     else:

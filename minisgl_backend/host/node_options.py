@@ -1,0 +1,108 @@
+"""Which node of several this is: from the command line, else from what a launcher says. Standard library only.
+
+A launcher's variables count where `--nodes` is given, so that one server in a job of several machines stays one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl_backend.errors import ConfigError
+
+PORT = 29600  # of the rendezvous, where a launcher knows the host alone
+SECRET = "MINISGL_RENDEZVOUS_SECRET"
+SECRET_FILE = "MINISGL_RENDEZVOUS_SECRET_FILE"
+LEAST_SECRET = 16  # characters
+
+
+@dataclass(frozen=True)
+class Place:
+    """What a launcher says of one of its processes."""
+
+    launcher: str
+    nodes: int
+    node_rank: int
+    address: str  # of node 0, HOST:PORT
+
+
+def read_place(environ: Mapping[str, str]) -> Place | None:
+    """None outside of a LeaderWorkerSet, torchrun and srun. Raises ConfigError where they start several on a node."""
+    if "LWS_GROUP_SIZE" in environ:
+        host = environ.get("LWS_LEADER_ADDRESS", "")
+        return _place("LeaderWorkerSet", environ, "LWS_GROUP_SIZE", "LWS_WORKER_INDEX", f"{host}:{PORT}")
+    if "TORCHELASTIC_RUN_ID" in environ:
+        _check_one_each("torchrun", "--nproc-per-node", environ.get("LOCAL_WORLD_SIZE", "1"))
+        # torchrun itself listens at MASTER_PORT.
+        address = f"{environ.get('MASTER_ADDR', '')}:{int(environ.get('MASTER_PORT', PORT - 1)) + 1}"
+        return _place("torchrun", environ, "GROUP_WORLD_SIZE", "GROUP_RANK", address)
+    if "SLURM_STEP_NODELIST" in environ:
+        nodes, tasks = environ.get("SLURM_STEP_NUM_NODES", "1"), environ.get("SLURM_STEP_NUM_TASKS", "1")
+        if tasks != nodes:
+            raise ConfigError(f"srun's --ntasks is {tasks}; allowed with {nodes} nodes: {nodes}, one task on each")
+        address = f"{_first_host(environ['SLURM_STEP_NODELIST'])}:{PORT}"
+        return _place("srun", environ, "SLURM_STEP_NUM_NODES", "SLURM_NODEID", address)
+    return None
+
+
+def _place(launcher: str, environ: Mapping[str, str], nodes: str, node_rank: str, address: str) -> Place:
+    values = {name: environ.get(name, "") for name in (nodes, node_rank)}
+    for name, text in values.items():
+        if not text.isdecimal():
+            raise ConfigError(f"{name} is {text!r}; {launcher} sets it to a number")
+    return Place(launcher, int(values[nodes]), int(values[node_rank]), address)
+
+
+def _check_one_each(launcher: str, option: str, given: str) -> None:
+    if given != "1":
+        raise ConfigError(f"{launcher}'s {option} is {given}; allowed: 1, which starts all ranks of its node")
+
+
+def _first_host(nodes: str) -> str:
+    """Of Slurm's list: `gpu[003-006,010],b1` begins with gpu003."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[0]) if first else ""
+
+
+def fill_in(values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """The command line's `nodes`, `node_rank` and `rendezvous` (texts, None: not given) as they are to be read.
+
+    Raises ConfigError where the command line and the launcher disagree, or neither says which node this is.
+    """
+    nodes, node_rank, rendezvous = (values[name] for name in ("nodes", "node_rank", "rendezvous"))
+    if nodes in (None, "1") or (node_rank is not None and rendezvous is not None):
+        return dict(values)
+    place = read_place(environ)
+    if place is not None:
+        if nodes != str(place.nodes):
+            raise ConfigError(
+                f"nodes is {nodes}; allowed under {place.launcher}, which has {place.nodes}: {place.nodes}"
+            )
+        node_rank = place.node_rank if node_rank is None else node_rank
+        rendezvous = rendezvous or place.address
+    if node_rank is None:
+        raise ConfigError(
+            f"--node-rank is unset; allowed with nodes {nodes}: 0 on the machine that serves, 1 and up on the others"
+        )
+    return {**values, "node_rank": node_rank, "rendezvous": rendezvous}
+
+
+def read_secret(environ: Mapping[str, str]) -> bytes:
+    """What all nodes know and nobody else. Raises ConfigError where there is none; never says what it is."""
+    name, text = SECRET, environ.get(SECRET, "")
+    if not text and (file := environ.get(SECRET_FILE)):
+        name = SECRET_FILE
+        try:
+            text = Path(file).read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeError) as error:
+            raise ConfigError(f"{name} is {file!r}, which cannot be read: {error}") from None
+    if len(text) < LEAST_SECRET:
+        given = f"has {len(text)} characters" if text else f"is unset, and so is {SECRET_FILE}"
+        raise ConfigError(
+            f"{name} {given}; allowed with several nodes: {LEAST_SECRET} characters or more, the same on all of them "
+            "(openssl rand -hex 32)"
+        )
+    return text.encode()

@@ -1,0 +1,301 @@
+"""`minisgl serve --node-rank K`, K above 0: this machine's ranks of a model that node 0 serves.
+
+Meets node 0, starts the ranks when all nodes have come, ends them when node 0 or one of them ends, and meets again. So
+a group comes together by itself, whichever node starts again. Needs no tritonserver.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import select
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import msgspec
+
+import minisgl_backend
+from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.health import HealthServer
+from minisgl_backend.host.node_options import read_secret
+from minisgl_backend.host.ports import free_port_error
+from minisgl_backend.host.serve_options import Arguments, say
+from minisgl_backend.host.settings import read_engine_config
+from minisgl_backend.host.spawn import start_child
+from minisgl_backend.ipc.node_link import (
+    READY,
+    Accepted,
+    Join,
+    Link,
+    Refused,
+    Reply,
+    Request,
+    Store,
+    connect,
+    read_message,
+    send_message,
+    tie,
+)
+from minisgl_backend.models.folder import find_model_dir, fingerprint
+
+LOOK_S = 0.1
+RETRY_S = 0.5
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
+STABLE_AFTER_S = 10.0  # a group that served this long starts the back-off anew
+WRONG_OPTIONS = 2  # a rank's exit status, and this program's
+HOST = "127.0.0.1"
+
+
+class _NotNow(Exception):
+    """Node 0 does not take this node now; its reason."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """What does not change from one group to the next."""
+
+    config: EngineConfig
+    environment: Environment
+    rank: int  # among the nodes
+    secret: bytes
+    model_dir: Path
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.rank < self.config.nodes:
+            allowed = f"0 to {self.config.nodes - 1}" if self.config.nodes > 1 else "0, or more with --nodes above 1"
+            raise ConfigError(f"--node-rank is {self.rank}; allowed with nodes {self.config.nodes}: {allowed}")
+
+    @property
+    def rendezvous(self) -> str:
+        assert self.config.rendezvous is not None, "EngineConfig sees to it"
+        return self.config.rendezvous
+
+    def ask(self, request: Request) -> socket.socket:
+        """A connection to node 0 that has asked for something. Raises OSError, and ConfigError as `connect`."""
+        connection = connect(self.rendezvous, self.secret)
+        try:
+            send_message(connection, request)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+
+class NodeSupervisor:
+    """Runs on the main thread, which its ranks are tied to."""
+
+    def __init__(self, node: Node, say: Callable[[str], None], start_timeout_s: float = 0.0) -> None:
+        """`say` gets a line for a person now and then. `start_timeout_s`: for the first group to meet; 0: no limit."""
+        self._node = node
+        self._files = fingerprint(node.model_dir)
+        self._say = say
+        self._start_timeout_s = start_timeout_s
+        self._stop = threading.Event()
+        self._said = ""
+        self._not_ready: str | None = "waiting for node 0"
+
+    def not_ready_reason(self) -> str | None:
+        """None while the whole group is ready; any thread may ask."""
+        return self._not_ready
+
+    def stop(self) -> None:
+        """Ends `run`; may be called from a signal handler."""
+        self._stop.set()
+
+    def run(self) -> int:
+        """Until `stop`. Returns the exit code: 0; 1 where the nodes did not meet in time; 2 where this one's options
+        cannot be part of the group."""
+        deadline = time.monotonic() + (self._start_timeout_s or float("inf"))
+        backoff = FIRST_BACKOFF_S
+        while not self._stop.is_set():
+            try:
+                group = self._meet()
+                if group is None:
+                    break
+                deadline, started_at = float("inf"), time.monotonic()
+                with group:
+                    self._say_once(self._watch(group))
+            except ConfigError as error:
+                self._say(f"error: {error}")
+                return WRONG_OPTIONS
+            except (_NotNow, OSError) as reason:
+                self._say_once(f"waiting for node 0 at {self._node.rendezvous}: {reason}")
+                if time.monotonic() > deadline:
+                    self._say(f"error: the nodes had not met after {self._start_timeout_s:g} s (--start-timeout)")
+                    return 1
+                self._stop.wait(RETRY_S)
+                continue
+            finally:
+                self._not_ready = "waiting for node 0"
+            backoff = FIRST_BACKOFF_S if time.monotonic() - started_at > STABLE_AFTER_S else backoff
+            self._stop.wait(backoff)
+            backoff = min(2 * backoff, MAX_BACKOFF_S)
+        return 0
+
+    def _say_once(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._say(text)
+
+    def _meet(self) -> _Group | None:
+        """This node's part of the next group, once all nodes have come; None where `stop` came before.
+
+        Raises ConfigError where this node can never be part of it, OSError or _NotNow where it cannot now.
+        """
+        node = self._node
+        join = Join(
+            version=minisgl_backend.__version__,
+            node_rank=node.rank,
+            options=dataclasses.asdict(node.config),
+            files=self._files,
+        )
+        connection = node.ask(join)
+        try:
+            while not select.select([connection], [], [], LOOK_S)[0]:
+                if self._stop.is_set():
+                    connection.close()
+                    return None
+            return _Group(node, connection, _accepted(connection))
+        except BaseException:
+            connection.close()
+            raise
+
+    def _watch(self, group: _Group) -> str:
+        """Why the group is over. Raises ConfigError where a rank refused its options."""
+        self._say_once(f"node {self._node.rank} of {self._node.config.nodes} is part of a group")
+        self._not_ready = "the group starts"
+        while not self._stop.is_set():
+            if select.select([group.connection], [], [], LOOK_S)[0]:
+                said = _receive(group.connection)
+                if not said:
+                    return "node 0 has ended the group or is lost; meeting again"
+                if said.endswith(READY):
+                    self._not_ready = None
+            if (ended := group.ended_rank()) is not None:
+                rank, status = ended
+                if status == WRONG_OPTIONS and self._not_ready is not None:
+                    raise ConfigError(f"rank {rank} cannot be served with these options; its log says why")
+                return f"rank {rank} ended (status {status}); meeting again"
+        return "stopped"
+
+
+class _Group:
+    """This node's ranks, from when all nodes have met until `__exit__`."""
+
+    def __init__(self, node: Node, connection: socket.socket, accepted: Accepted) -> None:
+        """Starts the ranks. Raises OSError, _NotNow or ConfigError where node 0 does not go along."""
+        self.connection = connection  # ends with the group
+        self._node = node
+        self._name = accepted.group
+        self._store = socket.create_server((HOST, 0))
+        self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        connection.settimeout(None)
+        threading.Thread(target=self._relay, name="store-relay", daemon=True).start()
+        each = node.config.ranks_per_node
+        try:
+            for rank in range(node.rank * each, (node.rank + 1) * each):
+                self._start_rank(rank, accepted)
+        except BaseException:
+            self.end()
+            raise
+
+    def __enter__(self) -> _Group:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
+    def ended_rank(self) -> tuple[int, int] | None:
+        """A rank that has ended and its exit status."""
+        for rank, process in self._ranks.items():
+            if process.poll() is not None:
+                return rank, process.returncode
+        return None
+
+    def end(self) -> None:
+        """Ends the ranks, at once: they may wait for others that are gone."""
+        self._store.close()
+        self.connection.close()
+        for process in self._ranks.values():
+            process.kill()
+        for process in self._ranks.values():
+            process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
+
+    def _start_rank(self, rank: int, accepted: Accepted) -> None:
+        options = {**accepted.options, "model": str(self._node.model_dir)}
+        environment = {**accepted.environment, "log_level": self._node.environment.log_level}
+        with self._node.ask(Link(group=self._name, rank=rank)) as link:
+            _accepted(link)
+            link.settimeout(None)
+            arguments = ["--rank", str(rank), "--dp-rank", "0", "--link-fd", str(link.fileno())]
+            arguments += ["--port", str(self._store.getsockname()[1])]
+            arguments += ["--address", str(self.connection.getsockname()[0])]
+            arguments += ["--config", msgspec.json.encode(options).decode()]
+            arguments += ["--environment", msgspec.json.encode(environment).decode()]
+            fds = (link.fileno(),)
+            self._ranks[rank] = start_child("minisgl_backend.engine.follower", arguments, fds=fds, tied=True)
+
+    def _relay(self) -> None:
+        """The ranks' rendezvous store is one of node 0's loopback address: this leads there."""
+        while True:
+            try:
+                local, _ = self._store.accept()
+            except OSError:  # closed
+                return
+            try:
+                remote = self._node.ask(Store(group=self._name))
+                _accepted(remote)
+            except (OSError, ConfigError, _NotNow):
+                local.close()  # the rank sees it
+                continue
+            tie(local, remote)
+
+
+def _accepted(connection: socket.socket) -> Accepted:
+    """Node 0's consent. Raises ConfigError or _NotNow where it refuses."""
+    reply: Reply = read_message(connection, Reply)
+    if isinstance(reply, Refused):
+        raise ConfigError(reply.reason) if reply.final else _NotNow(reply.reason)
+    return reply
+
+
+def _receive(connection: socket.socket) -> bytes:
+    """b"" where it has ended, in whatever way."""
+    try:
+        return connection.recv(4096)
+    except OSError:
+        return b""
+
+
+def serve_node(arguments: Arguments) -> int:
+    """The command, as that of `host.server_supervisor`. Raises ConfigError."""
+    config = read_engine_config(arguments.server.repository, arguments.engine_parameters)
+    model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
+    node = Node(config, Environment.read(), arguments.node_rank, read_secret(os.environ), model_dir)
+    supervisor = NodeSupervisor(node, say, arguments.start_timeout)
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        supervisor.stop()
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, handle)
+    host, port = arguments.server.host, arguments.health_port
+    problem = free_port_error(host, [("--health-port", port)]) if port else None
+    if problem is not None:
+        raise ConfigError(problem)
+    health = HealthServer(host, port, supervisor.not_ready_reason) if port else None
+    try:
+        return supervisor.run()
+    finally:
+        if health is not None:
+            health.close()

@@ -1,0 +1,227 @@
+"""Connections between the nodes of one model: TCP, opened by a node to node 0, with a secret that both know.
+
+Each side shows the other that it knows the secret, by an HMAC of fresh random numbers, before anything else is read.
+What follows is not encrypted, and a packet's sender is not checked again: the network between the nodes is to be
+trusted, as the collectives' own traffic needs it too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import hmac
+import secrets
+import socket
+import struct
+import threading
+import time
+from typing import Any
+
+import msgspec
+
+from minisgl_backend.errors import ConfigError
+
+GREETING = b"minisgl node 1\n"  # the number is that of this protocol
+NONCE_BYTES = 32
+DIGEST = hashlib.sha256
+DIGEST_BYTES = DIGEST().digest_size
+MOST_BYTES = 1 << 20  # of one message
+GREET_S = 5.0  # for each step of a conversation
+# A machine that is gone answers nothing: whoever has sent it something hears of it after LOST_MS, whoever has not
+# after two seconds. The kernels answer each other, so that a busy process does not count as gone.
+LOST_MS = 1200
+
+_LENGTH = struct.Struct("<I")
+_KNOWN, _UNKNOWN = b"+", b"-"
+
+# What node 0 sends twice a second on the connection that a node joined with, while the group starts and serves.
+NOT_READY, READY = b".", b"+"
+
+
+class Join(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A node wants to be part of the group; the answer comes when all nodes have come."""
+
+    version: str
+    node_rank: int
+    options: dict[str, Any]  # its EngineConfig
+    files: dict[str, str]  # `models.folder.fingerprint` of its model
+
+
+class Link(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From now on the connection carries step plans to one rank, and its signs of life back."""
+
+    group: str
+    rank: int
+
+
+class Store(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """From now on the connection is one to rank 0's rendezvous store."""
+
+    group: str
+
+
+class Accepted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The answer to all three. To Join: what the ranks are started with; then a byte now and then."""
+
+    group: str = ""  # a name that only its members know
+    options: dict[str, Any] = {}  # node 0's EngineConfig
+    environment: dict[str, Any] = {}  # what it read of its environment variables
+
+
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The other answer; the connection ends."""
+
+    reason: str
+    final: bool  # to ask again is in vain
+
+
+Request = Join | Link | Store
+Reply = Accepted | Refused
+
+
+def greet_as_listener(connection: socket.socket, secret: bytes) -> bool:
+    """Whether the other side knows the secret; it is told. Raises OSError where it says nothing, or something else."""
+    connection.settimeout(GREET_S)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(GREETING + nonce)
+    answer = read_exactly(connection, NONCE_BYTES + DIGEST_BYTES)
+    theirs, digest = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
+    if not hmac.compare_digest(digest, _digest(secret, b"node", nonce, theirs)):
+        connection.sendall(_UNKNOWN)
+        return False
+    connection.sendall(_KNOWN + _digest(secret, b"node 0", theirs, nonce))
+    set_timeouts(connection)
+    return True
+
+
+def connect(address: str, secret: bytes) -> socket.socket:
+    """A connection to node 0 at HOST:PORT.
+
+    Raises OSError where nobody listens there, ConfigError where it is somebody with another secret or protocol.
+    """
+    connection = socket.create_connection(split_address(address), timeout=GREET_S)
+    try:
+        _greet_listener(connection, address, secret)
+        set_timeouts(connection)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _greet_listener(connection: socket.socket, address: str, secret: bytes) -> None:
+    try:
+        greeting = read_exactly(connection, len(GREETING))
+    except TimeoutError:  # others wait for their client to begin
+        greeting = b""
+    if greeting != GREETING:
+        raise ConfigError(f"rendezvous is {address!r}, where something else than node 0 listens, or another version")
+    theirs = read_exactly(connection, NONCE_BYTES)
+    nonce = secrets.token_bytes(NONCE_BYTES)
+    connection.sendall(nonce + _digest(secret, b"node", theirs, nonce))
+    if read_exactly(connection, 1) != _KNOWN or not hmac.compare_digest(
+        read_exactly(connection, DIGEST_BYTES), _digest(secret, b"node 0", nonce, theirs)
+    ):
+        raise ConfigError(f"the rendezvous secret is not that of node 0 at {address}")
+
+
+def _digest(secret: bytes, who: bytes, first: bytes, second: bytes) -> bytes:
+    return hmac.new(secret, b"\0".join((GREETING, who, first, second)), DIGEST).digest()
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """HOST:PORT or [HOST]:PORT in two."""
+    host, _, port = address.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def set_timeouts(connection: socket.socket) -> None:
+    """Small messages at once, and an error soon after the other machine has gone."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT):
+        connection.setsockopt(socket.IPPROTO_TCP, option, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
+
+
+def send_message(connection: socket.socket, message: Request | Reply) -> None:
+    data = msgspec.msgpack.encode(message)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def read_message(connection: socket.socket, kind: Any) -> Any:
+    """One of `kind`, a type or a union of them. Raises OSError where another thing came, or nothing in time."""
+    (count,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
+    if count > MOST_BYTES:
+        raise ConnectionError(f"a message of {count} bytes")
+    try:
+        return msgspec.msgpack.decode(read_exactly(connection, count), type=kind)
+    except msgspec.MsgspecError as error:
+        raise ConnectionError(f"no message: {error}") from None
+
+
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    """Raises ConnectionError where the connection ends before, TimeoutError where all of it takes longer than the
+    connection's timeout."""
+    patience = connection.gettimeout()
+    end = None if patience is None else time.monotonic() + patience
+    data = bytearray()
+    while len(data) < count:
+        if end is not None:
+            connection.settimeout(max(end - time.monotonic(), 1e-3))
+        piece = connection.recv(count - len(data))
+        if not piece:
+            raise ConnectionError("the connection ended")
+        data += piece
+    connection.settimeout(patience)
+    return bytes(data)
+
+
+def has_ended(connection: socket.socket) -> bool:
+    """Whether the other side has closed it or is lost; reads nothing. For a connection without a timeout."""
+    try:
+        return not connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def tie(one: socket.socket, other: socket.socket) -> None:
+    """From now on each hands what it receives to the other, on two threads, until either ends; both are closed then."""
+    for connection in (one, other):
+        connection.settimeout(None)
+    ends = [threading.Event(), threading.Event()]
+    for index, (source, target) in enumerate(((one, other), (other, one))):
+        threading.Thread(
+            target=_hand_on, args=(source, target, ends[index], ends[1 - index]), name="relay", daemon=True
+        ).start()
+
+
+def _hand_on(source: socket.socket, target: socket.socket, ended: threading.Event, others: threading.Event) -> None:
+    with contextlib.suppress(OSError):
+        while data := source.recv(1 << 16):
+            target.sendall(data)
+    for connection in (source, target):  # wakes the other thread
+        with contextlib.suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+    ended.set()
+    if others.is_set():  # the last one; closing twice does no harm
+        source.close()
+        target.close()
+
+
+def wait_resolved(address: str, patience_s: float) -> tuple[str, int]:
+    """(IP address, port) of HOST:PORT: a cluster's names may come later than its machines.
+
+    Raises ConfigError where that takes longer than `patience_s`.
+    """
+    host, port = split_address(address)
+    end = time.monotonic() + patience_s
+    while True:
+        try:
+            return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port
+        except OSError as error:
+            if time.monotonic() >= end:
+                raise ConfigError(f"rendezvous is {address!r}, whose name is not known: {error.strerror}") from None
+        time.sleep(0.5)
