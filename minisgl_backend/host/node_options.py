@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
 
 PORT = 29600  # of the rendezvous, where a launcher knows the host alone
@@ -73,19 +74,20 @@ def fill_in(values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, 
     Raises ConfigError where the command line and the launcher disagree, or neither says which node this is.
     """
     nodes, node_rank, rendezvous = (values[name] for name in ("nodes", "node_rank", "rendezvous"))
-    if nodes in (None, "1") or (node_rank is not None and rendezvous is not None):
+    count = 1 if nodes is None else OPTIONS["nodes"].parse(nodes)
+    if count == 1 or (node_rank is not None and rendezvous is not None):
         return dict(values)
     place = read_place(environ)
     if place is not None:
-        if nodes != str(place.nodes):
+        if count != place.nodes:
             raise ConfigError(
-                f"nodes is {nodes}; allowed under {place.launcher}, which has {place.nodes}: {place.nodes}"
+                f"nodes is {count}; allowed under {place.launcher}, which has {place.nodes}: {place.nodes}"
             )
         node_rank = place.node_rank if node_rank is None else node_rank
         rendezvous = rendezvous or place.address
     if node_rank is None:
         raise ConfigError(
-            f"--node-rank is unset; allowed with nodes {nodes}: 0 on the machine that serves, 1 and up on the others"
+            f"--node-rank is unset; allowed with nodes {count}: 0 on the machine that serves, 1 and up on the others"
         )
     return {**values, "node_rank": node_rank, "rendezvous": rendezvous}
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.host.serve_options import server_parser
+from minisgl_backend.host.serve_options import parse_arguments, server_parser
 from tests.docs.blocks import ROOT
 
 yaml = pytest.importorskip("yaml", reason="the extra dev is not installed")
@@ -27,6 +27,15 @@ CUSTOM = {
             "targetPorts.0.number",
             "endpointPickerRef.name",
             "endpointPickerRef.port.number",
+        ),
+    },
+    "LeaderWorkerSet": {
+        "apiVersion": "leaderworkerset.x-k8s.io/v1",
+        "paths": (
+            "replicas",
+            "leaderWorkerTemplate.size",
+            "leaderWorkerTemplate.restartPolicy",
+            "leaderWorkerTemplate.workerTemplate.spec.containers.0.args",
         ),
     },
     "Gateway": {
@@ -56,7 +65,7 @@ def server() -> dict[str, Any]:
 
 
 def test_there_are_manifests() -> None:
-    assert [path.name for path in FILES] == ["autoscaling.yaml", "inference-gateway.yaml", "server.yaml"]
+    assert [path.name for path in FILES] == ["autoscaling.yaml", "inference-gateway.yaml", "nodes.yaml", "server.yaml"]
 
 
 @pytest.mark.parametrize("document", documents(), ids=lambda one: f"{one['kind']}-{one['metadata']['name']}")
@@ -74,10 +83,15 @@ def test_a_manifest_fits_its_schema(document: dict[str, Any]) -> None:
         assert value
 
 
+def image_arguments() -> list[str]:
+    """Of `minisgl serve`, which stand in the image."""
+    entry = json.loads(re.search(r"^ENTRYPOINT (.*)$", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)[1])
+    return list(entry[entry.index("serve") + 1 :])
+
+
 def test_the_server_takes_its_options() -> None:
     container = server()
-    entry = json.loads(re.search(r"^ENTRYPOINT (.*)$", DOCKERFILE.read_text(encoding="utf-8"), re.MULTILINE)[1])
-    arguments = [*entry[entry.index("serve") + 1 :], *container["args"]]
+    arguments = [*image_arguments(), *container["args"]]
     options, rest = server_parser("minisgl serve").parse_known_args(arguments)
     assert rest == []
     assert options.host == "0.0.0.0"
@@ -87,6 +101,39 @@ def test_the_server_takes_its_options() -> None:
     assert f"--uid {spec['securityContext']['runAsUser']} " in DOCKERFILE.read_text(encoding="utf-8")
     exit_timeout = int(re.search(r"--exit-timeout=(\d+)", " ".join(container["args"]))[1])
     assert spec["terminationGracePeriodSeconds"] >= exit_timeout + 10
+
+
+def test_a_group_of_pods_is_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = named("LeaderWorkerSet", "minisgl-nodes")["spec"]["leaderWorkerTemplate"]
+    template = spec["workerTemplate"]
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="the extra dev is not installed")
+    pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "minisgl-nodes-0"}, "spec": template["spec"]}
+    kubernetes_validate.validate(pod, KUBERNETES, strict=True)
+    assert spec["restartPolicy"] in ("None", "RecreateGroupOnPodRestart")
+    (container,) = template["spec"]["containers"]
+    monkeypatch.setenv(container["env"][0]["name"], "the secret of the group")
+    monkeypatch.setenv("LWS_GROUP_SIZE", str(spec["size"]))
+    monkeypatch.setenv("LWS_LEADER_ADDRESS", "minisgl-nodes-0.minisgl-nodes.default")
+    arguments = [
+        *image_arguments(),
+        *(one.replace("$(LWS_GROUP_SIZE)", str(spec["size"])) for one in container["args"]),
+    ]
+    ports = {port["name"]: port["containerPort"] for port in container["ports"]}
+    for index in range(spec["size"]):
+        monkeypatch.setenv("LWS_WORKER_INDEX", str(index))
+        parsed = parse_arguments(arguments)
+        assert parsed.node_rank == index
+        options = parsed.engine_parameters
+        assert options["rendezvous"] == f"minisgl-nodes-0.minisgl-nodes.default:{ports['rendezvous']}"
+        assert int(options["tp"]) == spec["size"] * int(container["resources"]["limits"]["nvidia.com/gpu"])
+    mounted = {mount["name"] for mount in container["volumeMounts"]}
+    assert mounted == {volume["name"] for volume in template["spec"]["volumes"]}
+    assert {port["targetPort"] for port in named("Service", "minisgl-nodes-server")["spec"]["ports"]} <= set(ports)
+    policy = named("NetworkPolicy", "minisgl-nodes")["spec"]
+    labels = template["metadata"]["labels"]
+    among_nodes, for_clients = policy["ingress"]
+    assert policy["podSelector"]["matchLabels"] == labels == among_nodes["from"][0]["podSelector"]["matchLabels"]
+    assert {one["port"] for one in for_clients["ports"]} == {ports[name] for name in ports if name != "rendezvous"}
 
 
 def test_ports_are_those_of_the_server() -> None:

@@ -27,8 +27,8 @@ QUICK_HANG_S = 8.0  # what a hang takes to be found in these tests
 QUICK = Environment(overlap=True, log_level="WARNING", flashinfer_tensor_cores=None, hang_s=QUICK_HANG_S)
 
 
-def answers(tp: int) -> list[list[int]]:
-    with LLM("demo", tp=tp, **OPTIONS) as llm:
+def answers(tp: int, **options: Any) -> list[list[int]]:
+    with LLM("demo", tp=tp, **OPTIONS, **options) as llm:
         conversations = [[{"role": "user", "content": question}] for question in QUESTIONS]
         greedy = llm.chat(conversations, temperature=0, max_tokens=60)
         random = llm.chat(conversations, temperature=1.0, seed=7, max_tokens=20)

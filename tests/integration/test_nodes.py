@@ -1,0 +1,227 @@
+"""One model over two nodes, which are two launchers on this machine, over gloo: the same answers as one node, and a
+node that is lost is told to those who wait, and comes back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.node_options import SECRET
+from minisgl_backend.llm import LLM
+from tests.integration.conftest import Front, alive, wait_for
+from tests.integration.test_tensor_parallel import OPTIONS, answers, followers_of
+
+LOST_S = 2.0  # until those who wait hear that a node is lost
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class Node:
+    """`minisgl serve --node-rank 1`."""
+
+    def __init__(self, config: EngineConfig, log: Path, *prefix: str) -> None:
+        self.health_port = free_port()
+        flags = {"nodes": config.nodes, "tp": config.tp, "rendezvous": config.rendezvous, **OPTIONS}
+        command = [*prefix, sys.executable, "-m", "minisgl_backend.host.server_supervisor", "--node-rank", "1"]
+        command += ["--health-port", str(self.health_port)]
+        command += [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+        self.log = log
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+
+    @property
+    def ranks(self) -> list[int]:
+        return followers_of(self.process.pid)
+
+    def ready(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.health_port}/health/ready", timeout=5):
+                return True
+        except urllib.error.HTTPError as answer:
+            answer.close()
+            return False
+
+    def end(self) -> int:
+        self.process.terminate()
+        return self.process.wait(10)
+
+
+@pytest.fixture(autouse=True)
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET, "the secret of two nodes on one machine")
+
+
+@pytest.fixture
+def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
+    nodes: list[Node] = []
+
+    def make(config: EngineConfig, *prefix: str) -> Node:
+        nodes.append(Node(config, tmp_path / "node.log", *prefix))
+        return nodes[-1]
+
+    yield make
+    for node in nodes:
+        node.process.kill()
+        node.process.wait()
+    sys.stderr.write((tmp_path / "node.log").read_text(encoding="utf-8") if nodes else "")
+
+
+def over_two(tp: int) -> EngineConfig:
+    return EngineConfig(tp=tp, nodes=2, rendezvous=f"127.0.0.1:{free_port()}", **OPTIONS)  # type: ignore[arg-type]
+
+
+@pytest.fixture(scope="module")
+def alone() -> list[list[int]]:
+    return answers(1)
+
+
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+def test_the_same_answers_on_two_nodes(alone: list[list[int]], make_node: Callable[..., Node], tp: int) -> None:
+    config = over_two(tp)
+    node = make_node(config)
+    assert answers(tp, nodes=2, rendezvous=config.rendezvous) == alone
+    wait_for(lambda: "ended the group" in node.log.read_text(encoding="utf-8"))
+    assert node.ranks == []
+    assert node.end() == 0
+
+
+def answers_again(front: Front) -> None:
+    wait_for(lambda: front.client.welcomes[0] is not None)
+    uid = front.submit([5, 6], max_tokens=5, ignore_eos=True)
+    wait_for(lambda: uid in front.reasons)
+    assert len(front.tokens[uid]) == 5
+
+
+def test_whatever_is_lost_comes_back(
+    make_front: Callable[..., Front], make_node: Callable[..., Node], socket_dir: Path
+) -> None:
+    """A rank of the other node, its launcher, node 0's engine core."""
+    config = over_two(2)
+    node = make_node(config)
+    front = make_front(config)
+    wait_for(node.ready)
+
+    def lose(kill: Callable[[], None]) -> None:
+        uid = front.submit([5, 6], max_tokens=3000, ignore_eos=True)
+        wait_for(lambda: uid in front.tokens)
+        num_downs, lost_at = len(front.downs), time.monotonic()
+        kill()
+        wait_for(lambda: len(front.downs) > num_downs)
+        assert front.downs[-1][0] - lost_at < LOST_S
+        assert uid in front.lost
+
+    (rank,) = node.ranks
+    lose(lambda: os.kill(rank, signal.SIGKILL))
+    answers_again(front)
+    wait_for(node.ready)
+
+    ranks = node.ranks
+    lose(node.process.kill)
+    wait_for(lambda: not any(map(alive, ranks)))
+    node = make_node(config)
+    answers_again(front)
+    wait_for(node.ready)
+
+    core = front.client.core_pids[0]
+    assert core is not None
+    lose(lambda: os.kill(core, signal.SIGKILL))
+    answers_again(front)
+    (rank,) = node.ranks
+    front.client.close()
+    wait_for(lambda: not alive(rank))
+    assert not node.ready()
+    assert node.end() == 0
+
+
+def test_a_node_with_other_options_is_refused(make_node: Callable[..., Node]) -> None:
+    """Node 0 goes on waiting for the right one, and listens at the rendezvous alone."""
+    config = over_two(2)
+    environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+    script = f"from minisgl_backend import LLM; LLM('demo', tp=2, nodes=2, rendezvous='{config.rendezvous}')"
+    leader = subprocess.Popen([sys.executable, "-c", script], env=environment)
+    try:
+        node = make_node(config)
+        assert node.process.wait(60) == 2
+        said = node.log.read_text(encoding="utf-8").splitlines()[-1]
+        assert said == "[serve] error: num_pages is 128; allowed: unset, as on node 0"
+        assert leader.poll() is None
+    finally:
+        leader.kill()
+        leader.wait()
+
+
+def test_several_nodes_in_process_need_a_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SECRET)
+    with pytest.raises(ConfigError, match=f"{SECRET} is unset"):
+        LLM("demo", tp=2, nodes=2, rendezvous="127.0.0.1:29600", **OPTIONS)
+
+
+def network(*command: str) -> None:
+    subprocess.run(["ip", *command], check=True, capture_output=True)
+
+
+@pytest.fixture
+def cable() -> Iterator[str]:
+    """A network name space whose cable leads to this one: 10.213.77.1 here, 10.213.77.2 there."""
+    name = f"minisgl{os.getpid()}"
+    here = f"mg{os.getpid()}"
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        pytest.skip("needs root and iproute2")
+    try:
+        network("netns", "add", name)
+        network("link", "add", here, "type", "veth", "peer", "name", "there", "netns", name)
+    except subprocess.CalledProcessError as error:
+        subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+        pytest.skip(f"no network name space can be made here: {error.stderr.decode()}")
+    try:
+        network("addr", "add", "10.213.77.1/24", "dev", here)
+        network("link", "set", here, "up")
+        network("-n", name, "addr", "add", "10.213.77.2/24", "dev", "there")
+        network("-n", name, "link", "set", "there", "up")
+        network("-n", name, "link", "set", "lo", "up")
+        yield name
+    finally:
+        network("netns", "del", name)  # and the cable with it
+
+
+@pytest.mark.slow
+def test_a_machine_that_is_gone_without_a_word(
+    make_front: Callable[..., Front], make_node: Callable[..., Node], cable: str
+) -> None:
+    """Its cable is cut: no connection ends, nothing comes any more."""
+    rendezvous = f"10.213.77.1:{free_port()}"
+    config = EngineConfig(tp=2, nodes=2, rendezvous=rendezvous, **OPTIONS)  # type: ignore[arg-type]
+    make_node(config, "ip", "netns", "exec", cable)
+    front = make_front(config)
+
+    def cut(what: str) -> None:
+        num_downs, cut_at = len(front.downs), time.monotonic()
+        network("-n", cable, "link", "set", "there", "down")
+        wait_for(lambda: len(front.downs) > num_downs)
+        seconds = front.downs[-1][0] - cut_at
+        sys.stderr.write(f"cut while {what}: known after {seconds:.2f} s\n")
+        assert seconds < LOST_S
+        network("-n", cable, "link", "set", "there", "up")
+        answers_again(front)
+
+    front.submit([5, 6], max_tokens=3000, ignore_eos=True)
+    wait_for(lambda: front.tokens)
+    cut("busy")
+    cut("idle")

@@ -1,0 +1,151 @@
+"""Connections between nodes: nobody gets in without the secret, and what comes is bounded."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+
+import pytest
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.ipc import node_link
+from minisgl_backend.ipc.node_link import (
+    GREETING,
+    LOST_MS,
+    NONCE_BYTES,
+    Accepted,
+    Link,
+    Refused,
+    Reply,
+    Request,
+    connect,
+    greet_as_listener,
+    has_ended,
+    read_message,
+    send_message,
+    split_address,
+    tie,
+    wait_resolved,
+)
+
+SECRET = b"a secret of the nodes"
+
+
+@contextmanager
+def listening(work: Callable[[socket.socket], object]) -> Iterator[str]:
+    """The address of a listener that does `work` with each connection."""
+
+    def accept() -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            with connection, suppress(OSError):
+                work(connection)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=accept, daemon=True)
+        thread.start()
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
+
+
+def test_those_who_know_the_secret_talk() -> None:
+    def answer(connection: socket.socket) -> None:
+        assert greet_as_listener(connection, SECRET)
+        link = read_message(connection, Request)
+        send_message(connection, Accepted(group=link.group) if link.rank == 1 else Refused(reason="no", final=True))
+
+    with listening(answer) as address:
+        for rank, expected in ((1, Accepted(group="g")), (2, Refused(reason="no", final=True))):
+            with connect(address, SECRET) as connection:
+                send_message(connection, Link(group="g", rank=rank))
+                assert read_message(connection, Reply) == expected
+
+
+def test_another_secret_is_refused_on_both_sides() -> None:
+    known = []
+    greets = listening(lambda connection: known.append(greet_as_listener(connection, SECRET)))
+    with greets as address, pytest.raises(ConfigError, match="the rendezvous secret is not that of node 0"):
+        connect(address, b"another secret of nodes")
+    assert known == [False]
+
+
+def test_a_listener_that_only_claims_to_know_the_secret_is_refused() -> None:
+    def claim(connection: socket.socket) -> None:
+        connection.sendall(GREETING + bytes(NONCE_BYTES))
+        answer = connection.recv(1024)
+        connection.sendall(b"+" + answer[NONCE_BYTES:])  # what the node has sent, reflected
+
+    with listening(claim) as address, pytest.raises(ConfigError, match="secret is not that of node 0"):
+        connect(address, SECRET)
+
+
+def test_something_else_that_listens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_link, "GREET_S", 0.2)
+    says_something = listening(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n"))
+    waits_for_its_client = listening(lambda connection: connection.recv(1))
+    for one in (says_something, waits_for_its_client):
+        with one as address, pytest.raises(ConfigError, match="something else than node 0"):
+            connect(address, SECRET)
+
+
+def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_link, "GREET_S", 0.1)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, pytest.raises(TimeoutError):
+        greet_as_listener(ours, SECRET)
+
+
+@pytest.mark.parametrize("data", [struct.pack("<I", 1 << 30), struct.pack("<I", 3) + b"abc"])
+def test_what_is_no_message_ends_a_connection(data: bytes) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        theirs.sendall(data)
+        with pytest.raises(ConnectionError):
+            read_message(ours, Request)
+
+
+def test_a_connection_hears_soon_of_a_machine_that_is_gone() -> None:
+    greets = listening(lambda connection: greet_as_listener(connection, SECRET))
+    with greets as address, connect(address, SECRET) as connection:
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == LOST_MS
+        assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+
+
+def test_an_end_is_seen_without_reading() -> None:
+    ours, theirs = socket.socketpair()
+    with ours:
+        assert not has_ended(ours)
+        theirs.send(b"x")
+        assert not has_ended(ours)
+        assert ours.recv(1) == b"x"
+        theirs.close()
+        assert has_ended(ours)
+
+
+def test_tied_connections_are_one() -> None:
+    (left, left_relay), (right_relay, right) = socket.socketpair(), socket.socketpair()
+    tie(left_relay, right_relay)
+    left.settimeout(10)
+    right.settimeout(10)
+    with left, right:
+        left.sendall(b"there")
+        assert right.recv(10) == b"there"
+        right.sendall(b"back")
+        assert left.recv(10) == b"back"
+        left.close()
+        assert right.recv(10) == b""
+
+
+def test_addresses() -> None:
+    assert split_address("node0:29600") == ("node0", 29600)
+    assert split_address("[::1]:29600") == ("::1", 29600)
+    assert wait_resolved("localhost:29600", 0)[1] == 29600
+    with pytest.raises(ConfigError, match=r"rendezvous is 'no.such.host.invalid:1'"):
+        wait_resolved("no.such.host.invalid:1", 0)
