@@ -38,8 +38,8 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
-    """By name of a file, what tells it from others: of what says how to compute all of it, of weights, which are large,
-    the size and some bytes. Two folders of one model have the same."""
+    """By name of a file, what tells it from others: of large ones the size and some bytes.
+    Two folders of one model have the same."""
     prints = {}
     for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
         size = path.stat().st_size

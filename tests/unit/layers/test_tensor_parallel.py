@@ -54,6 +54,25 @@ def test_collectives() -> None:
     assert on_ranks(3, work) == [expected] * 3
 
 
+def test_ranks_with_other_settings_do_not_meet() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+
+        def rank_main(rank: int) -> str:
+            ours = listener if rank == 0 else None
+            shared = {"device": "cpu", "page_size": "16" if rank == 0 else "1"}
+            with pytest.raises(ConfigError) as refused:
+                TensorParallel.connect(
+                    rank, 2, "127.0.0.1", port, CPU, listener=ours, address="127.0.0.1", shared=shared, timeout_s=2
+                )
+            return str(refused.value)
+
+        with ThreadPoolExecutor(2) as pool:
+            said = list(pool.map(rank_main, range(2)))
+    assert said[0].startswith("rank 0 of 2 could not join")
+    assert said[1] == "page_size is 1 on rank 1; allowed: 16, as on rank 0"
+
+
 def test_one_rank_needs_no_group() -> None:
     tp = TensorParallel.connect(0, 1, "nowhere.invalid", 1, CPU)
     tensor = torch.ones(2)

@@ -9,7 +9,7 @@ import pytest
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models import folder as folder_module
-from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.models.folder import find_model_dir, fingerprint
 
 
 def test_a_folder(tmp_path: Path) -> None:
@@ -73,3 +73,21 @@ def test_the_tokenizers_code_comes_only_where_it_is_trusted(
     find_model_dir("Owner/Name", trust_remote_code=trusted)
     assert ("*.py" in wanted) == trusted
     assert "*.json" in wanted
+
+
+def test_a_fingerprint_is_that_of_a_model_wherever_it_is(tmp_path: Path) -> None:
+    """Of large files, which are not read whole, the size and some bytes count."""
+    weights = bytes(5 << 20)
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        (tmp_path / name / "a.safetensors").write_bytes(weights)
+    here, there = tmp_path / "here", tmp_path / "there"
+    assert set(fingerprint(here)) == {"config.json", "a.safetensors"}
+    assert fingerprint(here) == fingerprint(there)
+    (there / "a.safetensors").write_bytes(weights + b"x")
+    assert fingerprint(here)["a.safetensors"] != fingerprint(there)["a.safetensors"]
+    (there / "a.safetensors").write_bytes(bytes(len(weights) - 1) + b"x")
+    assert fingerprint(here)["a.safetensors"] != fingerprint(there)["a.safetensors"]
+    (there / "config.json").write_text("{ }")
+    assert fingerprint(here)["config.json"] != fingerprint(there)["config.json"]

@@ -45,6 +45,21 @@ def test_each_engine_core_has_devices_of_its_own() -> None:
     assert resolved(CPU, dp=8, tp=2).device == "cpu", "where processors are shared there is no limit"
 
 
+def test_each_node_has_devices_of_its_own() -> None:
+    over_two = {"tp": 8, "nodes": 2, "rendezvous": "node0:29600"}
+    runtime = resolved(HOPPER, **over_two)
+    assert [runtime.device_index(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
+    with pytest.raises(ConfigError, match="tp is 8; allowed: 1 to 4, the number of GPUs .* on 2 nodes"):
+        resolved(dataclasses.replace(HOPPER, count=2), **over_two)
+
+
+def test_nodes_may_differ_in_where_things_are_alone() -> None:
+    runtime = resolved(HOPPER)
+    elsewhere = dataclasses.replace(runtime, model_dir="/another", first_device=4)
+    assert runtime.shared() == elsewhere.shared()
+    assert runtime.shared() != dataclasses.replace(runtime, page_size=2 * runtime.page_size).shared()
+
+
 def resolved(device: DeviceFacts, saved: str = "bfloat16", **options: object) -> RuntimeConfig:
     model = ModelConfig.from_dicts({**MODEL, "torch_dtype": saved}, {})
     config = EngineConfig(**options)  # type: ignore[arg-type]
