@@ -112,7 +112,7 @@ def _check_num_devices(config: EngineConfig, model: ModelConfig, device: DeviceF
             f"tp is {config.tp}; allowed: 1 to {device.count * config.nodes}, the number of GPUs that this process "
             f"sees{on_nodes}"
         )
-    if device.kind == "cuda" and config.dp * config.tp > device.count:
+    if device.kind == "cuda" and config.dp * config.ranks_per_node > device.count:
         raise ConfigError(
             f"dp is {config.dp}; allowed with tp {config.tp}: 1 to {device.count // config.tp}, as each engine core "
             f"has tp GPUs of its own and this process sees {device.count}"

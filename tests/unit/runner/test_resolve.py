@@ -49,7 +49,7 @@ def test_each_node_has_devices_of_its_own() -> None:
     over_two = {"tp": 8, "nodes": 2, "rendezvous": "node0:29600"}
     runtime = resolved(HOPPER, **over_two)
     assert [runtime.device_index(rank) for rank in range(8)] == [0, 1, 2, 3, 0, 1, 2, 3]
-    with pytest.raises(ConfigError, match="tp is 8; allowed: 1 to 4, the number of GPUs .* on 2 nodes"):
+    with pytest.raises(ConfigError, match=r"tp is 8; allowed: 1 to 4, the number of GPUs .* on 2 nodes"):
         resolved(dataclasses.replace(HOPPER, count=2), **over_two)
 
 
