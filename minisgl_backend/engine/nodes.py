@@ -32,10 +32,11 @@ from minisgl_backend.ipc.node_link import (
     Request,
     greet_as_listener,
     has_ended,
+    own_address,
     read_message,
     send_message,
     tie,
-    wait_resolved,
+    watch_closely,
 )
 from minisgl_backend.models.folder import fingerprint
 
@@ -69,7 +70,7 @@ class Nodes:
         self._greeted = threading.BoundedSemaphore(MOST_GREETED)
         self._ping = NOT_READY
         self._pinged = 0.0
-        host, port = wait_resolved(config.rendezvous, RESOLVE_S)
+        host, port = own_address(config.rendezvous, RESOLVE_S)
         try:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             self._listener = socket.create_server((host, port), family=family, backlog=MOST_GREETED)
@@ -160,7 +161,7 @@ class Nodes:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         self._listener.close()
-        for connection in self._nodes.values():
+        for connection in (*self._nodes.values(), *self._links.values()):
             connection.close()
 
     def _accept(self) -> None:
@@ -218,6 +219,7 @@ class Nodes:
             if before is not None:
                 before.close()
             connection.settimeout(None)
+            watch_closely(connection)
             self._nodes[join.node_rank] = connection
             self._changed.notify_all()
         log.info("node %d has come from %s", join.node_rank, host)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import ipaddress
 import secrets
 import socket
 import struct
@@ -27,9 +28,9 @@ DIGEST = hashlib.sha256
 DIGEST_BYTES = DIGEST().digest_size
 MOST_BYTES = 1 << 20  # of one message
 GREET_S = 5.0  # for each step of a conversation
-# A machine that is gone answers nothing: whoever has sent it something hears of it after LOST_MS, whoever has not
-# after two seconds. The kernels answer each other, so that a busy process does not count as gone.
-LOST_MS = 1200
+# A machine that is gone answers nothing. The kernels answer each other, so that a busy process does not count as gone.
+LOST_MS = 1200  # since something was sent, on a connection that is watched closely
+LOST_PROBES = 3  # one a second, on the others while nothing is sent
 
 _LENGTH = struct.Struct("<I")
 _KNOWN, _UNKNOWN = b"+", b"-"
@@ -136,11 +137,16 @@ def split_address(address: str) -> tuple[str, int]:
 
 
 def set_timeouts(connection: socket.socket) -> None:
-    """Small messages at once, and an error soon after the other machine has gone."""
+    """Small messages at once, and an error some seconds after the other machine has gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT):
-        connection.setsockopt(socket.IPPROTO_TCP, option, 1)
+    for option, value in ((socket.TCP_KEEPIDLE, 1), (socket.TCP_KEEPINTVL, 1), (socket.TCP_KEEPCNT, LOST_PROBES)):
+        connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def watch_closely(connection: socket.socket) -> None:
+    """An error LOST_MS after something was sent that the other machine has not taken. Only where the other side always
+    reads: one that is busy while much is sent would count as gone."""
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, LOST_MS)
 
 
@@ -211,17 +217,26 @@ def _hand_on(source: socket.socket, target: socket.socket, ended: threading.Even
         target.close()
 
 
-def wait_resolved(address: str, patience_s: float) -> tuple[str, int]:
-    """(IP address, port) of HOST:PORT: a cluster's names may come later than its machines.
+def own_address(rendezvous: str, patience_s: float) -> tuple[str, int]:
+    """(IP address, port) at which node 0 listens. A cluster's names may come later than its machines.
 
-    Raises ConfigError where that takes longer than `patience_s`.
+    Raises ConfigError where that takes longer than `patience_s`, or where the name is one that this machine has for
+    itself alone (127.0.1.1 in many a /etc/hosts).
     """
-    host, port = split_address(address)
+    host, port = split_address(rendezvous)
     end = time.monotonic() + patience_s
     while True:
         try:
-            return str(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][4][0]), port
+            found = [str(one[4][0]) for one in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+            break
         except OSError as error:
             if time.monotonic() >= end:
-                raise ConfigError(f"rendezvous is {address!r}, whose name is not known: {error.strerror}") from None
+                raise ConfigError(f"rendezvous is {rendezvous!r}, whose name is not known: {error.strerror}") from None
         time.sleep(0.5)
+    reached = [one for one in found if not ipaddress.ip_address(one.partition("%")[0]).is_loopback]
+    if not reached and host != "localhost" and host not in found:
+        raise ConfigError(
+            f"rendezvous is {rendezvous!r}, which is {found[0]} here and leads nowhere from other machines; allowed: "
+            "an IP address of node 0"
+        )
+    return (reached or found)[0], port

@@ -12,11 +12,12 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
 
+from minisgl_backend.config import OPTIONS as OPTIONS_TABLE
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.node_options import SECRET
@@ -36,15 +37,19 @@ def free_port() -> int:
 class Node:
     """`minisgl serve --node-rank 1`."""
 
-    def __init__(self, config: EngineConfig, log: Path, *prefix: str) -> None:
+    def __init__(
+        self, config: EngineConfig, log: Path, *prefix: str, environment: Mapping[str, str] = os.environ
+    ) -> None:
+        """`prefix`: of the command."""
         self.health_port = free_port()
-        flags = {"nodes": config.nodes, "tp": config.tp, "rendezvous": config.rendezvous, **OPTIONS}
+        given = ((option.name, getattr(config, option.name), option.default) for option in OPTIONS_TABLE.values())
+        flags = {name: value for name, value, default in given if value != default}
         command = [*prefix, sys.executable, "-m", "minisgl_backend.host.server_supervisor", "--node-rank", "1"]
         command += ["--health-port", str(self.health_port)]
         command += [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         self.log = log
         with log.open("ab") as output:
-            self.process = subprocess.Popen(command, stdout=output, stderr=output)
+            self.process = subprocess.Popen(command, stdout=output, stderr=output, env=environment)
 
     @property
     def ranks(self) -> list[int]:

@@ -24,11 +24,12 @@ from minisgl_backend.ipc.node_link import (
     connect,
     greet_as_listener,
     has_ended,
+    own_address,
     read_message,
     send_message,
     split_address,
     tie,
-    wait_resolved,
+    watch_closely,
 )
 
 SECRET = b"a secret of the nodes"
@@ -114,6 +115,8 @@ def test_what_is_no_message_ends_a_connection(data: bytes) -> None:
 def test_a_connection_hears_soon_of_a_machine_that_is_gone() -> None:
     greets = listening(lambda connection: greet_as_listener(connection, SECRET))
     with greets as address, connect(address, SECRET) as connection:
+        assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 0
+        watch_closely(connection)
         assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == LOST_MS
         assert connection.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
 
@@ -146,6 +149,19 @@ def test_tied_connections_are_one() -> None:
 def test_addresses() -> None:
     assert split_address("node0:29600") == ("node0", 29600)
     assert split_address("[::1]:29600") == ("::1", 29600)
-    assert wait_resolved("localhost:29600", 0)[1] == 29600
+    assert own_address("localhost:29600", 0)[1] == 29600
+    assert own_address("127.0.0.1:29600", 0) == ("127.0.0.1", 29600)
     with pytest.raises(ConfigError, match=r"rendezvous is 'no.such.host.invalid:1'"):
-        wait_resolved("no.such.host.invalid:1", 0)
+        own_address("no.such.host.invalid:1", 0)
+
+
+def test_a_name_that_a_machine_has_for_itself_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def resolve(*addresses: str) -> None:
+        found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (one, 1)) for one in addresses]
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+
+    resolve("127.0.1.1")
+    with pytest.raises(ConfigError, match=r"rendezvous is 'node0:1', which is 127\.0\.1\.1 here"):
+        own_address("node0:1", 0)
+    resolve("127.0.1.1", "10.0.0.1")
+    assert own_address("node0:1", 0) == ("10.0.0.1", 1)
