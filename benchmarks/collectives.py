@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from minisgl_backend.tensor_parallel import TensorParallel
+
 CALLS = 32
 REPLAYS = 30
 ROWS = (1, 2, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
@@ -29,7 +31,6 @@ def measure(rank: int, size: int, port: int, hidden: int, rows: list[int]) -> di
     """The figures of one rank; all call this at the same time. Names are sum_ROWS_KIND_us."""
     from minisgl_backend.kernels import fused
     from minisgl_backend.kernels.peer_sums import PDL_ROWS, PeerSums
-    from minisgl_backend.tensor_parallel import TensorParallel
 
     device = torch.device("cuda", rank)
     tp = TensorParallel.connect(rank, size, "127.0.0.1", port, device, timeout_s=60)
@@ -46,10 +47,10 @@ def measure(rank: int, size: int, port: int, hidden: int, rows: list[int]) -> di
         residual = torch.randn(count, hidden, device=device).bfloat16()
 
         def by_nccl(partial: torch.Tensor = partial) -> None:
-            tp.all_reduce(partial)
+            _summed(tp, partial)
 
         def by_nccl_and_norm(partial: torch.Tensor = partial) -> None:
-            tp.all_reduce(partial)
+            _summed(tp, partial)
             fused.rms_norm(partial, weight, 1e-6, len(partial) <= PDL_ROWS)
 
         kinds: dict[str, Callable[[], None]] = {"nccl": by_nccl, "nccl_norm": by_nccl_and_norm}
@@ -92,6 +93,12 @@ def _time(call: Callable[[], None], tp: Any) -> float:
         times.append(start.elapsed_time(end) * 1000 / CALLS)
     graph.reset()
     return statistics.median(times[3:])
+
+
+def _summed(tp: TensorParallel, partial: torch.Tensor) -> None:
+    arrival = tp.begin_all_reduce(partial)
+    if arrival is not None:
+        arrival()
 
 
 def _rank_main(rank: int, size: int, port: int, hidden: int, rows: list[int], results: Any) -> None:

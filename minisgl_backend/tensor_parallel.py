@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.peer_sums import PeerSums
 
 CLOSE_S = 5.0  # what leaving a group may take
+# Rows from which on sums over the ranks run beside products of other rows. Two H200s: Qwen3-32B's prefill in steps of
+# 8,192 rows 1.2% faster; prompts of 1,000 to 2,000 rows 5 to 11% slower, since smaller products waste more.
+OVERLAP_ROWS = 4096
+LANE_ROWS = 128  # a lane's rows are a multiple of these: what a product's tile has
 
 log = logging.getLogger(__name__)
 
@@ -79,6 +83,7 @@ class TensorParallel:
                 torch.cuda.set_device(device)
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
+                options.is_high_priority_stream = True  # sums that run beside products are the first to get room
                 group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
             else:
                 group = _gloo(store, rank, size, timeout, address)
@@ -96,12 +101,26 @@ class TensorParallel:
         if self._device.type == "cpu":
             self._waiting = waiting
 
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Sums over the ranks, in place; returns the tensor."""
-        if self._group is not None:
+    def begin_all_reduce(self, tensor: torch.Tensor) -> Callable[[], object] | None:
+        """Begins to sum over the ranks, in place. What is returned waits for the end (of a GPU, its current stream
+        does) and is to be called before anything reads the tensor; None: it is there already."""
+        if self._group is None:
+            return None
+        work = self._group.allreduce([tensor])
+
+        def wait() -> None:
             with self._waiting():
-                self._group.allreduce([tensor]).wait()
-        return tensor
+                work.wait()
+
+        return wait
+
+    def lanes(self, num_rows: int) -> list[int]:
+        """Into how many rows each a pass of so many is to be cut, so that sums of some run beside products of others:
+        all in one where that does not pay."""
+        if self.size == 1 or num_rows < OVERLAP_ROWS:
+            return [num_rows]
+        first = -(-num_rows // (2 * LANE_ROWS)) * LANE_ROWS
+        return [first, num_rows - first]
 
     def share_memory(self, hidden_size: int, dtype: torch.dtype) -> None:
         """From now on sums of few rows of `hidden_size` go through memory that the ranks' GPUs share, where they can.
@@ -121,8 +140,8 @@ class TensorParallel:
             log.warning("all sums over the ranks are left to NCCL: %s", error)
 
     def sums_in_norm(self, num_rows: int) -> bool:
-        """Whether `sum_norm` serves sums of so many rows; the same on all ranks."""
-        return self._peer_sums is not None and self._peer_sums.fits(num_rows)
+        """Whether `sum_norm` serves the sums of a pass of so many rows; the same on all ranks."""
+        return self._peer_sums is not None and num_rows < OVERLAP_ROWS and self._peer_sums.fits(num_rows)
 
     def sum_norm(
         self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float

@@ -11,7 +11,7 @@ from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
-from minisgl_backend.layers.residual import Residual
+from minisgl_backend.layers.residual import Lanes, joined
 from minisgl_backend.layers.weights import LayerContext
 
 
@@ -34,6 +34,7 @@ class SelfAttention(nn.Module):
         super().__init__()
         self._layer_index = layer_index
         self._ops = placement.ops
+        self._tp = placement.tp
         q_size, kv_size = shape.num_q_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         # Of more ranks than KV heads, several have the same one.
@@ -51,18 +52,22 @@ class SelfAttention(nn.Module):
 
     def forward(
         self,
-        residual: Residual,
+        lanes: Lanes,
         norm: RMSNorm,
         positions: torch.Tensor,
         ctx: ForwardContext,
         wanted: torch.Tensor | None = None,
-    ) -> Residual:
-        """hidden + attention(norm(hidden)), both [num_tokens, hidden_size]; positions int [num_tokens].
+    ) -> Lanes:
+        """hidden + attention(norm(hidden)), both [num_tokens, hidden_size] in all lanes; positions int [num_tokens].
 
         `wanted`, int [num_wanted]: only these lines are returned; keys and values are stored for all tokens.
         """
-        hidden, qkv = self.qkv_proj(residual, norm)
-        attended = ctx.attend(self._layer_index, qkv, positions, self._rotation, self._ops)
+        hidden, qkv = zip(*(self.qkv_proj(lane, norm) for lane in lanes), strict=True)
+        attended = ctx.attend(self._layer_index, joined(qkv), positions, self._rotation, self._ops).flatten(1)
         if wanted is not None:
-            attended, hidden = attended[wanted], hidden[wanted]
-        return self.o_proj(attended.flatten(1), hidden)
+            attended, hidden = attended[wanted], (joined(hidden)[wanted],)
+        sizes, in_norm = self._tp.lanes(len(attended)), self._tp.sums_in_norm(len(attended))
+        if len(sizes) != len(hidden):
+            hidden = joined(hidden).split(sizes)
+        parts = zip(attended.split(sizes), hidden, strict=True)
+        return tuple(self.o_proj(part, lane, in_norm=in_norm) for part, lane in parts)

@@ -1,7 +1,7 @@
 """Matrix products, split over tensor-parallel ranks by their outputs (column) or their inputs (row).
 
 A column layer followed by a row layer needs one all-reduce, at the end: the scheme of Megatron-LM (Shoeybi et al.,
-2019). Of few rows it is done by the norm that comes next.
+2019). Of few rows it is done by the norm that comes next; of many it runs beside the products of other rows.
 """
 
 from __future__ import annotations
@@ -45,6 +45,8 @@ class ColumnParallelLinear(WeightedLayer):
         linear = self._placement.ops.linear
         if residual.partial is None:
             hidden = residual.hidden
+            if residual.arrival is not None:
+                residual.arrival()
             return hidden, linear(
                 hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, bias=self.bias, gated=gated
             )
@@ -76,16 +78,18 @@ class RowParallelLinear(WeightedLayer):
         self.weight = placement.parameter(output_size, input_size // placement.tp.size)
         self.bias = placement.parameter(output_size) if bias else None
 
-    def forward(self, x: torch.Tensor, hidden: torch.Tensor) -> Residual:
-        """x [num_tokens, local inputs], hidden [num_tokens, output_size] -> hidden + product, summed over ranks."""
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor, *, in_norm: bool) -> Residual:
+        """x [num_tokens, local inputs], hidden [num_tokens, output_size] -> hidden + product, summed over ranks.
+
+        in_norm: the sum is left to the norm that comes next (`TensorParallel.sums_in_norm`).
+        """
         ops, tp = self._placement.ops, self._placement.tp
         # Bias and hidden states must enter the sum once, so only rank 0 adds them.
         bias = self.bias if tp.rank == 0 else None
-        if tp.sums_in_norm(len(x)):
+        if in_norm:
             return Residual(hidden, ops.linear(x, self.weight, bias=bias))
-        if tp.rank == 0:
-            return Residual(tp.all_reduce(ops.linear(x, self.weight, bias=bias, residual=hidden)))
-        return Residual(tp.all_reduce(ops.linear(x, self.weight)))
+        out = ops.linear(x, self.weight, bias=bias, residual=hidden if tp.rank == 0 else None)
+        return Residual(out, arrival=tp.begin_all_reduce(out))
 
     def weight_parts(self) -> list[WeightPart]:
         output_size, local = self.weight.shape

@@ -41,12 +41,12 @@ class MoeMLP(WeightedLayer):
         hidden, x = norm.settle(residual)
         # All ranks compute the same router, so they pick the same experts.
         expert_ids, weights = ops.route(ops.linear(x, self.router), self._experts_per_token, self._norm_topk_prob)
-        if tp.size == 1:
-            return Residual(ops.moe(x, expert_ids, weights, self.gate_up, self.down, residual=hidden))
-        partial = ops.moe(x, expert_ids, weights, self.gate_up, self.down)
-        if tp.sums_in_norm(len(x)):
-            return Residual(hidden, partial)
-        return Residual(hidden + tp.all_reduce(partial))
+        if residual.partial is not None:  # as the sum before
+            return Residual(hidden, ops.moe(x, expert_ids, weights, self.gate_up, self.down))
+        # The hidden states must enter the sum once.
+        added = hidden if tp.rank == 0 else None
+        out = ops.moe(x, expert_ids, weights, self.gate_up, self.down, residual=added)
+        return Residual(out, arrival=tp.begin_all_reduce(out))
 
     def weight_parts(self) -> list[WeightPart]:
         num_experts, hidden_size, local = self.down.shape

@@ -24,6 +24,8 @@ class RMSNorm(WeightedLayer):
 
     def settle(self, residual: Residual) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states with all that is still to be added, and their norm: [num_tokens, size] each."""
+        if residual.arrival is not None:
+            residual.arrival()
         if residual.partial is None:
             return residual.hidden, self(residual.hidden)
         return self._placement.tp.sum_norm(residual.partial, residual.hidden, self.weight, self.eps)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -11,9 +12,21 @@ import torch
 class Residual:
     """The residual stream, [num_tokens, hidden_size].
 
-    With tensor parallelism the last product may not be in it yet: each rank has a `partial` of it then, as large, and
-    the next norm adds them up on its way (`RMSNorm.settle`), which saves two kernels.
+    With tensor parallelism the last product may not be in it yet. Of few rows each rank has a `partial` of it then, as
+    large, and the next norm adds them up on its way (`RMSNorm.settle`), which saves two kernels. Of many rows the sum
+    over the ranks, in place, is on its way, and `arrival` waits for its end.
     """
 
     hidden: torch.Tensor
     partial: torch.Tensor | None = None
+    arrival: Callable[[], object] | None = None
+
+
+# Of a long prompt the residual stream goes through products, norms and MLPs in two lanes, its first and its last rows:
+# while the ranks' results of one are summed, the other one is computed. Anything else has one lane.
+Lanes = tuple[Residual, ...]
+
+
+def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The lanes' rows in one tensor."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))

@@ -14,7 +14,7 @@ from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinea
 from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.moe import MoeMLP
 from minisgl_backend.layers.norm import RMSNorm
-from minisgl_backend.layers.residual import Residual
+from minisgl_backend.layers.residual import Lanes, Residual, joined
 from minisgl_backend.layers.rotary import (
     default_frequencies,
     llama3_frequencies,
@@ -42,14 +42,14 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        residual: Residual,
+        lanes: Lanes,
         positions: torch.Tensor,
         ctx: ForwardContext,
         wanted: torch.Tensor | None = None,
-    ) -> Residual:
-        """residual of num_tokens, positions int [num_tokens] -> the same, or its `wanted` lines."""
-        residual = self.self_attn(residual, self.input_layernorm, positions, ctx, wanted)
-        return self.mlp(residual, self.post_attention_layernorm)
+    ) -> Lanes:
+        """lanes of num_tokens together, positions int [num_tokens] -> the same, or their `wanted` lines."""
+        lanes = self.self_attn(lanes, self.input_layernorm, positions, ctx, wanted)
+        return tuple(self.mlp(lane, self.post_attention_layernorm) for lane in lanes)
 
 
 class Decoder(nn.Module):
@@ -67,12 +67,11 @@ class Decoder(nn.Module):
         `ctx.wanted` says of which tokens. Of the others the last layer computes keys and values only: of a long
         prompt's prefill that saves most of one layer.
         """
-        residual = Residual(self.embed_tokens(input_ids))
+        lanes: Lanes = (Residual(self.embed_tokens(input_ids)),)
         *earlier, last = self.layers
         for layer in earlier:
-            residual = layer(residual, positions, ctx)
-        _, normed = self.norm.settle(last(residual, positions, ctx, ctx.wanted))
-        return normed
+            lanes = layer(lanes, positions, ctx)
+        return joined([self.norm.settle(lane)[1] for lane in last(lanes, positions, ctx, ctx.wanted)])
 
 
 class CausalLM(nn.Module):

@@ -43,12 +43,19 @@ def on_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
         return list(pool.map(rank_main, range(size)))
 
 
+def summed(tp: TensorParallel, tensor: torch.Tensor) -> torch.Tensor:
+    arrival = tp.begin_all_reduce(tensor)
+    assert arrival is not None
+    arrival()
+    return tensor
+
+
 def test_collectives() -> None:
     def work(tp: TensorParallel) -> tuple[list[float], list[list[int]], list[int], int]:
         mine = torch.tensor([tp.rank, 10 * tp.rank])
         gathered = tp.all_gather(mine).tolist()
         chosen = tp.broadcast(mine.clone(), source=1).tolist()
-        return tp.all_reduce(torch.tensor([1.0, tp.rank])).tolist(), gathered, chosen, tp.minimum(7 - tp.rank)
+        return summed(tp, torch.tensor([1.0, tp.rank])).tolist(), gathered, chosen, tp.minimum(7 - tp.rank)
 
     expected = ([3.0, 3.0], [[0, 0], [1, 10], [2, 20]], [1, 10], 5)
     assert on_ranks(3, work) == [expected] * 3
@@ -76,7 +83,8 @@ def test_ranks_with_other_settings_do_not_meet() -> None:
 def test_one_rank_needs_no_group() -> None:
     tp = TensorParallel.connect(0, 1, "nowhere.invalid", 1, CPU)
     tensor = torch.ones(2)
-    assert tp.all_reduce(tensor) is tensor
+    assert tp.begin_all_reduce(tensor) is None
+    assert tp.lanes(100_000) == [100_000]
     assert tp.all_gather(tensor).shape == (1, 2)
     assert tp.minimum(3) == 3
 
@@ -122,6 +130,34 @@ def test_a_split_model_computes_the_same(name: str, size: int, tmp_path: Path) -
 
     expected = work(TensorParallel.single())
     for logits in on_ranks(size, work):
+        torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("rows", "lanes"), [(1, [1]), (4095, [4095]), (4096, [2048, 2048]), (5000, [2560, 2440])])
+def test_lanes(rows: int, lanes: list[int]) -> None:
+    assert TensorParallel(0, 2, None, CPU).lanes(rows) == lanes
+
+
+@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize("name", ["llama-bias-mha", "qwen2-tied", "qwen3_moe-sharded-mixed"])
+def test_a_split_model_in_two_lanes(
+    name: str, shared_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sums of one half of a prompt run beside the products of the other half, with every token wanted or the last."""
+    monkeypatch.setattr(tensor_parallel, "OVERLAP_ROWS", 16)
+    monkeypatch.setattr(tensor_parallel, "LANE_ROWS", 8)
+    save_checkpoint(name, tmp_path)
+    prompt = [5 + 7 * i % 300 for i in range(41)]
+
+    def work(tp: TensorParallel) -> list[torch.Tensor]:
+        if tp.size > 1 and shared_memory:
+            tp.__dict__["_peer_sums"] = SharedMemory(tp, 100)
+        paged = PagedModel(tmp_path, page_size=16, max_seq_len=64, max_rows=2, tp=tp)
+        logits = [paged.step({int(last): prompt}, {}, last_only=last)[int(last)] for last in (False, True)]
+        return [*logits, paged.step({}, {0: 9})[0]]
+
+    expected = work(TensorParallel.single())
+    for logits in on_ranks(2, work):
         torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
