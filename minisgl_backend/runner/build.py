@@ -1,7 +1,7 @@
 """Builds a ready runner from resolved settings: model, attention, KV pool of the right size, captured graphs.
 
-The build order is that of the memory: weights first, then measured worst-case steps, then pages in what they leave,
-then graphs, then the steps that load and compile what is left.
+The build order is that of the memory: weights first, then measured worst-case steps (whose kernels are compiled before
+them, several at a time), then pages in what they leave, then graphs, then the steps that load what is left.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages,
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.piecewise import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.warm_up import warm_up
+from minisgl_backend.runner.warm_up import compile_kernels, warm_up
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
@@ -83,7 +83,10 @@ def _build(
     max_running = runtime.config.max_running_requests
     step_bytes, graph_max_bs = 0, runtime.cuda_graph_max_bs
     if device.type == "cuda":
-        steps = profile_run(runner_with(1), runtime, device)
+        trial = runner_with(1)
+        if tp.size == 1:  # ranks whose caches differ would not execute the same steps
+            compile_kernels(trial, max_running, runtime.config.max_prefill_length, runtime.max_seq_len)
+        steps = profile_run(trial, runtime, device)
         if graph_max_bs is None:
             graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, max_running, free_bytes(device)))
         step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running

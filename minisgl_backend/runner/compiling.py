@@ -1,11 +1,105 @@
-"""Tells when a kernel in the Triton language is being compiled, which may take a minute while a step waits for it."""
+"""Compilation of kernels in the Triton language: several at a time at a start, and announced wherever a step waits."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
-from collections.abc import Callable
+import os
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+MOST_THREADS = 16  # a compilation takes some 100 MiB, and few kernels are left for more
+
+
+def compiles_ahead() -> bool:
+    """Whether `compiling_ahead` can do anything: on a GPU, with a Triton that compiles on threads (3.5 and later)."""
+    if not torch.cuda.is_available() or importlib.util.find_spec("triton") is None:
+        return False
+    import triton
+
+    return hasattr(triton, "AsyncCompileMode")
+
+
+class Compilations:
+    """What was compiled inside `compiling_ahead`."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.longest_s = 0.0  # of one kernel
+
+
+@contextmanager
+def compiling_ahead() -> Iterator[Compilations]:
+    """Inside, launching a kernel in the Triton language only compiles it, on one of several threads, and memory that
+    torch would leave as it is holds zeros. All is compiled at the end.
+
+    So a step can be executed for the sake of the kernels that it launches, of which each would wait for the one before
+    otherwise: nothing comes out of it, but what torch computes of zeros. Most of a compilation runs without the
+    interpreter's lock.
+    """
+    import triton
+    from triton.runtime.jit import JITFunction
+
+    done, seen, run = Compilations(), set[Any](), JITFunction.run
+
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+        # Triton looks for a kernel that is being compiled by hashing its source again.
+        key = (kernel, tuple(map(_like, args)), tuple(options.items()))
+        if key not in seen:
+            seen.add(key)
+            run(kernel, *args, grid=grid, warmup=True, **options)
+
+    with _TimingPool(done) as pool, triton.AsyncCompileMode(pool), _Zeros():
+        JITFunction.run = compile_only
+        try:
+            yield done
+        finally:
+            JITFunction.run = run
+
+
+def _like(argument: Any) -> Any:
+    """All by which Triton tells one argument of a launch from another, and no less."""
+    if isinstance(argument, torch.Tensor):
+        return argument.dtype, argument.data_ptr() % 16 == 0
+    if isinstance(argument, int):
+        return argument == 1, argument % 16 == 0, argument.bit_length()
+    return type(argument)
+
+
+class _Zeros(TorchFunctionMode):
+    """Sets to zero what kernels would fill: they are left out, and torch might take it for indices."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.empty:
+            func = torch.zeros
+        elif func is torch.empty_like:
+            func = torch.zeros_like
+        return func(*args, **(kwargs or {}))
+
+
+class _TimingPool(ThreadPoolExecutor):
+    """Notes how long its calls take."""
+
+    def __init__(self, done: Compilations) -> None:
+        super().__init__(min(MOST_THREADS, len(os.sched_getaffinity(0))), thread_name_prefix="compile")
+        self._done = done
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        def timed() -> Any:
+            started = time.monotonic()
+            try:
+                return fn(*args, **kwargs)
+            finally:
+                self._done.longest_s = max(self._done.longest_s, time.monotonic() - started)
+
+        self._done.count += 1
+        return super().submit(timed)
 
 
 def announce_compiling(device: str, begins: Callable[[], None], ends: Callable[[], None]) -> None:

@@ -1,8 +1,9 @@
 """Steps that a runner executes before its first request, so that no stream waits for what happens only once.
 
 Kernels in the Triton language are compiled for each way in which a launch is shaped, which takes seconds the first time
-on a machine; libraries load their kernels at the first product of a size. Decode steps that are captured as graphs have
-that behind them; steps with a prompt part have not.
+on a machine: before anything else in a start, and several at a time (`compile_kernels`). Libraries load their kernels
+at the first product of a size. Decode steps that are captured as graphs have that behind them; steps with a prompt part
+have not (`warm_up`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import numpy as np
 
 from minisgl_backend.request import Grammar, SamplingParams
 from minisgl_backend.runner.async_output import UnsampledStep
-from minisgl_backend.runner.memory import padding_plan
+from minisgl_backend.runner.compiling import compiles_ahead, compiling_ahead
+from minisgl_backend.runner.cuda_graph import graph_sizes
+from minisgl_backend.runner.memory import LARGEST_DEFAULT_GRAPH, padding_plan
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
@@ -35,18 +38,50 @@ SAMPLED = (
     SamplingParams(temperature=1.0, seed=0, grammar=Grammar(kind="json")),
 )
 
+FROM_CACHE_S = 0.1  # what is longer at it than this was compiled, and not read from Triton's cache
+
+
+def compile_kernels(runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int) -> None:
+    """Compiles what the steps of a start launch, where Triton's cache does not have it."""
+    if not compiles_ahead():
+        return
+    started = time.monotonic()
+    first, *others = warm_up_plans(max_running, max_prefill, max_seq_len)
+    with compiling_ahead() as done:
+        _execute(runner, first)
+    if done.longest_s < FROM_CACHE_S:
+        return  # a start like this one has been here before
+    count = done.count
+    with compiling_ahead() as done:
+        for plan in (*others, *sampled_plans(max_prefill, max_seq_len), *decode_plans(max_running)):
+            _execute(runner, plan)
+    log.info("%d kernels compiled in %.1f s", count + done.count, time.monotonic() - started)
+
 
 def warm_up(runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int) -> None:
     """Executes steps of the common shapes, within the limits of one step."""
     started = time.monotonic()
-    for plan in warm_up_plans(max_running, max_prefill, max_seq_len):
-        runner.execute(runner.prepare(plan)).wait()
-    for params in SAMPLED:
-        pending = runner.execute(runner.prepare(_plan(min(2, max_prefill, max_seq_len - 1), 0, params)))
-        if isinstance(pending, UnsampledStep):
-            runner.sample(pending, runner.no_masks(1))
-        pending.wait()
+    for plan in (*warm_up_plans(max_running, max_prefill, max_seq_len), *sampled_plans(max_prefill, max_seq_len)):
+        _execute(runner, plan)
     log.info("mixed steps warmed up in %.1f s", time.monotonic() - started)
+
+
+def _execute(runner: ModelRunner, plan: StepPlan) -> None:
+    pending = runner.execute(runner.prepare(plan))
+    if isinstance(pending, UnsampledStep):
+        runner.sample(pending, runner.no_masks(1))
+    pending.wait()
+
+
+def sampled_plans(max_prefill: int, max_seq_len: int) -> list[StepPlan]:
+    """A short prompt with each of SAMPLED."""
+    return [_plan(min(2, max_prefill, max_seq_len - 1), 0, params) for params in SAMPLED]
+
+
+def decode_plans(max_running: int) -> list[StepPlan]:
+    """Decode steps of the sizes that are captured, and of all rows."""
+    sizes = dict.fromkeys((*graph_sizes(min(max_running, LARGEST_DEFAULT_GRAPH)), max_running))
+    return [padding_plan((), (), np.arange(size, dtype=np.int32)) for size in sizes]
 
 
 def warm_up_plans(max_running: int, max_prefill: int, max_seq_len: int) -> list[StepPlan]:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
@@ -34,3 +38,52 @@ def test_a_kernel_takes_the_compiler_from_there_at_its_first_launch() -> None:
     source = inspect.getsource(jit.JITFunction.create_binder)
     assert "from ..compiler import" in source
     assert "self.compile = compile" in source
+
+
+AHEAD = """
+import torch, triton, triton.language as tl
+from concurrent.futures import ThreadPoolExecutor
+from triton.backends.compiler import GPUTarget
+from minisgl_backend.runner import compiling
+
+class Driver:  # a GPU that is not there: its kernels can be compiled, and not launched
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+triton.runtime.driver.set_active(Driver())
+
+@triton.jit
+def fill(out_ptr, value, SIZE: tl.constexpr):
+    tl.store(out_ptr + tl.arange(0, SIZE), value)
+
+kept = torch.ones(64, dtype=torch.int32)
+with compiling.compiling_ahead() as done:
+    for value in (5, 6, 7):
+        fill[(1,)](kept, value, SIZE=64)
+        fill[(1,)](kept, value, SIZE=32)
+    fill[(1,)](kept[1:], 5, SIZE=32)
+    fill[(1,)](kept, 16, SIZE=32)
+    made = torch.empty(9, dtype=torch.int32), torch.empty_like(kept)
+assert done.count == 4, done.count
+assert done.longest_s > 0
+assert kept.tolist() == [1] * 64
+assert not made[0].any() and not made[1].any()
+(cache, *_), = fill.device_caches.values()
+assert len(cache) == 4, cache
+try:
+    fill[(1,)](kept, 5, SIZE=64)
+except AttributeError as error:
+    assert "Driver" in str(error), error
+else:
+    raise SystemExit("behind it kernels are launched, which this driver cannot")
+"""
+
+
+def test_kernels_are_compiled_ahead_and_not_launched(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    program = tmp_path / "ahead.py"  # Triton reads the source of a kernel
+    program.write_text(AHEAD)
+    subprocess.run([sys.executable, str(program)], env=environment, check=True, timeout=300)
