@@ -53,7 +53,8 @@ def compile_kernels(runner: ModelRunner, max_running: int, max_prefill: int, max
         return  # a start like this one has been here before
     count = done.count
     with compiling_ahead() as done:
-        for plan in (*others, *sampled_plans(max_prefill, max_seq_len), *decode_plans(max_running)):
+        # The sampler's kernels take the longest.
+        for plan in (*sampled_plans(max_prefill, max_seq_len), *others, *decode_plans(max_running)):
             _execute(runner, plan)
     log.info("%d kernels compiled in %.1f s", count + done.count, time.monotonic() - started)
 
