@@ -20,6 +20,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec, build_model, read_kv_scales
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.runner.compiling import name_kernels
 from minisgl_backend.runner.cuda_graph import CudaGraphRunner, EagerGraphRunner, GraphRunner, graph_sizes
 from minisgl_backend.runner.device import free_bytes, is_out_of_memory
 from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages, profile_run
@@ -83,6 +84,7 @@ def _build(
     max_running = runtime.config.max_running_requests
     step_bytes, graph_max_bs = 0, runtime.cuda_graph_max_bs
     if device.type == "cuda":
+        name_kernels()
         trial = runner_with(1)
         if tp.size == 1:  # ranks whose caches differ would not execute the same steps
             compile_kernels(trial, max_running, runtime.config.max_prefill_length, runtime.max_seq_len)

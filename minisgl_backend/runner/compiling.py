@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -24,6 +25,24 @@ def compiles_ahead() -> bool:
     import triton
 
     return hasattr(triton, "AsyncCompileMode")
+
+
+def name_kernels() -> None:
+    """Makes the names by which Triton's cache knows the project's kernels, of all modules that are loaded.
+
+    To be called before the first kernel is launched. Up to Triton 3.6 the name of a kernel depends on whether another
+    one that calls the same function was named before, so that a start which launches them in another order would find
+    nothing of them.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return
+    from triton.runtime.jit import JITFunction
+
+    for name, module in sorted(sys.modules.items()):
+        if name.startswith("minisgl_backend."):
+            for function in vars(module).values():
+                if isinstance(function, JITFunction):
+                    _ = function.cache_key
 
 
 class Compilations:

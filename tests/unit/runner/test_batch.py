@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 import torch
@@ -146,6 +148,64 @@ def test_the_decode_part_never_moves() -> None:
         assert step.decode.kv_lens.data_ptr() == padding.kv_lens.data_ptr()
         assert padding.rows.tolist() == [2, 0, 1, ROWS]
         assert padding.kv_lens.tolist() == [*step.sampling.positions.tolist(), 1]
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_lone_prompt_goes_where_its_graph_reads_it(page_size: int) -> None:
+    table, builder = make_builder(page_size)
+    inputs = {size: builder.prompt_tensors(size) for size in (6, 32)}
+    driver, mirror = Driver(page_size), Mirror()
+    for row, length, size in ((0, 20, 32), (2, 5, 6), (1, 32, 32), (2, 1, 6)):
+        driver.admit(row, list(range(40, 40 + length)), SamplingParams(seed=1, repetition_penalty=1.5))
+        plan = driver.plan(prefill={row: length})
+        mirror.apply(plan)
+        host = builder.build_host(plan, prompt_sizes=(6, 32))
+        assert host.decisions.prompt_size == size
+        builder.send_prompt(host)
+        step, sent = builder.follow_prompt(host), inputs[size]
+        padding = [0] * (size - length)
+        assert sent.token_ids.tolist() == [*range(40, 40 + length), *padding]
+        assert sent.positions.tolist() == [*range(length), *padding]
+        places = [mirror.pages[row, p // page_size] * page_size + p % page_size for p in range(length)]
+        assert sent.slots.tolist() == [*places, *padding]
+        assert sent.last_line.tolist() == [length - 1]
+        assert sent.attention.cu_seqlens_q.tolist() == [0, length]
+        assert sent.attention.kv_lens.tolist() == [length]
+        pages = -(-length // page_size)
+        assert sent.attention.page_table[0, :pages].tolist() == table.page_table[row, :pages].tolist()
+        rows, positions = torch.full((length,), row), torch.arange(length)
+        token_ids, slots = table.lookup(rows, positions)
+        assert (token_ids.tolist(), slots.tolist()) == (list(range(40, 40 + length)), places)
+        assert (step.sampling.rows.tolist(), step.sampling.positions.tolist()) == ([row], [length])
+        assert builder.mirror_host(plan, host.decisions).decisions == host.decisions
+
+
+def test_what_is_no_lone_prompt_takes_no_pass_of_one() -> None:
+    _, builder = make_builder()
+    driver = Driver(4)
+
+    def size(plan: StepPlan) -> int:
+        return builder.build_host(plan, prompt_sizes=(8, 16)).decisions.prompt_size
+
+    driver.admit(0, [1] * 20, SamplingParams(seed=1))
+    assert size(driver.plan(prefill={0: 16})) == 16
+    assert size(driver.plan(prefill={0: 4})) == 0, "the row was admitted before"
+    driver.admit(1, [1] * 17, SamplingParams(seed=1))
+    assert size(driver.plan(prefill={1: 17})) == 0, "it is too long"
+    driver.admit(2, [1] * 3, SamplingParams(seed=1))
+    assert size(driver.plan(prefill={2: 3}, decode=(0,))) == 0, "another row decodes"
+    driver.admit(3, [1] * 3, SamplingParams(seed=1, prompt_logprobs=1))
+    assert size(driver.plan(prefill={3: 3})) == 0, "all of its hidden states are needed"
+    driver.admit(3, [1] * 3, SamplingParams(seed=1))
+    driver.admit(4, [1] * 3, SamplingParams(seed=1))
+    plan = driver.plan(prefill={3: 3})
+    assert size(plan) == 0, "another row is admitted"
+    driver.admit(3, [1] * 3, SamplingParams(seed=1))
+    plan = driver.plan(prefill={3: 3})
+    assert size(plan) == 8
+    assert size(dataclasses.replace(plan, cleared_pages=np.ones(1, dtype=np.int32))) == 0, "pages are cleared before"
+    more = {"page_rows": [3, 1], "page_columns": [0, 0], "page_ids": [9, 8]}
+    assert size(dataclasses.replace(plan, **{k: np.array(v, dtype=np.int32) for k, v in more.items()})) == 0
 
 
 def test_parameters_keep_their_bits() -> None:

@@ -57,6 +57,10 @@ triton.runtime.driver.set_active(Driver())
 def fill(out_ptr, value, SIZE: tl.constexpr):
     tl.store(out_ptr + tl.arange(0, SIZE), value)
 
+from minisgl_backend.kernels import sampling
+compiling.name_kernels()
+assert all(one.hash for one in vars(sampling).values() if isinstance(one, triton.JITFunction))
+
 kept = torch.ones(64, dtype=torch.int32)
 with compiling.compiling_ahead() as done:
     for value in (5, 6, 7):

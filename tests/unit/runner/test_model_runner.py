@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
@@ -19,11 +20,13 @@ from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import Grammar, SamplingParams
+from minisgl_backend.runner.compiling import Compilations
 from minisgl_backend.runner.cuda_graph import EagerGraphRunner
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.piecewise import EagerPieces, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.warm_up import warm_up, warm_up_plans
+from minisgl_backend.runner.warm_up import SAMPLED as SAMPLED_AT_START
+from minisgl_backend.runner.warm_up import compile_kernels, warm_up, warm_up_plans
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.step import StepPlan, StepResult
 from tests.specs import make_pool
@@ -276,6 +279,29 @@ def test_a_runner_that_warmed_up_has_forgotten_it(make_runner: MakeRunner, expec
     warm_up(runner, 6, 100, MAX_SEQ_LEN)
     assert not runner._pool.layer(0).k[1:].any(), "only the padding page was written"
     assert generate(runner, PROMPTS, [GREEDY] * 4) == expected
+
+
+@pytest.mark.parametrize("is_cached", [True, False])
+def test_kernels_are_compiled_with_the_steps_of_a_start(
+    make_runner: MakeRunner, monkeypatch: pytest.MonkeyPatch, is_cached: bool
+) -> None:
+    """Nothing but the first step is executed where the compiler's cache has its kernels."""
+    runner, done, executed = make_runner(), Compilations(), []
+    done.longest_s = 0.01 if is_cached else 3.0
+    prepare = runner.prepare
+
+    def noted(plan: StepPlan) -> object:
+        executed.append(plan)
+        return prepare(plan)
+
+    monkeypatch.setattr(runner, "prepare", noted)
+    monkeypatch.setattr("minisgl_backend.runner.warm_up.compiles_ahead", lambda: True)
+    monkeypatch.setattr("minisgl_backend.runner.warm_up.compiling_ahead", lambda: contextlib.nullcontext(done))
+    compile_kernels(runner, 6, 100, MAX_SEQ_LEN)
+    decoding = {len(plan.decode_rows) for plan in executed if not plan.prefill}
+    asked = [plan.admitted[0].params for plan in executed if plan.admitted]
+    assert len(executed) == 1 if is_cached else decoding == {1, 2, 4, 6}
+    assert is_cached or all(params in asked for params in SAMPLED_AT_START)
 
 
 @pytest.mark.parametrize(("max_running", "max_prefill", "max_seq_len"), [(1, 1, 2), (2, 16, 64), (256, 8192, 4096)])
