@@ -42,7 +42,7 @@ from minisgl_backend.models.folder import fingerprint
 
 log = logging.getLogger(__name__)
 
-PING_S = 0.5
+PING_S = 0.4
 MOST_GREETED = 32  # connections that have not said yet what they want
 RESOLVE_S = 60.0
 LINKS_S = 60.0  # from the last node's coming to its connections
@@ -142,7 +142,7 @@ class Nodes:
         self._ping = READY
 
     def look(self) -> str | None:
-        """To be called twice a second or more often: which node has left or is lost. A node that is not there any more
+        """To be called every PING_S or more often: which node has left or is lost. A node that is not there any more
         is one that does not take what this sends it."""
         now = time.monotonic()
         pings = now - self._pinged >= PING_S

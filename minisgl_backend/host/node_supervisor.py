@@ -48,6 +48,7 @@ from minisgl_backend.models.folder import find_model_dir, fingerprint
 
 LOOK_S = 0.1
 RETRY_S = 0.5
+SAY_AFTER_S = 2.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
 STABLE_AFTER_S = 10.0  # a group that served this long starts the back-off anew
 WRONG_OPTIONS = 2  # a rank's exit status, and this program's
@@ -159,10 +160,13 @@ class NodeSupervisor:
         )
         connection = node.ask(join)
         try:
+            came_at = time.monotonic()
             while not select.select([connection], [], [], LOOK_S)[0]:
                 if self._stop.is_set():
                     connection.close()
                     return None
+                if time.monotonic() - came_at > SAY_AFTER_S:
+                    self._say_once(f"node {node.rank} waits with node 0 for the other nodes")
             return _Group(node, connection, _accepted(connection))
         except BaseException:
             connection.close()

@@ -29,13 +29,13 @@ DIGEST_BYTES = DIGEST().digest_size
 MOST_BYTES = 1 << 20  # of one message
 GREET_S = 5.0  # for each step of a conversation
 # A machine that is gone answers nothing. The kernels answer each other, so that a busy process does not count as gone.
-LOST_MS = 1200  # since something was sent, on a connection that is watched closely
+LOST_MS = 1000  # since something was sent, on a connection that is watched closely
 LOST_PROBES = 3  # one a second, on the others while nothing is sent
 
 _LENGTH = struct.Struct("<I")
 _KNOWN, _UNKNOWN = b"+", b"-"
 
-# What node 0 sends twice a second on the connection that a node joined with, while the group starts and serves.
+# What node 0 sends every now and then on the connection that a node joined with, while the group starts and serves.
 NOT_READY, READY = b".", b"+"
 
 

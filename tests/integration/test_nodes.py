@@ -38,13 +38,19 @@ class Node:
     """`minisgl serve --node-rank 1`."""
 
     def __init__(
-        self, config: EngineConfig, log: Path, *prefix: str, environment: Mapping[str, str] = os.environ
+        self,
+        config: EngineConfig,
+        log: Path,
+        *prefix: str,
+        environment: Mapping[str, str] = os.environ,
+        node_rank: int | None = 1,
     ) -> None:
-        """`prefix`: of the command."""
+        """`prefix`: of the command. `node_rank`: None where the environment says it."""
         self.health_port = free_port()
         given = ((option.name, getattr(config, option.name), option.default) for option in OPTIONS_TABLE.values())
         flags = {name: value for name, value, default in given if value != default}
-        command = [*prefix, sys.executable, "-m", "minisgl_backend.host.server_supervisor", "--node-rank", "1"]
+        command = [*prefix, sys.executable, "-m", "minisgl_backend.host.server_supervisor"]
+        command += [] if node_rank is None else ["--node-rank", str(node_rank)]
         command += ["--health-port", str(self.health_port)]
         command += [part for name, value in flags.items() for part in (f"--{name.replace('_', '-')}", str(value))]
         self.log = log
@@ -107,11 +113,18 @@ def test_the_same_answers_on_two_nodes(alone: list[list[int]], make_node: Callab
     assert node.end() == 0
 
 
+def check_told(what: str, seconds: float) -> None:
+    sys.stderr.write(f"{what}: those who wait know it after {seconds:.2f} s\n")
+    assert seconds < LOST_S
+
+
 def answers_again(front: Front) -> None:
+    began = time.monotonic()
     wait_for(lambda: front.client.welcomes[0] is not None)
     uid = front.submit([5, 6], max_tokens=5, ignore_eos=True)
     wait_for(lambda: uid in front.reasons)
     assert len(front.tokens[uid]) == 5
+    sys.stderr.write(f"the next answer came {time.monotonic() - began:.1f} s later\n")
 
 
 def test_whatever_is_lost_comes_back(
@@ -123,22 +136,22 @@ def test_whatever_is_lost_comes_back(
     front = make_front(config)
     wait_for(node.ready)
 
-    def lose(kill: Callable[[], None]) -> None:
+    def lose(what: str, kill: Callable[[], None]) -> None:
         uid = front.submit([5, 6], max_tokens=3000, ignore_eos=True)
         wait_for(lambda: uid in front.tokens)
         num_downs, lost_at = len(front.downs), time.monotonic()
         kill()
         wait_for(lambda: len(front.downs) > num_downs)
-        assert front.downs[-1][0] - lost_at < LOST_S
+        check_told(what, front.downs[-1][0] - lost_at)
         assert uid in front.lost
 
     (rank,) = node.ranks
-    lose(lambda: os.kill(rank, signal.SIGKILL))
+    lose("a rank of node 1 killed", lambda: os.kill(rank, signal.SIGKILL))
     answers_again(front)
     wait_for(node.ready)
 
     ranks = node.ranks
-    lose(node.process.kill)
+    lose("node 1 killed", node.process.kill)
     wait_for(lambda: not any(map(alive, ranks)))
     node = make_node(config)
     answers_again(front)
@@ -146,7 +159,7 @@ def test_whatever_is_lost_comes_back(
 
     core = front.client.core_pids[0]
     assert core is not None
-    lose(lambda: os.kill(core, signal.SIGKILL))
+    lose("node 0's engine core killed", lambda: os.kill(core, signal.SIGKILL))
     answers_again(front)
     (rank,) = node.ranks
     front.client.close()
@@ -220,9 +233,7 @@ def test_a_machine_that_is_gone_without_a_word(
         num_downs, cut_at = len(front.downs), time.monotonic()
         network("-n", cable, "link", "set", "there", "down")
         wait_for(lambda: len(front.downs) > num_downs)
-        seconds = front.downs[-1][0] - cut_at
-        sys.stderr.write(f"cut while {what}: known after {seconds:.2f} s\n")
-        assert seconds < LOST_S
+        check_told(f"the cable cut, {what}", front.downs[-1][0] - cut_at)
         network("-n", cable, "link", "set", "there", "up")
         answers_again(front)
 
