@@ -118,6 +118,7 @@ class EngineClient:
             for core in range(config.dp)
         ]
         self._failure: MinisglError | None = None  # why a core's first start failed
+        self._untold: dict[int, tuple[FinishReason, float]] = {}  # aborts that a core could not take, by uid
         # Microseconds since the epoch: a front that starts again does not repeat uids that the cores still know.
         self._next_counter = (time.time_ns() // 1000) % (1 << 46)
 
@@ -187,7 +188,9 @@ class EngineClient:
             try:
                 self._links[core].send(Abort(uids=tuple(group), reason=int(reason), found_at=found_at))
             except EngineDeadError:
-                log.debug("nothing to abort: engine core %d is away", core)
+                # A core that is away has nothing to abort; one whose queue of commands is full is told later.
+                with self._changed:
+                    self._untold.update(dict.fromkeys(group, (reason, found_at)))
 
     def stats(self, timeout_s: float = 1.0) -> list[Stats | None]:
         """Counters and gauges of each core and its `restarts`, None for one that does not answer; thread-safe.
@@ -358,12 +361,21 @@ class EngineClient:
         if now < self._next_expire:
             return
         self._next_expire = now + EXPIRE_WAIT_MS / 1000
+        self._tell_again()
         gone = self.credits.expire(now)
         if gone:
             log.debug("%d streams have no reader any more", len(gone))
             if self._on_lost is not None:
                 self._call(self._on_lost, gone)
             self.abort(gone, FinishReason.CANCELLED, now)
+
+    def _tell_again(self) -> None:
+        if not self._untold:
+            return
+        with self._changed:
+            untold, self._untold = self._untold, {}
+        for uid, (reason, found_at) in untold.items():  # the router has forgotten those that have ended
+            self.abort([uid], reason, found_at)
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         try:

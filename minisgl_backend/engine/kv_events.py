@@ -27,7 +27,7 @@ from minisgl_backend.engine.kv_replay import KVReplay
 from minisgl_backend.errors import ConfigError
 
 MEDIUM = "GPU"  # the format's word for the memory that the engine computes in, whatever the device
-QUEUED_BATCHES = 100_000  # for one subscriber that does not read; what comes after is lost to it
+QUEUED_BATCHES = 10_000  # for one subscriber that does not read; what comes after is lost to it
 LINGER_MS = 500  # for what is on its way when the core ends
 
 

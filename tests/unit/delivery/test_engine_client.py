@@ -22,7 +22,7 @@ from minisgl_backend.delivery.engine_client import CORE_DIED, CORE_UNHEARD, Engi
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.host.status_files import fronts_without_core
 from minisgl_backend.ipc.channel import CoreChannel, FrontChannel
-from minisgl_backend.ipc.messages import Command, Hello, Outputs, Rejected, Submit
+from minisgl_backend.ipc.messages import Abort, Command, Hello, Outputs, Rejected, Submit
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from tests.unit.delivery.fake_engine import WELCOME
 
@@ -140,14 +140,15 @@ def serves(heard: Heard, core: Core) -> None:
 class Broken:
     """A function that fails the first few times."""
 
-    def __init__(self, works: Callable[..., Any], times: int = 1) -> None:
+    def __init__(self, works: Callable[..., Any], times: int = 1, error: Exception | None = None) -> None:
         self._works = works
         self._left = times
+        self._error = error or OSError(errno.EMFILE, "Too many open files")
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         if self._left > 0:
             self._left -= 1
-            raise OSError(errno.EMFILE, "Too many open files")
+            raise self._error
         return self._works(*arguments, **options)
 
     @property
@@ -214,6 +215,26 @@ def test_a_core_that_cannot_be_reached_yet_leaves_the_others_alone(
     serves(heard, second)  # which has less to do
     heard.client.close()
     second.end()
+
+
+def test_an_abort_that_a_busy_core_cannot_take_is_told_later(
+    heard: Heard, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its queue of commands is full: it would go on for a client that has left."""
+    kept, ended, left = (heard.submit() for _ in range(3))
+    wait_for(lambda: core.heard_of(left))
+    (link,) = heard.client._links
+    with monkeypatch.context() as full:
+        full.setattr(link, "send", Broken(link.send, times=1000, error=EngineDeadError("takes no commands")))
+        heard.client.abort([ended, left], FinishReason.CANCELLED)
+        core.give(ended, 7, int(FinishReason.LENGTH))
+        wait_for(lambda: ended in heard.ended)
+    wait_for(lambda: Abort(uids=(left,), reason=int(FinishReason.CANCELLED)) in core.commands)
+    core.give(left, -1, int(FinishReason.CANCELLED))
+    core.give(kept, 7, int(FinishReason.LENGTH))
+    wait_for(lambda: len(heard.ended) == 3)
+    assert len([command for command in core.commands if isinstance(command, Abort)]) == 1
+    assert not heard.client._untold
 
 
 def test_the_health_of_a_front_is_told_as_soon_as_it_can_be(
