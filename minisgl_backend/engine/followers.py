@@ -169,8 +169,12 @@ class Followers:
 
     def _watch(self, on_loss: Callable[[str], None], heartbeat: Heartbeat) -> None:
         ranks = [Liveness(self._hang_s) for _ in self._links]
-        while (reason := self._look(ranks, heartbeat)) is None and not self._closed.is_set():
-            pass
+        try:
+            while (reason := self._look(ranks, heartbeat)) is None and not self._closed.is_set():
+                pass
+        except Exception as error:  # ranks that nobody watches may wait for each other for ever
+            log.exception("the ranks cannot be watched")
+            reason = f"the tensor-parallel ranks cannot be watched: {error}"
         if not self._ready.is_set():
             # What stops a follower from starting mostly stops rank 0 too, in clearer words.
             self._closed.wait(START_GRACE_S)
