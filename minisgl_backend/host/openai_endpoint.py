@@ -146,8 +146,8 @@ class OpenAIEndpoint:
     def begin_stop(self) -> None:
         """No new connections and requests; those in flight go on until the server has answered them."""
         self._stopping.set()
-        self._socket.close()
-        with self._lock:
+        with self._lock:  # a process may just be started, with this socket
+            self._socket.close()
             self._signal(signal.SIGTERM)
 
     def stop(self, timeout: float = _STOP_SECONDS) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import signal
+import stat
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -144,6 +147,24 @@ def test_a_process_that_cannot_be_started_is_tried_again_and_the_others_stay(mon
         time.sleep(0.02)
     endpoint.stop()
     assert len([line for line in said if "cannot be started" in line]) == 2
+
+
+def test_a_process_that_starts_while_all_stop_still_has_its_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    starting, had_socket = threading.Event(), []
+
+    def start(*_: Any, fds: tuple[int, ...], **__: Any) -> subprocess.Popen[bytes]:
+        starting.set()
+        time.sleep(0.3)
+        with contextlib.suppress(OSError):
+            had_socket.append(stat.S_ISSOCK(os.fstat(fds[0]).st_mode))
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+
+    monkeypatch.setattr(openai_endpoint, "start_child", start)
+    (port,) = free_ports(1)
+    endpoint = OpenAIEndpoint(EndpointSettings(port=port))
+    assert starting.wait(PATIENCE_SECONDS)
+    endpoint.stop()
+    assert had_socket == [True]
 
 
 def test_a_taken_port_is_named(endpoint: OpenAIEndpoint) -> None:
