@@ -17,6 +17,8 @@ from minisgl_backend.request import FinishReason
 from minisgl_backend.text.output_processor import OutputProcessor
 from minisgl_backend.text.vocabulary import Vocabulary
 
+MOST_STREAMS = 1 << 16  # with state; far more than any front has, but a client of the detokenizer alone may begin more
+
 
 class StreamError(MinisglError):
     """The stream ends with this error. `status` is the name of a Triton error code."""
@@ -65,6 +67,8 @@ class TextOutputEncoder:
             assert chunk.options is not None, "an answer of several sequences comes in one chunk"
             return [self._text(self._new(chunk.options), part) for part in chunk.parts]
         if chunk.options is not None:
+            if len(self._streams) >= MOST_STREAMS:
+                del self._streams[next(iter(self._streams))]  # the oldest
             self._streams[chunk.uid] = self._new(chunk.options)
         text = self._text(self._known(chunk), chunk.parts[0])
         if chunk.parts[0].is_last:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from minisgl_backend.delivery import text_output
 from minisgl_backend.delivery.text_output import StreamError, TextOutputEncoder
 from minisgl_backend.ipc.wire import Chunk, Part, TextOptions
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -59,6 +60,14 @@ def test_streams_do_not_mix(answers: TextOutputEncoder) -> None:
                 chunk = Chunk(uid=uid, number=number, parts=(part(data[number - 1 : number]),), options=started)
                 texts[uid] += plain(answers.encode(chunk))[0]
     assert texts == {1: "🎉", 2: "日"}
+
+
+def test_streams_that_never_end_do_not_pile_up(answers: TextOutputEncoder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text_output, "MOST_STREAMS", 10, raising=False)
+    for uid in range(100):
+        answers.encode(Chunk(uid=uid, number=1, parts=(part(b"a"),), options=TextOptions()))
+    assert len(answers) == 10
+    assert plain(answers.encode(Chunk(uid=99, number=2, parts=(part(b"b"),)))) == ["b"]
 
 
 def test_a_failure_and_a_lost_chunk_are_errors(answers: TextOutputEncoder) -> None:
