@@ -75,6 +75,39 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, PDL
     tl.store(out_ptr + token * size + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=ok)
 
 
+def combine(result: torch.Tensor, k: int, residual: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
+    """The sum of each token's k results, and of its residual: result [num_tokens * k, size] -> [num_tokens, size]."""
+    pairs, size = result.shape
+    num_tokens = pairs // k
+    out = torch.empty((num_tokens, size), dtype=result.dtype, device=result.device)
+    tile = 1024
+    if num_tokens > 0:
+        _combine_kernel[(num_tokens, triton.cdiv(size, tile))](
+            result, result if residual is None else residual, out, K=k, SIZE=size, TILE=tile,
+            RESIDUAL=residual is not None, PDL=pdl, num_warps=4, **_launch(pdl),
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _combine_kernel(
+    result_ptr, residual_ptr, out_ptr, K: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    ok = i < SIZE
+    acc = tl.zeros([TILE], tl.float32)
+    for choice in tl.static_range(K):
+        acc += tl.load(result_ptr + (token * K + choice) * SIZE + i, mask=ok, other=0.0).to(tl.float32)
+    if RESIDUAL:
+        acc += tl.load(residual_ptr + token * SIZE + i, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * SIZE + i, acc.to(out_ptr.dtype.element_ty), mask=ok)
+
+
 def rope_store(
     qkv: torch.Tensor,
     q_norm: torch.Tensor | None,

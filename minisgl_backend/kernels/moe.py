@@ -1,9 +1,9 @@
 """Mixture of experts, in the Triton language: which experts a token takes, and their MLPs as two grouped GEMMs.
 
-Nothing waits for the device. Pairs of (token, expert) are sorted by expert and cut into tiles that belong to one expert
-each (vLLM and SGLang call it aligning to the block size). How many tiles there are is known on the device only, so the
-grid has room for the most there can be and the rest return at once; hence it runs under CUDA graphs, in decode and in
-prefill. Few pairs are not sorted: most have an expert of their own.
+Nothing waits for the device. Pairs of (token, expert) are sorted by expert and cut into tiles (moe_tiles.py). How many
+tiles there are is known on the device only, so the grid has room for the most there can be and the rest return at once;
+hence it runs under CUDA graphs, in decode and in prefill. Few pairs are not sorted: most have an expert of their own.
+A lone token is computed by moe_one.py, many tokens by moe_wide.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,11 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backend.kernels import moe_wide
+from minisgl_backend.kernels.fused import combine
+from minisgl_backend.kernels.moe_tiles import Tiles, align
+
 UNSORTED_PAIRS = 64  # at most; with 128 experts and uniform routing they name 50 different ones
-ALIGN_BLOCK = 128  # pairs that one program counts and sorts
-COMBINE_TILE = 1024
 
 
 def route(logits: torch.Tensor, experts_per_token: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -79,16 +81,6 @@ def moe_shape(pairs: int, num_experts: int) -> MoeShape:
     return MoeShape(128, (128, 64, 8, 4), (256, 64, 8, 4))
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """Which pairs each tile holds, on the device; int32."""
-
-    order: torch.Tensor  # [num_pairs]  pairs sorted by expert, those of one expert by number
-    expert: torch.Tensor  # [max_tiles]  of each tile; -1: not used
-    first: torch.Tensor  # [max_tiles]  index into `order`
-    end: torch.Tensor  # [max_tiles]
-
-
 def moe(
     x: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -96,123 +88,48 @@ def moe(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     residual: torch.Tensor | None = None,
+    *,
+    tma: bool = False,
     shape: MoeShape | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts; the contract is `Ops.moe`'s.
 
     x [num_tokens, hidden], expert_ids int64 [num_tokens, k], expert_weights float32 [num_tokens, k],
     gate_up [num_experts, 2 * size, hidden], down [num_experts, hidden, size] -> [num_tokens, hidden].
+    tma: the device has tensor memory access (Hopper and later), which many tokens are computed with.
     """
-    num_tokens, hidden = x.shape
-    num_experts, _, size = down.shape
+    num_experts, hidden, size = down.shape
     k = expert_ids.shape[1]
-    pairs = num_tokens * k
-    shape = shape or moe_shape(pairs, num_experts)
-    ids = expert_ids.contiguous()
-    few = pairs <= UNSORTED_PAIRS
-    tiles = _Tiles(ids, ids, ids, ids) if few else _align(ids, num_experts, shape.tile_pairs)
-    count = tiles.expert.numel()
+    pairs = expert_ids.numel()
+    if pairs == 0:
+        return torch.empty_like(x) if residual is None else residual.clone()
     activated = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
     result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    arguments = (tiles.order, tiles.expert, tiles.first, tiles.end, expert_weights.contiguous())
+    ids, weights = expert_ids.contiguous(), expert_weights.contiguous()
+    if tma and moe_wide.serves(x, gate_up, down, pairs):
+        tiles = align(ids, num_experts, moe_wide.TILE_PAIRS)
+        moe_wide.gate_up_product(x, gate_up, activated, tiles, k)
+        moe_wide.down_product(activated, down, result, tiles, weights)
+        return combine(result, k, residual)
+    shape = shape or moe_shape(pairs, num_experts)
+    few = pairs <= UNSORTED_PAIRS
+    tiles = Tiles(ids, ids, ids, ids, ids) if few else align(ids, num_experts, shape.tile_pairs)
+    tile_pairs = 16 if few else shape.tile_pairs
+    count = tiles.expert.numel()
+    arguments = (tiles.order, tiles.expert, tiles.first, tiles.end, weights)
     tile_out, tile_in, num_warps, num_stages = shape.gate_up
     _grouped_kernel[(count, triton.cdiv(size, tile_out))](
         x, gate_up, activated, *arguments, x.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden,
-        TILE_PAIRS=16 if few else shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=True, SORTED=not few,
-        num_warps=num_warps, num_stages=num_stages,
+        TILE_PAIRS=tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=True, SORTED=not few, num_warps=num_warps,
+        num_stages=num_stages,
     )  # fmt: skip
     tile_out, tile_in, num_warps, num_stages = shape.down
     _grouped_kernel[(count, triton.cdiv(hidden, tile_out))](
         activated, down, result, *arguments, activated.stride(0), K=k, SIZE_OUT=hidden, SIZE_IN=size,
-        TILE_PAIRS=16 if few else shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=False, SORTED=not few,
-        num_warps=num_warps, num_stages=num_stages,
+        TILE_PAIRS=tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=False, SORTED=not few, num_warps=num_warps,
+        num_stages=num_stages,
     )  # fmt: skip
-    out = torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
-    if num_tokens > 0:
-        _combine_kernel[(num_tokens, triton.cdiv(hidden, COMBINE_TILE))](
-            result, x if residual is None else residual, out, K=k, HIDDEN=hidden, TILE=COMBINE_TILE,
-            RESIDUAL=residual is not None, num_warps=4,
-        )  # fmt: skip
-    return out
-
-
-def _align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> _Tiles:
-    """Sorts pairs by expert in three launches: counts a block, where each block's pairs of an expert go, and there."""
-    pairs, device = expert_ids.numel(), expert_ids.device
-    blocks = triton.cdiv(pairs, ALIGN_BLOCK)
-    most = min(pairs, pairs // tile_pairs + num_experts)
-    experts_padded = triton.next_power_of_2(num_experts)
-    counts = torch.empty((blocks, experts_padded), dtype=torch.int32, device=device)
-    order = torch.empty(pairs, dtype=torch.int32, device=device)
-    tiles = torch.empty((3, most), dtype=torch.int32, device=device)
-    _count_kernel[(blocks,)](expert_ids, counts, pairs, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=experts_padded, num_warps=8)
-    _layout_kernel[(1,)](
-        counts, tiles, blocks, most, TILE_PAIRS=tile_pairs, EXPERTS_PADDED=experts_padded, ROWS=16, TILES=64,
-        num_warps=8,
-    )  # fmt: skip
-    _order_kernel[(blocks,)](
-        expert_ids, counts, order, pairs, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=experts_padded, num_warps=8
-    )
-    return _Tiles(order, *tiles)
-
-
-@triton.jit
-def _count_kernel(ids_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr):
-    """counts [blocks, experts]: the pairs of each expert in each block."""
-    block = tl.program_id(0)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    e = tl.arange(0, EXPERTS_PADDED)
-    ids = tl.load(ids_ptr + i, mask=i < pairs, other=-1).to(tl.int32)
-    counts = tl.sum((ids[:, None] == e[None, :]).to(tl.int32), 0)
-    tl.store(counts_ptr + block * EXPERTS_PADDED + e, counts)
-
-
-@triton.jit
-def _layout_kernel(
-    counts_ptr, tiles_ptr, blocks, most,
-    TILE_PAIRS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, ROWS: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """Replaces the counts by where each block's pairs of an expert begin in the order, and lays out the tiles."""
-    e = tl.arange(0, EXPERTS_PADDED)
-    r = tl.arange(0, ROWS)
-    totals = tl.zeros([EXPERTS_PADDED], tl.int32)
-    for start in range(0, blocks, ROWS):
-        at = counts_ptr + (start + r)[:, None] * EXPERTS_PADDED + e[None, :]
-        totals += tl.sum(tl.load(at, mask=(start + r < blocks)[:, None], other=0), 0)
-    ends = tl.cumsum(totals, 0)
-    begin = ends - totals
-    for start in range(0, blocks, ROWS):
-        ok = (start + r < blocks)[:, None]
-        at = counts_ptr + (start + r)[:, None] * EXPERTS_PADDED + e[None, :]
-        counts = tl.load(at, mask=ok, other=0)
-        tl.store(at, begin[None, :] + tl.cumsum(counts, 0) - counts, mask=ok)
-        begin += tl.sum(counts, 0)
-    begin = ends - totals
-    tiles = (totals + TILE_PAIRS - 1) // TILE_PAIRS
-    tile_ends = tl.cumsum(tiles, 0)
-    tile_begin = tile_ends - tiles
-    for start in range(0, most, TILES):
-        t = start + tl.arange(0, TILES)
-        mine = (t[:, None] >= tile_begin[None, :]) & (t[:, None] < tile_ends[None, :])  # at most one expert a tile
-        expert = tl.sum(tl.where(mine, e[None, :] + 1, 0), 1) - 1
-        first = tl.sum(tl.where(mine, begin[None, :] + (t[:, None] - tile_begin[None, :]) * TILE_PAIRS, 0), 1)
-        end = tl.minimum(first + TILE_PAIRS, tl.sum(tl.where(mine, ends[None, :], 0), 1))
-        tl.store(tiles_ptr + t, expert, mask=t < most)
-        tl.store(tiles_ptr + most + t, first, mask=t < most)
-        tl.store(tiles_ptr + 2 * most + t, end, mask=t < most)
-
-
-@triton.jit
-def _order_kernel(ids_ptr, begin_ptr, order_ptr, pairs, BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr):
-    """Puts the pairs of each block into their places, those of one expert in their own order."""
-    block = tl.program_id(0)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    e = tl.arange(0, EXPERTS_PADDED)
-    ids = tl.load(ids_ptr + i, mask=i < pairs, other=-1).to(tl.int32)
-    mine = ids[:, None] == e[None, :]
-    begin = tl.load(begin_ptr + block * EXPERTS_PADDED + e)
-    place = begin[None, :] + tl.cumsum(mine.to(tl.int32), 0) - 1
-    tl.store(order_ptr + tl.sum(tl.where(mine, place, 0), 1), i, mask=i < pairs)
+    return combine(result, k, residual)
 
 
 @triton.jit
@@ -266,20 +183,3 @@ def _grouped_kernel(
         target = pair
     address = target.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
     tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=i_ok[:, None] & (o < SIZE_OUT)[None, :])
-
-
-@triton.jit
-def _combine_kernel(
-    result_ptr, residual_ptr, out_ptr, K: tl.constexpr, HIDDEN: tl.constexpr, TILE: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    """The sum of each token's K weighted results, and of its residual."""
-    token = tl.program_id(0).to(tl.int64)
-    h = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    ok = h < HIDDEN
-    acc = tl.zeros([TILE], tl.float32)
-    for choice in tl.static_range(K):
-        acc += tl.load(result_ptr + (token * K + choice) * HIDDEN + h, mask=ok, other=0.0).to(tl.float32)
-    if RESIDUAL:
-        acc += tl.load(residual_ptr + token * HIDDEN + h, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * HIDDEN + h, acc.to(out_ptr.dtype.element_ty), mask=ok)

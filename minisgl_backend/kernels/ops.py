@@ -19,7 +19,7 @@ class Ops(ABC):
     """What happens between attention calls, on tensors of one device. Chosen once, then passed to every layer.
 
     Statistics, rotations and activations are computed in float32 whatever the format of the tensors is.
-    No method synchronises with the device, except `moe` where its docstring says so.
+    No method synchronises with the device, except `moe` and `mixture` where their docstrings say so.
     """
 
     @abstractmethod
@@ -101,6 +101,29 @@ class Ops(ABC):
         with gate rows first; down [num_experts, hidden, size]. An expert is down @ (silu(gate) * up). Implementations
         that need the number of tokens of each expert on the host synchronise and say so.
         """
+
+    def mixture(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        experts_per_token: int,
+        renormalize: bool,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`linear` with the router, `route` and `moe`, of norm(x): x [num_tokens, hidden] -> same shape.
+
+        router [num_experts, hidden]. norm_weight [hidden]: RMSNorm of x with `eps` first. residual [num_tokens, hidden]
+        is added to the result. Synchronises where `moe` does.
+        """
+        if norm_weight is not None:
+            x = self.rms_norm(x, norm_weight, eps)
+        expert_ids, weights = self.route(self.linear(x, router), experts_per_token, renormalize)
+        return self.moe(x, expert_ids, weights, gate_up, down, residual)
 
 
 def select_ops(device: torch.device) -> Ops:

@@ -57,7 +57,14 @@ def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, nu
         return _vector_shape(rows, size_in, gated)
     if size_out >= 4096:
         return LinearShape(64, 256 if rows <= 16 else 128, 1, 4, 3 if size_in <= 1024 else 5)
-    tile_out, tile_in = 32, 128
+    tile_in = 128
+    if size_out >= 2048 and size_in >= 4096:
+        # 128 programs for 2,048 outputs: each has enough weights on their way, and there are few parts to add.
+        split = 1
+        while size_out // 64 * split * 4 < num_sms * 3 and split < 8 and size_in // (split * 2) >= tile_in:
+            split *= 2
+        return LinearShape(64, tile_in, split, 4, 4)
+    tile_out = 32
     split, programs = 1, triton.cdiv(size_out, tile_out)
     while programs * split < num_sms and split < 8 and size_in // (split * 2) >= tile_in:
         split *= 2

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels import fused, moe, small_linear
+from minisgl_backend.kernels import fused, moe, moe_one, small_linear
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kernels.tuned_linear import TunedLinear
 from minisgl_backend.kv.layout import ONE, KVScales
@@ -108,7 +108,30 @@ class TritonOps(TorchOps):
         down: torch.Tensor,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return moe.moe(x, expert_ids, expert_weights, gate_up, down, residual)
+        return moe.moe(x, expert_ids, expert_weights, gate_up, down, residual, tma=self.pdl)
+
+    def mixture(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        experts_per_token: int,
+        renormalize: bool,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if moe_one.serves(x, router):
+            return moe_one.mixture(
+                x, router, gate_up, down, experts_per_token, renormalize, self._workspace, norm_weight=norm_weight,
+                eps=eps, residual=residual, pdl=self._pdl(x),
+            )  # fmt: skip
+        return super().mixture(
+            x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
+            residual=residual,
+        )  # fmt: skip
 
 
 def _cache_folder() -> Path:

@@ -5,6 +5,8 @@ With tensor parallelism every rank holds a slice of every expert, so that no tok
 
 from __future__ import annotations
 
+import torch
+
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
@@ -37,16 +39,31 @@ class MoeMLP(WeightedLayer):
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         """hidden + experts(norm(hidden)), both [num_tokens, hidden_size]."""
-        ops, tp = self._placement.ops, self._placement.tp
+        tp = self._placement.tp
+        if tp.size == 1:
+            hidden = residual.hidden
+            return Residual(self._experts(hidden, norm_weight=norm.weight, eps=norm.eps, residual=hidden))
         hidden, x = norm.settle(residual)
         # All ranks compute the same router, so they pick the same experts.
-        expert_ids, weights = ops.route(ops.linear(x, self.router), self._experts_per_token, self._norm_topk_prob)
         if residual.partial is not None:  # as the sum before
-            return Residual(hidden, ops.moe(x, expert_ids, weights, self.gate_up, self.down))
+            return Residual(hidden, self._experts(x))
         # The hidden states must enter the sum once.
-        added = hidden if tp.rank == 0 else None
-        out = ops.moe(x, expert_ids, weights, self.gate_up, self.down, residual=added)
+        out = self._experts(x, residual=hidden if tp.rank == 0 else None)
         return Residual(out, arrival=tp.begin_all_reduce(out))
+
+    def _experts(
+        self,
+        x: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> the same; the keywords are those of `Ops.mixture`."""
+        return self._placement.ops.mixture(
+            x, self.router, self.gate_up, self.down, self._experts_per_token, self._norm_topk_prob,
+            norm_weight=norm_weight, eps=eps, residual=residual,
+        )  # fmt: skip
 
     def weight_parts(self) -> list[WeightPart]:
         num_experts, hidden_size, local = self.down.shape

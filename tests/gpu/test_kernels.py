@@ -155,8 +155,9 @@ def test_fused_chains_match_torch(rows):
     assert relative(outputs[0][1], outputs[1][1]) < 4e-3
 
 
+@pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
-def test_moe_matches_torch(tokens):
+def test_moe_matches_torch(tokens, tma):
     from minisgl_backend.kernels.moe import moe
     from minisgl_backend.kernels.torch_ops import TorchOps
 
@@ -168,7 +169,33 @@ def test_moe_matches_torch(tokens):
     gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.05
     down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05
     ref = TorchOps().moe(*(t.double() for t in (x,)), ids, weights.double(), gate_up.double(), down.double())
-    assert relative(moe(x, ids, weights, gate_up, down), ref) < 1e-2
+    if tma and torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("needs tensor memory access")
+    assert relative(moe(x, ids, weights, gate_up, down, tma=tma), ref) < 1e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 2, 16, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_mixture_matches_torch(tokens, dtype):
+    from minisgl_backend.kernels.torch_ops import TorchOps
+    from minisgl_backend.kernels.triton_ops import TritonOps
+
+    torch.manual_seed(tokens)
+    experts, k, hidden, size = 128, 8, 2048, 768
+    # Each token's experts stand far above the others, so that no rounding changes who is picked.
+    router = torch.linalg.qr(torch.randn(hidden, experts, device="cuda")).Q.t().contiguous()
+    levels = torch.zeros(tokens, experts, device="cuda")
+    for line in levels:
+        line[torch.randperm(experts, device="cuda")[:k]] = torch.linspace(10, 20, k, device="cuda")
+    x, residual = (levels @ router).to(dtype), torch.randn(tokens, hidden, device="cuda").to(dtype)
+    router, norm = router.to(dtype), torch.rand(hidden, device="cuda") + 0.5
+    gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").to(dtype) * 0.02
+    down = torch.randn(experts, hidden, size, device="cuda").to(dtype) * 0.03
+    arguments = (x, router, gate_up, down, k, True)
+    more = {"norm_weight": norm.to(dtype), "eps": 1e-6, "residual": residual}
+    ops, reference = TritonOps(torch.device("cuda")), TorchOps().mixture(*arguments, **more)
+    for _ in range(3):  # each launch may overlap the one before
+        assert relative(ops.mixture(*arguments, **more), reference) < 2e-2
 
 
 @pytest.mark.parametrize("experts", [128, 60])

@@ -21,7 +21,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels import fused, rows, sampling, small_linear
+from minisgl_backend.kernels import fused, moe_one, moe_wide, rows, sampling, small_linear
 from minisgl_backend.kernels.decode_attention import (
     DecodeShape,
     DecodeWorkspace,
@@ -29,7 +29,8 @@ from minisgl_backend.kernels.decode_attention import (
     decode_shape,
     rotating_decode_attention,
 )
-from minisgl_backend.kernels.moe import _align, moe, route
+from minisgl_backend.kernels.moe import moe, route
+from minisgl_backend.kernels.moe_tiles import align
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 from minisgl_backend.runner.warm_up import DECODING
 from tests.sampling_cases import SamplingCase, logits_of
@@ -371,18 +372,54 @@ def test_route(experts, k, renormalize):
     assert all(len(set(line)) == k and max(line) < experts for line in ids.tolist())
 
 
-@pytest.mark.parametrize(("num_tokens", "experts"), [(3, 8), (40, 2), (70, 6), (150, 3), (400, 2)])
+@pytest.mark.parametrize(
+    ("num_tokens", "experts", "tma"),
+    [(3, 8, False), (40, 2, False), (70, 6, False), (150, 3, False), (400, 2, False), (30, 3, True), (290, 3, True)],
+)
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_moe(num_tokens, experts, with_residual):
-    """Pairs unsorted, and in tiles of 16, 32, 64 and 128, over one block of the sort and several."""
+def test_moe(num_tokens, experts, tma, with_residual, monkeypatch):
+    """In tiles of 16, 32, 64 and 128, over one block of the sort and several, with tensor memory access and without."""
+    if tma:
+        monkeypatch.setattr(moe_wide, "serves", lambda *arguments: True)  # numbers of four bytes too
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 64)
     ids = torch.stack([torch.randperm(experts)[:2] for _ in range(num_tokens)])
     weights = torch.rand(num_tokens, 2)
-    gate_up, down = torch.randn(experts, 96, 64) * 0.1, torch.randn(experts, 64, 48) * 0.1
+    size = 192 if tma else 48
+    gate_up, down = torch.randn(experts, 2 * size, 64) * 0.1, torch.randn(experts, 64, size) * 0.1
     residual = torch.randn(num_tokens, 64) if with_residual else None
     expected = TorchOps().moe(x, ids, weights, gate_up, down, residual)
-    torch.testing.assert_close(moe(x, ids, weights, gate_up, down, residual), expected, atol=1e-5, rtol=1e-4)
+    found = moe(x, ids, weights, gate_up, down, residual, tma=tma)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (5, 3), (60, 8)])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("complete", [False, True])
+def test_mixture_of_one_token(experts, k, renormalize, complete):
+    """`complete`: with norm and residual."""
+    torch.manual_seed(experts)
+    hidden, size, reference = 96, 40, TorchOps()
+    x, router = torch.randn(1, hidden), torch.randn(experts, hidden) * 0.3
+    gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
+    more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(1, hidden)}
+    arguments = (x, router, gate_up, down, k, renormalize)
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    expected = reference.mixture(*arguments, **(more if complete else {}))
+    for _ in range(2):  # the counter is back at zero after each launch
+        found = moe_one.mixture(*arguments, workspace, **(more if complete else {}))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_mixture_of_one_token_that_is_no_number(poison):
+    """It leads nowhere outside of the weights, and stays no number."""
+    x = torch.full((1, 32), poison)
+    router, gate_up, down = torch.randn(6, 32), torch.randn(6, 32, 32), torch.randn(6, 32, 16)
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    found = moe_one.mixture(x, router, gate_up, down, 2, True, workspace, norm_weight=torch.ones(32), eps=1e-6)
+    assert not torch.isfinite(found).any()
 
 
 @pytest.mark.parametrize(("pairs", "experts", "tile"), [(65, 128, 16), (700, 5, 16), (513, 1, 64)])
@@ -391,7 +428,7 @@ def test_pairs_are_sorted_by_expert_and_cut_into_tiles_of_one(pairs, experts, ti
     ids = torch.randint(experts, (pairs, 1))
     if experts > 2:
         ids[ids == 2] = 1  # one without pairs
-    tiles = _align(ids, experts, tile)
+    tiles = align(ids, experts, tile)
     assert tiles.order.tolist() == ids.flatten().argsort(stable=True).tolist()
     held = []
     for expert, first, end in zip(tiles.expert.tolist(), tiles.first.tolist(), tiles.end.tolist(), strict=True):

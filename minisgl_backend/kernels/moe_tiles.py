@@ -1,0 +1,112 @@
+"""Pairs of (token, expert) sorted by expert and cut into tiles that belong to one expert each.
+
+vLLM and SGLang call it aligning to the block size. Nothing waits for the device: how many tiles there are is known
+there only, so their list has room for the most there can be.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+ALIGN_BLOCK = 128  # pairs that one program counts and sorts
+SCAN_EXPERTS = 8  # whose counts one program adds up
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Which pairs each tile holds, on the device; int32."""
+
+    order: torch.Tensor  # [num_pairs]  pairs sorted by expert, those of one expert by number
+    expert: torch.Tensor  # [max_tiles]  of each tile; -1: not used
+    first: torch.Tensor  # [max_tiles]  index into `order`
+    end: torch.Tensor  # [max_tiles]
+    used: torch.Tensor  # [1]  the number of tiles that hold pairs; they come first
+
+
+def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> Tiles:
+    """Sorts pairs by expert in three launches: counts by block, their sums over the blocks, then places and tiles."""
+    pairs, device = expert_ids.numel(), expert_ids.device
+    blocks = triton.cdiv(pairs, ALIGN_BLOCK)
+    most = -(-min(pairs, pairs // tile_pairs + num_experts) // 4) * 4  # addresses stay multiples of 16 bytes
+    padded = max(SCAN_EXPERTS, triton.next_power_of_2(num_experts))
+    counts = torch.empty((blocks, padded), dtype=torch.int32, device=device)
+    totals = torch.empty(padded, dtype=torch.int32, device=device)
+    order = torch.empty(pairs, dtype=torch.int32, device=device)
+    tiles = torch.empty((3, most), dtype=torch.int32, device=device)
+    used = torch.empty(1, dtype=torch.int32, device=device)
+    _count_kernel[(blocks,)](expert_ids, counts, pairs, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded, num_warps=4)
+    _scan_kernel[(padded // SCAN_EXPERTS,)](
+        counts, totals, blocks, EXPERTS_PADDED=padded, EXPERTS=SCAN_EXPERTS, ROWS=32 if blocks <= 32 else 512,
+        num_warps=4,
+    )  # fmt: skip
+    _place_kernel[(blocks,)](
+        expert_ids, counts, totals, order, tiles, used, pairs, most, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded,
+        TILE_PAIRS=tile_pairs, TILES=triton.next_power_of_2(triton.cdiv(most, blocks)), num_warps=8,
+    )  # fmt: skip
+    return Tiles(order, tiles[0], tiles[1], tiles[2], used)
+
+
+@triton.jit
+def _count_kernel(ids_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr):
+    """counts [blocks, experts]: the pairs of each expert in each block."""
+    block = tl.program_id(0)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    e = tl.arange(0, EXPERTS_PADDED)
+    ids = tl.load(ids_ptr + i, mask=i < pairs, other=-1).to(tl.int32)
+    counts = tl.sum((ids[:, None] == e[None, :]).to(tl.int32), 0)
+    tl.store(counts_ptr + block * EXPERTS_PADDED + e, counts)
+
+
+@triton.jit
+def _scan_kernel(
+    counts_ptr, totals_ptr, blocks, EXPERTS_PADDED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
+):
+    """Replaces the counts of a few experts by the sums over the blocks before; totals [experts]: over all blocks."""
+    e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
+    r = tl.arange(0, ROWS)
+    total = tl.zeros([EXPERTS], tl.int32)
+    for start in range(0, blocks, ROWS):
+        ok = (start + r < blocks)[:, None]
+        at = counts_ptr + (start + r)[:, None] * EXPERTS_PADDED + e[None, :]
+        counts = tl.load(at, mask=ok, other=0)
+        tl.store(at, total[None, :] + tl.cumsum(counts, 0) - counts, mask=ok)
+        total += tl.sum(counts, 0)
+    tl.store(totals_ptr + e, total)
+
+
+@triton.jit
+def _place_kernel(
+    ids_ptr, before_ptr, totals_ptr, order_ptr, tiles_ptr, used_ptr, pairs, most,
+    BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr, TILE_PAIRS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Puts the pairs of each block into their places, those of one expert in their own order, and lays out tiles."""
+    block = tl.program_id(0)
+    e = tl.arange(0, EXPERTS_PADDED)
+    totals = tl.load(totals_ptr + e)
+    ends = tl.cumsum(totals, 0)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    ids = tl.load(ids_ptr + i, mask=i < pairs, other=-1).to(tl.int32)
+    earlier = (ids[None, :] == ids[:, None]) & (i[None, :] < i[:, None])
+    smaller = tl.where(e[None, :] < ids[:, None], totals[None, :], 0)  # pairs of the experts before
+    place = tl.sum(smaller, 1) + tl.sum(earlier.to(tl.int32), 1)
+    place += tl.load(before_ptr + block * EXPERTS_PADDED + ids, mask=i < pairs, other=0)
+    tl.store(order_ptr + place, i, mask=i < pairs)
+
+    tiles = (totals + TILE_PAIRS - 1) // TILE_PAIRS
+    tile_ends = tl.cumsum(tiles, 0)
+    tile_begin = tile_ends - tiles
+    if block == 0:
+        tl.store(used_ptr, tl.sum(tiles, 0))
+    t = block * TILES + tl.arange(0, TILES)
+    mine = (t[:, None] >= tile_begin[None, :]) & (t[:, None] < tile_ends[None, :])  # at most one expert a tile
+    expert = tl.sum(tl.where(mine, e[None, :] + 1, 0), 1) - 1
+    begin = (ends - totals)[None, :] + (t[:, None] - tile_begin[None, :]) * TILE_PAIRS
+    first = tl.sum(tl.where(mine, begin, 0), 1)
+    end = tl.minimum(first + TILE_PAIRS, tl.sum(tl.where(mine, ends[None, :], 0), 1))
+    tl.store(tiles_ptr + t, expert, mask=t < most)
+    tl.store(tiles_ptr + most + t, first, mask=t < most)
+    tl.store(tiles_ptr + 2 * most + t, end, mask=t < most)

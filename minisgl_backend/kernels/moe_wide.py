@@ -1,0 +1,182 @@
+"""The grouped products of a mixture of experts for many tokens, bound by the matrix units: tensor memory access (TMA).
+
+Descriptors of the weights, and of the gated values between the two products, let one instruction of one thread bring a
+whole tile to shared memory. Programs stay and take one tile after the other; in the product with down, the loads of the
+next tile begin before the last one's results are stored. All columns of one tile of pairs follow one another, so that
+the rows which they share come from the L2 cache. Half a tile is enough for what is left of an expert's pairs, where
+there is no more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl_backend.kernels.moe_tiles import Tiles
+
+TILE_PAIRS = 128
+MIN_PAIRS = 48  # of an expert, on average; of fewer, half a tile would be empty
+
+
+@dataclass(frozen=True)
+class WideShape:
+    """How one product is cut into tiles."""
+
+    tile_out: int  # of the product with gate and up: after gating
+    tile_in: int
+    num_warps: int
+    num_stages: int
+
+
+GATE_UP = WideShape(128, 64, 8, 4)
+DOWN = WideShape(256, 64, 8, 4)
+
+
+def serves(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: int) -> bool:
+    """Whether the tiles fit: they were chosen for numbers of two bytes, and inputs are not padded. And whether this
+    Triton has descriptors (3.4 and later)."""
+    num_experts, hidden, size = down.shape
+    return (
+        importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
+        and pairs > MIN_PAIRS * num_experts
+        and x.element_size() == 2
+        and x.stride(1) == 1
+        and hidden % GATE_UP.tile_in == 0
+        and size % DOWN.tile_in == 0
+        and gate_up.data_ptr() % 16 == 0
+        and down.data_ptr() % 16 == 0
+    )
+
+
+def gate_up_product(
+    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tiles: Tiles, k: int, cut: WideShape = GATE_UP
+) -> None:
+    """out[i] = silu(gate @ x) * (up @ x) of the token and the expert of the i-th pair in sorted order.
+
+    x [num_tokens, hidden], weight [num_experts, 2 * size, hidden], out [num_tokens * k, size].
+    """
+    num_experts, rows, hidden = weight.shape
+    size = rows // 2
+    descriptor = _descriptor(weight.view(num_experts * rows, hidden), cut.tile_out, cut.tile_in)
+    _gate_up_kernel[(_programs(x.device, tiles.expert.numel() * triton.cdiv(size, cut.tile_out)),)](
+        x, descriptor, out, tiles.order, tiles.expert, tiles.first, tiles.end, tiles.used, x.stride(0),
+        K=k, SIZE_OUT=size, SIZE_IN=hidden, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
+
+
+def down_product(
+    activated: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    tiles: Tiles,
+    pair_weights: torch.Tensor,
+    cut: WideShape = DOWN,
+) -> None:
+    """out[pair] = down @ activated * the pair's weight; activated [num_pairs, size] is in sorted order.
+
+    weight [num_experts, hidden, size], out [num_pairs, hidden], pair_weights float32 [num_pairs].
+    """
+    num_experts, hidden, size = weight.shape
+    descriptor = _descriptor(weight.view(num_experts * hidden, size), cut.tile_out, cut.tile_in)
+    values = _descriptor(activated, TILE_PAIRS, cut.tile_in)
+    _down_kernel[(_programs(out.device, tiles.expert.numel() * triton.cdiv(hidden, cut.tile_out)),)](
+        values, descriptor, out, pair_weights, tiles.order, tiles.expert, tiles.first, tiles.end, tiles.used,
+        SIZE_OUT=hidden, SIZE_IN=size, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in,
+        num_warps=cut.num_warps, num_stages=cut.num_stages,
+    )  # fmt: skip
+
+
+def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
+    """Of a matrix that is read in tiles of so many rows and columns."""
+    from triton.tools.tensor_descriptor import TensorDescriptor  # which older Tritons do not have
+
+    return TensorDescriptor.from_tensor(matrix, [rows, columns])
+
+
+def _programs(device: torch.device, tasks: int) -> int:
+    """One for each multiprocessor: a tile takes most of its shared memory."""
+    if device.type != "cuda":
+        return min(tasks, 4)
+    return min(tasks, torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, weight, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, used_ptr, x_stride,
+    K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
+    TILE_IN: tl.constexpr,
+):  # fmt: skip
+    columns: tl.constexpr = (SIZE_OUT + TILE_OUT - 1) // TILE_OUT
+    tasks = tl.load(used_ptr) * columns
+    for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0)):
+        tile = task // columns
+        column = (task % columns) * TILE_OUT
+        gate_row = tl.load(expert_ptr + tile) * (2 * SIZE_OUT) + column
+        first, end = tl.load(first_ptr + tile), tl.load(end_ptr + tile)
+        if end - first > TILE_PAIRS // 2:
+            _gate_up_tile(
+                x_ptr, weight, out_ptr, order_ptr, x_stride, gate_row, column, first, end,
+                K, SIZE_OUT, SIZE_IN, TILE_PAIRS, TILE_OUT, TILE_IN,
+            )  # fmt: skip
+        else:  # the last tile of an expert
+            _gate_up_tile(
+                x_ptr, weight, out_ptr, order_ptr, x_stride, gate_row, column, first, end,
+                K, SIZE_OUT, SIZE_IN, TILE_PAIRS // 2, TILE_OUT, TILE_IN,
+            )  # fmt: skip
+
+
+@triton.jit
+def _gate_up_tile(
+    x_ptr, weight, out_ptr, order_ptr, x_stride, gate_row, column, first, end,
+    K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
+    TILE_IN: tl.constexpr,
+):  # fmt: skip
+    i = first + tl.arange(0, TILE_PAIRS)
+    i_ok = i < end
+    token = tl.load(order_ptr + i, mask=i_ok, other=0) // K
+    x_rows = x_ptr + token.to(tl.int64)[:, None] * x_stride + tl.arange(0, TILE_IN)[None, :]
+    gate = tl.zeros([TILE_PAIRS, TILE_OUT], tl.float32)
+    up = tl.zeros([TILE_PAIRS, TILE_OUT], tl.float32)
+    for start in range(0, SIZE_IN, TILE_IN):
+        x = tl.load(x_rows + start)
+        w_gate = weight.load([gate_row, start])
+        w_up = weight.load([gate_row + SIZE_OUT, start])
+        gate = tl.dot(x, w_gate.T, gate, input_precision="ieee")
+        up = tl.dot(x, w_up.T, up, input_precision="ieee")
+    result = gate / (1.0 + tl.exp(-gate)) * up
+    o = column + tl.arange(0, TILE_OUT)
+    address = i.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
+    tl.store(out_ptr + address, result.to(out_ptr.dtype.element_ty), mask=i_ok[:, None] & (o < SIZE_OUT)[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    values, weight, out_ptr, pair_weight_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, used_ptr,
+    SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
+    TILE_IN: tl.constexpr,
+):  # fmt: skip
+    columns: tl.constexpr = (SIZE_OUT + TILE_OUT - 1) // TILE_OUT
+    tasks = tl.load(used_ptr) * columns
+    for task in tl.range(tl.program_id(0), tasks, tl.num_programs(0), flatten=True):
+        tile = task // columns
+        column = (task % columns) * TILE_OUT
+        row = tl.load(expert_ptr + tile) * SIZE_OUT + column
+        first = tl.load(first_ptr + tile)
+        acc = tl.zeros([TILE_PAIRS, TILE_OUT], tl.float32)
+        for start in range(0, SIZE_IN, TILE_IN):
+            x = values.load([first, start])
+            w = weight.load([row, start])
+            acc = tl.dot(x, w.T, acc, input_precision="ieee")
+        i = first + tl.arange(0, TILE_PAIRS)
+        i_ok = i < tl.load(end_ptr + tile)
+        pair = tl.load(order_ptr + i, mask=i_ok, other=0)
+        acc = acc * tl.load(pair_weight_ptr + pair, mask=i_ok, other=0.0)[:, None]
+        o = column + tl.arange(0, TILE_OUT)
+        address = pair.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
+        tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=i_ok[:, None] & (o < SIZE_OUT)[None, :])
