@@ -1,6 +1,6 @@
 """Kernels alone on one GPU: decode attention and small-batch products against bandwidth and against cuBLAS.
 
-    python -m benchmarks.kernels [--only attention,kv8,linear,shards,sampling,chain] [--json]
+    python -m benchmarks.kernels [--only attention,kv8,linear,shards,moe,sampling,chain] [--json]
 
 Every figure is the median over replays of a CUDA graph that runs the kernel once for each of many copies of its
 weights or caches, so that the L2 cache does not flatter it. TB/s counts bytes that must be read.
@@ -258,6 +258,30 @@ def bench_shards(results: dict[str, dict]) -> None:
             print(f"shard {name} rows {rows}: {timed}", flush=True)
         del weights
         torch.cuda.empty_cache()
+
+
+def bench_moe(results: dict[str, dict]) -> None:
+    """What follows attention in a layer of Qwen3-30B-A3B: norm, router, experts, residual.
+
+    TB/s counts the weights of all experts that are picked.
+    """
+    experts, k, hidden, size = 128, 8, 2048, 768
+    ops = TritonOps(torch.device("cuda"))
+    router, norm = torch.randn(experts, hidden, device="cuda").bfloat16() * 0.05, torch.ones(hidden, device="cuda")
+    weights = (_weights(experts, 2 * size, hidden), _weights(experts, hidden, size))
+    for tokens in (1, 2, 8, 16, 64, 256, 2048, 8192):
+        # One set of weights and other tokens each time: a few tokens pick other experts, many read all of them.
+        states = [torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(max(4, 24 // tokens))]
+        picked = [ops.route(ops.linear(x, router), k, True)[0].unique().numel() for x in states]
+        more = {"norm_weight": norm.bfloat16(), "eps": 1e-6}
+        us = time_graph([
+            functools.partial(ops.mixture, x, router, *weights, k, True, residual=x, **more) for x in states
+        ])  # fmt: skip
+        read = statistics.mean(picked) * 3 * size * hidden * 2
+        tflops = tokens * k * 6 * size * hidden / us / 1e6
+        figures = {"us": round(us, 1), "tb_s": round(read / us / 1e6, 2), "tflop_s": round(tflops)}
+        results[f"moe {tokens} tokens"] = figures
+        print(f"moe {tokens} tokens: {figures}", flush=True)
 
 
 # What is measured of sampling, at temperature 0.6 where nothing else is said; the values of benchmarks.gpu.
@@ -525,6 +549,8 @@ def main() -> None:
         bench_linear(results, options.tune, timer)
     if "shards" in parts:
         bench_shards(results)
+    if "moe" in parts:
+        bench_moe(results)
     if "sampling" in parts:
         bench_sampling(results, timer, options.tune, options.profile)
     if "chain" in parts:

@@ -77,6 +77,8 @@ def _vector_shape(rows: int, size_in: int, gated: bool) -> LinearShape:
         if gated:
             return LinearShape(2, tile_in, 1, 2, 1, vector=True)
         return LinearShape(4, tile_in, 1, 4 if rows == 1 else 2, 1, vector=True)
+    if rows == 1 and not gated and size_in % 4096 == 0:
+        tile_in = 4096  # a step less to wait for
     return LinearShape(2, tile_in, 1, 4, 1, vector=True)
 
 
