@@ -118,8 +118,8 @@ class EngineConfig:
     )
     dtype: str = _option(
         "auto",
-        "number format of weights and computation; auto: on GPU bfloat16 models stay and all others become float16, "
-        "on CPU float32",
+        "number format of weights and computation; auto: bfloat16 models stay so on GPUs, and on CPUs with AVX-512 "
+        "BF16 and a C++ compiler; all others become float16 on a GPU, float32 on a CPU",
         ", ".join(DTYPES),
         DTYPES.__contains__,
     )

@@ -5,6 +5,8 @@ computed in separate groups, so that a long one does not pad all others. It does
 
 What is gathered beyond the end of a sequence is set to zero before it is used. A mask is not enough: the weight of a
 masked position is 0, and 0 times what another sequence left there, if that is not a number, is not a number either.
+
+On a CPU that multiplies bfloat16, decode steps read the pages where they are, and copy nothing (`kernels/cpu.cpp`).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.cpu_library import cpu_library
 from minisgl_backend.kernels.torch_ops import as_bits
 from minisgl_backend.kv.layout import LayerKV
 
@@ -28,6 +31,7 @@ _PADDING_ALLOWED = 256  # tokens by which a sequence may be padded even if that 
 # from the cache before they are read. Measured: 32 sequences of 2,000 tokens take half the time in eight groups.
 _GROUP_TOKENS_CPU = 1 << 13
 _GROUP_TOKENS_GPU = 1 << 18
+_COMPILED_HEADS = (64, 128, 256)  # head sizes of minisgl_decode_attention
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,9 @@ class TorchBackend(AttentionBackend):
         self._kv_heads = torch.arange(group.num_kv_heads, device=spec.device).view(1, -1, 1)
         self._group_tokens = _GROUP_TOKENS_CPU if spec.device.type == "cpu" else _GROUP_TOKENS_GPU
         self._scratch: dict[str, torch.Tensor] = {}  # CPU only: gathered K and V, kept from call to call
+        formats = (spec.device.type, spec.dtype, group.kv.dtype)
+        is_served = formats == ("cpu", torch.bfloat16, torch.bfloat16) and group.head_dim in _COMPILED_HEADS
+        self._library = cpu_library() if is_served else None
 
     def plan_prefill(self, inputs: PrefillInputs) -> tuple[_SequencePrefill, ...]:
         sequences = []
@@ -103,7 +110,10 @@ class TorchBackend(AttentionBackend):
                 out[tile.begin : tile.end] = attended[0].transpose(0, 1)
         return out if kv.scales.v == 1.0 else out.mul_(kv.scales.v)
 
-    def plan_decode(self, inputs: DecodeInputs) -> tuple[_DecodeGroup, ...]:
+    def plan_decode(self, inputs: DecodeInputs) -> tuple[_DecodeGroup, ...] | DecodeInputs:
+        """What is gathered together; the inputs themselves where nothing has to be."""
+        if self._library is not None:
+            return inputs
         first_pages = self._first_pages(inputs.kv_lens_host)
         seen = inputs.kv_lens_host - first_pages * self.spec.page_size
         groups = _group_by_length(seen, self._group_tokens)
@@ -112,12 +122,39 @@ class TorchBackend(AttentionBackend):
             return (self._decode_group(inputs, None, seen, columns),)
         return tuple(self._decode_group(inputs, group, seen, columns) for group in groups)
 
-    def decode(self, q: torch.Tensor, kv: LayerKV, plan: tuple[_DecodeGroup, ...]) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, kv: LayerKV, plan: tuple[_DecodeGroup, ...] | DecodeInputs) -> torch.Tensor:
+        if isinstance(plan, DecodeInputs):
+            return self._decode_in_place(q, kv, plan)
         if plan[0].members is None:
             return self._decode(q, kv, plan[0])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in plan:
             out[group.members] = self._decode(q[group.members], kv, group)
+        return out
+
+    def _decode_in_place(self, q: torch.Tensor, kv: LayerKV, inputs: DecodeInputs) -> torch.Tensor:
+        assert self._library is not None, "plan_decode looks"
+        if q.stride()[1:] != (self.group.head_dim, 1):
+            q = q.contiguous()
+        out = torch.empty(q.shape, dtype=q.dtype)
+        self._library.minisgl_decode_attention(
+            q.data_ptr(),
+            q.stride(0),
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
+            inputs.page_table.data_ptr(),
+            inputs.page_table.stride(0),
+            inputs.rows.data_ptr(),
+            inputs.kv_lens.data_ptr(),
+            len(q),
+            self.group.num_q_heads,
+            self.group.num_kv_heads,
+            self.group.head_dim,
+            self.spec.page_size,
+            self.group.window or 0,
+            self.group.softmax_scale,
+            out.data_ptr(),
+        )
         return out
 
     def _decode(self, q: torch.Tensor, kv: LayerKV, group: _DecodeGroup) -> torch.Tensor:

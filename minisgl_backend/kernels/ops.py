@@ -127,7 +127,8 @@ class Ops(ABC):
 
 
 def select_ops(device: torch.device) -> Ops:
-    """The best implementation for a device: Triton-language kernels where they exist, plain torch elsewhere."""
+    """The best implementation for a device: Triton-language kernels on a GPU, compiled ones on a CPU that multiplies
+    bfloat16, plain torch elsewhere."""
     # Imported here: the implementations import this module, and Triton exists only where there is a GPU.
     from minisgl_backend.kernels.torch_ops import TorchOps
 
@@ -135,4 +136,11 @@ def select_ops(device: torch.device) -> Ops:
         from minisgl_backend.kernels.triton_ops import TritonOps
 
         return TritonOps(device)
+    if device.type == "cpu":
+        from minisgl_backend.kernels.cpu_library import cpu_library
+        from minisgl_backend.kernels.cpu_ops import CpuOps
+
+        library = cpu_library()
+        if library is not None:
+            return CpuOps(library)
     return TorchOps()

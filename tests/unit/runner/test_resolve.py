@@ -16,6 +16,7 @@ from minisgl_backend.runner.resolve import resolve
 from minisgl_backend.tensor_parallel import device_of_rank
 
 CPU = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, bfloat16=False)
+BFLOAT16_CPU = dataclasses.replace(CPU, bfloat16=True)
 HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), count=4, bfloat16=True)
 TURING = dataclasses.replace(HOPPER, name="T4", capability=(7, 5), count=1, bfloat16=False)
 ENVIRONMENT = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
@@ -72,6 +73,9 @@ def resolved(device: DeviceFacts, saved: str = "bfloat16", **options: object) ->
         (CPU, "bfloat16", "auto", "float32"),
         (CPU, "float16", "auto", "float32"),
         (CPU, "float32", "bfloat16", "bfloat16"),
+        (BFLOAT16_CPU, "bfloat16", "auto", "bfloat16"),
+        (BFLOAT16_CPU, "float16", "auto", "float32"),
+        (BFLOAT16_CPU, "bfloat16", "float32", "float32"),
         (HOPPER, "bfloat16", "auto", "bfloat16"),
         (HOPPER, "float16", "auto", "float16"),
         (HOPPER, "float32", "auto", "float16"),

@@ -1,0 +1,259 @@
+// What a step computes in bfloat16 on processors with AVX-512 BF16, compiled at the first start (kernels/cpu_library.py).
+//
+// Weights stay as checkpoints have them, one row for each output: nothing is packed, so they are in memory once. A
+// product of few rows takes the time of reading its weights. The hardware's prefetching does not follow rows of two
+// kilobytes well, so each tile of rows asks for the one after it: 1.3 times as fast at one row, 1.6 times at eight.
+// Sums, norms, rotations, softmax and activations are float32.
+//
+// Threads are OpenMP's, and those of torch: the symbols are left to the libgomp that torch has loaded.
+
+#include <immintrin.h>
+#include <omp.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+namespace {
+
+using bf16 = uint16_t;
+
+constexpr int kTile = 8;        // rows of activations that share a pass over weights
+constexpr long kGranule = 12;   // outputs of a thread are a multiple: whole tiles of 1, 2, 3 and 4 rows of weights
+constexpr long kSerial = 1 << 15;  // numbers below which a second thread costs more than it saves
+
+inline __m512 load(const bf16* p) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16));
+}
+
+inline void store(bf16* p, __m512 x) { _mm256_storeu_si256((__m256i*)p, (__m256i)_mm512_cvtneps_pbh(x)); }
+
+inline __m512bh load_pairs(const bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+inline float widen(bf16 x) {
+  const uint32_t bits = (uint32_t)x << 16;
+  return __builtin_bit_cast(float, bits);
+}
+
+inline bf16 narrow(float x) { return __builtin_bit_cast(bf16, _mm_cvtness_sbh(x)); }
+
+// e^x: a power of two times a polynomial on [-ln(2)/2, ln(2)/2] (relative error below 1e-6).
+inline __m512 exponential(__m512 x) {
+  const __m512 n = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 0);
+  const __m512 rest = _mm512_fnmadd_ps(n, _mm512_set1_ps(0.693145752f), x);  // ln(2) in two parts
+  const __m512 r = _mm512_fnmadd_ps(n, _mm512_set1_ps(1.42860677e-6f), rest);
+  __m512 p = _mm512_set1_ps(1.0f / 720);
+  for (float c : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f}) p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(c));
+  return _mm512_scalef_ps(p, n);
+}
+
+void norm_row(const bf16* x, const bf16* weight, float eps, long size, bf16* out) {
+  __m512 sum = _mm512_setzero_ps();
+  for (long i = 0; i < size; i += 16) {
+    const __m512 v = load(x + i);
+    sum = _mm512_fmadd_ps(v, v, sum);
+  }
+  const __m512 scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / size + eps));
+  for (long i = 0; i < size; i += 16) {
+    store(out + i, _mm512_mul_ps(_mm512_mul_ps(load(x + i), scale), load(weight + i)));
+  }
+}
+
+// out[r * M + m] = weights[r] . x[m], for R rows of weights and M of x; `ahead`: elements from a row to the one that
+// the next tile has in its place.
+template <int R, int M>
+void dot(const bf16* const* weights, const bf16* x, long size, long ahead, float* out) {
+  __m512 sums[R][M];
+  for (int r = 0; r < R; r++)
+    for (int m = 0; m < M; m++) sums[r][m] = _mm512_setzero_ps();
+  for (long k = 0; k < size; k += 32) {
+    __m512bh w[R];
+    for (int r = 0; r < R; r++) {
+      w[r] = load_pairs(weights[r] + k);
+      _mm_prefetch((const char*)(weights[r] + ahead + k), _MM_HINT_T0);
+    }
+    for (int m = 0; m < M; m++) {
+      const __m512bh v = load_pairs(x + m * size + k);
+      for (int r = 0; r < R; r++) sums[r][m] = _mm512_dpbf16_ps(sums[r][m], w[r], v);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int m = 0; m < M; m++) out[r * M + m] = _mm512_reduce_add_ps(sums[r][m]);
+}
+
+using Dot = void (*)(const bf16* const*, const bf16*, long, long, float*);
+
+#define DOTS(R) {dot<R, 1>, dot<R, 2>, dot<R, 3>, dot<R, 4>, dot<R, 5>, dot<R, 6>, dot<R, 7>, dot<R, 8>}
+constexpr Dot kDots[4][kTile] = {DOTS(1), DOTS(2), DOTS(3), DOTS(4)};  // [rows of weights - 1][rows of x - 1]
+
+struct Product {
+  const bf16 *x, *weight, *bias, *residual;
+  bf16* out;
+  long rows, size, outputs;  // outputs: columns of out
+  bool gated;
+};
+
+// Columns [begin, end) of the result.
+void outputs_of(const Product& p, long begin, long end) {
+  float sums[4 * kTile];
+  const bf16* weights[4];
+  // As many rows of weights as the registers hold sums for; a gate and its up are two.
+  const long per_output = p.gated ? 2 : 1;
+  const long most = (p.rows > 6 ? 3 : 4) / per_output;
+  for (long n = begin, count; n < end; n += count) {
+    count = std::min(most, end - n);
+    for (long i = 0; i < count; i++) {
+      weights[i] = p.weight + (n + i) * p.size;
+      if (p.gated) weights[count + i] = weights[i] + p.outputs * p.size;
+    }
+    for (long row = 0, m; row < p.rows; row += m) {
+      m = std::min<long>(kTile, p.rows - row);
+      kDots[count * per_output - 1][m - 1](weights, p.x + row * p.size, p.size, count * p.size, sums);
+      for (long i = 0; i < count; i++) {
+        for (long r = 0; r < m; r++) {
+          const long at = (row + r) * p.outputs + n + i;
+          float value = sums[i * m + r];
+          if (p.gated) value = value / (1.0f + __builtin_expf(-value)) * sums[(count + i) * m + r];
+          if (p.bias) value += widen(p.bias[n + i]);
+          if (p.residual) value += widen(p.residual[at]);
+          p.out[at] = narrow(value);
+        }
+      }
+    }
+  }
+}
+
+// One key-value head of one sequence: its `group` queries over the tokens [begin, end) of `pages`.
+template <int D>
+void attend(const bf16* q, bf16* out, int group, const bf16* k, const bf16* v, const int32_t* pages, long page_size,
+            long page_stride, long begin, long end, float scale, float* scores) {
+  const long length = end - begin, stride = (length + 15) / 16 * 16;
+  for (long t = begin; t < end; t++) {
+    const bf16* key = k + pages[t / page_size] * page_stride + t % page_size * D;
+    __m512bh parts[D / 32];
+    for (int i = 0; i < D / 32; i++) parts[i] = load_pairs(key + 32 * i);
+    for (int g = 0; g < group; g++) {
+      __m512 sum = _mm512_setzero_ps();
+      for (int i = 0; i < D / 32; i++) sum = _mm512_dpbf16_ps(sum, load_pairs(q + g * D + 32 * i), parts[i]);
+      scores[g * stride + t - begin] = _mm512_reduce_add_ps(sum) * scale;
+    }
+  }
+  for (int g = 0; g < group; g++) {
+    float* line = scores + g * stride;
+    std::fill(line + length, line + stride, -std::numeric_limits<float>::infinity());
+    __m512 largest = _mm512_loadu_ps(line);
+    for (long t = 16; t < stride; t += 16) largest = _mm512_max_ps(largest, _mm512_loadu_ps(line + t));
+    const __m512 top = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    __m512 sum = _mm512_setzero_ps();
+    for (long t = 0; t < stride; t += 16) {
+      const __m512 weight = exponential(_mm512_sub_ps(_mm512_loadu_ps(line + t), top));
+      _mm512_storeu_ps(line + t, weight);
+      sum = _mm512_add_ps(sum, weight);
+    }
+    __m512 values[D / 16];
+    for (auto& one : values) one = _mm512_setzero_ps();
+    for (long t = begin; t < end; t++) {
+      const bf16* value = v + pages[t / page_size] * page_stride + t % page_size * D;
+      const __m512 weight = _mm512_set1_ps(line[t - begin]);
+      for (int i = 0; i < D / 16; i++) values[i] = _mm512_fmadd_ps(weight, load(value + 16 * i), values[i]);
+    }
+    const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum));
+    for (int i = 0; i < D / 16; i++) store(out + g * D + 16 * i, _mm512_mul_ps(values[i], inverse));
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+// x [rows, size] -> x / rms(x) * weight, to out.
+void minisgl_rms_norm(const bf16* x, const bf16* weight, float eps, long rows, long size, bf16* out) {
+#pragma omp parallel for if (rows * size > kSerial)
+  for (long row = 0; row < rows; row++) norm_row(x + row * size, weight, eps, size, out + row * size);
+}
+
+// Ops.linear: weight [outputs, size], or [2 * outputs, size] where `gated`; pointers that are null are not used.
+void minisgl_linear(const bf16* x, const bf16* weight, const bf16* norm_weight, float eps, const bf16* bias,
+                    const bf16* residual, int gated, long rows, long size, long outputs, bf16* out) {
+  static thread_local std::vector<bf16> normed;
+  if (norm_weight) {
+    normed.resize(rows * size);
+    for (long row = 0; row < rows; row++) norm_row(x + row * size, norm_weight, eps, size, normed.data() + row * size);
+    x = normed.data();
+  }
+  const Product product = {x, weight, bias, residual, out, rows, size, outputs, gated != 0};
+  // Taken in turn: a thread that another program holds up gets less.
+  const long share = outputs / (16 * omp_get_max_threads());
+  const long block = std::max(kGranule, (share + kGranule - 1) / kGranule * kGranule);
+#pragma omp parallel for schedule(dynamic)
+  for (long n = 0; n < outputs; n += block) outputs_of(product, n, std::min(outputs, n + block));
+}
+
+// Ops.rope_store on qkv [tokens, (q_heads + 2 * kv_heads) * dim]: q is left in its place, k and v go to the caches.
+void minisgl_rope_store(bf16* qkv, const bf16* q_norm, const bf16* k_norm, float eps, const float* cos_sin,
+                        const int32_t* positions, const int32_t* slots, bf16* k_cache, bf16* v_cache, long tokens,
+                        long q_heads, long kv_heads, long dim, long page_size) {
+  const long width = (q_heads + 2 * kv_heads) * dim, half = dim / 2;
+#pragma omp parallel for if (tokens * width > kSerial)
+  for (long token = 0; token < tokens; token++) {
+    bf16* line = qkv + token * width;
+    const float* cosines = cos_sin + positions[token] * dim;
+    const long slot = slots[token], page = slot / page_size, offset = slot % page_size;
+    for (long head = 0; head < q_heads + 2 * kv_heads; head++) {
+      bf16* x = line + head * dim;
+      bf16* target = x;
+      const long kv_head = (head - q_heads) % kv_heads;
+      if (head >= q_heads) {
+        bf16* cache = head < q_heads + kv_heads ? k_cache : v_cache;
+        target = cache + ((page * kv_heads + kv_head) * page_size + offset) * dim;
+      }
+      if (head >= q_heads + kv_heads) {
+        std::copy(x, x + dim, target);
+        continue;
+      }
+      const bf16* weight = head < q_heads ? q_norm : k_norm;
+      __m512 scale = _mm512_set1_ps(1.0f);
+      if (weight) {
+        __m512 sum = _mm512_setzero_ps();
+        for (long i = 0; i < dim; i += 16) sum = _mm512_fmadd_ps(load(x + i), load(x + i), sum);
+        scale = _mm512_set1_ps(1.0f / __builtin_sqrtf(_mm512_reduce_add_ps(sum) / dim + eps));
+      }
+      for (long i = 0; i < half; i += 16) {
+        __m512 first = _mm512_mul_ps(load(x + i), scale), second = _mm512_mul_ps(load(x + half + i), scale);
+        if (weight) {
+          first = _mm512_mul_ps(first, load(weight + i));
+          second = _mm512_mul_ps(second, load(weight + half + i));
+        }
+        const __m512 cosine = _mm512_loadu_ps(cosines + i), sine = _mm512_loadu_ps(cosines + half + i);
+        store(target + i, _mm512_fmsub_ps(first, cosine, _mm512_mul_ps(second, sine)));
+        store(target + half + i, _mm512_fmadd_ps(second, cosine, _mm512_mul_ps(first, sine)));
+      }
+    }
+  }
+}
+
+// Decode attention: q, whose lines are `q_stride` apart, over the pages of each sequence -> out [batch, q_heads, dim].
+// Caches [num_pages, kv_heads, page_size, dim] are read in place. window 0: none. dim: 64, 128 or 256.
+void minisgl_decode_attention(const bf16* q, long q_stride, const bf16* k_cache, const bf16* v_cache,
+                              const int32_t* page_table, long pages_per_row, const int32_t* rows,
+                              const int32_t* lengths, long batch, long q_heads, long kv_heads, long dim,
+                              long page_size, long window, float scale, bf16* out) {
+  const int group = q_heads / kv_heads;
+  const auto kernel = dim == 64 ? attend<64> : dim == 128 ? attend<128> : attend<256>;
+  long work = 0;
+  for (long i = 0; i < batch; i++) work += lengths[i] * q_heads * dim;
+#pragma omp parallel for schedule(dynamic) if (work > kSerial)
+  for (long item = 0; item < batch * kv_heads; item++) {
+    static thread_local std::vector<float> scores;
+    const long i = item / kv_heads, head = item % kv_heads;
+    const long end = lengths[i], begin = window ? std::max(0L, end - window) : 0;
+    if (scores.size() < (size_t)(group * (end - begin + 16))) scores.resize(group * (end - begin + 16));
+    const long at = head * page_size * dim;
+    kernel(q + i * q_stride + head * group * dim, out + (i * q_heads + head * group) * dim, group, k_cache + at,
+           v_cache + at, page_table + rows[i] * pages_per_row, page_size, kv_heads * page_size * dim, begin, end, scale,
+           scores.data());
+  }
+}
+
+}  // extern "C"

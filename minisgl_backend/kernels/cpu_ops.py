@@ -1,0 +1,110 @@
+"""`Ops` on a CPU that multiplies bfloat16: the compiled kernels of `cpu.cpp` where they serve, torch elsewhere."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kv.layout import ONE, KVScales
+
+# Rows up to which `cpu.cpp` multiplies: with more, oneDNN (torch's) is as fast, and faster on processors with AMX.
+MOST_ROWS = 32
+_LANES = 32  # numbers of a register: what is summed over has a multiple of them
+
+
+class CpuOps(TorchOps):
+    """The contracts are those of `Ops`. Other number formats than bfloat16 are torch's."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        gated: bool = False,
+    ) -> torch.Tensor:
+        rows, size = x.shape
+        if rows == 0 or rows > MOST_ROWS or size % _LANES or not _are_plain(x, weight, norm_weight, bias, residual):
+            return super().linear(
+                x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, gated=gated
+            )
+        outputs = len(weight) // 2 if gated else len(weight)
+        out = torch.empty((rows, outputs), dtype=x.dtype)
+        self._library.minisgl_linear(
+            x.data_ptr(),
+            weight.data_ptr(),
+            _pointer(norm_weight),
+            eps,
+            _pointer(bias),
+            _pointer(residual),
+            gated,
+            rows,
+            size,
+            outputs,
+            out.data_ptr(),
+        )
+        return out
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        size = x.shape[-1]
+        if size % _LANES or not _are_plain(x, weight):
+            return super().rms_norm(x, weight, eps)
+        out = torch.empty_like(x)
+        self._library.minisgl_rms_norm(
+            x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr()
+        )
+        return out
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        num_q_heads: int,
+        eps: float,
+        scales: KVScales = ONE,
+    ) -> torch.Tensor:
+        _, num_kv_heads, page_size, head_dim = k_cache.shape
+        if head_dim % _LANES or not _are_plain(qkv, q_norm, k_norm, k_cache, v_cache) or scales != ONE:
+            return super().rope_store(
+                qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, scales
+            )
+        positions, slots = positions.int().contiguous(), slots.int().contiguous()
+        self._library.minisgl_rope_store(
+            qkv.data_ptr(),
+            _pointer(q_norm),
+            _pointer(k_norm),
+            eps,
+            cos_sin.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            len(qkv),
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+        )
+        return qkv.view(len(qkv), -1, head_dim)[:, :num_q_heads]
+
+
+def _are_plain(*tensors: torch.Tensor | None) -> bool:
+    return all(one is None or (one.dtype == torch.bfloat16 and one.is_contiguous()) for one in tensors)
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
