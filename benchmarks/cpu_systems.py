@@ -1,9 +1,9 @@
 """One system of `benchmarks.cpu`, in a process of its own: loads a model once, then measures whenever it is asked.
 
 `PYTHON -m benchmarks.cpu_systems own|transformers|llama.cpp FOLDER '{"threads": 2, ...}'` answers each JSON line on
-standard input, `{"streams": 8, "prompt": 32, "answer": 64}`, by one on standard output, `{"first_s": [...], "end_s": s}`:
-seconds from the start to the first token of each stream and to the last token of all. Before the first question it says
-`{"ready": "what it is"}` or `{"missing": "what to install"}`. PYTHON needs that system's packages alone.
+standard input, `{"streams": 8, "prompt": 32, "answer": 64}`, by one on standard output, `{"first_s": [...], "end_s":
+s}`: seconds from the start to the first token of each stream and to the last token of all. Before the first question it
+says `{"ready": "what it is"}` or `{"missing": "what to install"}`. PYTHON needs that system's packages alone.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Own(System):
     """This project's engine, scheduler and sampler included, with its default options."""
 
     def __init__(self, folder: Path, format: str, threads: int) -> None:
-        from minisgl_backend.host.resources import set_openmp_defaults
+        from minisgl_backend.host.resources import set_torch_defaults
 
         os.environ["OMP_NUM_THREADS"] = str(threads)
-        set_openmp_defaults()
+        set_torch_defaults()
         from benchmarks.driver import Driver
         from benchmarks.model_shapes import make_folder
 

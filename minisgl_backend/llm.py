@@ -30,7 +30,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import Engine, build_engine
 from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError
-from minisgl_backend.host.resources import set_openmp_defaults
+from minisgl_backend.host.resources import set_torch_defaults
 from minisgl_backend.request import FinishReason, Request, SamplingParams, check_prompt
 from minisgl_backend.scheduler.outputs import SequenceOutputs
 from minisgl_backend.step import Logprobs, SequenceDetail, StepStats
@@ -108,7 +108,7 @@ class LLM:
         """`options` are the fields of EngineConfig. Raises ConfigError for what cannot be served."""
         self._dead = ""
         self._engine: Engine | None = None
-        set_openmp_defaults()
+        set_torch_defaults()
         self.config = EngineConfig(model=model, **options)
         _refuse_what_needs_a_server(self.config)
         note_loss = weakref.WeakMethod(self._note_loss)  # a thread that watches other ranks must not keep this alive

@@ -30,21 +30,26 @@ def usable_cores(sys_folder: Path = Path("/sys")) -> int:
     return cores
 
 
-def openmp_defaults(environment: Mapping[str, str]) -> dict[str, str]:
-    """OpenMP's variables that `environment` does not set.
+def torch_defaults(environment: Mapping[str, str]) -> dict[str, str]:
+    """Variables of OpenMP and of torch that `environment` does not set.
 
     Threads that wait actively (libgomp's default) take the processors from whatever else runs and, where there are more
     threads than processors, from each other. Without a number of threads, a container with few of many processors
-    starts one for each of the many.
+    starts one for each of the many. Weights in huge pages, which torch does not ask for by itself, are read 10 to 20%
+    faster.
     """
-    defaults = {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(usable_cores())}
+    defaults = {
+        "OMP_WAIT_POLICY": "passive",
+        "OMP_NUM_THREADS": str(usable_cores()),
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
     return {name: value for name, value in defaults.items() if name not in environment}
 
 
-def set_openmp_defaults() -> None:
-    """For this process. In vain once torch is loaded: OpenMP reads its variables then."""
+def set_torch_defaults() -> None:
+    """For this process. In vain once torch is loaded: the variables are read then."""
     if "torch" not in sys.modules:
-        os.environ.update(openmp_defaults(os.environ))
+        os.environ.update(torch_defaults(os.environ))
 
 
 def raise_stack_limit() -> None:

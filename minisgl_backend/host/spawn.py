@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import minisgl_backend
-from minisgl_backend.host.resources import openmp_defaults, usual_stack_limit
+from minisgl_backend.host.resources import torch_defaults, usual_stack_limit
 
 PR_SET_PDEATHSIG = 1
 TIED = "--tied"  # tells a child that its parent's starting thread lives as long as the parent
@@ -52,7 +52,7 @@ def _environment() -> dict[str, str]:
     """This process's environment, in which a child finds the same package and computes beside other programs."""
     root = str(Path(minisgl_backend.__file__).parent.parent)
     paths = [root, *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    return {**os.environ, **openmp_defaults(os.environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
+    return {**os.environ, **torch_defaults(os.environ), "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))}
 
 
 def begin_child(name: str, log_level: str, *, tied: bool) -> None:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.installed import version_of
-from minisgl_backend.host.resources import openmp_defaults, raise_stack_limit
+from minisgl_backend.host.resources import raise_stack_limit, torch_defaults
 from minisgl_backend.ipc.private import make_private
 
 DIE_WITH_PARENT = "--die-with-parent"
@@ -160,7 +160,7 @@ def main() -> None:
         _die_with_parent()
     raise_stack_limit()
     command = install.command(arguments)
-    os.execvpe(command[0], command, install.environment({**openmp_defaults(os.environ), **os.environ}))
+    os.execvpe(command[0], command, install.environment({**torch_defaults(os.environ), **os.environ}))
 
 
 def _check_repositories(arguments: Sequence[str]) -> None:

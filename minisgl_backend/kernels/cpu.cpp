@@ -256,4 +256,33 @@ void minisgl_decode_attention(const bf16* q, long q_stride, const bf16* k_cache,
   }
 }
 
+// Greedy sampling: out [2, rows] has the first place of each line's largest logit, then 1 where that is a finite number
+// and nothing in the line is NaN, else 0.
+void minisgl_argmax(const bf16* logits, long rows, long size, int32_t* out) {
+#pragma omp parallel for if (rows * size > 8 * kSerial)
+  for (long row = 0; row < rows; row++) {
+    const bf16* line = logits + row * size;
+    const __m512 lowest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    __m512 largest = lowest;
+    __mmask16 broken = 0;
+    const auto part = [&](long i) {
+      const __mmask16 inside = size - i >= 16 ? 0xffff : (1 << (size - i)) - 1;
+      const __m256i bits = _mm256_maskz_loadu_epi16(inside, line + i);
+      const __m512 values = _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+      return _mm512_mask_mov_ps(lowest, inside, values);
+    };
+    for (long i = 0; i < size; i += 16) {
+      const __m512 values = part(i);
+      broken |= _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);
+      largest = _mm512_max_ps(largest, values);
+    }
+    const float top = _mm512_reduce_max_ps(largest);
+    __mmask16 here = 0;
+    long i = 0;
+    for (; i < size && !here; i += 16) here = _mm512_cmp_ps_mask(part(i), _mm512_set1_ps(top), _CMP_EQ_OQ);
+    out[row] = here ? i - 16 + __builtin_ctz(here) : 0;
+    out[rows + row] = !broken && __builtin_isfinite(top);
+  }
+}
+
 }  // extern "C"

@@ -34,6 +34,7 @@ _ARGUMENTS = {
         *[_LONG] * 6,
         *(_FLOAT, _POINTER),
     ),
+    "minisgl_argmax": (_POINTER, _LONG, _LONG, _POINTER),
 }
 
 

@@ -10,7 +10,7 @@ from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import ONE, KVScales
 
 # Rows up to which `cpu.cpp` multiplies: with more, oneDNN (torch's) is as fast, and faster on processors with AMX.
-MOST_ROWS = 32
+MOST_ROWS = 64
 _LANES = 32  # numbers of a register: what is summed over has a multiple of them
 
 
@@ -58,9 +58,7 @@ class CpuOps(TorchOps):
         if size % _LANES or not _are_plain(x, weight):
             return super().rms_norm(x, weight, eps)
         out = torch.empty_like(x)
-        self._library.minisgl_rms_norm(
-            x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr()
-        )
+        self._library.minisgl_rms_norm(x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr())
         return out
 
     def rope_store(

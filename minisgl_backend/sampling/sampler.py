@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from minisgl_backend.kernels import sampling_layout as layout
+from minisgl_backend.kernels.cpu_library import cpu_library
 from minisgl_backend.sampling import logprobs
 from minisgl_backend.sampling.gumbel import gumbel, row_keys
 from minisgl_backend.sampling.logits_processors import TokenRules
@@ -51,6 +52,7 @@ class Sampler:
         self._penalties = penalties
         self._rules = rules
         self._workspace = workspace
+        self._library = None if params.is_cuda else cpu_library()
         self._pdl = params.is_cuda and torch.cuda.get_device_capability(params.device) >= (9, 0)
 
     def sample_plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -63,6 +65,10 @@ class Sampler:
 
             return sample_plain(logits, rows, positions, self._params, self._workspace, self._pdl)
         params = self._params[rows]
+        if self._library is not None and _is_greedy(params) and logits.dtype == torch.bfloat16:
+            logits, token_ids = logits.contiguous(), torch.empty((2, len(logits)), dtype=torch.int32)
+            self._library.minisgl_argmax(logits.data_ptr(), *logits.shape, token_ids.data_ptr())
+            return token_ids
         return self._draw(logits.to(torch.float32), params, positions, None)
 
     def sample_extended(self, logits: torch.Tensor, inputs: SamplingInputs, token_ids: torch.Tensor) -> None:
@@ -160,6 +166,11 @@ class Sampler:
             scores = gumbel(key0, key1, vocabulary).masked_fill_(greedy.unsqueeze(1), 0.0).add_(scores)
         best, token_ids = torch.max(scores, dim=1)
         return torch.stack([token_ids.to(torch.int32), torch.isfinite(best).to(torch.int32)])
+
+
+def _is_greedy(params: torch.Tensor) -> bool:
+    """Whether all of these rows, int32 [n, NUM_PARAMS], take their likeliest token."""
+    return not bool(params.view(torch.float32)[:, layout.TEMPERATURE].any())
 
 
 def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> SamplingWorkspace | None:

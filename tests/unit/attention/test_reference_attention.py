@@ -93,17 +93,19 @@ class World:
             rows_host=rows,
         )
 
-    def check(self, prefill: list[tuple[int, int, int]], decode: list[tuple[int, int]]) -> None:
+    def check(
+        self, prefill: list[tuple[int, int, int]], decode: list[tuple[int, int]], *, tolerance: float = 1e-5
+    ) -> None:
         attention = create_attention("torch", "torch", self.spec)
         num_tokens = sum(part[1] for part in prefill) + len(decode)
         q = torch.randn(num_tokens, self.group.num_q_heads, self.group.head_dim)
         plan = attention.plan(
             self.prefill_inputs(prefill) if prefill else None, self.decode_inputs(decode) if decode else None
         )
-        out = attention.attend(1, q, self.pool.layer(1), plan)
+        out = attention.attend(1, q.to(self.spec.dtype), self.pool.layer(1), plan).float()
         places = [(row, kv_len - count + i + 1) for row, count, kv_len in prefill for i in range(count)] + decode
         expected = torch.stack([self.expected(q[i], row, kv_len) for i, (row, kv_len) in enumerate(places)])
-        torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out, expected, rtol=max(1e-4, tolerance), atol=tolerance)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
@@ -111,6 +113,17 @@ class World:
 def test_mixed_steps(page_size: int, heads: tuple[int, int]) -> None:
     world = World(make_spec(page_size, *heads))
     world.check([(0, 5, 5), (3, 7, 40), (2, 1, 65)], [(1, 1), (4, 64), (5, 129)])
+
+
+@pytest.mark.parametrize("window", [None, 24, 100])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize(("page_size", "heads"), [(1, (4, 2)), (16, (6, 2)), (64, (8, 1)), (16, (2, 2))])
+def test_bfloat16(page_size: int, heads: tuple[int, int], head_dim: int, window: int | None) -> None:
+    """Decode steps read the pages in place where the processor multiplies bfloat16, alone and beside prompts."""
+    world = World(make_spec(page_size, *heads, head_dim=head_dim, dtype=torch.bfloat16, window=window))
+    places = [(1, 1), (4, 64), (5, 129), (0, MAX_SEQ_LEN), (2, 17)]
+    world.check([], places, tolerance=0.02)
+    world.check([(3, 7, 40)], places, tolerance=0.02)
 
 
 def test_long_chunk_after_a_cached_prefix_is_tiled() -> None:

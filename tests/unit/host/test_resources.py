@@ -12,8 +12,8 @@ import pytest
 from minisgl_backend.host.resources import (
     SERVER_STACK_BYTES,
     USUAL_STACK_BYTES,
-    openmp_defaults,
     stacks_are_free,
+    torch_defaults,
     usable_cores,
 )
 from minisgl_backend.host.spawn import start_child
@@ -22,8 +22,12 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_openmp_waits_passively_unless_the_user_says_otherwise() -> None:
-    assert openmp_defaults({}) == {"OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": str(usable_cores())}
-    assert openmp_defaults({"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "3"}) == {}
+    assert torch_defaults({}) == {
+        "OMP_WAIT_POLICY": "passive",
+        "OMP_NUM_THREADS": str(usable_cores()),
+        "THP_MEM_ALLOC_ENABLE": "1",
+    }
+    assert torch_defaults({"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "3", "THP_MEM_ALLOC_ENABLE": "0"}) == {}
 
 
 def child_says(code: str, **environment: str) -> str:

@@ -1,0 +1,51 @@
+"""benchmarks.cpu without any model: what is asked for, what is compared, what is missing."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import cpu
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--only", "vllm"], "--only is 'vllm'"),
+        (["--streams", "0"], "allowed: 1 to 8"),
+        (["--streams", "one"], "allowed: numbers"),
+        (["--prompt", "1000", "--answer", "64"], "allowed: 1024 together"),
+        (["--prompt", "129"], "up to 128"),
+        (["--rounds", "0"], "at least 1"),
+    ],
+)
+def test_wrong_arguments_are_refused(arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cpu.parse_arguments(arguments)
+    assert words in capsys.readouterr().err
+
+
+def test_the_fastest_peer_counts() -> None:
+    def figures(one: float, eight: float) -> dict[str, object]:
+        return {"is": "x", "1": {"decode_tok_s": one}, "8": {"decode_tok_s": eight}}
+
+    found = {"own": figures(10, 80), "llama.cpp-bf16": figures(8, 20), "llama.cpp-f16": figures(5, 40)}
+    assert cpu.ratios(found, [1, 8]) == {"1": 1.25, "8": 2.0}
+    assert cpu.ratios({"own": figures(1, 1), "llama.cpp-bf16": {"missing": "why"}}, [1]) == {}
+
+
+def test_what_is_not_installed_is_said(tmp_path: Path) -> None:
+    """A Python without any packages: the worker needs its own system's alone, and says what that lacks."""
+    bare = tmp_path / "python"
+    bare.write_text(f'#!/bin/sh\nexec "{sys.executable}" -S "$@"\n')
+    bare.chmod(0o755)
+    candidate = cpu.Candidate(
+        str(bare), "llama.cpp", tmp_path, {"format": "bf16", "threads": 1, "flash_attention": False}
+    )
+    assert candidate.missing is not None
+    assert "pip install llama-cpp-python" in candidate.missing
+    candidate.close()
+    assert json.dumps(candidate.description) == '""'
