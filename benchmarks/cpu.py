@@ -3,7 +3,9 @@
 `python -m benchmarks.cpu --json` measures what is installed and says what is missing. llama.cpp comes from PyPI's
 source package, compiled for this processor, and its model file is written with `gguf`; both may live in another
 environment, whose Python `--llama-python` names. The systems are loaded once and measured in turn, round by round, so
-that what disturbs the machine disturbs all of them; figures are medians over rounds.
+that what disturbs the machine disturbs all of them; figures are medians over rounds. Threads that wait for each other
+lose much on a busy machine: only with `--threads 1` do tokens of a processor's second (`tok_processor_s`) say something
+there.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +44,7 @@ class Rate:
 
     decode: float  # after each stream's first token
     whole: float  # prompts included
+    processor: float  # the same for a second that a thread computes, however many other programs run
 
 
 class Candidate:
@@ -64,7 +68,10 @@ class Candidate:
         self._process.stdin.flush()
         said = self._read()
         after = streams * answer - len(said["first_s"])
-        return Rate(after / (said["end_s"] - max(said["first_s"])), streams * answer / said["end_s"])
+        tokens = streams * answer
+        return Rate(
+            after / (said["end_s"] - max(said["first_s"])), tokens / said["end_s"], tokens / said["processor_s"]
+        )
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -105,6 +112,7 @@ def run(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
             found[name][str(streams)] = {
                 "decode_tok_s": round(statistics.median(one.decode for one in of_rounds), 2),
                 "whole_tok_s": round(statistics.median(one.whole for one in of_rounds), 2),
+                "tok_processor_s": round(statistics.median(one.processor for one in of_rounds), 2),
                 "rounds": [round(one.decode, 2) for one in of_rounds],
             }
             print(f"{streams} streams, {name}: {found[name][str(streams)]}", file=sys.stderr)
@@ -113,16 +121,15 @@ def run(names: list[str], args: argparse.Namespace) -> dict[str, Any]:
     return found
 
 
-def ratios(found: dict[str, Any], streams: list[int]) -> dict[str, float]:
-    """This project over the fastest measured llama.cpp, in decode, by number of streams; empty without either."""
+def ratios(found: Mapping[str, Any], streams: Sequence[int]) -> dict[str, float]:
+    """This project over the fastest measured llama.cpp, by number of streams and figure; empty without either."""
     peers = [name for name in found if name.startswith(PEER) and "is" in found[name]]
     if OWN not in found or not peers:
         return {}
     return {
-        str(n): round(
-            found[OWN][str(n)]["decode_tok_s"] / max(found[name][str(n)]["decode_tok_s"] for name in peers), 3
-        )
+        f"{n}_{figure}": round(found[OWN][str(n)][figure] / max(found[name][str(n)][figure] for name in peers), 3)
         for n in streams
+        for figure in ("decode_tok_s", "tok_processor_s")
     }
 
 

@@ -2,8 +2,9 @@
 
 `PYTHON -m benchmarks.cpu_systems own|transformers|llama.cpp FOLDER '{"threads": 2, ...}'` answers each JSON line on
 standard input, `{"streams": 8, "prompt": 32, "answer": 64}`, by one on standard output, `{"first_s": [...], "end_s":
-s}`: seconds from the start to the first token of each stream and to the last token of all. Before the first question it
-says `{"ready": "what it is"}` or `{"missing": "what to install"}`. PYTHON needs that system's packages alone.
+s, "processor_s": s}`: seconds from the start to the first token of each stream and to the last token of all, and what
+all threads computed meanwhile. Before the first question it says `{"ready": "what it is"}` or `{"missing": "what to
+install"}`. PYTHON needs that system's packages alone.
 """
 
 from __future__ import annotations
@@ -284,8 +285,10 @@ def main(name: str, folder: Path, options: dict[str, Any]) -> None:
     for line in sys.stdin:
         wanted = json.loads(line)
         prompts = [[draw.randrange(10000) for _ in range(wanted["prompt"])] for _ in range(wanted["streams"])]
+        before = time.process_time()
         first, end = system.answer(prompts, wanted["answer"])
-        print(json.dumps({"first_s": first, "end_s": end}), file=answers)
+        processor = time.process_time() - before
+        print(json.dumps({"first_s": first, "end_s": end, "processor_s": processor}), file=answers)
 
 
 if __name__ == "__main__":

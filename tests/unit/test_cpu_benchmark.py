@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,11 +30,16 @@ def test_wrong_arguments_are_refused(arguments: list[str], words: str, capsys: p
 
 
 def test_the_fastest_peer_counts() -> None:
-    def figures(one: float, eight: float) -> dict[str, object]:
-        return {"is": "x", "1": {"decode_tok_s": one}, "8": {"decode_tok_s": eight}}
+    def figures(one: float, eight: float) -> dict[str, Any]:
+        return {"is": "x", **{n: {"decode_tok_s": v, "tok_processor_s": v} for n, v in (("1", one), ("8", eight))}}
 
     found = {"own": figures(10, 80), "llama.cpp-bf16": figures(8, 20), "llama.cpp-f16": figures(5, 40)}
-    assert cpu.ratios(found, [1, 8]) == {"1": 1.25, "8": 2.0}
+    assert cpu.ratios(found, [1, 8]) == {
+        "1_decode_tok_s": 1.25,
+        "1_tok_processor_s": 1.25,
+        "8_decode_tok_s": 2.0,
+        "8_tok_processor_s": 2.0,
+    }
     assert cpu.ratios({"own": figures(1, 1), "llama.cpp-bf16": {"missing": "why"}}, [1]) == {}
 
 
