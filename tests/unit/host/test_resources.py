@@ -11,6 +11,7 @@ import pytest
 
 from minisgl_backend.host.resources import (
     SERVER_STACK_BYTES,
+    SPINS,
     USUAL_STACK_BYTES,
     stacks_are_free,
     torch_defaults,
@@ -26,7 +27,10 @@ def test_openmp_waits_passively_unless_the_user_says_otherwise() -> None:
         "OMP_WAIT_POLICY": "passive",
         "OMP_NUM_THREADS": str(usable_cores()),
         "THP_MEM_ALLOC_ENABLE": "1",
+        "GOMP_SPINCOUNT": str(SPINS),
     }
+    assert torch_defaults({"GOMP_SPINCOUNT": "5"})["OMP_WAIT_POLICY"] == "passive"
+    assert "GOMP_SPINCOUNT" not in torch_defaults({"GOMP_SPINCOUNT": "5"})
     assert torch_defaults({"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "3", "THP_MEM_ALLOC_ENABLE": "0"}) == {}
 
 
