@@ -38,9 +38,9 @@ def torch_defaults(environment: Mapping[str, str]) -> dict[str, str]:
     """Variables of OpenMP and of torch that `environment` does not set.
 
     Threads that wait actively (libgomp's default) take the processors from whatever else runs and, where there are more
-    threads than processors, from each other; these wait so for half a millisecond, then sleep. Without a number of threads, a container with few of many processors
-    starts one for each of the many. Weights in huge pages, which torch does not ask for by itself, are read 10 to 20%
-    faster.
+    threads than processors, from each other; these wait so for half a millisecond, then sleep. Without a number of
+    threads, a container with few of many processors starts one for each of the many. Weights in huge pages, which torch
+    does not ask for by itself, are read 10 to 20% faster.
     """
     defaults = {
         "OMP_WAIT_POLICY": "passive",
