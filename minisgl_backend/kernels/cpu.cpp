@@ -94,9 +94,17 @@ struct Product {
   bool gated;
 };
 
+// gate = silu(gate) * up, of the 16 numbers that a tile has at most.
+void activate(float* gate, const float* up) {
+  const __m512 x = _mm512_loadu_ps(gate);
+  const __m512 e = exponential(_mm512_sub_ps(_mm512_setzero_ps(), x));
+  const __m512 silu = _mm512_div_ps(x, _mm512_add_ps(_mm512_set1_ps(1.0f), e));
+  _mm512_storeu_ps(gate, _mm512_mul_ps(silu, _mm512_loadu_ps(up)));
+}
+
 // Columns [begin, end) of the result.
 void outputs_of(const Product& p, long begin, long end) {
-  float sums[4 * kTile];
+  float sums[4 * kTile] = {};
   const bf16* weights[4];
   // As many rows of weights as the registers hold sums for; a gate and its up are two.
   const long per_output = p.gated ? 2 : 1;
@@ -110,11 +118,11 @@ void outputs_of(const Product& p, long begin, long end) {
     for (long row = 0, m; row < p.rows; row += m) {
       m = std::min<long>(kTile, p.rows - row);
       kDots[count * per_output - 1][m - 1](weights, p.x + row * p.size, p.size, count * p.size, sums);
+      if (p.gated) activate(sums, sums + count * m);
       for (long i = 0; i < count; i++) {
         for (long r = 0; r < m; r++) {
           const long at = (row + r) * p.outputs + n + i;
           float value = sums[i * m + r];
-          if (p.gated) value = value / (1.0f + __builtin_expf(-value)) * sums[(count + i) * m + r];
           if (p.bias) value += widen(p.bias[n + i]);
           if (p.residual) value += widen(p.residual[at]);
           p.out[at] = narrow(value);
@@ -129,8 +137,14 @@ template <int D>
 void attend(const bf16* q, bf16* out, int group, const bf16* k, const bf16* v, const int32_t* pages, long page_size,
             long page_stride, long begin, long end, float scale, float* scores) {
   const long length = end - begin, stride = (length + 15) / 16 * 16;
-  for (long t = begin; t < end; t++) {
-    const bf16* key = k + pages[t / page_size] * page_stride + t % page_size * D;
+  // visit(token, its line) for all tokens; a division costs as much as a line.
+  const auto each = [&](const bf16* cache, const auto& visit) {
+    for (long t = begin; t < end;) {
+      const bf16* line = cache + pages[t / page_size] * page_stride + t % page_size * D;
+      for (const long last = std::min(end, (t / page_size + 1) * page_size); t < last; t++, line += D) visit(t, line);
+    }
+  };
+  each(k, [&](long t, const bf16* key) {
     __m512bh parts[D / 32];
     for (int i = 0; i < D / 32; i++) parts[i] = load_pairs(key + 32 * i);
     for (int g = 0; g < group; g++) {
@@ -138,7 +152,7 @@ void attend(const bf16* q, bf16* out, int group, const bf16* k, const bf16* v, c
       for (int i = 0; i < D / 32; i++) sum = _mm512_dpbf16_ps(sum, load_pairs(q + g * D + 32 * i), parts[i]);
       scores[g * stride + t - begin] = _mm512_reduce_add_ps(sum) * scale;
     }
-  }
+  });
   for (int g = 0; g < group; g++) {
     float* line = scores + g * stride;
     std::fill(line + length, line + stride, -std::numeric_limits<float>::infinity());
@@ -153,11 +167,10 @@ void attend(const bf16* q, bf16* out, int group, const bf16* k, const bf16* v, c
     }
     __m512 values[D / 16];
     for (auto& one : values) one = _mm512_setzero_ps();
-    for (long t = begin; t < end; t++) {
-      const bf16* value = v + pages[t / page_size] * page_stride + t % page_size * D;
+    each(v, [&](long t, const bf16* value) {
       const __m512 weight = _mm512_set1_ps(line[t - begin]);
       for (int i = 0; i < D / 16; i++) values[i] = _mm512_fmadd_ps(weight, load(value + 16 * i), values[i]);
-    }
+    });
     const __m512 inverse = _mm512_set1_ps(1.0f / _mm512_reduce_add_ps(sum));
     for (int i = 0; i < D / 16; i++) store(out + g * D + 16 * i, _mm512_mul_ps(values[i], inverse));
   }

@@ -54,7 +54,8 @@ class RunningServer:
         """`exit_seconds`: how long it waits at its end for requests that are not finished; `prepare` may change the
         rendered repository."""
         self._folder = folder
-        self._parameters = parameters
+        # An answer depends on nobody's company then, to the last bit that tests could see.
+        self._parameters = {"dtype": "float32", **parameters}
         self._fronts = fronts
         self._exit_seconds = exit_seconds
         self._prepare = prepare

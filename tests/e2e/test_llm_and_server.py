@@ -52,7 +52,7 @@ class Told:
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", num_pages=600, max_running_requests=8) as llm:
+    with LLM("demo", num_pages=600, max_running_requests=8, dtype="float32") as llm:
         yield llm
 
 
@@ -173,7 +173,10 @@ def test_yarn_is_served_to_its_full_length(tmp_path: Path) -> None:
     config["max_position_embeddings"] = 512
     config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
     (model / "config.json").write_text(json.dumps(config))
-    with LLM(str(model), num_pages=600) as llm, RunningServer(tmp_path, {"model": str(model)}) as server:
+    with (
+        LLM(str(model), num_pages=600, dtype="float32") as llm,
+        RunningServer(tmp_path, {"model": str(model)}) as server,
+    ):
         text = "Count from 1 to 200. " * 400
         prompt = llm.tokenizer.encode(text)
         for ids, max_tokens in ((prompt[:2040], 100), (prompt[:600], 20)):

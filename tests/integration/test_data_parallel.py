@@ -73,7 +73,7 @@ def test_a_death_takes_the_streams_of_its_core_alone(make_front: Callable[..., F
 
 
 def test_cores_of_two_ranks_each(make_front: Callable[..., Front]) -> None:
-    front = make_front(EngineConfig(dp=2, tp=2, num_pages=64))
+    front = make_front(EngineConfig(dp=2, tp=2, num_pages=64, dtype="float32"))
     uids = [front.submit([5, 6, 7, 8], max_tokens=5, temperature=0.0) for _ in range(4)]
     wait_for(lambda: len(front.reasons) == 4)
     assert len({tuple(front.tokens[uid]) for uid in uids}) == 1, "one model, whichever core answers"

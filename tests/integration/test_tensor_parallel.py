@@ -22,7 +22,7 @@ from minisgl_backend.step import StepDecisions, StepPlan
 from tests.integration.conftest import Front, alive, wait_for
 
 QUESTIONS = ["What is 17 + 25?", "Count from 1 to 40.", "What is 310 - 77?", "Repeat: 猫 🐱 déjà vu"]
-OPTIONS = {"num_pages": 128, "max_running_requests": 8, "max_prefill_length": 64}
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_pages": 128, "max_running_requests": 8, "max_prefill_length": 64}
 QUICK_HANG_S = 8.0  # what a hang takes to be found in these tests
 QUICK = Environment(overlap=True, log_level="WARNING", flashinfer_tensor_cores=None, hang_s=QUICK_HANG_S)
 

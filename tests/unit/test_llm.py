@@ -17,7 +17,8 @@ from minisgl_backend.llm import LLM
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import SamplingParams
 
-OPTIONS: dict[str, Any] = {"num_pages": 256, "max_running_requests": 8, "max_waiting_requests": 4}
+# float32: the same answers in every way to run, whatever products this processor rounds to bfloat16.
+OPTIONS: dict[str, Any] = {"dtype": "float32", "num_pages": 256, "max_running_requests": 8, "max_waiting_requests": 4}
 
 
 @pytest.fixture(scope="module")

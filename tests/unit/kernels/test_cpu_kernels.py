@@ -27,6 +27,11 @@ def ops() -> CpuOps:
     return CpuOps(library)
 
 
+@pytest.fixture(autouse=True)
+def same_numbers() -> None:
+    torch.manual_seed(0)
+
+
 def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape) * scale).bfloat16()
 
@@ -152,4 +157,5 @@ def test_no_compiler_is_no_error(another_start: Path, monkeypatch: pytest.Monkey
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:
     """To bfloat16's 8 bits, and what rounding in between costs."""
-    torch.testing.assert_close(found.double(), expected.double(), rtol=2e-2, atol=2e-2 * float(expected.abs().max()))
+    largest = max(1.0, float(expected.abs().max()))  # sums of numbers around 1 may be small themselves
+    torch.testing.assert_close(found.double(), expected.double(), rtol=2e-2, atol=2e-2 * largest)
