@@ -8,7 +8,8 @@ program of that row that arrives last. Rows that do not need a kernel leave it a
               k-th largest logit, and only few logits are above it
     search    top-p and large top-k: how much probability is above each of a few pivots; two or three such rounds
               bring the border into a narrow bracket (multi-pivot search as in FlashInfer's sorting-free sampling)
-    collect   the tokens in that bracket; the exact border among them is found in one program's registers
+    collect   the tokens in that bracket
+    settle    the exact border among them, found in the registers of one program for each row
     sample    temperature, Gumbel noise and argmax over what is above the border
 
 Probabilities are summed as integers (exp(z - max) in units of 2**-40), so that a border does not depend on the order of
@@ -163,6 +164,7 @@ def sample_extended(
     out: torch.Tensor,
     workspace: SamplingWorkspace,
     num_warps: int = 4,
+    pdl: bool = False,
 ) -> None:
     """Samples the rows that need more than temperature; the others keep what `out` has.
 
@@ -174,41 +176,47 @@ def sample_extended(
     mask_index = w.no_masks if edits.mask_index is None else edits.mask_index
     mask_bits = w.no_masks if edits.mask_bits is None else edits.mask_bits
     strides = (logits.stride(0), params.stride(0))
+    launch = {"PDL": pdl, "num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
     edited = w.maxima  # a float32 pointer, so that kernels are compiled once; nothing reads it then
     if flags & layout.EDITS:
         edited = torch.empty(n, w.vocab_size, dtype=torch.float32, device=logits.device)
         _edit_kernel[grid](
             logits, edited, rows, params, edits.counts, mask_index, mask_bits, *strides, edits.counts.stride(0),
-            VOCAB=w.vocab_size, SLICE=w.slice, num_warps=num_warps,
+            VOCAB=w.vocab_size, SLICE=w.slice, **launch,
         )  # fmt: skip
     if flags & layout.RULES:
         _rules_kernel[(n,)](
             logits, edited, rows, positions, params, edits.tokens, edits.rule_counts, edits.rules, edits.prefixes,
             mask_index, mask_bits, *strides, edits.tokens.stride(0), edits.rules.stride(1), edits.prefixes.stride(0),
-            VOCAB=w.vocab_size, SLICE=w.slice, num_warps=num_warps,
+            VOCAB=w.vocab_size, SLICE=w.slice, **launch,
         )  # fmt: skip
     common = (logits, edited, rows, params, mask_index)
     if flags & layout.FILTERS:
         _stats_kernel[grid](
             *common, w.maxima, w.minima, w.floats, w.longs, w.counters, *strides, **sizes, GROUPS=w.groups,
-            GROUPS_PADDED=triton.next_power_of_2(w.slices * w.groups), CANDIDATES=w.candidates, num_warps=num_warps,
+            GROUPS_PADDED=triton.next_power_of_2(w.slices * w.groups), CANDIDATES=w.candidates, **launch,
         )  # fmt: skip
     if flags & layout.RANKED:
+        wide = {**launch, "num_warps": 2 * num_warps}
         if searches:
             for turn in range(w.rounds):
                 _search_kernel[grid](
                     *common, w.sums, w.totals, w.floats, w.longs, w.counters, *strides, **sizes, FIRST=turn == 0,
-                    PIVOTS=w.pivots, CANDIDATES=w.candidates, num_warps=2 * num_warps,
+                    PIVOTS=w.pivots, CANDIDATES=w.candidates, **wide,
                 )  # fmt: skip
         _collect_kernel[grid](
+            *common, w.totals, w.keys, w.floats, w.counters, *strides, w.counters.stride(0), **sizes,
+            ID_BITS=w.id_bits, CANDIDATES=w.candidates, **launch,
+        )  # fmt: skip
+        _settle_kernel[(n,)](
             *common, positions, edits.counts, w.totals, w.keys, w.floats, w.longs, w.counters, out, *strides,
             edits.counts.stride(0), w.counters.stride(0), out.stride(0), **sizes, ID_BITS=w.id_bits,
-            CANDIDATES=w.candidates, COMPILED=logits.is_cuda, num_warps=num_warps,
+            CANDIDATES=w.candidates, COMPILED=logits.is_cuda, **wide,
         )  # fmt: skip
     _sample_kernel[grid](
         logits, edited, rows, positions, params, mask_index, edits.counts, w.values, w.tokens, w.floats, w.longs,
-        w.counters, out, *strides, out.stride(0), **sizes, ID_BITS=w.id_bits, THIS_IS_EXTENDED=True, PDL=False,
-        COMPILED=logits.is_cuda, num_warps=num_warps,
+        w.counters, out, *strides, out.stride(0), **sizes, ID_BITS=w.id_bits, THIS_IS_EXTENDED=True,
+        COMPILED=logits.is_cuda, **launch,
     )  # fmt: skip
 
 
@@ -247,6 +255,14 @@ def pack_logprobs(
 
 
 # ---- what several kernels need
+
+
+@triton.jit
+def _wait(PDL: tl.constexpr):
+    """Every kernel here reads what the one before it wrote, so that only its start overlaps with that one's end."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
 
 
 @triton.jit
@@ -423,8 +439,9 @@ def _write(out_ptr, out_stride, line, token, sound, counts_line, flags):
 @triton.jit
 def _edit_kernel(
     logits_ptr, edited_ptr, rows_ptr, params_ptr, counts_ptr, mask_index_ptr, mask_bits_ptr, logits_stride,
-    params_stride, counts_stride, VOCAB: tl.constexpr, SLICE: tl.constexpr,
+    params_stride, counts_stride, VOCAB: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    _wait(PDL)
     line = tl.program_id(1)
     row = tl.load(rows_ptr + line).to(tl.int64)
     row_params = params_ptr + row * params_stride
@@ -455,9 +472,10 @@ def _edit_kernel(
 def _rules_kernel(
     logits_ptr, edited_ptr, rows_ptr, positions_ptr, params_ptr, tokens_ptr, rule_counts_ptr, rules_ptr, prefixes_ptr,
     mask_index_ptr, mask_bits_ptr, logits_stride, params_stride, tokens_stride, max_rules, prefixes_stride,
-    VOCAB: tl.constexpr, SLICE: tl.constexpr,
+    VOCAB: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each row: it pays for its own rules only."""
+    _wait(PDL)
     line = tl.program_id(0)
     row = tl.load(rows_ptr + line).to(tl.int64)
     flags = tl.load(params_ptr + row * params_stride + _FLAGS)
@@ -524,9 +542,10 @@ def _stats_kernel(
     logits_ptr, edited_ptr, rows_ptr, params_ptr, mask_index_ptr, maxima_ptr, minima_ptr, floats_ptr, longs_ptr,
     counters_ptr, logits_stride, params_stride,
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
-    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CANDIDATES: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The largest logit, and a bracket [low, high) around the border of top-k and top-p."""
+    _wait(PDL)
     piece, line = tl.program_id(0), tl.program_id(1)
     row_params = params_ptr + tl.load(rows_ptr + line).to(tl.int64) * params_stride
     flags = tl.load(row_params + _FLAGS)
@@ -577,9 +596,10 @@ def _search_kernel(
     logits_ptr, edited_ptr, rows_ptr, params_ptr, mask_index_ptr, sums_ptr, totals_ptr, floats_ptr, longs_ptr,
     counters_ptr, logits_stride, params_stride,
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
-    FIRST: tl.constexpr, PIVOTS: tl.constexpr, CANDIDATES: tl.constexpr,
+    FIRST: tl.constexpr, PIVOTS: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Makes the bracket PIVOTS + 1 times narrower. Sums are float32 here: what they leave open stays inside."""
+    _wait(PDL)
     piece, line = tl.program_id(0), tl.program_id(1)
     row_params = params_ptr + tl.load(rows_ptr + line).to(tl.int64) * params_stride
     flags = tl.load(row_params + _FLAGS)
@@ -634,6 +654,11 @@ def _search_kernel(
 @triton.jit
 def _border_in(keys, weights, above, limit, low, high):
     """The largest key from which on all weights, `above` included, come to the limit; `low` where none does."""
+    # The border is one of the keys. Few logits lie in a bracket, so that they leave half as many bits to search.
+    last = tl.max(keys, 0)
+    if last > _LOWEST:
+        first = tl.min(tl.where(keys > _LOWEST, keys, last), 0)
+        low, high = tl.maximum(low, first - 1), tl.minimum(high, last + 1)
     while low + 1 < high:
         middle = low + ((high - low) >> 1)
         enough = above + tl.sum(tl.where(keys >= middle, weights, 0), 0) >= limit
@@ -674,16 +699,55 @@ def _border_of_row(
     return low
 
 
-@triton.jit(do_not_specialize=["out_stride"])
+@triton.jit
 def _collect_kernel(
+    logits_ptr, edited_ptr, rows_ptr, params_ptr, mask_index_ptr, totals_ptr, keys_ptr, floats_ptr, counters_ptr,
+    logits_stride, params_stride, counters_stride,
+    VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
+    ID_BITS: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The tokens in the bracket, and the weight of all above it. `_settle_kernel` goes on; both in one would leave
+    room for few programs on a multiprocessor."""
+    _wait(PDL)
+    piece, line = tl.program_id(0), tl.program_id(1)
+    row_params = params_ptr + tl.load(rows_ptr + line).to(tl.int64) * params_stride
+    flags = tl.load(row_params + _FLAGS)
+    largest = tl.load(floats_ptr + line * _NUM_FLOATS + _MAX)
+    if ((flags & _RANKED) != 0) & (largest < float("inf")) & (largest > -float("inf")):
+        is_edited = ((flags & _EDITS) != 0) | (tl.load(mask_index_ptr + line) >= 0)
+        wide_line = line.to(tl.int64)
+        top_k = tl.load(row_params + _TOP_K)
+        top_p = tl.load(row_params + _TOP_P).to(tl.float32, bitcast=True)
+        is_complete = _is_complete(top_k, VOCAB, CANDIDATES)
+        low = tl.load(floats_ptr + line * _NUM_FLOATS + _LOW)
+        high = tl.load(floats_ptr + line * _NUM_FLOATS + _HIGH)
+        token = piece * SLICE + tl.arange(0, SLICE)
+        x = _load_logits(
+            logits_ptr + wide_line * logits_stride, edited_ptr + wide_line * VOCAB, is_edited, token, VOCAB
+        )
+        # A large top-k with a top-p needs two borders: that is left to the slow way.
+        if is_complete | (top_k <= 0) | (top_p >= 1.0):
+            wanted = (x >= low) & (x < high) & (x > -float("inf"))
+            _append(_key(x, token, ID_BITS), wanted, line, keys_ptr, counters_ptr + counters_stride, CANDIDATES)
+        if is_complete == 0:
+            inverse = 1.0 / tl.load(row_params + _TEMPERATURE).to(tl.float32, bitcast=True)
+            lowest_z = _lowest_z(row_params, flags, largest, inverse)
+            above = tl.where(x >= high, _weights(x, largest, inverse, lowest_z, top_k > 0), 0)
+            tl.store(totals_ptr + wide_line * SLICES + piece, tl.sum(above, 0))
+
+
+@triton.jit(do_not_specialize=["out_stride"])
+def _settle_kernel(
     logits_ptr, edited_ptr, rows_ptr, params_ptr, mask_index_ptr, positions_ptr, counts_ptr, totals_ptr, keys_ptr,
     floats_ptr, longs_ptr, counters_ptr, out_ptr, logits_stride, params_stride, counts_stride, counters_stride,
     out_stride,
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
-    ID_BITS: tl.constexpr, CANDIDATES: tl.constexpr, COMPILED: tl.constexpr,
+    ID_BITS: tl.constexpr, CANDIDATES: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The exact border; a row whose few candidates are all that it can sample is sampled here."""
-    piece, line = tl.program_id(0), tl.program_id(1)
+    """The exact border, one program for each row; a row whose few candidates are all that it can sample is sampled
+    here."""
+    _wait(PDL)
+    line = tl.program_id(0)
     row = tl.load(rows_ptr + line).to(tl.int64)
     row_params = params_ptr + row * params_stride
     flags = tl.load(row_params + _FLAGS)
@@ -702,96 +766,77 @@ def _collect_kernel(
         lowest_z = _lowest_z(row_params, flags, largest, inverse)
         is_sound = (largest < float("inf")) & (largest > -float("inf"))
         collected_ptr = counters_ptr + counters_stride
-        if is_sound:
-            token = piece * SLICE + tl.arange(0, SLICE)
-            x = _load_logits(logits_line, edited_line, is_edited, token, VOCAB)
-            # A large top-k with a top-p needs two borders: that is left to the slow way.
-            if is_complete | (top_k <= 0) | (top_p >= 1.0):
-                wanted = (x >= low) & (x < high) & (x > -float("inf"))
-                _append(_key(x, token, ID_BITS), wanted, line, keys_ptr, collected_ptr, CANDIDATES)
-            if is_complete == 0:
-                above = tl.where(x >= high, _weights(x, largest, inverse, lowest_z, counts), 0)
-                tl.store(totals_ptr + wide_line * SLICES + piece, tl.sum(above, 0))
-        if _arrive(counters_ptr, line, SLICES):
-            count = _take_count(collected_ptr + line)
-            low_key = (_order(low).to(tl.int64) << ID_BITS) - 1
-            high_key = (_order(tl.minimum(high, largest)).to(tl.int64) + 1) << ID_BITS
-            if is_sound == 0:
-                tl.store(out_ptr + line, 0)
-                tl.store(out_ptr + out_stride + line, 0)
-                tl.store(longs_ptr + line * _NUM_LONGS + _DONE, 1)
-            elif is_complete & (count <= _FEW):
-                c = tl.arange(0, _FEW)
-                keys = tl.load(
-                    keys_ptr + wide_line * CANDIDATES + c, mask=c < count, other=_LOWEST, cache_modifier=".cg"
-                )
-                keys = tl.sort(keys, descending=True)
-                logit = _key_logit(keys, ID_BITS)
-                kept = (c < count) & ((top_k == 0) | (c < top_k))
-                logit = tl.where(kept, logit, -float("inf"))
+        count = _take_count(collected_ptr + line)
+        low_key = (_order(low).to(tl.int64) << ID_BITS) - 1
+        high_key = (_order(tl.minimum(high, largest)).to(tl.int64) + 1) << ID_BITS
+        if is_sound == 0:
+            tl.store(out_ptr + line, 0)
+            tl.store(out_ptr + out_stride + line, 0)
+            tl.store(longs_ptr + line * _NUM_LONGS + _DONE, 1)
+        elif is_complete & (count <= _FEW):
+            c = tl.arange(0, _FEW)
+            keys = tl.load(keys_ptr + wide_line * CANDIDATES + c, mask=c < count, other=_LOWEST, cache_modifier=".cg")
+            keys = tl.sort(keys, descending=True)
+            logit = _key_logit(keys, ID_BITS)
+            kept = (c < count) & ((top_k == 0) | (c < top_k))
+            logit = tl.where(kept, logit, -float("inf"))
+            weights = _weights(logit, largest, inverse, lowest_z, False)
+            if top_p < 1.0:
+                limit = _limit(tl.sum(weights, 0), top_p)
+                kept = kept & (tl.cumsum(weights, 0) - weights < limit)
+            kept = kept & (logit * inverse >= lowest_z)
+            chosen_token = _key_token(keys, ID_BITS)
+            key0, key1 = _noise_keys(row_params, tl.load(positions_ptr + line))
+            score = logit * inverse + _gumbel(chosen_token, key0, key1, COMPILED)
+            score = tl.where(kept, score, -float("inf"))
+            best = tl.max(score, 0)
+            winner = tl.min(tl.where(score == best, chosen_token, VOCAB), 0)
+            winner = tl.where(winner < VOCAB, winner, 0)
+            sound = (best < float("inf")) & (best > -float("inf"))
+            _write(out_ptr, out_stride, line, winner, sound, counts_ptr + row * counts_stride, flags)
+            tl.store(longs_ptr + line * _NUM_LONGS + _DONE, 1)
+        elif (count <= CANDIDATES) & (is_complete | (top_k <= 0) | (top_p >= 1.0)):
+            c = tl.arange(0, CANDIDATES)
+            keys = tl.load(keys_ptr + wide_line * CANDIDATES + c, mask=c < count, other=_LOWEST, cache_modifier=".cg")
+            logit = tl.where(c < count, _key_logit(keys, ID_BITS), -float("inf"))
+            border = low_key
+            if counts:
+                weights = _weights(logit, largest, inverse, lowest_z, True)
+                above = tl.full((), 0, tl.int64)
+                if is_complete == 0:
+                    s = tl.arange(0, SLICES_PADDED)
+                    parts = tl.load(totals_ptr + wide_line * SLICES + s, mask=s < SLICES, other=0, cache_modifier=".cg")
+                    above = tl.sum(parts, 0)
+                border = _border_in(keys, weights, above, top_k.to(tl.int64), low_key, high_key)
+            if top_p < 1.0:
                 weights = _weights(logit, largest, inverse, lowest_z, False)
-                if top_p < 1.0:
-                    limit = _limit(tl.sum(weights, 0), top_p)
-                    kept = kept & (tl.cumsum(weights, 0) - weights < limit)
-                kept = kept & (logit * inverse >= lowest_z)
-                chosen_token = _key_token(keys, ID_BITS)
-                key0, key1 = _noise_keys(row_params, tl.load(positions_ptr + line))
-                score = logit * inverse + _gumbel(chosen_token, key0, key1, COMPILED)
-                score = tl.where(kept, score, -float("inf"))
-                best = tl.max(score, 0)
-                winner = tl.min(tl.where(score == best, chosen_token, VOCAB), 0)
-                winner = tl.where(winner < VOCAB, winner, 0)
-                sound = (best < float("inf")) & (best > -float("inf"))
-                _write(out_ptr, out_stride, line, winner, sound, counts_ptr + row * counts_stride, flags)
-                tl.store(longs_ptr + line * _NUM_LONGS + _DONE, 1)
-            elif (count <= CANDIDATES) & (is_complete | (top_k <= 0) | (top_p >= 1.0)):
-                c = tl.arange(0, CANDIDATES)
-                keys = tl.load(
-                    keys_ptr + wide_line * CANDIDATES + c, mask=c < count, other=_LOWEST, cache_modifier=".cg"
-                )
-                logit = tl.where(c < count, _key_logit(keys, ID_BITS), -float("inf"))
-                border = low_key
-                if counts:
-                    weights = _weights(logit, largest, inverse, lowest_z, True)
-                    above = tl.full((), 0, tl.int64)
-                    if is_complete == 0:
-                        s = tl.arange(0, SLICES_PADDED)
-                        parts = tl.load(
-                            totals_ptr + wide_line * SLICES + s, mask=s < SLICES, other=0, cache_modifier=".cg"
-                        )
-                        above = tl.sum(parts, 0)
-                    border = _border_in(keys, weights, above, top_k.to(tl.int64), low_key, high_key)
-                if top_p < 1.0:
-                    weights = _weights(logit, largest, inverse, lowest_z, False)
-                    weights = tl.where(keys >= border, weights, 0)
-                    above = tl.full((), 0, tl.int64)
-                    total = tl.sum(weights, 0)
-                    if is_complete == 0:
-                        s = tl.arange(0, SLICES_PADDED)
-                        parts = tl.load(
-                            totals_ptr + wide_line * SLICES + s, mask=s < SLICES, other=0, cache_modifier=".cg"
-                        )
-                        above = tl.sum(parts, 0)
-                        total = tl.load(longs_ptr + line * _NUM_LONGS + _TOTAL)
-                    border = _border_in(keys, weights, above, _limit(total, top_p), border, high_key)
-                tl.store(longs_ptr + line * _NUM_LONGS + _BORDER, border)
-            else:
-                border = (_order(tl.full((), -float("inf"), tl.float32)).to(tl.int64)) << ID_BITS
-                if counts:
-                    border = _border_of_row(
-                        logits_line, edited_line, is_edited, top_k.to(tl.int64), border, high_key, largest, inverse,
-                        lowest_z, True, ID_BITS, VOCAB, SLICE,
-                    )  # fmt: skip
-                if top_p < 1.0:
-                    total = _weight_from(
-                        logits_line, edited_line, is_edited, border, largest, inverse, lowest_z, False, ID_BITS, VOCAB,
-                        SLICE,
-                    )  # fmt: skip
-                    border = _border_of_row(
-                        logits_line, edited_line, is_edited, _limit(total, top_p), border, high_key, largest, inverse,
-                        lowest_z, False, ID_BITS, VOCAB, SLICE,
-                    )  # fmt: skip
-                tl.store(longs_ptr + line * _NUM_LONGS + _BORDER, border)
+                weights = tl.where(keys >= border, weights, 0)
+                above = tl.full((), 0, tl.int64)
+                total = tl.sum(weights, 0)
+                if is_complete == 0:
+                    s = tl.arange(0, SLICES_PADDED)
+                    parts = tl.load(totals_ptr + wide_line * SLICES + s, mask=s < SLICES, other=0, cache_modifier=".cg")
+                    above = tl.sum(parts, 0)
+                    total = tl.load(longs_ptr + line * _NUM_LONGS + _TOTAL)
+                border = _border_in(keys, weights, above, _limit(total, top_p), border, high_key)
+            tl.store(longs_ptr + line * _NUM_LONGS + _BORDER, border)
+        else:
+            border = (_order(tl.full((), -float("inf"), tl.float32)).to(tl.int64)) << ID_BITS
+            if counts:
+                border = _border_of_row(
+                    logits_line, edited_line, is_edited, top_k.to(tl.int64), border, high_key, largest, inverse,
+                    lowest_z, True, ID_BITS, VOCAB, SLICE,
+                )  # fmt: skip
+            if top_p < 1.0:
+                total = _weight_from(
+                    logits_line, edited_line, is_edited, border, largest, inverse, lowest_z, False, ID_BITS, VOCAB,
+                    SLICE,
+                )  # fmt: skip
+                border = _border_of_row(
+                    logits_line, edited_line, is_edited, _limit(total, top_p), border, high_key, largest, inverse,
+                    lowest_z, False, ID_BITS, VOCAB, SLICE,
+                )  # fmt: skip
+            tl.store(longs_ptr + line * _NUM_LONGS + _BORDER, border)
 
 
 # ---- the token
@@ -805,9 +850,7 @@ def _sample_kernel(
     ID_BITS: tl.constexpr, THIS_IS_EXTENDED: tl.constexpr, PDL: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Temperature, noise and argmax: of the rows that temperature alone decides, or of all others."""
-    if PDL:
-        tl_cuda.gdc_launch_dependents()
-        tl_cuda.gdc_wait()
+    _wait(PDL)
     piece, line = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + line).to(tl.int64)
     row_params = params_ptr + row * params_stride

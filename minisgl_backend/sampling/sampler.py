@@ -88,6 +88,7 @@ class Sampler:
                 inputs.searches,
                 token_ids,
                 self._workspace,
+                pdl=self._pdl,
             )
             return
         flags = self._params[inputs.rows, layout.FLAGS]
