@@ -3,14 +3,17 @@
 A step at batch 1 to 16 spends most of its time in launches and in ramping up and down, so each function here does what
 would otherwise be two or three kernels: the norm before the product, the activation or the residual addition after it.
 The norm needs no pass of its own: y = (x * w_norm) @ W / rms(x), and the sum of squares is gathered by the same loop
-that reads x. But in float16 `_linear_kernel` reads x twice: x * w_norm could be more than that format holds.
+that reads x. But in float16 the norm comes first, and `_linear_kernel` reads x twice: x * w_norm could be more than
+that format holds.
 
-Two kernels. `_vector_kernel`, for one or two rows, multiplies in registers and keeps whole weight rows in flight.
-`_linear_kernel` uses tensor cores; products whose output is too narrow to fill the device are split along the input
-dimension, and the program that arrives last adds the partial sums in order, so that results do not depend on timing.
+Three kernels. `_vector_kernel`, for one or two rows, multiplies in registers and keeps whole weight rows in flight.
+`_sliced_kernel`, for a few rows and few inputs, has no loop: all weights of a program are in its registers, and each of
+its warps multiplies another slice of the inputs by tensor cores. `_linear_kernel` streams weights past tensor cores.
+Products whose output is too narrow to fill the device are split along the input dimension, and the program that arrives
+last adds the partial sums in order, so that results do not depend on timing.
 
 With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts as soon as every program of the one before
-it has started; `_vector_kernel` then loads its first weights before it waits for that one's results. Since every kernel
+it has started; the first two then load weights before they wait for that one's results. Since every kernel
 lets the next one start before it waits itself, what a kernel reads before its wait must have been written before this
 chain of kernels began: before the last launch without `pdl`, which waits for all that was launched earlier. In a decode
 step that is the lookup of tokens and slots and the embedding. Everything else is read, and everything is written, after
@@ -28,11 +31,17 @@ from triton.language.extra import cuda as tl_cuda
 
 MAX_ROWS = 64
 MAX_VECTOR_ROWS = 2
+MAX_SLICED_ROWS = 8
+MAX_SLICED_IN = 1024
 
 
 @dataclass(frozen=True)
 class LinearShape:
-    """How one product is cut into programs. `vector` chooses the kernel without tensor cores."""
+    """How one product is cut into programs.
+
+    `vector` chooses the kernel without tensor cores; more than one of `slices`, each of tile_in inputs, the one without
+    a loop, for inputs of up to slices * tile_in * split.
+    """
 
     tile_out: int
     tile_in: int
@@ -40,6 +49,7 @@ class LinearShape:
     num_warps: int
     num_stages: int
     vector: bool = False
+    slices: int = 1
 
 
 class LinearWorkspace:
@@ -55,6 +65,12 @@ def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, nu
     """The cut that was measured best on an H200; see benchmarks/kernels.py."""
     if rows <= MAX_VECTOR_ROWS:
         return _vector_shape(rows, size_in, gated)
+    if is_sliced(rows, size_in) and (gated or size_out >= 4096):
+        if gated:
+            return LinearShape(16, 128, 2, 4, 1, slices=4)
+        return LinearShape(32, 128, 1, 8, 1, slices=8)
+    if rows <= MAX_SLICED_ROWS and size_out <= 1024 and size_in <= 2048:
+        return LinearShape(16, 128, 4, 4, 1, slices=4)
     if size_out >= 4096:
         return LinearShape(64, 256 if rows <= 16 else 128, 1, 4, 3 if size_in <= 1024 else 5)
     tile_in = 128
@@ -71,15 +87,21 @@ def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, nu
     return LinearShape(tile_out, tile_in, split, 4, 5)
 
 
+def is_sliced(rows: int, size_in: int) -> bool:
+    """Whether the kernel without a loop was measured to be faster for wide or gated products."""
+    return MAX_VECTOR_ROWS < rows <= MAX_SLICED_ROWS and size_in <= MAX_SLICED_IN
+
+
 def _vector_shape(rows: int, size_in: int, gated: bool) -> LinearShape:
-    tile_in = min(2048, triton.next_power_of_2(size_in))
+    tile_in = triton.next_power_of_2(size_in)
     if tile_in < 2048:
-        if gated:
-            return LinearShape(2, tile_in, 1, 2, 1, vector=True)
-        return LinearShape(4, tile_in, 1, 4 if rows == 1 else 2, 1, vector=True)
+        return LinearShape(2 if gated else 4, tile_in, 1, 2, 1, vector=True)
     if rows == 1 and not gated and size_in % 4096 == 0:
-        tile_in = 4096  # a step less to wait for
-    return LinearShape(2, tile_in, 1, 4, 1, vector=True)
+        return LinearShape(2, 4096, 1, 4, 1, vector=True)  # a step less to wait for
+    if gated or tile_in > 4096:
+        return LinearShape(2, 2048, 1, 4, 1, vector=True)
+    # All of an output's weights in registers: they are on their way before the kernel waits for the one before it.
+    return LinearShape(4 if tile_in == 2048 else 2, tile_in, 1, 8, 1, vector=True)
 
 
 def linear(
@@ -126,6 +148,16 @@ def linear(
             ROWS_PADDED=triton.next_power_of_2(rows), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
         )  # fmt: skip
         return out
+    if shape.slices > 1:
+        if size_in > shape.slices * shape.tile_in * shape.split:
+            raise ValueError(f"{size_in} inputs are more than {shape} holds")
+        _sliced_kernel[(triton.cdiv(size_out, shape.tile_out), shape.split)](
+            *arguments, workspace.partial, workspace.counters, rows, eps, x.stride(0),
+            NORM_FIRST=norm_weight is not None and x.dtype == torch.float16,
+            SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=shape.split, ROWS=max(8, triton.next_power_of_2(rows)),
+            TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, SLICES=shape.slices, **flags,
+        )  # fmt: skip
+        return out
     split = 1 if gated else shape.split
     part = triton.cdiv(triton.cdiv(size_in, split), shape.tile_in) * shape.tile_in
     split = triton.cdiv(size_in, part)
@@ -151,6 +183,8 @@ def _vector_kernel(
     o_ok = o < SIZE_OUT
     k = tl.arange(0, TILE_IN)
     r = tl.arange(0, ROWS_PADDED)
+    address = r[None, :] * SIZE_OUT + o[:, None]
+    out_ok = (r[None, :] < ROWS) & o_ok[:, None]
     weight_rows = weight_ptr + o.to(tl.int64)[:, None] * SIZE_IN
     acc = tl.zeros([TILE_OUT, ROWS_PADDED], tl.float32)
     acc_up = tl.zeros([TILE_OUT, ROWS_PADDED], tl.float32)
@@ -167,6 +201,8 @@ def _vector_kernel(
         if PDL and step == 0:
             # Weights never change, so their first tile is on its way before the previous kernel has finished.
             tl_cuda.gdc_wait()
+        if RESIDUAL and step == 0:  # beside x, not after the sums
+            added = tl.load(residual_ptr + address, mask=out_ok, other=0.0).to(tl.float32)
         for row in tl.static_range(0, ROWS):
             x = tl.load(x_ptr + row * x_stride + i, mask=i_ok, other=0.0).to(tl.float32)
             if NORM:
@@ -185,8 +221,85 @@ def _vector_kernel(
         acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
     if GATED:
         acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+    if RESIDUAL:
+        acc += added
+    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=out_ok)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def _sliced_kernel(
+    x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
+    rows, eps, x_stride,
+    NORM_FIRST: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SPLIT: tl.constexpr,
+    ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, SLICES: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """Tiles are [slices, outputs or rows, inputs of a slice]: a product of three dimensions gives each warp a slice."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    tile = tl.program_id(0)
+    split = tl.program_id(1)
+    PART: tl.constexpr = SLICES * TILE_IN
+    o = tile * TILE_OUT + tl.arange(0, TILE_OUT)
+    o_ok = o < SIZE_OUT
+    r = tl.arange(0, ROWS)
+    r_ok = r < rows
+    i = split * PART + tl.arange(0, SLICES)[:, None, None] * TILE_IN + tl.arange(0, TILE_IN)[None, None, :]
+    w_at = weight_ptr + o.to(tl.int64)[None, :, None] * SIZE_IN + i
+    w_ok = o_ok[None, :, None] & (i < SIZE_IN)
+    w = tl.load(w_at, mask=w_ok, other=0.0)
+    if GATED:
+        w_up = tl.load(w_at + SIZE_OUT * SIZE_IN, mask=w_ok, other=0.0)
+    if NORM:
+        norm = tl.load(norm_ptr + i, mask=i < SIZE_IN, other=0.0)
+    if PDL:
+        tl_cuda.gdc_wait()
+    x_rows = x_ptr + r[None, :, None] * x_stride
+    x = tl.load(x_rows + i, mask=r_ok[None, :, None] & (i < SIZE_IN), other=0.0)
+    if NORM:
+        x32 = x.to(tl.float32)
+        squares = tl.sum(x32 * x32, 2)
+        for other in tl.static_range(1, SPLIT):
+            j = (i + other * PART) % (SPLIT * PART)
+            x_other = tl.load(x_rows + j, mask=r_ok[None, :, None] & (j < SIZE_IN), other=0.0).to(tl.float32)
+            squares += tl.sum(x_other * x_other, 2)
+        if NORM_FIRST:
+            scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE_IN + eps)
+            x32 = x32 * scale[None, :, None]
+        x = (x32 * norm.to(tl.float32)).to(x.dtype)
+    x = tl.permute(x, (0, 2, 1))
+    acc = tl.sum(tl.dot(w, x, input_precision="ieee"), 0)
+    acc_up = acc
+    if GATED:
+        acc_up = tl.sum(tl.dot(w_up, x, input_precision="ieee"), 0)
+    if NORM and not NORM_FIRST:  # the warps' sums meet behind the product, which need not wait for them
+        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE_IN + eps)
+        acc = acc * scale[None, :]
+        acc_up = acc_up * scale[None, :]
+    if SPLIT > 1:
+        slab = (split * SIZE_OUT + o)[:, None] * ROWS + r[None, :]
+        up_ptr = partial_ptr + SPLIT * SIZE_OUT * ROWS
+        tl.store(partial_ptr + slab, acc, mask=o_ok[:, None])
+        if GATED:
+            tl.store(up_ptr + slab, acc_up, mask=o_ok[:, None])
+        tl.debug_barrier()
+        arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
+        if arrived != SPLIT - 1:
+            return
+        tl.store(counters_ptr + tile, 0)
+        acc = tl.zeros([TILE_OUT, ROWS], tl.float32)
+        acc_up = tl.zeros([TILE_OUT, ROWS], tl.float32)
+        for s in tl.static_range(SPLIT):
+            part_slab = (s * SIZE_OUT + o)[:, None] * ROWS + r[None, :]
+            acc += tl.load(partial_ptr + part_slab, mask=o_ok[:, None], other=0.0, cache_modifier=".cg")
+            if GATED:
+                acc_up += tl.load(up_ptr + part_slab, mask=o_ok[:, None], other=0.0, cache_modifier=".cg")
+    if BIAS:
+        acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
     address = r[None, :] * SIZE_OUT + o[:, None]
-    ok = (r[None, :] < ROWS) & o_ok[:, None]
+    ok = r_ok[None, :] & o_ok[:, None]
     if RESIDUAL:
         acc += tl.load(residual_ptr + address, mask=ok, other=0.0).to(tl.float32)
     tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=ok)

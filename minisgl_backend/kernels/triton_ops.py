@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels import fused, moe, moe_one, small_linear
+from minisgl_backend.kernels.carveout import prefer_shared_memory
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kernels.tuned_linear import TunedLinear
 from minisgl_backend.kv.layout import ONE, KVScales
@@ -25,6 +26,8 @@ class TritonOps(TorchOps):
     def __init__(self, device: torch.device) -> None:
         properties = torch.cuda.get_device_properties(device)
         self.pdl = properties.major >= 9
+        if self.pdl:
+            prefer_shared_memory()
         self._workspace = small_linear.LinearWorkspace(device)
         self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "products.json")
 
@@ -71,7 +74,9 @@ class TritonOps(TorchOps):
             return True
         if residual is not None:
             return size_out <= 2048 or rows <= 16
-        return not gated and rows <= 16 and size_out * size_in <= 8 << 20
+        if gated:
+            return small_linear.is_sliced(rows, size_in)
+        return rows <= 16 and size_out * size_in <= 8 << 20
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return fused.rms_norm(x, weight, eps, self._pdl(x))

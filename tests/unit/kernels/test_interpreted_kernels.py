@@ -243,6 +243,8 @@ def test_small_linear(num_rows, split):
     shapes = [small_linear.LinearShape(16, 32, split, 4, 2)]
     if num_rows <= small_linear.MAX_VECTOR_ROWS:
         shapes.append(small_linear.LinearShape(8, 64, 1, 4, 1, vector=True))
+    if num_rows <= small_linear.MAX_SLICED_ROWS:
+        shapes.append(small_linear.LinearShape(16, 32, split, 4, 1, slices=8 // min(split, 2)))
     reference = TorchOps()
     for shape in shapes:
         for wish in ({}, {"bias": bias, "residual": residual}, {"norm_weight": norm, "eps": 1e-6}):
@@ -266,13 +268,14 @@ def test_small_linear_with_activations_that_their_norm_weight_would_make_too_lar
     norm[7] = 8
     weight = (torch.randn(64, 128) * 0.1).half()
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
-    shape = small_linear.LinearShape(16, 32, split, 4, 2)
-    out = small_linear.linear(x, weight, workspace, norm_weight=norm, eps=1e-6, gated=gated, shape=shape)
     normed = x.float() * torch.rsqrt(x.float().square().mean(1, keepdim=True) + 1e-6) * norm.float()
     expected = normed @ weight.float().T
     if gated:
         expected = torch.nn.functional.silu(expected[:, :32]) * expected[:, 32:]
-    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    for slices in (1, 4):
+        shape = small_linear.LinearShape(16, 32, split, 4, 2, slices=slices)
+        out = small_linear.linear(x, weight, workspace, norm_weight=norm, eps=1e-6, gated=gated, shape=shape)
+        torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 @pytest.mark.parametrize("num_tokens", [3, 40])

@@ -1,0 +1,36 @@
+"""Which kernels ask the driver for shared memory when Triton loads them."""
+
+from __future__ import annotations
+
+import ctypes
+from types import SimpleNamespace
+
+import pytest
+
+triton = pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
+
+from minisgl_backend.kernels import carveout, decode_attention, fused, sampling, small_linear  # noqa: E402
+
+
+def test_kernels_of_a_decode_step_are_loaded_with_the_largest_share(monkeypatch: pytest.MonkeyPatch) -> None:
+    hooks: list[object] = []
+    hook = SimpleNamespace(add=lambda one: hooks.append(one))
+    monkeypatch.setattr(triton, "knobs", SimpleNamespace(runtime=SimpleNamespace(kernel_load_end_hook=hook)))
+    carveout.prefer_shared_memory()
+    asked: list[tuple[int | None, int, int]] = []
+    driver = SimpleNamespace(cuFuncSetAttribute=lambda kernel, name, value: asked.append((kernel.value, name, value)))
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+    (on_load,) = hooks
+    for handle, kernel in enumerate(("_decode_kernel", "_moe_kernel", "_sample_kernel"), start=1):
+        on_load(None, handle, kernel, None, "")  # type: ignore[operator]
+    assert asked == [(1, 9, 100), (3, 9, 100)]
+
+
+def test_these_kernels_are_there() -> None:
+    modules = (decode_attention, fused, sampling, small_linear)
+    assert all(any(hasattr(module, name) for module in modules) for name in carveout.KERNELS)
+
+
+def test_an_older_triton_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(triton, "knobs")
+    carveout.prefer_shared_memory()
