@@ -366,7 +366,7 @@ class PolicyOps(TritonOps):
     """TritonOps with another rule for which products take the small kernels."""
 
     def __init__(self, policy: str, pdl: bool) -> None:
-        super().__init__(torch.device("cuda"))
+        super().__init__(torch.device("cuda"), ChainShape.hidden)
         self._policy = policy
         self.pdl = pdl
 

@@ -126,16 +126,16 @@ class Ops(ABC):
         return self.moe(x, expert_ids, weights, gate_up, down, residual)
 
 
-def select_ops(device: torch.device) -> Ops:
+def select_ops(device: torch.device, hidden_size: int) -> Ops:
     """The best implementation for a device: Triton-language kernels on a GPU, compiled ones on a CPU that multiplies
-    bfloat16, plain torch elsewhere."""
+    bfloat16, plain torch elsewhere. hidden_size: of the model that is to be computed."""
     # Imported here: the implementations import this module, and Triton exists only where there is a GPU.
     from minisgl_backend.kernels.torch_ops import TorchOps
 
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from minisgl_backend.kernels.triton_ops import TritonOps
 
-        return TritonOps(device)
+        return TritonOps(device, hidden_size)
     if device.type == "cpu":
         from minisgl_backend.kernels.cpu_library import cpu_library
         from minisgl_backend.kernels.cpu_ops import CpuOps

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels import fused, moe, moe_one, small_linear
-from minisgl_backend.kernels.carveout import prefer_shared_memory
+from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kernels.tuned_linear import TunedLinear
 from minisgl_backend.kv.layout import ONE, KVScales
@@ -23,10 +23,11 @@ from minisgl_backend.kv.layout import ONE, KVScales
 class TritonOps(TorchOps):
     """The contracts are those of `Ops`. One object a device: it owns the workspace of split products."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, hidden_size: int | None = None) -> None:
+        """`hidden_size`: of the model that is to be computed, where it is known: small ones are launched otherwise."""
         properties = torch.cuda.get_device_properties(device)
         self.pdl = properties.major >= 9
-        if self.pdl:
+        if self.pdl and hidden_size is not None and hidden_size <= LARGEST_HIDDEN:
             prefer_shared_memory()
         self._workspace = small_linear.LinearWorkspace(device)
         self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "products.json")
