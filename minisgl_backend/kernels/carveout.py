@@ -27,10 +27,11 @@ LARGEST_HIDDEN = 2048  # hidden size of the largest model that was faster
 
 
 def prefer_shared_memory() -> None:
-    """From now on these kernels are loaded so. Triton before 3.4 cannot be asked to, which costs the speed alone."""
-    knobs = getattr(triton, "knobs", None)
-    if knobs is not None:
-        knobs.runtime.kernel_load_end_hook.add(_on_load)
+    """From now on these kernels are loaded so. A Triton without such a hook cannot be asked to, which costs the speed
+    alone."""
+    hook = getattr(getattr(getattr(triton, "knobs", None), "runtime", None), "kernel_load_end_hook", None)
+    if hook is not None:
+        hook.add(_on_load)
 
 
 def _on_load(module: object, function: int, name: str, metadata: object, key: str) -> None:

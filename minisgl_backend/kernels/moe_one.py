@@ -191,8 +191,9 @@ def _down_kernel(
         tl_cuda.gdc_launch_dependents()
     c = tl.arange(0, K_PADDED)
     c_ok = c < K
-    expert = tl.load(ids_ptr + c, mask=c_ok, other=0).to(tl.int64)  # written before the kernel before this one
-    pair_weight = tl.load(pair_weights_ptr + c, mask=c_ok, other=0.0)
+    # Written before the kernel before this one; by way of the L2 cache, since an earlier layer's may lie in the nearer.
+    expert = tl.load(ids_ptr + c, mask=c_ok, other=0, cache_modifier=".cg").to(tl.int64)
+    pair_weight = tl.load(pair_weights_ptr + c, mask=c_ok, other=0.0, cache_modifier=".cg")
     o = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     o_ok = o < SIZE_OUT
     k = tl.arange(0, TILE_IN)

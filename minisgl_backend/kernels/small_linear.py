@@ -33,6 +33,8 @@ MAX_ROWS = 64
 MAX_VECTOR_ROWS = 2
 MAX_SLICED_ROWS = 8
 MAX_SLICED_IN = 1024
+# Of a product by tensor cores. Triton before 3.6 refuses fewer than 16.
+LEAST_ROWS = 8 if tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6) else 16
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ def linear(
         _sliced_kernel[(triton.cdiv(size_out, shape.tile_out), shape.split)](
             *arguments, workspace.partial, workspace.counters, rows, eps, x.stride(0),
             NORM_FIRST=norm_weight is not None and x.dtype == torch.float16,
-            SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=shape.split, ROWS=max(8, triton.next_power_of_2(rows)),
+            SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=shape.split, ROWS=max(LEAST_ROWS, triton.next_power_of_2(rows)),
             TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, SLICES=shape.slices, **flags,
         )  # fmt: skip
         return out

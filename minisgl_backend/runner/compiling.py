@@ -6,6 +6,7 @@ import functools
 import importlib.util
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -65,14 +66,17 @@ def compiling_ahead() -> Iterator[Compilations]:
     import triton
     from triton.runtime.jit import JITFunction
 
-    done, seen, run = Compilations(), set[Any](), JITFunction.run
+    done, seen, run, thread = Compilations(), set[Any](), JITFunction.run, threading.get_ident()
 
-    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> None:
+    def compile_only(kernel: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if threading.get_ident() != thread:  # another one's launch, in a process that does other things too
+            return run(kernel, *args, grid=grid, warmup=warmup, **options)
         # Triton looks for a kernel that is being compiled by hashing its source again.
         key = (kernel, tuple(map(_like, args)), tuple(options.items()))
         if key not in seen:
             seen.add(key)
             run(kernel, *args, grid=grid, warmup=True, **options)
+        return None
 
     with _TimingPool(done) as pool, triton.AsyncCompileMode(pool), _Zeros():
         JITFunction.run = compile_only
