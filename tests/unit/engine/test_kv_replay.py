@@ -68,6 +68,19 @@ def test_an_answer_is_what_is_kept_from_a_number_on(
         assert numbers(ask(context, address, first.to_bytes(8, "big"))) == list(range(max(first, 30), 130))
 
 
+@pytest.mark.parametrize("identity", [b"6c3a1e0e-3f55-4f0e-9c66-0f1f6a5d2b41", b"x" * 255])
+def test_who_asks_may_have_an_id_as_long_as_zmq_allows(
+    replay: KVReplay, context: zmq.Context, address: str, identity: bytes
+) -> None:
+    replay.keep(0, b"batch 0")
+    client = context.socket(zmq.DEALER)
+    client.setsockopt(zmq.IDENTITY, identity)
+    client.connect(address)
+    client.send_multipart([b"", FIRST])
+    assert client.poll(5000), "cut off while it said who it is"
+    assert numbers(client) == [0]
+
+
 def test_what_is_kept_is_bounded_in_bytes_too(
     replay: KVReplay, context: zmq.Context, address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
