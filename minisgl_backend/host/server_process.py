@@ -21,8 +21,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from pathlib import Path
 from typing import Any
 
+from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.drain import ANSWER_SECONDS, LAST_CHUNK_SECONDS
 from minisgl_backend.host.processes import ServerProcesses
 from minisgl_backend.host.serve_options import ADMIN_APIS, ServerSettings
@@ -43,7 +45,10 @@ _UNLOAD_SECONDS = 5.0  # from SIGTERM, where all requests were finished before
 
 
 class ServerProcess:
-    """Starts the server at construction. All methods are for one thread; those without effects for any."""
+    """Starts the server at construction. All methods are for one thread; those without effects for any.
+
+    Construction raises ConfigError, and leaves no process behind, where there is no room for the server's sockets.
+    """
 
     def __init__(self, settings: ServerSettings, install: TritonInstall) -> None:
         self._settings = settings
@@ -64,10 +69,21 @@ class ServerProcess:
             start_new_session=True,
         )
         os.close(write_end)
-        self._socket_directory = socket_directory(settings.repository, self._process.pid)
-        self._processes = ServerProcesses(self._process.pid)
         self._pump = threading.Thread(target=self._pump_log, args=(read_end,), name="server-log", daemon=True)
         self._pump.start()
+        self._processes = ServerProcesses(self._process.pid)
+        self._socket_directory = self._make_socket_directory()
+
+    def _make_socket_directory(self) -> Path:
+        """Its name holds the server's process id. Where it cannot be made, the server, which has only begun, ends."""
+        try:
+            return socket_directory(self._settings.repository, self._process.pid)
+        except (OSError, ConfigError) as error:
+            self._process.kill()
+            self._process.wait()
+            self._processes.kill_all()
+            self._pump.join(timeout=2.0)
+            raise ConfigError(f"the directory of the server's sockets cannot be made: {error}") from error
 
     @property
     def pid(self) -> int:

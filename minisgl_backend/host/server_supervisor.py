@@ -65,17 +65,9 @@ class Supervisor:
     def _keep_running(self) -> int:
         failures = 0
         while True:
-            server = self._server = ServerProcess(self._settings, self._install)
-            try:
-                ready_since, problem = self._wait_until_ready(server)
-                if ready_since is not None:
-                    self._watch(server)
-            finally:
-                self._busy = "stopping" if self._stop.is_set() else "restarting"
-                self._end(server)
+            ready_since, problem = self._serve_once()
             if self._stop.is_set():
                 return 0
-            problem = problem or server.refusal
             if not self._announced:
                 say(f"error: {problem or 'the server could not start: what it said is above'}")
                 return 1
@@ -88,6 +80,21 @@ class Supervisor:
             say(f"restarting the server in {delay:.0f} s" if delay else "restarting the server")
             if self._stop.wait(delay):
                 return 0
+
+    def _serve_once(self) -> tuple[float | None, str | None]:
+        """One server, from its start to its end: see `_wait_until_ready`."""
+        try:
+            server = self._server = ServerProcess(self._settings, self._install)
+        except ConfigError as error:
+            return None, str(error)
+        try:
+            ready_since, problem = self._wait_until_ready(server)
+            if ready_since is not None:
+                self._watch(server)
+        finally:
+            self._busy = "stopping" if self._stop.is_set() else "restarting"
+            self._end(server)
+        return ready_since, problem or server.refusal
 
     def _wait_until_ready(self, server: ServerProcess) -> tuple[float | None, str | None]:
         """(The time, monotonic, when it became ready, or None if it did not; what is wrong, as far as is known)."""

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from minisgl_backend.host.serve_options import say
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host import server_process, server_supervisor
+from minisgl_backend.host.processes import process_of, process_table
+from minisgl_backend.host.serve_options import parse_arguments, say
 from minisgl_backend.host.server_log import LogFilter
 from minisgl_backend.host.server_process import ServerProcess
+from minisgl_backend.host.server_supervisor import Supervisor
+from minisgl_backend.host.triton_server import TritonInstall
 
 
 def test_a_terminal_that_was_closed_stops_neither_the_log_nor_the_server(
@@ -44,3 +51,76 @@ def test_a_server_that_cannot_be_asked_to_drain_is_stopped_all_the_same(tmp_path
     server = ServerProcess.__new__(ServerProcess)
     server.__dict__.update(_socket_directory=tmp_path / "missing", _settings=SimpleNamespace(exit_timeout=1))
     assert not server._drain(threading.Event())
+
+
+INSTALL = TritonInstall(Path("tritonserver"), None, (), Path("/usr/bin"))
+
+
+def test_a_server_without_room_for_its_sockets_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nsleep 300 &\nwait\n")
+    program.chmod(0o755)
+    pids: list[int] = []
+
+    def full_disk(repository: Path, pid: int) -> Path:
+        pids.append(pid)
+        while not any(process.parent == pid for process in process_table().values()):
+            time.sleep(0.005)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(server_process, "socket_directory", full_disk)
+    with pytest.raises(ConfigError, match=r"sockets cannot be made: .*No space left"):
+        ServerProcess(parse_arguments([]).server, INSTALL)
+    (pid,) = pids
+    assert process_of(pid) is None
+    assert not [one for one in process_table().values() if one.session == pid and not one.dead]
+    assert not [thread for thread in threading.enumerate() if thread.name == "server-log"]
+
+
+def test_a_server_that_cannot_be_started_again_is_tried_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Server:
+        """Dies at once; the third one ends the supervisor."""
+
+        refusal = None
+        exit_code = -9
+
+        def __init__(self, *_: object) -> None:
+            starts.append(self)
+            if len(starts) == 2:
+                raise ConfigError("no room")
+            if len(starts) == 3:
+                supervisor._stop.set()
+
+        def clean_up(self) -> None:
+            cleaned.append(self)
+
+        def stop(self, abandon: threading.Event) -> None:
+            cleaned.append(self)
+
+    starts: list[Server] = []
+    cleaned: list[Server] = []
+    monkeypatch.setattr(server_supervisor, "ServerProcess", Server)
+    monkeypatch.setattr(server_supervisor, "_BACKOFF_SECONDS", (0.0,))
+    arguments = parse_arguments([])
+    supervisor = Supervisor(arguments, arguments.server, INSTALL)
+    supervisor._announced = True
+    assert supervisor._keep_running() == 0
+    assert cleaned == [starts[0], starts[2]]
+    assert "error: no room\n" in capsys.readouterr().err
+
+
+def test_a_first_server_that_cannot_be_started_ends_the_supervisor(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_room(*_: object) -> None:
+        raise ConfigError("no room")
+
+    monkeypatch.setattr(server_supervisor, "ServerProcess", no_room)
+    arguments = parse_arguments([])
+    assert Supervisor(arguments, arguments.server, INSTALL)._keep_running() == 1
+    assert capsys.readouterr().err == "[serve] error: no room\n"
