@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,34 @@ from minisgl_backend.ipc.messages import Command, Event, Stats, Welcome
 
 log = logging.getLogger(__name__)
 
+FIRST_PAUSE_S = 0.1  # after a failure on the front's side; twice as long after each, up to the next
+MAX_PAUSE_S = 2.0
+HEALTHY_S = 10.0  # without a failure: the next one is the first again
+
 NOT_RUNNING = "the engine is not running at the moment; try again in a few seconds"
+
+
+class Pauses:
+    """When to try again after failures, and which of them are news. For one thread."""
+
+    def __init__(self) -> None:
+        self._pause_s = 0.0
+        self._until = 0.0  # time.monotonic()
+        self._problem = ""
+
+    def note(self, error: Exception) -> bool:
+        """Begins a pause. False where the failure before was the same, HEALTHY_S ago or less."""
+        now, problem, before = time.monotonic(), repr(error), self._problem
+        if now - self._until > HEALTHY_S:
+            self._pause_s, before = 0.0, ""
+        self._pause_s = min(2 * self._pause_s or FIRST_PAUSE_S, MAX_PAUSE_S)
+        self._until, self._problem = now + self._pause_s, problem
+        return problem != before
+
+    @property
+    def left_s(self) -> float:
+        """Seconds of the pause that are left; 0 where it is over."""
+        return max(self._until - time.monotonic(), 0.0)
 
 
 class CoreLink:
@@ -47,6 +75,7 @@ class CoreLink:
         self.num_ups = 0
         self.stats: Stats | None = None  # its answer to the last GetStats
         self._problem = ""  # why no connection could be made
+        self._pauses = Pauses()  # after what could not be heard
 
     @property
     def is_up(self) -> bool:
@@ -54,7 +83,9 @@ class CoreLink:
         return self.welcome is not None
 
     def greet(self) -> bool:
-        """Says Hello where there is a core to hear it; never waits."""
+        """Says Hello where there is a core to hear it, but for a while after `note_unheard`; never waits."""
+        if self._pauses.left_s:
+            return False
         try:
             if self._channel is None:
                 self._channel = self._connect()
@@ -85,6 +116,12 @@ class CoreLink:
         self.num_ups += 1
         self.welcome = welcome
         self.supervisor.note_ready()
+
+    def note_unheard(self, error: Exception) -> None:
+        """What the core said was not understood. Each Hello costs it all our sequences: the next one may have to wait,
+        the longer the more often this happens."""
+        if self._pauses.note(error):
+            log.error("engine core %d cannot be heard", self.core, exc_info=error)
 
     def send(self, command: Command) -> None:
         """Raises EngineDeadError while there is no core."""

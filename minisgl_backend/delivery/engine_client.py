@@ -15,7 +15,7 @@ import numpy.typing as npt
 import zmq
 
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.delivery.core_link import NOT_RUNNING, CoreLink
+from minisgl_backend.delivery.core_link import NOT_RUNNING, CoreLink, Pauses
 from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.delivery.router import Router
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
@@ -43,8 +43,6 @@ MAX_FRONT = 65534
 CONNECT_WAIT_MS = 10  # between tries to reach a core that is away
 EXPIRE_WAIT_MS = 10  # between looks at the credits, while there are any
 IDLE_WAIT_MS = 100
-FIRST_PAUSE_S = 0.1  # before the receive thread begins anew; twice as long after each failure, up to the next
-MAX_PAUSE_S = 2.0
 
 CORE_DIED = "the engine died while it computed this answer; it starts again by itself"
 CORE_UNHEARD = "the connection to the engine was lost while it computed this answer; it comes back by itself"
@@ -233,16 +231,16 @@ class EngineClient:
     def _receive_all(self) -> None:
         """Until `close`. After a failure, such as no file descriptor or no room on the disk, the clients of all that
         was under way are told, and everything begins anew: without this thread all would wait for ever."""
-        pause_s = FIRST_PAUSE_S
+        pauses = Pauses()
         while not self._closing:
             try:
                 self._receive()
             except Exception as error:
-                log.exception("front %d cannot receive; it attaches to the engine anew", self._front)
+                if pauses.note(error):
+                    log.exception("front %d cannot receive; it attaches to the engine anew", self._front)
                 if not self._has_started():
                     self._note_first_failure(EngineDeadError(f"the front cannot receive: {error}"))
-                time.sleep(pause_s)
-                pause_s = min(2 * pause_s, MAX_PAUSE_S)
+                time.sleep(pauses.left_s)
 
     def _receive(self) -> None:
         """Until `close`. Raises whatever goes wrong on this side; no core is attached then."""
@@ -287,8 +285,8 @@ class EngineClient:
         try:
             for event in link.receive():
                 self._dispatch(link, event)
-        except Exception:  # of one core; with others all is well
-            log.exception("engine core %d cannot be heard", link.core)
+        except Exception as error:  # of one core; with others all is well
+            link.note_unheard(error)
             return CORE_UNHEARD
         return CORE_DIED if link.ended else ""
 

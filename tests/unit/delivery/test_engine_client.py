@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,6 +19,7 @@ import pytest
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery import core_link, engine_client
+from minisgl_backend.delivery.core_link import Pauses
 from minisgl_backend.delivery.engine_client import CORE_DIED, CORE_UNHEARD, EngineClient
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.host.status_files import fronts_without_core
@@ -170,14 +172,16 @@ def test_a_front_that_failed_tells_its_clients_and_begins_anew(
 
 
 def test_a_front_whose_socket_cannot_be_made_again_keeps_trying(
-    heard: Heard, core: Core, monkeypatch: pytest.MonkeyPatch
+    heard: Heard, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    receiver = Broken(engine_client.AckReceiver, times=3)
+    full_disk = OSError(errno.ENOSPC, "No space left on device")
+    receiver = Broken(engine_client.AckReceiver, times=3, error=full_disk)
     monkeypatch.setattr(engine_client, "AckReceiver", receiver)
-    monkeypatch.setattr(engine_client, "FIRST_PAUSE_S", 0.01)
+    monkeypatch.setattr(core_link, "FIRST_PAUSE_S", 0.01)
     monkeypatch.setattr(heard.client.credits, "expire", Broken(heard.client.credits.expire))
     wait_for(lambda: receiver.is_mended and heard.client.welcomes[0] is not None)
     serves(heard, core)
+    assert len([entry for entry in caplog.records if "cannot receive" in entry.message]) == 2, "one for each problem"
 
 
 def test_a_front_that_cannot_receive_does_not_start(socket_dir: Path, core: Core) -> None:
@@ -196,6 +200,49 @@ def test_what_a_core_says_may_be_no_message(heard: Heard, core: Core) -> None:
     assert heard.lost == {uid: CORE_UNHEARD}
     wait_for(lambda: heard.client.welcomes[0] is not None)
     serves(heard, core)
+
+
+def test_a_core_that_is_never_understood_is_greeted_more_and_more_seldom(
+    heard: Heard, core: Core, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each Hello ends all that the core had to do for this front."""
+
+    def num_hellos() -> int:
+        return len([command for command in list(core.commands) if isinstance(command, Hello)])
+
+    uid = heard.submit()
+    wait_for(lambda: core.heard_of(uid))
+    with monkeypatch.context() as broken:
+        broken.setattr(FrontChannel, "receive", Broken(list, times=1000, error=ValueError("no message")))
+        began = time.monotonic()
+        core.give(uid, 7, 0)
+        wait_for(lambda: num_hellos() == 4)
+        assert time.monotonic() - began > 0.1 + 0.2 + 0.4 - 0.05
+    wait_for(lambda: heard.client.welcomes[0] is not None)
+    serves(heard, core)
+    assert len([entry for entry in caplog.records if "cannot be heard" in entry.message]) == 1
+
+
+def test_pauses_grow_up_to_a_bound_and_begin_anew_after_a_while_of_health(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(core_link, "time", SimpleNamespace(monotonic=lambda: clock.now))
+    pauses = Pauses()
+
+    def fail(text: str, after_s: float) -> tuple[float, bool]:
+        clock.now += after_s
+        is_news = pauses.note(OSError(text))
+        pause_s = pauses.left_s
+        clock.now += pause_s
+        return pytest.approx(pause_s), is_news
+
+    assert pauses.left_s == 0
+    assert [fail("full", 0) for _ in range(6)] == [
+        (0.1, True), (0.2, False), (0.4, False), (0.8, False), (1.6, False), (2.0, False)
+    ]  # fmt: skip
+    assert fail("other", 1.0) == (2.0, True)
+    assert fail("other", core_link.HEALTHY_S - 1) == (2.0, False)
+    assert fail("other", core_link.HEALTHY_S + 1) == (0.1, True)
+    assert fail("other", 0.0) == (0.2, False)
 
 
 def test_a_core_that_cannot_be_reached_yet_leaves_the_others_alone(
