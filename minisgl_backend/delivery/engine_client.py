@@ -7,7 +7,7 @@ import logging
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -183,12 +183,18 @@ class EngineClient:
         `found_at`: when their client was found gone, time.monotonic() seconds; 0 where it was not.
         """
         for core, group in self._router.by_core(uids).items():
-            try:
-                self._links[core].send(Abort(uids=tuple(group), reason=int(reason), found_at=found_at))
-            except EngineDeadError:
+            if not self._tell(core, group, reason, found_at):
                 # A core that is away has nothing to abort; one whose queue of commands is full is told later.
                 with self._changed:
                     self._untold.update(dict.fromkeys(group, (reason, found_at)))
+
+    def _tell(self, core: int, uids: Sequence[int], reason: FinishReason, found_at: float) -> bool:
+        """False where the core takes no commands."""
+        try:
+            self._links[core].send(Abort(uids=tuple(uids), reason=int(reason), found_at=found_at))
+        except EngineDeadError:
+            return False
+        return True
 
     def stats(self, timeout_s: float = 1.0) -> list[Stats | None]:
         """Counters and gauges of each core and its `restarts`, None for one that does not answer; thread-safe.
@@ -372,8 +378,19 @@ class EngineClient:
             return
         with self._changed:
             untold, self._untold = self._untold, {}
-        for uid, (reason, found_at) in untold.items():  # the router has forgotten those that have ended
-            self.abort([uid], reason, found_at)
+        left: dict[int, tuple[FinishReason, float]] = {}
+        for core, uids in self._router.by_core(untold).items():  # the router has forgotten those that have ended
+            groups: dict[tuple[FinishReason, float], list[int]] = {}
+            for uid in uids:
+                groups.setdefault(untold[uid], []).append(uid)
+            for (reason, found_at), group in groups.items():
+                if not self._tell(core, group, reason, found_at):
+                    break  # it takes nothing else now
+                for uid in group:
+                    del untold[uid]
+            left.update((uid, untold[uid]) for uid in uids if uid in untold)
+        with self._changed:
+            self._untold = left | self._untold
 
     def _call(self, callback: Callable[..., None], *arguments: object) -> None:
         try:

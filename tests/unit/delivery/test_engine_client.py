@@ -284,6 +284,34 @@ def test_an_abort_that_a_busy_core_cannot_take_is_told_later(
     assert not heard.client._untold
 
 
+def test_many_aborts_that_a_busy_core_cannot_take_cost_one_try_and_go_together(
+    heard: Heard, core: Core, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone, stopped = ([heard.submit() for _ in range(50)] for _ in range(2))
+    wait_for(lambda: core.heard_of(stopped[-1]))
+    (link,) = heard.client._links
+    tell_again, tries = heard.client._tell_again, []
+
+    def full(command: Command) -> None:
+        tries[-1] += 1
+        raise EngineDeadError("takes no commands")
+
+    with monkeypatch.context() as busy:
+        tries.append(0)
+        busy.setattr(link, "send", full)
+        heard.client.abort(gone, FinishReason.CANCELLED, 5.0)
+        heard.client.abort(stopped, FinishReason.STOP)
+        busy.setattr(heard.client, "_tell_again", lambda: (tries.append(0), tell_again()))
+        wait_for(lambda: len(tries) > 5)
+    assert max(tries[2:]) == 1
+    wait_for(lambda: len([command for command in core.commands if isinstance(command, Abort)]) == 2)
+    assert [command for command in core.commands if isinstance(command, Abort)] == [
+        Abort(uids=tuple(gone), reason=int(FinishReason.CANCELLED), found_at=5.0),
+        Abort(uids=tuple(stopped), reason=int(FinishReason.STOP)),
+    ]
+    assert not heard.client._untold
+
+
 def test_the_health_of_a_front_is_told_as_soon_as_it_can_be(
     socket_dir: Path, core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
