@@ -1,4 +1,5 @@
-// What a step computes in bfloat16 on processors with AVX-512 BF16, compiled at the first start (kernels/cpu_library.py).
+// What a step computes in bfloat16 on processors with AVX-512 BF16, compiled at the first start (kernels/cpu_library.py)
+// by GCC 11 or later.
 //
 // Weights stay as checkpoints have them, one row for each output: nothing is packed, so they are in memory once. A
 // product of few rows takes the time of reading its weights. The hardware's prefetching does not follow rows of two
@@ -36,7 +37,7 @@ inline float widen(bf16 x) {
   return __builtin_bit_cast(float, bits);
 }
 
-inline bf16 narrow(float x) { return __builtin_bit_cast(bf16, _mm_cvtness_sbh(x)); }
+inline bf16 narrow(float x) { return (bf16)_mm_cvtsi128_si32((__m128i)_mm_cvtneps_pbh(_mm_set_ss(x))); }
 
 // e^x: a power of two times a polynomial on [-ln(2)/2, ln(2)/2] (relative error below 1e-6).
 inline __m512 exponential(__m512 x) {
