@@ -23,7 +23,8 @@ def report() -> dict[str, Any]:
     """Of the machine, with these keys:
 
     `idle_cpus`: {wanted, allowed}; then either `broken`, why torch or the engine cannot be imported, or
-    `torch`: {version, cuda}; `device`: the fields of DeviceFacts; `free_bytes` of its memory; then either
+    `torch`: {version, cuda}; `device`: {kind, name, count}; `free_bytes` of its memory; on a CPU `cpu_kernels`: why the
+    compiled ones are not there ("": they are); then either
     `refusal`, why the demo model cannot be served, or
     `demo`: {dtype, attention, page_size};
     `attention`: {prefill, decode, page_size, warnings} that auto takes for other models, with heads of `head_dim`,
@@ -51,14 +52,17 @@ def _engine_report() -> dict[str, Any]:
 
     from minisgl_backend.attention.registry import BACKENDS, choose_attention, preferences
     from minisgl_backend.engine.build import resolve_options
+    from minisgl_backend.kernels.cpu_library import cpu_kernels
     from minisgl_backend.runner.device import DeviceFacts, free_bytes
 
     device = DeviceFacts.detect()
     found: dict[str, Any] = {
         "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
-        "device": dataclasses.asdict(device),
+        "device": {"kind": device.kind, "name": device.name, "count": device.count},
         "free_bytes": free_bytes(torch.device(device.kind)),
     }
+    if device.kind == "cpu":
+        found["cpu_kernels"] = cpu_kernels().refusal
     try:
         runtime, _ = resolve_options(EngineConfig(), Environment.read())
     except ConfigError as error:

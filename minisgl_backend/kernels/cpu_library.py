@@ -5,14 +5,19 @@ A wheel cannot bring them for every processor, and a compiler needs two seconds.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import hashlib
 import logging
 import os
+import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch  # noqa: F401  its OpenMP is the library's: it must be loaded before
@@ -21,8 +26,9 @@ log = logging.getLogger(__name__)
 
 SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
-_COMPILERS = ("c++", "g++", "clang++")
+_COMPILERS = ("c++", "g++")  # clang's OpenMP is another than torch's
 _COMPILE_S = 120.0
+_MOST_SAID = 500  # of a compiler's messages, the last characters
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _ARGUMENTS = {
@@ -49,51 +55,152 @@ def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
     return {"avx512f", "avx512bw", "avx512vl", "avx512_bf16"} <= set(flags)
 
 
-def compiler() -> str | None:
-    """The C++ compiler's path: that of CXX, else the first that is installed."""
-    return next(filter(None, map(shutil.which, (os.environ.get("CXX") or "", *_COMPILERS))), None)
+@dataclass(frozen=True)
+class CpuKernels:
+    """The functions of cpu.cpp. `library`: None where there are none; `refusal` then says why, and is empty else."""
+
+    library: ctypes.CDLL | None
+    refusal: str
+
+
+class _FailedError(Exception):
+    """A compiler's library cannot be made or loaded; the text says why."""
 
 
 @functools.cache
+def cpu_kernels() -> CpuKernels:
+    """Compiled by the first call of a process and loaded. The log tells of compilers that failed."""
+    if not multiplies_bfloat16():
+        return CpuKernels(None, "this processor has no AVX-512 BF16")
+    compilers = _compilers()
+    if not compilers:
+        return CpuKernels(None, "no C++ compiler is installed")
+    refusals = []
+    for compiler in compilers:
+        try:
+            return CpuKernels(_library(compiler), "")
+        except _FailedError as failed:
+            refusals.append(str(failed))
+    log.warning("no compiled CPU kernels, without which bfloat16 is slow: %s", "; ".join(refusals))
+    return CpuKernels(None, "; ".join(refusals))
+
+
 def cpu_library() -> ctypes.CDLL | None:
-    """The functions of cpu.cpp; None where this processor or machine has none, and the log says why if it could."""
-    program = compiler()
-    if not multiplies_bfloat16() or program is None:
-        return None
+    """The functions of cpu.cpp; None where this processor or machine has none."""
+    return cpu_kernels().library
+
+
+def _compilers() -> list[tuple[str, ...]]:
+    """Commands of the compilers that are installed, best first: that of CXX, with its arguments, then the usual."""
     try:
-        path = _built(program)
+        wanted = shlex.split(os.environ.get("CXX", ""))
+    except ValueError:  # a quotation mark that is not closed
+        wanted = []
+    found: dict[tuple[str, ...], tuple[str, ...]] = {}
+    for name, *arguments in filter(None, (wanted, *([name] for name in _COMPILERS))):
+        program = shutil.which(name)
+        if program is not None:
+            # By what a link leads to: c++ and g++ are often the same.
+            found.setdefault((os.path.realpath(program), *arguments), (program, *arguments))
+    return list(found.values())
+
+
+def _library(compiler: tuple[str, ...]) -> ctypes.CDLL:
+    """That which is kept, where it can be loaded; else it is compiled, kept if that is possible, and loaded."""
+    kept = _kept_file(compiler)
+    if kept is not None and _is_own(kept, stat.S_ISREG):
+        try:
+            return _loaded(kept)
+        except _FailedError as failed:  # damaged, or in a folder whose programs may not run
+            log.info("kept CPU kernels: %s", failed)
+    try:
+        with tempfile.TemporaryDirectory(prefix="minisgl-") as temporary:
+            built = _built(compiler, Path(temporary))
+            if kept is not None and _keep(built, kept):
+                with contextlib.suppress(_FailedError):
+                    return _loaded(kept)
+            return _loaded(built)  # what is loaded needs its file no more
+    except OSError as error:
+        raise _FailedError(f"no folder to compile in: {error}") from error
+
+
+def _loaded(path: Path) -> ctypes.CDLL:
+    try:
         library = ctypes.CDLL(str(path))
-    except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        log.warning("the CPU kernels cannot be compiled, so that bfloat16 is slow: %s", said.strip()[-500:])
-        return None
-    for name, types in _ARGUMENTS.items():
-        function = getattr(library, name)
-        function.argtypes, function.restype = types, None
+        for name, types in _ARGUMENTS.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = types, None
+    except (OSError, AttributeError) as error:
+        raise _FailedError(f"cannot be loaded: {error}") from error
     return library
 
 
-def _built(program: str) -> Path:
-    """The shared library, compiled unless it is there. Raises OSError or SubprocessError."""
-    version = _run(program, "--version")
-    key = hashlib.sha256("\n".join([SOURCE.read_text(), version, *_FLAGS, _processor()]).encode()).hexdigest()
-    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = Path(cache) / "minisgl"
-    path = folder / f"cpu-{key[:16]}.so"
-    if path.is_file() and path.stat().st_uid == os.getuid():
-        return path
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as temporary:
-        built, shared = Path(temporary) / "cpu.o", Path(temporary) / "cpu.so"
-        _run(program, *_FLAGS, "-c", str(SOURCE), "-o", str(built))
-        # Linked without OpenMP: its symbols are found in the libgomp that torch has loaded, and its threads are shared.
-        _run(program, "-shared", str(built), "-o", str(shared))
-        os.replace(shared, path)  # two starts at once: both are the same
-    return path
+def _built(compiler: tuple[str, ...], folder: Path) -> Path:
+    built, shared = folder / "cpu.o", folder / "cpu.so"
+    _run(*compiler, *_FLAGS, "-c", str(SOURCE), "-o", str(built))
+    # Linked without OpenMP: its symbols are found in the libgomp that torch has loaded, and its threads are shared.
+    _run(*compiler, "-shared", str(built), "-o", str(shared))
+    return shared
 
 
 def _run(*command: str) -> str:
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=_COMPILE_S).stdout
+    try:
+        found = subprocess.run(
+            command, capture_output=True, text=True, errors="replace", check=True, timeout=_COMPILE_S
+        )
+    except subprocess.CalledProcessError as error:
+        said = error.stderr.strip()[-_MOST_SAID:] or f"exit status {error.returncode}"
+        raise _FailedError(f"{command[0]} cannot compile them: {said}") from error
+    except (OSError, subprocess.SubprocessError) as error:
+        raise _FailedError(f"{command[0]} cannot compile them: {error}") from error
+    return found.stdout
+
+
+def _kept_file(compiler: tuple[str, ...]) -> Path | None:
+    """Where this compiler's library is kept, be it there or not; None: nowhere, since other users could write there, or
+    this one cannot."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+    if not cache.is_absolute():  # a user without a home
+        return None
+    folder = cache / "minisgl"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        log.info("CPU kernels are compiled at each start: %s", error)
+        return None
+    if not _is_own(folder, stat.S_ISDIR):
+        log.info("CPU kernels are compiled at each start: %s is not this user's alone", folder)
+        return None
+    version = _run(*compiler, "--version")
+    parts = [SOURCE.read_text(encoding="utf-8"), version, *compiler[1:], *_FLAGS, _processor()]
+    return folder / f"cpu-{hashlib.sha256(chr(10).join(parts).encode()).hexdigest()[:16]}.so"
+
+
+def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
+    """Whether it is there, no link, this user's, and nobody else may write it."""
+    try:
+        found = path.lstat()
+    except OSError:
+        return False
+    return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
+
+
+def _keep(built: Path, kept: Path) -> bool:
+    """Puts a copy there in one step: two starts at once bring the same. False where it cannot be written."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
+            try:
+                copy.write(built.read_bytes())
+                copy.flush()
+                os.fsync(copy.fileno())  # else a machine that goes down may leave the name and nothing in it
+                os.replace(copy.name, kept)
+            except OSError:
+                os.unlink(copy.name)
+                raise
+    except OSError as error:
+        log.info("CPU kernels are compiled at each start: %s", error)
+        return False
+    return True
 
 
 def _processor() -> str:

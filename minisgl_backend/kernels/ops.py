@@ -126,9 +126,9 @@ class Ops(ABC):
         return self.moe(x, expert_ids, weights, gate_up, down, residual)
 
 
-def select_ops(device: torch.device, hidden_size: int) -> Ops:
-    """The best implementation for a device: Triton-language kernels on a GPU, compiled ones on a CPU that multiplies
-    bfloat16, plain torch elsewhere. hidden_size: of the model that is to be computed."""
+def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype) -> Ops:
+    """The best implementation for a device: Triton-language kernels on a GPU, compiled ones for bfloat16 on a
+    CPU that multiplies it, plain torch elsewhere. hidden_size, dtype: of the model that is to be computed."""
     # Imported here: the implementations import this module, and Triton exists only where there is a GPU.
     from minisgl_backend.kernels.torch_ops import TorchOps
 
@@ -136,7 +136,7 @@ def select_ops(device: torch.device, hidden_size: int) -> Ops:
         from minisgl_backend.kernels.triton_ops import TritonOps
 
         return TritonOps(device, hidden_size)
-    if device.type == "cpu":
+    if device.type == "cpu" and dtype == torch.bfloat16:
         from minisgl_backend.kernels.cpu_library import cpu_library
         from minisgl_backend.kernels.cpu_ops import CpuOps
 

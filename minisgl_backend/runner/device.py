@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-from minisgl_backend.kernels.cpu_library import compiler, multiplies_bfloat16
+from minisgl_backend.kernels.cpu_library import cpu_library
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +20,7 @@ class DeviceFacts:
     name: str
     capability: tuple[int, int] | None  # (9, 0) for Hopper; None on the CPU
     count: int  # devices of this kind that the process sees; 1 on the CPU
-    bfloat16: bool  # computes in bfloat16 at full speed
+    bfloat16: Callable[[], bool]  # computes in it at full speed; of a CPU the first answer compiles its kernels
 
     @property
     def compute_capability(self) -> int | None:
@@ -31,9 +32,7 @@ class DeviceFacts:
         """The first CUDA device where there is one, else the CPU."""
         if torch.cuda.is_available():
             return cls._of_cuda()
-        # Torch alone needs longer for one row of bfloat16 than of float32.
-        bfloat16 = multiplies_bfloat16() and compiler() is not None
-        return cls(kind="cpu", name="CPU", capability=None, count=1, bfloat16=bfloat16)
+        return cls(kind="cpu", name="CPU", capability=None, count=1, bfloat16=_cpu_has_kernels)
 
     @classmethod
     def _of_cuda(cls) -> DeviceFacts:
@@ -43,8 +42,13 @@ class DeviceFacts:
             name=torch.cuda.get_device_name(),
             capability=(major, minor),
             count=torch.cuda.device_count(),
-            bfloat16=(major, minor) >= (8, 0),
+            bfloat16=lambda: (major, minor) >= (8, 0),
         )
+
+
+def _cpu_has_kernels() -> bool:
+    """Torch alone needs longer for one row of bfloat16 than of float32."""
+    return cpu_library() is not None
 
 
 def free_bytes(device: torch.device) -> int:

@@ -80,10 +80,10 @@ def _check_num_pages(num_pages: int | None, page_size: int) -> None:
 
 def _dtype(requested: str, saved: str, device: DeviceFacts) -> str:
     if requested == "auto":
-        if saved == "bfloat16" and device.bfloat16:
+        if saved == "bfloat16" and device.bfloat16():
             return "bfloat16"
         return "float32" if device.kind == "cpu" else "float16"
-    if requested == "bfloat16" and device.kind == "cuda" and not device.bfloat16:
+    if requested == "bfloat16" and device.kind == "cuda" and not device.bfloat16():
         raise ConfigError(f"dtype is 'bfloat16', which {device.name} does not have; allowed: auto, float16, float32")
     return requested
 

@@ -52,7 +52,6 @@ class Sampler:
         self._penalties = penalties
         self._rules = rules
         self._workspace = workspace
-        self._library = None if params.is_cuda else cpu_library()
         self._pdl = params.is_cuda and torch.cuda.get_device_capability(params.device) >= (9, 0)
 
     def sample_plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -65,9 +64,10 @@ class Sampler:
 
             return sample_plain(logits, rows, positions, self._params, self._workspace, self._pdl)
         params = self._params[rows]
-        if self._library is not None and _is_greedy(params) and logits.dtype == torch.bfloat16:
+        library = cpu_library() if logits.dtype == torch.bfloat16 and logits.is_cpu else None
+        if library is not None and _is_greedy(params):
             logits, token_ids = logits.contiguous(), torch.empty((2, len(logits)), dtype=torch.int32)
-            self._library.minisgl_argmax(logits.data_ptr(), *logits.shape, token_ids.data_ptr())
+            library.minisgl_argmax(logits.data_ptr(), *logits.shape, token_ids.data_ptr())
             return token_ids
         return self._draw(logits.to(torch.float32), params, positions, None)
 

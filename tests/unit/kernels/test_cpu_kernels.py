@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.kernels.cpu_library import cpu_library, multiplies_bfloat16
+from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.engine.build import resolve_options
+from minisgl_backend.kernels.cpu_library import cpu_kernels, cpu_library, multiplies_bfloat16
 from minisgl_backend.kernels.cpu_ops import MOST_ROWS, CpuOps
 from minisgl_backend.kernels.ops import Ops, select_ops
 from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.runner.device import DeviceFacts
 
 CPU = torch.device("cpu")
 EPS = 1e-6
@@ -123,36 +127,168 @@ def test_a_processor_is_known_by_its_flags(tmp_path: Path) -> None:
 def another_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """As if this process began, with nothing kept. Yields where compiled kernels are kept."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    cpu_library.cache_clear()
+    monkeypatch.delenv("CXX", raising=False)
+    cpu_kernels.cache_clear()
     yield tmp_path / "minisgl"
-    cpu_library.cache_clear()
+    cpu_kernels.cache_clear()
+
+
+@pytest.fixture
+def sure_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One with AVX-512 BF16, as far as is asked before anything is compiled."""
+    monkeypatch.setattr("minisgl_backend.kernels.cpu_library.multiplies_bfloat16", lambda: True)
+
+
+def compiler(path: Path, script: str) -> str:
+    """A program that is found as a compiler; the folder is to be on PATH, or the file CXX."""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return str(path)
 
 
 def test_a_compiler_is_asked_once(ops: CpuOps, another_start: Path) -> None:
     assert cpu_library() is not None
     (kept,) = another_start.iterdir()
-    cpu_library.cache_clear()
+    assert another_start.stat().st_mode & 0o777 == 0o700
+    cpu_kernels.cache_clear()
     before = kept.stat().st_mtime_ns
     assert cpu_library() is not None
     assert kept.stat().st_mtime_ns == before
 
 
-def test_a_broken_compiler_costs_speed_alone(
+@pytest.mark.parametrize("place", ["no folder", "not absolute", "written by others", "a link", "nothing runs there"])
+def test_where_nothing_can_be_kept_they_are_compiled_at_each_start(
+    place: str, ops: CpuOps, another_start: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if place == "no folder":
+        another_start.write_text("a file, as a folder that cannot be made")
+    elif place == "not absolute":  # what is left of ~/.cache without a home
+        monkeypatch.setenv("XDG_CACHE_HOME", "~/.cache")
+        monkeypatch.chdir(tmp_path)
+    elif place == "written by others":
+        another_start.mkdir()
+        another_start.chmod(0o777)
+    elif place == "a link":
+        (tmp_path / "elsewhere").mkdir(mode=0o700)
+        another_start.symlink_to(tmp_path / "elsewhere")
+    else:
+        load = ctypes.CDLL
+
+        def refuse(name: str) -> ctypes.CDLL:
+            if Path(name).parent == another_start:
+                raise OSError("failed to map segment from shared object")
+            return load(name)
+
+        monkeypatch.setattr(ctypes, "CDLL", refuse)
+    before = sorted(tmp_path.rglob("*"))
+    assert cpu_library() is not None
+    if place != "nothing runs there":
+        assert sorted(tmp_path.rglob("*")) == before, "nothing is written there"
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 40000, b"\x7fELF damaged"])
+def test_a_damaged_file_is_compiled_anew(
+    content: bytes, ops: CpuOps, another_start: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    assert cpu_library() is not None
+    (name,) = (path.name for path in another_start.iterdir())
+    # Elsewhere: a file of this name is loaded already.
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "second"))
+    kept = tmp_path / "second" / "minisgl" / name
+    kept.parent.mkdir(mode=0o700, parents=True)
+    kept.write_bytes(content)
+    kept.chmod(0o600)
+    cpu_kernels.cache_clear()
+    assert cpu_library() is not None
+    ctypes.CDLL(str(kept))
+    assert [path.name for path in kept.parent.iterdir()] == [name]
+
+
+def test_a_file_that_others_may_write_is_not_loaded(ops: CpuOps, another_start: Path) -> None:
+    assert cpu_library() is not None
+    (kept,) = another_start.iterdir()
+    kept.chmod(0o666)
+    cpu_kernels.cache_clear()
+    before = kept.stat().st_ino
+    assert cpu_library() is not None
+    assert kept.stat().st_ino != before
+    assert kept.stat().st_mode & 0o777 == 0o600
+
+
+def test_the_compiler_of_cxx_may_have_arguments(
+    ops: CpuOps, another_start: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    calls = tmp_path / "calls"
+    monkeypatch.setenv("CXX", compiler(tmp_path / "ccache", f'echo "$1" >> {calls}; exec "$@"') + " g++")
+    assert cpu_library() is not None
+    assert set(calls.read_text().split()) == {"g++"}
+
+
+def test_where_the_compiler_of_cxx_fails_another_is_taken(
     ops: CpuOps, another_start: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\necho no headers >&2\nexit 1\n")
-    broken.chmod(0o755)
-    monkeypatch.setenv("CXX", str(broken))
+    monkeypatch.setenv("CXX", compiler(tmp_path / "mine", "echo no headers >&2; exit 1"))
     with caplog.at_level(logging.WARNING):
-        assert type(select_ops(CPU, 64)) is TorchOps
-    assert "no headers" in caplog.text
+        assert type(select_ops(CPU, 64, torch.bfloat16)) is CpuOps
+    assert not caplog.text
 
 
-def test_no_compiler_is_no_error(another_start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("script", "words"),
+    [
+        ("echo no headers >&2; exit 1", ["cannot compile", "no headers"]),
+        ("exit 3", ["cannot compile", "exit status 3"]),
+        ('while [ $# -gt 1 ]; do shift; done; case "$1" in /*) echo no library > "$1";; esac', ["cannot be loaded"]),
+    ],
+)
+def test_a_broken_compiler_costs_speed_alone(
+    script: str,
+    words: list[str],
+    sure_processor: None,
+    another_start: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiler(tmp_path / "bin" / "g++", script)
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    with caplog.at_level(logging.WARNING):
+        assert not DeviceFacts.detect().bfloat16() or torch.cuda.is_available()
+        assert type(select_ops(CPU, 64, torch.bfloat16)) is TorchOps
+    assert len(caplog.records) == 1
+    for word in words:
+        assert word in caplog.text
+        assert word in cpu_kernels().refusal
+
+
+def test_other_formats_neither_compile_nor_warn(
+    sure_processor: None,
+    another_start: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    compiler(tmp_path / "bin" / "g++", f": > {tmp_path}/asked; exit 1")
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    environment = Environment.read()
+    with caplog.at_level(logging.WARNING):
+        runtime, _ = resolve_options(EngineConfig(dtype="float32"), environment)
+        assert type(select_ops(CPU, 64, torch.float32)) is TorchOps
+    assert runtime.dtype == "float32"
+    assert not (tmp_path / "asked").exists()
+    assert not caplog.text
+    resolve_options(EngineConfig(), environment)
+    assert (tmp_path / "asked").exists() or torch.cuda.is_available()
+
+
+def test_no_compiler_is_no_error(sure_processor: None, another_start: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "/nowhere")
-    monkeypatch.delenv("CXX", raising=False)
-    assert cpu_library() is None
+    for wanted in ("", "g++", "'g++"):
+        monkeypatch.setenv("CXX", wanted)
+        cpu_kernels.cache_clear()
+        assert cpu_library() is None
+        assert cpu_kernels().refusal == "no C++ compiler is installed"
 
 
 def assert_close(found: torch.Tensor, expected: torch.Tensor) -> None:

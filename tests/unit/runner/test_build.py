@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 def runtime_for(folder: Path, **options: object) -> tuple[RuntimeConfig, ModelConfig]:
     model = ModelConfig.load(folder)
     config = EngineConfig(**{"max_running_requests": 4, **options})  # type: ignore[arg-type]
-    facts = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, bfloat16=False)
+    facts = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, bfloat16=lambda: False)
     environment = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
     return resolve(config, folder, model, facts, environment), model
 

@@ -15,10 +15,10 @@ from minisgl_backend.runner.device import DeviceFacts, free_bytes
 from minisgl_backend.runner.resolve import resolve
 from minisgl_backend.tensor_parallel import device_of_rank
 
-CPU = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, bfloat16=False)
-BFLOAT16_CPU = dataclasses.replace(CPU, bfloat16=True)
-HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), count=4, bfloat16=True)
-TURING = dataclasses.replace(HOPPER, name="T4", capability=(7, 5), count=1, bfloat16=False)
+CPU = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, bfloat16=lambda: False)
+BFLOAT16_CPU = dataclasses.replace(CPU, bfloat16=lambda: True)
+HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), count=4, bfloat16=lambda: True)
+TURING = dataclasses.replace(HOPPER, name="T4", capability=(7, 5), count=1, bfloat16=lambda: False)
 ENVIRONMENT = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
