@@ -314,6 +314,8 @@ def _engine(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Finding]:
         yield Finding("packages", "torch", OK, text)
     if device["kind"] == "cuda":
         yield from _kernels(torch["cuda"])
+    else:
+        yield _cpu_kernels(answer["cpu_kernels"])
     try:
         find_model_dir(DEMO)
     except ConfigError as error:
@@ -333,6 +335,16 @@ def _kernels(cuda: str) -> Iterator[Finding]:
     extra = "cuda" if int(cuda.split(".")[0]) >= 13 else "cuda12"
     with contextlib.suppress(metadata.PackageNotFoundError):
         yield _group(extra, requirements_of(extra), NOTE, "for the fastest attention", True)
+
+
+def _cpu_kernels(refusal: str) -> Finding:
+    name = "CPU kernels"
+    if not refusal:
+        return Finding("packages", name, OK, "compiled: models saved in bfloat16 stay so")
+    text = f"none, so that models are computed in float32: {refusal}"
+    if "AVX-512" in refusal:
+        return Finding("packages", name, OK, text)
+    return Finding("packages", name, NOTE, text, "install g++ 11 or later, or CXX=COMMAND chooses another compiler")
 
 
 def _backends(attention: Mapping[str, Any]) -> Iterator[Finding]:

@@ -28,7 +28,7 @@ ROOT = Path(__file__).resolve().parents[3]
 H100 = {
     "idle_cpus": {"wanted": True, "allowed": False},
     "torch": {"version": "2.9.0+cu128", "cuda": "12.8"},
-    "device": {"kind": "cuda", "name": "NVIDIA H100", "capability": [9, 0], "count": 2, "bfloat16": True},
+    "device": {"kind": "cuda", "name": "NVIDIA H100", "count": 2},
     "free_bytes": 79 << 30,
     "demo": {"dtype": "bfloat16", "attention": "triton", "page_size": 64},
     "attention": {
@@ -188,13 +188,31 @@ def test_a_gpu_and_what_auto_takes_there() -> None:
 
 
 def test_a_torch_that_sees_no_gpu_serves_on_the_cpu() -> None:
-    cpu = {**H100["device"], "kind": "cpu", "name": "CPU", "capability": None, "count": 1}  # type: ignore[dict-item]
-    found = told({**H100, "device": cpu, "torch": {"version": "2.9.0+cpu", "cuda": None}}, has_gpu=True)
+    on_cpu = {**H100, "device": {"kind": "cpu", "name": "CPU", "count": 1}, "cpu_kernels": ""}
+    found = told({**on_cpu, "torch": {"version": "2.9.0+cpu", "cuda": None}}, has_gpu=True)
     assert found["packages torch"].state == NOTE
     assert "it sees no GPU" in found["packages torch"].text
     assert "a build for the driver's CUDA" in found["packages torch"].remedy
-    found = told({**H100, "device": cpu}, has_gpu=True)
+    found = told(on_cpu, has_gpu=True)
     assert "too old for CUDA 12.8" in found["packages torch"].remedy
+
+
+@pytest.mark.parametrize(
+    ("refusal", "state", "text", "remedy"),
+    [
+        ("", OK, "compiled", ""),
+        ("this processor has no AVX-512 BF16", OK, "no AVX-512 BF16", ""),
+        ("no C++ compiler is installed", NOTE, "float32: no C++ compiler", "install g++ 11"),
+        ("/usr/bin/g++ cannot compile them: no headers", NOTE, "no headers", "CXX="),
+    ],
+)
+def test_a_cpu_has_compiled_kernels_or_not(refusal: str, state: str, text: str, remedy: str) -> None:
+    cpu = {"kind": "cpu", "name": "CPU", "count": 1}
+    found = told({**H100, "device": cpu, "cpu_kernels": refusal}, has_gpu=False)["packages CPU kernels"]
+    assert found.state == state
+    assert text in found.text
+    assert remedy in found.remedy
+    assert "packages CPU kernels" not in told(H100, has_gpu=True)
 
 
 def test_what_the_engine_refuses_is_a_problem() -> None:
