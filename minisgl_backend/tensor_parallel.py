@@ -252,10 +252,3 @@ class _Leaver:
 def device_of_rank(kind: str, index: int) -> torch.device:
     """`kind`: "cpu" or "cuda". `index`: of its GPU, RuntimeConfig.device_index."""
     return torch.device("cuda", index) if kind == "cuda" else torch.device("cpu")
-
-
-def share_cores(kind: str, size: int) -> None:
-    """On the CPU the ranks of a machine's engine cores, `size` of them, are neighbours: each takes its share of
-    processors."""
-    if kind == "cpu":
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))

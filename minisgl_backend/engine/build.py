@@ -23,6 +23,7 @@ from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
 from minisgl_backend.host.liveness import Heartbeat
+from minisgl_backend.host.resources import threads_of_rank
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -185,9 +186,11 @@ def _resolve(
 
 
 def _share_cores(runtime: RuntimeConfig) -> None:
-    from minisgl_backend.tensor_parallel import share_cores
+    import torch
 
-    share_cores(runtime.device, runtime.config.ranks_per_node * runtime.config.dp)
+    threads = threads_of_rank(runtime.config.ranks_per_node * runtime.config.dp, os.environ)
+    if runtime.device == "cpu" and threads is not None:
+        torch.set_num_threads(threads)
 
 
 def _device(runtime: RuntimeConfig) -> torch.device:

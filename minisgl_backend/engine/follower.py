@@ -13,11 +13,13 @@ import socket
 import sys
 
 import msgspec
+import torch
 
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.followers import HOST, LENGTH
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.liveness import Heartbeat, Sign
+from minisgl_backend.host.resources import threads_of_rank
 from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
 from minisgl_backend.ipc.plan_codec import unpack_step
 from minisgl_backend.models.config import ModelConfig
@@ -29,7 +31,7 @@ from minisgl_backend.runner.device import DeviceFacts
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.prefill_budget import measure_prefill_budget
 from minisgl_backend.runner.resolve import resolve
-from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank, share_cores
+from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
 
 log = logging.getLogger("minisgl_backend.engine.follower")  # __name__ is __main__ here
 
@@ -78,7 +80,9 @@ def _build(
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = ModelConfig.load(model_dir)
     runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment, dp_rank=options.dp_rank)
-    share_cores(runtime.device, config.ranks_per_node * config.dp)
+    threads = threads_of_rank(config.ranks_per_node * config.dp, os.environ)
+    if runtime.device == "cpu" and threads is not None:
+        torch.set_num_threads(threads)
     device = device_of_rank(runtime.device, runtime.device_index(options.rank))
     tp = TensorParallel.connect(
         options.rank, config.tp, HOST, options.port, device, address=options.address, shared=runtime.shared()

@@ -52,6 +52,15 @@ def torch_defaults(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in defaults.items() if name not in environment}
 
 
+def threads_of_rank(ranks: int, environment: Mapping[str, str]) -> int | None:
+    """What each of a machine's `ranks` neighbours on the CPU is to take of its cores; None: what OMP_NUM_THREADS says,
+    which the user has set. All the cores are `torch_defaults`' number, and so nobody's wish."""
+    cores = usable_cores()
+    if environment.get("OMP_NUM_THREADS", str(cores)) != str(cores):
+        return None
+    return max(1, cores // ranks)
+
+
 def set_torch_defaults() -> None:
     """For this process. In vain once torch is loaded: the variables are read then."""
     if "torch" not in sys.modules:

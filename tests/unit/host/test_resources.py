@@ -14,6 +14,7 @@ from minisgl_backend.host.resources import (
     SPINS,
     USUAL_STACK_BYTES,
     stacks_are_free,
+    threads_of_rank,
     torch_defaults,
     usable_cores,
 )
@@ -32,6 +33,14 @@ def test_openmp_waits_passively_unless_the_user_says_otherwise() -> None:
     assert torch_defaults({"GOMP_SPINCOUNT": "5"})["OMP_WAIT_POLICY"] == "passive"
     assert "GOMP_SPINCOUNT" not in torch_defaults({"GOMP_SPINCOUNT": "5"})
     assert torch_defaults({"OMP_WAIT_POLICY": "active", "OMP_NUM_THREADS": "3", "THP_MEM_ALLOC_ENABLE": "0"}) == {}
+
+
+def test_ranks_share_the_cores_that_a_quota_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl_backend.host.resources.usable_cores", lambda: 8)
+    assert [threads_of_rank(ranks, {}) for ranks in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+    assert threads_of_rank(2, torch_defaults({})) == 4, "the default is nobody's wish"
+    for wish in ("1", "3", "16", "4,2"):
+        assert threads_of_rank(2, {"OMP_NUM_THREADS": wish}) is None
 
 
 def child_says(code: str, **environment: str) -> str:
