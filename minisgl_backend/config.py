@@ -119,7 +119,7 @@ class EngineConfig:
     dtype: str = _option(
         "auto",
         "number format of weights and computation; auto: bfloat16 models stay so on GPUs, and on CPUs with AVX-512 "
-        "BF16 and a C++ compiler; all others become float16 on a GPU, float32 on a CPU",
+        "BF16 and g++ 11 or later; all others become float16 on a GPU, float32 on a CPU",
         ", ".join(DTYPES),
         DTYPES.__contains__,
     )
