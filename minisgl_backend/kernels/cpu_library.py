@@ -28,6 +28,7 @@ SOURCE = Path(__file__).with_name("cpu.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++")  # clang's OpenMP is another than torch's
 _COMPILE_S = 120.0
+_DIGEST_BYTES = 32  # SHA-256, behind a library that is kept
 _MOST_SAID = 500  # of a compiler's messages, the last characters
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
@@ -108,10 +109,10 @@ def _compilers() -> list[tuple[str, ...]]:
 def _library(compiler: tuple[str, ...]) -> ctypes.CDLL:
     """That which is kept, where it can be loaded; else it is compiled, kept if that is possible, and loaded."""
     kept = _kept_file(compiler)
-    if kept is not None and _is_own(kept, stat.S_ISREG):
+    if kept is not None and _is_own(kept, stat.S_ISREG) and _is_whole(kept):
         try:
             return _loaded(kept)
-        except _FailedError as failed:  # damaged, or in a folder whose programs may not run
+        except _FailedError as failed:  # in a folder whose programs may not run
             log.info("kept CPU kernels: %s", failed)
     try:
         with tempfile.TemporaryDirectory(prefix="minisgl-") as temporary:
@@ -185,12 +186,23 @@ def _is_own(path: Path, is_kind: Callable[[int], bool]) -> bool:
     return is_kind(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o022
 
 
+def _is_whole(kept: Path) -> bool:
+    """Whether the file ends with the digest of the rest: loading half a library ends the process with SIGBUS."""
+    try:
+        content = kept.read_bytes()
+    except OSError:
+        return False
+    return content[-_DIGEST_BYTES:] == hashlib.sha256(content[:-_DIGEST_BYTES]).digest()
+
+
 def _keep(built: Path, kept: Path) -> bool:
-    """Puts a copy there in one step: two starts at once bring the same. False where it cannot be written."""
+    """Puts a copy there in one step, with its digest: two starts at once bring the same. False where it cannot be
+    written."""
+    content = built.read_bytes()
     try:
         with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as copy:
             try:
-                copy.write(built.read_bytes())
+                copy.write(content + hashlib.sha256(content).digest())
                 copy.flush()
                 os.fsync(copy.fileno())  # else a machine that goes down may leave the name and nothing in it
                 os.replace(copy.name, kept)
