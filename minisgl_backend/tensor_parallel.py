@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
     from minisgl_backend.kernels.peer_sums import PeerSums
@@ -67,8 +67,10 @@ class TensorParallel:
 
         `listener`: rank 0's socket, where it listens there already; it is taken over. `address`: of this machine, at
         which gloo's other ranks reach this one; "": what its name resolves to, or GLOO_SOCKET_IFNAME. `shared`:
-        settings by name, which must be rank 0's. Raises ConfigError where they are not, or the other ranks do not come
-        in time.
+        settings by name, which must be rank 0's.
+
+        Raises ConfigError for settings or arguments that are wrong, EngineDeadError where the other ranks do not come
+        in time or are lost meanwhile: the same may succeed later.
         """
         if not 0 <= rank < size:
             raise ConfigError(f"tensor-parallel rank is {rank}; allowed: 0 to {size - 1}")
@@ -90,7 +92,8 @@ class TensorParallel:
             tp = cls(rank, size, group, device)
             tp.minimum(0)  # opens the connections now and not inside the first step
         except (RuntimeError, ValueError) as error:
-            raise ConfigError(f"rank {rank} of {size} could not join the others at {host}:{port}: {error}") from error
+            kind = EngineDeadError if isinstance(error, RuntimeError) else ConfigError
+            raise kind(f"rank {rank} of {size} could not join the others at {host}:{port}: {error}") from error
         return tp
 
     def note_waits(self, waiting: Callable[[], AbstractContextManager[None]]) -> None:

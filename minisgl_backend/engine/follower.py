@@ -17,7 +17,7 @@ import torch
 
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.followers import HOST, LENGTH
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.host.liveness import Heartbeat, Sign
 from minisgl_backend.host.resources import threads_of_rank
 from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
@@ -62,8 +62,11 @@ def main(arguments: list[str] | None = None) -> int:
     except ConfigError as error:
         log.error("%s", error)
         return 2
-    except Exception:
-        log.exception("rank %d failed", options.rank)
+    except Exception as error:
+        if isinstance(error, EngineDeadError):  # of another rank
+            log.error("%s", error)
+        else:
+            log.exception("rank %d failed", options.rank)
         sys.stderr.flush()
         os._exit(1)  # other threads may wait in a collective for ever
     return 0

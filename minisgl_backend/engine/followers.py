@@ -108,7 +108,8 @@ class Followers:
 
         `heartbeat` learns when they wait for other ranks.
 
-        Raises ConfigError where one ended instead.
+        Raises ConfigError where one of this node ended instead, EngineDeadError where one of another node is lost, and
+        both as `TensorParallel.connect`.
         """
         outcome: queue.SimpleQueue[TensorParallel | Exception] = queue.SimpleQueue()
         # Nothing can interrupt the rendezvous: it has a thread of its own, which is left behind where it is in vain.

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from minisgl_backend import tensor_parallel
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.tensor_parallel import TensorParallel
 from tests.parity.checkpoints import save_checkpoint
@@ -62,13 +62,14 @@ def test_collectives() -> None:
 
 
 def test_ranks_with_other_settings_do_not_meet() -> None:
+    """The one whose settings differ says so; to the others it is lost."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
         def rank_main(rank: int) -> str:
             ours = listener if rank == 0 else None
             shared = {"device": "cpu", "page_size": "16" if rank == 0 else "1"}
-            with pytest.raises(ConfigError) as refused:
+            with pytest.raises(EngineDeadError if rank == 0 else ConfigError) as refused:
                 TensorParallel.connect(
                     rank, 2, "127.0.0.1", port, CPU, listener=ours, address="127.0.0.1", shared=shared, timeout_s=2
                 )
@@ -78,6 +79,27 @@ def test_ranks_with_other_settings_do_not_meet() -> None:
             said = list(pool.map(rank_main, range(2)))
     assert said[0].startswith("rank 0 of 2 could not join")
     assert said[1] == "page_size is 1 on rank 1; allowed: 16, as on rank 0"
+
+
+def test_ranks_that_are_lost_as_they_meet_are_a_death() -> None:
+    """Another one's store ends in the middle: nothing is wrong with this one's options."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def lose() -> None:
+            while True:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connection.recv(1)
+                connection.close()
+
+        thread = threading.Thread(target=lose, daemon=True)
+        thread.start()
+        with pytest.raises(EngineDeadError, match="rank 1 of 2 could not join the others"):
+            TensorParallel.connect(1, 2, "127.0.0.1", listener.getsockname()[1], CPU, timeout_s=2)
+        listener.shutdown(socket.SHUT_RDWR)
+    thread.join(10)
 
 
 def test_one_rank_needs_no_group() -> None:
