@@ -38,7 +38,8 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
     if "TORCHELASTIC_RUN_ID" in environ:
         _check_one_each("torchrun", "--nproc-per-node", environ.get("LOCAL_WORLD_SIZE", "1"))
         # torchrun itself listens at MASTER_PORT.
-        address = f"{environ.get('MASTER_ADDR', '')}:{int(environ.get('MASTER_PORT', PORT - 1)) + 1}"
+        port = _number("torchrun", "MASTER_PORT", environ.get("MASTER_PORT", str(PORT - 1)))
+        address = f"{environ.get('MASTER_ADDR', '')}:{port + 1}"
         return _place("torchrun", environ, "GROUP_WORLD_SIZE", "GROUP_RANK", address)
     if "SLURM_STEP_NODELIST" in environ:
         nodes, tasks = environ.get("SLURM_STEP_NUM_NODES", "1"), environ.get("SLURM_STEP_NUM_TASKS", "1")
@@ -50,11 +51,14 @@ def read_place(environ: Mapping[str, str]) -> Place | None:
 
 
 def _place(launcher: str, environ: Mapping[str, str], nodes: str, node_rank: str, address: str) -> Place:
-    values = {name: environ.get(name, "") for name in (nodes, node_rank)}
-    for name, text in values.items():
-        if not text.isdecimal():
-            raise ConfigError(f"{name} is {text!r}; {launcher} sets it to a number")
-    return Place(launcher, int(values[nodes]), int(values[node_rank]), address)
+    count, rank = (_number(launcher, name, environ.get(name, "")) for name in (nodes, node_rank))
+    return Place(launcher, count, rank, address)
+
+
+def _number(launcher: str, name: str, text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}; {launcher} sets it to a number")
+    return int(text)
 
 
 def _check_one_each(launcher: str, option: str, given: str) -> None:
@@ -94,7 +98,7 @@ def fill_in(values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, 
 
 def read_secret(environ: Mapping[str, str]) -> bytes:
     """What all nodes know and nobody else. Raises ConfigError where there is none; never says what it is."""
-    name, text = SECRET, environ.get(SECRET, "")
+    name, text = SECRET, environ.get(SECRET, "").strip()
     if not text and (file := environ.get(SECRET_FILE)):
         name = SECRET_FILE
         try:
@@ -107,4 +111,7 @@ def read_secret(environ: Mapping[str, str]) -> bytes:
             f"{name} {given}; allowed with several nodes: {LEAST_SECRET} characters or more, the same on all of them "
             "(openssl rand -hex 32)"
         )
-    return text.encode()
+    try:
+        return text.encode()
+    except UnicodeError:  # the system hands on bytes that are no text
+        raise ConfigError(f"{name} is no UTF-8; allowed with several nodes: text, the same on all of them") from None

@@ -39,17 +39,25 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """By name of a file, what tells it from others: of large ones the size and some bytes.
-    Two folders of one model have the same."""
+    Two folders of one model have the same. Raises ConfigError where one cannot be read."""
     prints = {}
     for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
-        size = path.stat().st_size
-        digest = hashlib.sha256(str(size).encode())
-        with path.open("rb") as file:
-            for part in range(_PARTS):
-                file.seek(max(0, (size - _PART_BYTES) * part // (_PARTS - 1)))
-                digest.update(file.read(_PART_BYTES))
-        prints[path.name] = digest.hexdigest()[:32]
+        try:
+            prints[path.name] = _fingerprint_of(path)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            raise ConfigError(f"model is {str(folder)!r}, whose {path.name} cannot be read: {reason}") from None
     return prints
+
+
+def _fingerprint_of(path: Path) -> str:
+    size = path.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with path.open("rb") as file:
+        for part in range(_PARTS):
+            file.seek(max(0, (size - _PART_BYTES) * part // (_PARTS - 1)))
+            digest.update(file.read(_PART_BYTES))
+    return digest.hexdigest()[:32]
 
 
 def _demo_dir() -> Path:

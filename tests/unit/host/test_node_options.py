@@ -68,6 +68,7 @@ def test_a_launcher_does_not_make_one_server_a_node(environ: dict[str, str]) -> 
         ({**TORCHRUN, "GROUP_WORLD_SIZE": "3"}, "nodes is 2; allowed under torchrun, which has 3: 3"),
         ({**TORCHRUN, "LOCAL_WORLD_SIZE": "8"}, "torchrun's --nproc-per-node is 8; allowed: 1"),
         ({**SLURM, "SLURM_STEP_NUM_TASKS": "16"}, "srun's --ntasks is 16; allowed with 2 nodes: 2"),
+        ({**TORCHRUN, "MASTER_PORT": "auto"}, "MASTER_PORT is 'auto'; torchrun sets it to a number"),
         ({**LWS, "LWS_WORKER_INDEX": ""}, "LWS_WORKER_INDEX is ''; LeaderWorkerSet sets it to a number"),
         ({}, "--node-rank is unset; allowed with nodes 2: 0 on the machine that serves"),
     ],
@@ -82,9 +83,12 @@ def test_the_secret_comes_from_the_environment_or_a_file(tmp_path: Path) -> None
     file = tmp_path / "secret"
     file.write_text("f" * 20 + "\n", encoding="utf-8")
     assert read_secret({SECRET: "s" * 16}) == b"s" * 16
+    assert read_secret({SECRET: "s" * 16 + "\n"}) == b"s" * 16
     assert read_secret({SECRET_FILE: str(file)}) == b"f" * 20
     with pytest.raises(ConfigError, match="is unset, and so is"):
         read_secret({})
+    with pytest.raises(ConfigError, match=f"{SECRET} is no UTF-8"):
+        read_secret({SECRET: 16 * b"\xff".decode(errors="surrogateescape")})
     with pytest.raises(ConfigError, match=r"cannot be read"):
         read_secret({SECRET_FILE: str(tmp_path / "none")})
     with pytest.raises(ConfigError) as refused:

@@ -91,3 +91,6 @@ def test_a_fingerprint_is_that_of_a_model_wherever_it_is(tmp_path: Path) -> None
     assert fingerprint(here)["a.safetensors"] != fingerprint(there)["a.safetensors"]
     (there / "config.json").write_text("{ }")
     assert fingerprint(here)["config.json"] != fingerprint(there)["config.json"]
+    (there / "b.safetensors").symlink_to(tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"b\.safetensors cannot be read: No such file"):
+        fingerprint(there)
