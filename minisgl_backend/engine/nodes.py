@@ -30,11 +30,13 @@ from minisgl_backend.ipc.node_link import (
     Link,
     Refused,
     Request,
+    accept_until,
     greet_as_listener,
     has_ended,
     own_address,
     read_message,
     send_message,
+    shut,
     tie,
     watch_closely,
 )
@@ -47,6 +49,8 @@ MOST_GREETED = 32  # connections that have not said yet what they want
 RESOLVE_S = 60.0
 LINKS_S = 60.0  # from the last node's coming to its connections
 SAY_S = 30.0
+WARN_S = 60.0  # between two warnings of one host
+MOST_WARNED = 64  # hosts within that time; of further ones nothing is said
 
 
 class Nodes:
@@ -68,6 +72,8 @@ class Nodes:
         self._nodes: dict[int, socket.socket] = {}  # by node_rank; a node lives as long as its connection
         self._links: dict[int, socket.socket] = {}  # by rank
         self._greeted = threading.BoundedSemaphore(MOST_GREETED)
+        self._warned: dict[str, float] = {}  # by host: when
+        self._closed = threading.Event()
         self._ping = NOT_READY
         self._pinged = 0.0
         host, port = own_address(config.rendezvous, RESOLVE_S)
@@ -158,36 +164,46 @@ class Nodes:
 
     def close(self) -> None:
         """Leaves the other nodes, which end their ranks and wait for the next group."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
-        self._listener.close()
-        for connection in (*self._nodes.values(), *self._links.values()):
-            connection.close()
+        self._closed.set()
+        # Whoever sends to a machine that is gone would wait for many minutes.
+        for connection in (self._listener, *self._nodes.values(), *self._links.values()):
+            shut(connection)
 
     def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:  # closed
-                return
+        for connection, address in accept_until(self._listener, self._closed):
             if not self._greeted.acquire(blocking=False):
-                connection.close()
+                connection.close()  # a node asks again
                 continue
-            threading.Thread(target=self._greet, args=(connection, address[0]), name="greet", daemon=True).start()
+            thread = threading.Thread(target=self._greet, args=(connection, address[0]), name="greet", daemon=True)
+            try:
+                thread.start()
+            except RuntimeError as error:
+                log.warning("a connection of %s could not be taken: %s", address[0], error)
+                self._greeted.release()
+                connection.close()
 
     def _greet(self, connection: socket.socket, host: str) -> None:
         kept = False
         try:
             if greet_as_listener(connection, self._secret):
                 kept = self._obey(read_message(connection, Request), connection, host)
-            else:
+            elif self._warns_of(host):
                 log.warning("%s connected to the rendezvous without knowing the secret", host)
-        except OSError as error:
+        except (OSError, RuntimeError) as error:
             log.debug("a connection of %s came to nothing: %s", host, error)
         finally:
             self._greeted.release()
             if not kept:
                 connection.close()
+
+    def _warns_of(self, host: str) -> bool:
+        now = time.monotonic()
+        with self._changed:
+            self._warned = {one: at for one, at in self._warned.items() if now - at < WARN_S}
+            if host in self._warned or len(self._warned) >= MOST_WARNED:
+                return False
+            self._warned[host] = now
+            return True
 
     def _obey(self, request: Request, connection: socket.socket, host: str) -> bool:
         """Whether the connection stays open."""

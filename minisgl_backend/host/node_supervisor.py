@@ -39,19 +39,25 @@ from minisgl_backend.ipc.node_link import (
     Reply,
     Request,
     Store,
+    accept_until,
     connect,
+    has_ended,
     read_message,
     send_message,
+    shut,
     tie,
 )
 from minisgl_backend.models.folder import find_model_dir, fingerprint
 
 LOOK_S = 0.1
 RETRY_S = 0.5
+ASK_AGAIN_S = 5.0  # for how long, within a group: node 0 listens to so many at once only
 SAY_AFTER_S = 2.0
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.1, 10.0
 STABLE_AFTER_S = 10.0  # a group that served this long starts the back-off anew
+ORDERLY_END = 0  # a rank's exit status: node 0 has ended its connection
 WRONG_OPTIONS = 2  # a rank's exit status, and this program's
+NODE_0_ENDED = "node 0 has ended the group or is lost; meeting again"
 HOST = "127.0.0.1"
 
 
@@ -93,13 +99,18 @@ class Node:
 class NodeSupervisor:
     """Runs on the main thread, which its ranks are tied to."""
 
-    def __init__(self, node: Node, say: Callable[[str], None], start_timeout_s: float = 0.0) -> None:
-        """`say` gets a line for a person now and then. `start_timeout_s`: for the first group to meet; 0: no limit."""
+    def __init__(
+        self, node: Node, say: Callable[[str], None], start_timeout_s: float = 0.0, exit_timeout_s: float = 0.0
+    ) -> None:
+        """`say` gets a line for a person now and then. `start_timeout_s`: for the first group to meet; 0: no limit.
+        `exit_timeout_s`: which node 0 has, after `stop`, to end the group. Raises ConfigError."""
         self._node = node
         self._files = fingerprint(node.model_dir)
         self._say = say
         self._start_timeout_s = start_timeout_s
+        self._exit_timeout_s = exit_timeout_s
         self._stop = threading.Event()
+        self._abandon = threading.Event()
         self._said = ""
         self._not_ready: str | None = "waiting for node 0"
 
@@ -108,7 +119,10 @@ class NodeSupervisor:
         return self._not_ready
 
     def stop(self) -> None:
-        """Ends `run`; may be called from a signal handler."""
+        """Ends `run`; may be called from a signal handler. While the group serves, `run` goes on for as long as node 0
+        takes to end it, which may be finishing its answers; the second call ends that, too."""
+        if self._stop.is_set():
+            self._abandon.set()
         self._stop.set()
 
     def run(self) -> int:
@@ -118,12 +132,13 @@ class NodeSupervisor:
         backoff = FIRST_BACKOFF_S
         while not self._stop.is_set():
             try:
-                group = self._meet()
+                group = self._meet(deadline)
                 if group is None:
                     break
                 deadline, started_at = float("inf"), time.monotonic()
                 with group:
-                    self._say_once(self._watch(group))
+                    over = self._watch(group)
+                    self._say_once("stopped" if self._stop.is_set() else over)
             except ConfigError as error:
                 self._say(f"error: {error}")
                 return WRONG_OPTIONS
@@ -146,8 +161,9 @@ class NodeSupervisor:
             self._said = text
             self._say(text)
 
-    def _meet(self) -> _Group | None:
+    def _meet(self, deadline: float) -> _Group | None:
         """This node's part of the next group, once all nodes have come; None where `stop` came before.
+        `deadline`: by time.monotonic().
 
         Raises ConfigError where this node can never be part of it, OSError or _NotNow where it cannot now.
         """
@@ -165,6 +181,8 @@ class NodeSupervisor:
                 if self._stop.is_set():
                     connection.close()
                     return None
+                if time.monotonic() > deadline:
+                    raise _NotNow("it waits for other nodes")
                 if time.monotonic() - came_at > SAY_AFTER_S:
                     self._say_once(f"node {node.rank} waits with node 0 for the other nodes")
             return _Group(node, connection, _accepted(connection))
@@ -176,16 +194,25 @@ class NodeSupervisor:
         """Why the group is over. Raises ConfigError where a rank refused its options."""
         self._say_once(f"node {self._node.rank} of {self._node.config.nodes} is part of a group")
         self._not_ready = "the group starts"
-        while not self._stop.is_set():
+        ready, stop_by = False, float("inf")
+        while not self._abandon.is_set() and time.monotonic() < stop_by:
+            if self._stop.is_set() and stop_by == float("inf"):
+                if not ready:
+                    break
+                stop_by = time.monotonic() + self._exit_timeout_s
+                self._not_ready = "stopping"
+                self._say_once(f"stopping when node 0 has, within {self._exit_timeout_s:g} s; Ctrl-C again stops now")
             if select.select([group.connection], [], [], LOOK_S)[0]:
                 said = _receive(group.connection)
                 if not said:
-                    return "node 0 has ended the group or is lost; meeting again"
-                if said.endswith(READY):
-                    self._not_ready = None
+                    return NODE_0_ENDED
+                if said.endswith(READY) and not ready:
+                    ready, self._not_ready = True, None
             if (ended := group.ended_rank()) is not None:
                 rank, status = ended
-                if status == WRONG_OPTIONS and self._not_ready is not None:
+                if status == ORDERLY_END:
+                    return NODE_0_ENDED
+                if status == WRONG_OPTIONS and not ready:
                     raise ConfigError(f"rank {rank} cannot be served with these options; its log says why")
                 return f"rank {rank} ended (status {status}); meeting again"
         return "stopped"
@@ -201,10 +228,11 @@ class _Group:
         self._name = accepted.group
         self._store = socket.create_server((HOST, 0))
         self._ranks: dict[int, subprocess.Popen[bytes]] = {}
+        self._ended = threading.Event()
         connection.settimeout(None)
-        threading.Thread(target=self._relay, name="store-relay", daemon=True).start()
         each = node.config.ranks_per_node
         try:
+            threading.Thread(target=self._relay, name="store-relay", daemon=True).start()
             for rank in range(node.rank * each, (node.rank + 1) * each):
                 self._start_rank(rank, accepted)
         except BaseException:
@@ -226,7 +254,8 @@ class _Group:
 
     def end(self) -> None:
         """Ends the ranks, at once: they may wait for others that are gone."""
-        self._store.close()
+        self._ended.set()
+        shut(self._store)
         self.connection.close()
         for process in self._ranks.values():
             process.kill()
@@ -238,8 +267,7 @@ class _Group:
     def _start_rank(self, rank: int, accepted: Accepted) -> None:
         options = {**accepted.options, "model": str(self._node.model_dir)}
         environment = {**accepted.environment, "log_level": self._node.environment.log_level}
-        with self._node.ask(Link(group=self._name, rank=rank)) as link:
-            _accepted(link)
+        with self._ask(Link(group=self._name, rank=rank)) as link:
             link.settimeout(None)
             arguments = ["--rank", str(rank), "--dp-rank", "0", "--link-fd", str(link.fileno())]
             arguments += ["--port", str(self._store.getsockname()[1])]
@@ -249,20 +277,33 @@ class _Group:
             fds = (link.fileno(),)
             self._ranks[rank] = start_child("minisgl_backend.engine.follower", arguments, fds=fds, tied=True)
 
-    def _relay(self) -> None:
-        """The ranks' rendezvous store is one of node 0's loopback address: this leads there."""
+    def _ask(self, request: Link | Store) -> socket.socket:
+        """A connection that node 0 has accepted for this. Raises OSError, _NotNow or ConfigError where it does not."""
+        again_until = time.monotonic() + ASK_AGAIN_S
         while True:
             try:
-                local, _ = self._store.accept()
-            except OSError:  # closed
-                return
+                return self._ask_once(request)
+            except OSError:
+                if time.monotonic() > again_until or self._ended.is_set() or has_ended(self.connection):
+                    raise
+            self._ended.wait(LOOK_S)
+
+    def _ask_once(self, request: Link | Store) -> socket.socket:
+        connection = self._node.ask(request)
+        try:
+            _accepted(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _relay(self) -> None:
+        """The ranks' rendezvous store is one of node 0's loopback address: this leads there."""
+        for local, _ in accept_until(self._store, self._ended):
             try:
-                remote = self._node.ask(Store(group=self._name))
-                _accepted(remote)
-            except (OSError, ConfigError, _NotNow):
+                tie(local, self._ask(Store(group=self._name)))
+            except (OSError, ConfigError, _NotNow, RuntimeError):
                 local.close()  # the rank sees it
-                continue
-            tie(local, remote)
 
 
 def _accepted(connection: socket.socket) -> Accepted:
@@ -286,7 +327,7 @@ def serve_node(arguments: Arguments) -> int:
     config = read_engine_config(arguments.server.repository, arguments.engine_parameters)
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     node = Node(config, Environment.read(), arguments.node_rank, read_secret(os.environ), model_dir)
-    supervisor = NodeSupervisor(node, say, arguments.start_timeout)
+    supervisor = NodeSupervisor(node, say, arguments.start_timeout, arguments.server.exit_timeout)
 
     def handle(number: int, frame: FrameType | None) -> None:
         supervisor.stop()

@@ -11,16 +11,20 @@ import contextlib
 import hashlib
 import hmac
 import ipaddress
+import logging
 import secrets
 import socket
 import struct
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
 from minisgl_backend.errors import ConfigError
+
+log = logging.getLogger(__name__)
 
 GREETING = b"minisgl node 1\n"  # the number is that of this protocol
 NONCE_BYTES = 32
@@ -28,6 +32,7 @@ DIGEST = hashlib.sha256
 DIGEST_BYTES = DIGEST().digest_size
 MOST_BYTES = 1 << 20  # of one message
 GREET_S = 5.0  # for each step of a conversation
+ACCEPT_AGAIN_S = 0.1  # after an error that is not the listener's end
 # A machine that is gone answers nothing. The kernels answer each other, so that a busy process does not count as gone.
 LOST_MS = 1000  # since something was sent, on a connection that is watched closely
 LOST_PROBES = 3  # one a second, on the others while nothing is sent
@@ -98,7 +103,8 @@ def greet_as_listener(connection: socket.socket, secret: bytes) -> bool:
 def connect(address: str, secret: bytes) -> socket.socket:
     """A connection to node 0 at HOST:PORT.
 
-    Raises OSError where nobody listens there, ConfigError where it is somebody with another secret or protocol.
+    Raises OSError where nobody listens there or says anything in time, ConfigError where it is somebody with another
+    secret or protocol.
     """
     connection = socket.create_connection(split_address(address), timeout=GREET_S)
     try:
@@ -113,8 +119,8 @@ def connect(address: str, secret: bytes) -> socket.socket:
 def _greet_listener(connection: socket.socket, address: str, secret: bytes) -> None:
     try:
         greeting = read_exactly(connection, len(GREETING))
-    except TimeoutError:  # others wait for their client to begin
-        greeting = b""
+    except TimeoutError:  # a busy node 0, or another program that waits for its client to begin
+        raise TimeoutError(f"who listens there did not greet within {GREET_S:g} s") from None
     if greeting != GREETING:
         raise ConfigError(f"rendezvous is {address!r}, where something else than node 0 listens, or another version")
     theirs = read_exactly(connection, NONCE_BYTES)
@@ -194,27 +200,59 @@ def has_ended(connection: socket.socket) -> bool:
 
 
 def tie(one: socket.socket, other: socket.socket) -> None:
-    """From now on each hands what it receives to the other, on two threads, until either ends; both are closed then."""
+    """From now on each hands what it receives to the other, on two threads, until either ends; both are closed then.
+
+    Raises RuntimeError where no thread can be started; both are closed then, too.
+    """
     for connection in (one, other):
         connection.settimeout(None)
     ends = [threading.Event(), threading.Event()]
-    for index, (source, target) in enumerate(((one, other), (other, one))):
-        threading.Thread(
-            target=_hand_on, args=(source, target, ends[index], ends[1 - index]), name="relay", daemon=True
-        ).start()
+    try:
+        for index, (source, target) in enumerate(((one, other), (other, one))):
+            threading.Thread(
+                target=_hand_on, args=(source, target, ends[index], ends[1 - index]), name="relay", daemon=True
+            ).start()
+    except RuntimeError:
+        shut(one)
+        shut(other)
+        raise
 
 
 def _hand_on(source: socket.socket, target: socket.socket, ended: threading.Event, others: threading.Event) -> None:
     with contextlib.suppress(OSError):
         while data := source.recv(1 << 16):
             target.sendall(data)
-    for connection in (source, target):  # wakes the other thread
-        with contextlib.suppress(OSError):
-            connection.shutdown(socket.SHUT_RDWR)
+    for connection in (source, target):
+        _wake(connection)
     ended.set()
     if others.is_set():  # the last one; closing twice does no harm
         source.close()
         target.close()
+
+
+def accept_until(listener: socket.socket, ended: threading.Event) -> Iterator[tuple[socket.socket, Any]]:
+    """Each connection and its address, until `ended` is set and the listener ends (`shut`). Other errors, such as too
+    many open files, pass."""
+    while not ended.is_set():
+        try:
+            accepted = listener.accept()
+        except OSError as error:
+            if not ended.is_set():
+                log.warning("a connection could not be taken: %s", error)
+                ended.wait(ACCEPT_AGAIN_S)
+            continue
+        yield accepted
+
+
+def shut(connection: socket.socket) -> None:
+    """Closes it, also a listener. A thread that waits in it goes on, with an error: `close` alone wakes none."""
+    _wake(connection)
+    connection.close()
+
+
+def _wake(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def own_address(rendezvous: str, patience_s: float) -> tuple[str, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import socket
 import threading
 import time
@@ -209,6 +210,54 @@ def test_who_does_not_know_the_secret_learns_and_changes_nothing(meeting: Meetin
         with pytest.raises(ConfigError):
             connect(meeting.address, b"another secret of nodes")
     meeting.meet()
+
+
+def test_a_wrong_secret_is_told_once_a_minute(meeting: Meeting, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        for _ in range(3):
+            with pytest.raises(ConfigError):
+                connect(meeting.address, b"another secret of nodes")
+    assert len([one for one in caplog.records if "without knowing the secret" in one.message]) == 1
+    many = [f"10.0.0.{number}" for number in range(2 * nodes_module.MOST_WARNED)]
+    assert sum(map(meeting.nodes._warns_of, many)) == nodes_module.MOST_WARNED - 1
+    now = time.monotonic()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(nodes_module.time, "monotonic", lambda: now + nodes_module.WARN_S + 1)
+        assert meeting.nodes._warns_of("127.0.0.1")
+
+
+def test_a_thread_that_cannot_start_costs_one_connection(meeting: Meeting, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, failures = threading.Thread.start, [True] * 2 * nodes_module.MOST_GREETED
+
+    def fail_at_first(thread: threading.Thread) -> None:
+        if failures and thread.name == "greet":
+            failures.pop()
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", fail_at_first)
+    while failures:
+        with pytest.raises(ConnectionError):
+            connect(meeting.address, SECRET)
+    meeting.meet()
+
+
+def test_whoever_sends_to_a_node_that_is_gone_hears_of_the_end(meeting: Meeting) -> None:
+    _, accepted = meeting.meet()
+    for rank in (2, 3):
+        meeting.ask(Link(group=accepted.group, rank=rank))
+    link, failed = meeting.nodes.links()[0], threading.Event()
+
+    def send() -> None:
+        try:
+            link.sendall(bytes(1 << 26))  # more than the kernels keep
+        except OSError:
+            failed.set()
+
+    threading.Thread(target=send, daemon=True).start()
+    assert not failed.wait(0.5)
+    meeting.nodes.close()
+    assert failed.wait(10)
 
 
 def test_an_address_that_is_not_this_machines() -> None:

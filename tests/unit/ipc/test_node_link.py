@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import socket
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 import pytest
 
@@ -21,12 +24,14 @@ from minisgl_backend.ipc.node_link import (
     Refused,
     Reply,
     Request,
+    accept_until,
     connect,
     greet_as_listener,
     has_ended,
     own_address,
     read_message,
     send_message,
+    shut,
     split_address,
     tie,
     watch_closely,
@@ -87,13 +92,17 @@ def test_a_listener_that_only_claims_to_know_the_secret_is_refused() -> None:
         connect(address, SECRET)
 
 
-def test_something_else_that_listens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_link, "GREET_S", 0.2)
+def test_something_else_that_listens_is_refused() -> None:
     says_something = listening(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH_9.6\r\n"))
+    with says_something as address, pytest.raises(ConfigError, match="something else than node 0"):
+        connect(address, SECRET)
+
+
+def test_a_listener_that_does_not_greet_in_time_may_do_so_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_link, "GREET_S", 0.2)
     waits_for_its_client = listening(lambda connection: connection.recv(1))
-    for one in (says_something, waits_for_its_client):
-        with one as address, pytest.raises(ConfigError, match="something else than node 0"):
-            connect(address, SECRET)
+    with waits_for_its_client as address, pytest.raises(TimeoutError, match="did not greet"):
+        connect(address, SECRET)
 
 
 def test_who_says_nothing_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,6 +153,58 @@ def test_tied_connections_are_one() -> None:
         assert left.recv(10) == b"back"
         left.close()
         assert right.recv(10) == b""
+
+
+def test_connections_are_closed_where_no_thread_can_tie_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    start, started = threading.Thread.start, []
+
+    def start_one(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_one)
+    (left, left_relay), (right_relay, right) = socket.socketpair(), socket.socketpair()
+    left.settimeout(10)
+    right.settimeout(10)
+    with left, right:
+        with pytest.raises(RuntimeError):
+            tie(left_relay, right_relay)
+        assert left.recv(10) == right.recv(10) == b""
+    started[0].join(10)
+    assert not started[0].is_alive()
+    assert left_relay.fileno() == right_relay.fileno() == -1
+
+
+def test_a_listener_outlives_errors_and_ends_at_once() -> None:
+    class Listener(socket.socket):
+        fails = True
+
+        def accept(self) -> tuple[socket.socket, Any]:
+            if self.fails:
+                self.fails = False
+                raise OSError(errno.EMFILE, "Too many open files")
+            return super().accept()
+
+    def accept() -> None:
+        for connection, _ in accept_until(listener, ended):
+            connection.close()
+
+    ended = threading.Event()
+    listener = Listener()
+    listener.bind(("127.0.0.1", 0))
+    listener.listen()
+    thread = threading.Thread(target=accept, daemon=True)
+    thread.start()
+    for _ in range(2):
+        with socket.create_connection(listener.getsockname(), timeout=10) as connection:
+            assert connection.recv(1) == b""
+    time.sleep(0.1)  # it waits for the next one
+    ended.set()
+    shut(listener)
+    thread.join(10)
+    assert not thread.is_alive()
 
 
 def test_addresses() -> None:
