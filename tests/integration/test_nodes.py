@@ -178,7 +178,7 @@ def test_a_node_with_other_options_is_refused(make_node: Callable[..., Node]) ->
         node = make_node(config)
         assert node.process.wait(60) == 2
         said = node.log.read_text(encoding="utf-8").splitlines()[-1]
-        assert said == "[serve] error: num_pages is 128; allowed: unset, as on node 0"
+        assert said == "[serve] error: dtype is 'float32'; allowed: 'auto', as on node 0"
         assert leader.poll() is None
     finally:
         leader.kill()
