@@ -441,9 +441,13 @@ def test_the_page_in_a_browser(endpoint: Endpoint, tmp_path: Path) -> None:
         assert not os.environ.get("CI"), "continuous integration has a browser; see .ci/run"
         pytest.skip("no Chromium to look at the page with")
     command = [browser, "--headless=new", "--no-sandbox", "--disable-gpu", "--no-proxy-server"]
-    # Its clock stands still while it waits for an answer.
-    command += [f"--user-data-dir={tmp_path}", "--virtual-time-budget=20000", "--dump-dom"]
-    done = subprocess.run([*command, f"{endpoint.url}/?q=What+is+17+%2B+25%3F"], capture_output=True, text=True)
+    command += ["--virtual-time-budget=20000", "--dump-dom", f"{endpoint.url}/?q=What+is+17+%2B+25%3F"]
+    for look in range(3):
+        # Its clock stands still until an answer begins: of one that comes slowly it may miss the end, if all is busy.
+        profile = f"--user-data-dir={tmp_path / str(look)}"
+        done = subprocess.run([*command, profile], capture_output=True, text=True)
+        if "42.</span>" in done.stdout:
+            break
     assert "<span>What is 17 + 25?</span>" in done.stdout
     assert "<span>17 + 25 = 42.</span>" in done.stdout
     assert ">ready<" in done.stdout
