@@ -5,8 +5,9 @@ That takes away what its early launch gains (`pdl`, see small_linear.py), so all
 shared memory. By the chain of benchmarks.kernels, a step of Qwen3-0.6B on an H200 takes 706 instead of 736 us at batch
 1, and 3,046 instead of 3,063 at 64.
 
-It is for models of small layers, whose time goes into starts and ends of kernels. Large products of one row read
-through the cache, which then is small: Qwen3-32B's step at batch 1 took 17.5 ms, more than that at batch 8.
+It is for models of small layers, whose time goes into starts and ends of kernels. With it, a step of Qwen3-32B took
+17.5 ms at batch 1, more than at batch 8. Large products of one row read through the cache, which then is small; that
+this is the cause was not measured.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class ParallelLMHead(WeightedLayer):
         if missing := self._rows_per_rank * tp.size - self._vocab_size:
             logits = F.pad(logits, (0, self._rows_per_rank - logits.shape[1]))
         gathered = tp.all_gather(logits)  # [size, num_tokens, rows_per_rank]
-        # A third of the time that a transposed copy takes.
+        # One vectorised copy; that of a transposed tensor is not.
         whole = torch.cat(gathered.unbind(), dim=1)
         return whole[:, : self._vocab_size] if missing else whole
 
