@@ -23,7 +23,6 @@ from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
 from minisgl_backend.host.liveness import Heartbeat
-from minisgl_backend.host.resources import threads_of_rank
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -140,8 +139,6 @@ def _model_runner(
 ) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
     if config.tp == 1:
         runtime, description = _resolve(config, environment, dp_rank, model_dir, model)
-        if config.dp > 1:
-            _share_cores(runtime)
         _announce_compiling(runtime, heartbeat)
         runner = _build_runner(runtime, model)
         heartbeat.ready(on_cpu=runtime.device == "cpu")
@@ -150,7 +147,6 @@ def _model_runner(
     followers = Followers.start(config, environment, model_dir, dp_rank)
     try:
         runtime, description = _resolve(config, environment, dp_rank, model_dir, model)
-        _share_cores(runtime)
         tp = followers.connect(runtime, _device(runtime), heartbeat)
         followers.watch(on_hang_or_death, heartbeat)
         _announce_compiling(runtime, heartbeat)
@@ -185,14 +181,6 @@ def _resolve(
     )
 
 
-def _share_cores(runtime: RuntimeConfig) -> None:
-    import torch
-
-    threads = threads_of_rank(runtime.config.ranks_per_node * runtime.config.dp, os.environ)
-    if runtime.device == "cpu" and threads is not None:
-        torch.set_num_threads(threads)
-
-
 def _device(runtime: RuntimeConfig) -> torch.device:
     """Rank 0's."""
     from minisgl_backend.tensor_parallel import device_of_rank
@@ -207,9 +195,12 @@ def _announce_compiling(runtime: RuntimeConfig, heartbeat: Heartbeat) -> None:
 
 
 def _build_runner(runtime: RuntimeConfig, model: ModelConfig, tp: TensorParallel | None = None) -> ModelRunner:
+    from minisgl_backend.engine.cpu_threads import share_cores
     from minisgl_backend.runner.build import build_runner
 
-    return build_runner(runtime, model, tp, start_progress())
+    runner = build_runner(runtime, model, tp, start_progress())
+    share_cores(runtime, runner)
+    return runner
 
 
 def _trial_plan(config: EngineConfig) -> StepPlan:

@@ -13,13 +13,12 @@ import socket
 import sys
 
 import msgspec
-import torch
 
 from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.engine.cpu_threads import share_cores
 from minisgl_backend.engine.followers import HOST, LENGTH
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.host.liveness import Heartbeat, Sign
-from minisgl_backend.host.resources import threads_of_rank
 from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
 from minisgl_backend.ipc.plan_codec import unpack_step
 from minisgl_backend.models.config import ModelConfig
@@ -83,9 +82,6 @@ def _build(
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = ModelConfig.load(model_dir)
     runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment, dp_rank=options.dp_rank)
-    threads = threads_of_rank(config.ranks_per_node * config.dp, os.environ)
-    if runtime.device == "cpu" and threads is not None:
-        torch.set_num_threads(threads)
     device = device_of_rank(runtime.device, runtime.device_index(options.rank))
     tp = TensorParallel.connect(
         options.rank, config.tp, HOST, options.port, device, address=options.address, shared=runtime.shared()
@@ -93,6 +89,7 @@ def _build(
     tp.note_waits(heartbeat.waiting)
     announce_compiling(runtime.device, heartbeat.compiling, heartbeat.compiled)
     runner = build_runner(runtime, model, tp)
+    share_cores(runtime, runner)
     measure_prefill_budget(runner, runtime, tp)  # its steps are those of all ranks
     heartbeat.ready(on_cpu=runtime.device == "cpu")
     return runner

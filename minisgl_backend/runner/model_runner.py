@@ -7,7 +7,7 @@ tokens are everyone's.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -39,6 +39,8 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def prepare(self, batch_sizes: Sequence[int]) -> None: ...
+
+    def parameters(self) -> Iterable[torch.Tensor]: ...
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,11 @@ class ModelRunner:
     def num_pages(self) -> int:
         """Pages that a scheduler may hand out: ids 1 to num_pages."""
         return self._pool.num_pages
+
+    @property
+    def weight_bytes(self) -> int:
+        """Of this rank's part of the model."""
+        return sum(parameter.nbytes for parameter in self._model.parameters())
 
     @torch.inference_mode()
     def use_graphs(self, graphs: GraphRunner) -> None:

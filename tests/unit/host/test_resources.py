@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.host.resources import (
+    ONE_CORE_WEIGHT_BYTES,
     SERVER_STACK_BYTES,
     SPINS,
     USUAL_STACK_BYTES,
@@ -37,10 +38,12 @@ def test_openmp_waits_passively_unless_the_user_says_otherwise() -> None:
 
 def test_ranks_share_the_cores_that_a_quota_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("minisgl_backend.host.resources.usable_cores", lambda: 8)
-    assert [threads_of_rank(ranks, {}) for ranks in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
-    assert threads_of_rank(2, torch_defaults({})) == 4, "the default is nobody's wish"
+    large = ONE_CORE_WEIGHT_BYTES + 1
+    assert [threads_of_rank(ranks, large, {}) for ranks in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
+    assert threads_of_rank(2, large, torch_defaults({})) == 4, "the default is nobody's wish"
+    assert [threads_of_rank(ranks, ONE_CORE_WEIGHT_BYTES, {}) for ranks in (1, 2, 16)] == [1, 1, 1]
     for wish in ("1", "3", "16", "4,2"):
-        assert threads_of_rank(2, {"OMP_NUM_THREADS": wish}) is None
+        assert threads_of_rank(2, 1, {"OMP_NUM_THREADS": wish}) is None
 
 
 def child_says(code: str, **environment: str) -> str:
