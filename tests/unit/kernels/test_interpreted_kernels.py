@@ -84,6 +84,33 @@ def test_decode_attention(page_size, window, shape):
     assert int(workspace.counters.abs().sum()) == 0
 
 
+@pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 40), (64, 0)])
+@pytest.mark.parametrize("shape", sorted({decode_shape(batch, 2) for batch in (1, 8, 64, 128, 1024)}, key=str), ids=str)
+def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
+    """What is no number stands in every place but those that a sequence may see, the rest of its last page included."""
+    heads, kv_heads, dim = 4, 2, 64
+    case = PagedCase([1, 31, 140], page_size, heads, kv_heads, dim, window)
+    k, v = torch.full_like(case.k, torch.nan), torch.full_like(case.v, torch.nan)
+    for row, length in zip(case.rows.tolist(), case.kv_lens.tolist(), strict=True):
+        seen = torch.arange(max(0, length - window) if window else 0, length)
+        page, place = case.table[row][seen // page_size].long(), seen % page_size
+        k[page, :, place], v[page, :, place] = case.k[page, :, place], case.v[page, :, place]
+    workspace = DecodeWorkspace(3, heads, kv_heads, dim, CPU)
+    q = torch.randn(3, heads, dim)
+    qkv, cos_sin = torch.randn(3, (heads + 2 * kv_heads) * dim), torch.randn(141, dim)
+
+    def attended(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rest = (case.rows, case.kv_lens, case.table, workspace, shape, 0.125)
+        k, v = k.clone(), v.clone()
+        return (
+            decode_attention(q, k, v, *rest, window=window),
+            rotating_decode_attention(qkv, None, None, cos_sin, k, v, *rest, 1e-6, window=window),
+        )
+
+    for found, expected in zip(attended(k, v), attended(case.k, case.v), strict=True):
+        assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize(
     ("page_size", "normed", "window"),
     [(1, True, 0), (16, False, 0), (64, True, 0), (1, True, 40), (16, False, 1), (64, True, 2), (64, True, 100)],
