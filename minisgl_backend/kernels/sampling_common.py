@@ -1,0 +1,141 @@
+"""What the sampling kernels of several stages need: the order of tokens, their weights, and how programs of a row meet.
+
+The stages in their order: see sampling.py. Names with an underscore are those of all `sampling_*` modules together.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels import sampling_layout as layout
+
+_FEW = tl.constexpr(128)  # candidates that are sorted
+
+_TEMPERATURE = tl.constexpr(layout.TEMPERATURE)
+_TOP_K = tl.constexpr(layout.TOP_K)
+_TOP_P = tl.constexpr(layout.TOP_P)
+_MIN_P = tl.constexpr(layout.MIN_P)
+_FLAGS = tl.constexpr(layout.FLAGS)
+_USES_MIN_P = tl.constexpr(layout.USES_MIN_P)
+_RANKED = tl.constexpr(layout.RANKED)
+_PENALTIES = tl.constexpr(layout.PENALTIES)
+_EDITS = tl.constexpr(layout.EDITS)
+_FILTERS = tl.constexpr(layout.FILTERS)
+_SMALL_TOP_K = tl.constexpr(layout.SMALL_TOP_K)
+_MOST_ANSWERED = tl.constexpr(layout.MOST_ANSWERED)
+
+# Columns of the workspace's state, one line for each row of a step.
+_MAX, _LOW, _HIGH, _NUM_FLOATS = (tl.constexpr(column) for column in range(4))
+_TOTAL, _BORDER, _DONE, _NUM_LONGS = (tl.constexpr(column) for column in range(4))
+
+_UNIT = tl.constexpr(float(1 << 40))  # of probabilities relative to the largest
+_LOWEST = tl.constexpr(-(1 << 62))  # below every key
+
+
+@triton.jit
+def _wait(PDL: tl.constexpr):
+    """Every kernel here reads what the one before it wrote, so that only its start overlaps with that one's end."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+
+
+@triton.jit
+def _arrive(counters_ptr, line, SLICES: tl.constexpr):
+    """True for the program of a row that comes last; it sees what the others have stored."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counters_ptr + line, 1, sem="acq_rel") == SLICES - 1
+    if last:
+        tl.store(counters_ptr + line, 0)
+    return last
+
+
+@triton.jit
+def _load_logits(logits_line, edited_line, is_edited, token, VOCAB: tl.constexpr):
+    ok = token < VOCAB
+    if is_edited:
+        x = tl.load(edited_line + token, mask=ok, other=-float("inf"))
+    else:
+        x = tl.load(logits_line + token, mask=ok, other=-float("inf")).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _order(x):
+    """float32 as int32 of the same order; both zeros are one."""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = tl.where((bits & 0x7FFFFFFF) == 0, 0, bits)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _key(x, token, ID_BITS: tl.constexpr):
+    """int64 that orders tokens: by logit, of equal logits the lower token id is the greater."""
+    return (_order(x).to(tl.int64) << ID_BITS) | ((1 << ID_BITS) - 1 - token).to(tl.int64)
+
+
+@triton.jit
+def _key_token(key, ID_BITS: tl.constexpr):
+    return ((1 << ID_BITS) - 1 - (key & ((1 << ID_BITS) - 1))).to(tl.int32)
+
+
+@triton.jit
+def _key_logit(key, ID_BITS: tl.constexpr):
+    order = (key >> ID_BITS).to(tl.int32)
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _lowest_z(row_params, flags, largest, inverse):
+    """Below it min-p drops tokens."""
+    lowest = -float("inf")
+    if (flags & _USES_MIN_P) != 0:
+        lowest = largest * inverse + tl.log(tl.load(row_params + _MIN_P).to(tl.float32, bitcast=True))
+    return lowest
+
+
+@triton.jit
+def _weights(x, largest, inverse, lowest_z, counts):
+    """What top-p adds up, int64: probabilities relative to the largest; or 1 for each token where top-k `counts`."""
+    z = x * inverse
+    weights = (tl.exp(z - largest * inverse) * _UNIT).to(tl.int64)
+    weights = tl.where(counts, 1, weights)
+    return tl.where((x > -float("inf")) & (z >= lowest_z), weights, 0)
+
+
+@triton.jit
+def _is_complete(top_k, VOCAB: tl.constexpr, CANDIDATES: tl.constexpr):
+    """sampling_layout.is_complete"""
+    complete = (top_k > 0) & (top_k <= _SMALL_TOP_K)
+    if VOCAB <= CANDIDATES:
+        complete = top_k >= 0
+    return complete
+
+
+@triton.jit
+def _kth_group(groups, k, GROUPS_PADDED: tl.constexpr):
+    """The k-th largest of the groups' maxima, k from 1 on."""
+    ordered = tl.sort(groups, descending=True)
+    chosen = tl.arange(0, GROUPS_PADDED) == k - 1
+    return tl.max(tl.where(chosen, ordered, -float("inf")), 0)
+
+
+@triton.jit
+def _append(keys, wanted, line, keys_ptr, collected_ptr, CANDIDATES: tl.constexpr):
+    """Adds the wanted keys of a slice to the candidates of its row, in any order; counts those that do not fit too."""
+    count = tl.sum(wanted.to(tl.int32), 0)
+    if count > 0:
+        place = tl.atomic_add(collected_ptr + line, count, sem="relaxed") + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        tl.store(keys_ptr + line.to(tl.int64) * CANDIDATES + place, keys, mask=wanted & (place < CANDIDATES))
+
+
+@triton.jit
+def _take_count(collected_ptr):
+    """The number of candidates, which starts at zero again.
+
+    By an atomic operation, whose result every thread of the program gets. A load would be each thread's own, and those
+    that come after the store would find 0.
+    """
+    return tl.atomic_xchg(collected_ptr, 0)
