@@ -37,6 +37,14 @@ def add_local_commands(app: typer.Typer) -> None:
         raise typer.Exit(main(context.args))
 
     @app.command(cls=_HandedOn)
+    def check(context: typer.Context) -> None:
+        """Say what engine options come to for a model on this machine, without loading it."""
+        from minisgl_backend.__main__ import app as engine
+
+        named = ["--model"] if context.args and not context.args[0].startswith("-") else []
+        engine(["check", *named, *context.args], prog_name="minisgl")
+
+    @app.command(cls=_HandedOn)
     def doctor(context: typer.Context) -> None:
         """Say what this machine can run and what is missing. Exit status 0: the demo model could be served."""
         from minisgl_backend.host.doctor import main

@@ -37,6 +37,7 @@ NOTE = "note"  # something is amiss or missing that the demo does not need
 PROBLEM = "problem"  # the demo cannot be served
 
 _SECTIONS = ("machine", "packages", "server", "attention", "ports", "folders", "demo")
+_INSTALLED = ("packages", "server")  # what scripts/setup.sh can mend
 _CPU_TORCH = "https://download.pytorch.org/whl/cpu"
 _PROBE = "minisgl_backend.engine.machine_report"
 _PROBE_SECONDS = 180.0  # a cold disk reads gigabytes of CUDA libraries
@@ -75,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="minisgl doctor",
         description="Say what this machine can run, and what is missing.",
-        epilog="Exit status 0: the demo model could be served. python -m minisgl_backend check --model DIR says what "
+        epilog="Exit status 0: the demo model could be served. minisgl check MODEL says what "
         "options come to for a model.",
         allow_abbrev=False,
     )
@@ -111,10 +112,11 @@ def _lines(findings: Sequence[Finding]) -> Iterator[str]:
         if finding.remedy:
             yield f"          {finding.remedy}"
     problems = sum(finding.state == PROBLEM for finding in findings)
+    lacking = any(finding.state == PROBLEM and finding.section in _INSTALLED for finding in findings)
     yield ""
     if problems:
         setup = model_repository().parent / "scripts" / "setup.sh"
-        hint = f"; bash {setup} installs what is missing in a checkout" if setup.is_file() else ""
+        hint = f"; bash {setup} installs what is missing in a checkout" if lacking and setup.is_file() else ""
         yield f"The demo model cannot be served: {problems} {'problem' if problems == 1 else 'problems'}{hint}"
     else:
         yield "The demo model can be served: minisgl serve"

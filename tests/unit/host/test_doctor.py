@@ -82,7 +82,11 @@ def test_the_report_for_people(capsys: pytest.CaptureFixture[str], monkeypatch: 
     lines = capsys.readouterr().out.splitlines()
     assert "  PROBLEM http: 8000 is taken" in lines
     assert lines[lines.index("  PROBLEM http: 8000 is taken") + 1].strip() == "take another"
-    assert "The demo model cannot be served: 1 problem" in lines[-1]
+    assert lines[-1] == "The demo model cannot be served: 1 problem"  # which no installation mends
+    missing = Finding("packages", "openai", PROBLEM, "fastapi is missing")
+    monkeypatch.setattr(doctor, "examine", lambda: [missing])
+    assert doctor.main([]) == 1
+    assert "setup.sh installs what is missing" in capsys.readouterr().out
     monkeypatch.setattr(doctor, "examine", lambda: findings[::2])
     assert doctor.main([]) == 0
     assert capsys.readouterr().out.endswith("\nThe demo model can be served: minisgl serve\n")
@@ -268,6 +272,14 @@ def test_the_command_has_it() -> None:
     command = [sys.executable, "-m", "client", "doctor", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.startswith("usage: minisgl doctor [-h] [--json]")
+
+
+def test_the_command_checks_options_too() -> None:
+    command = [sys.executable, "-m", "client", "check"]
+    done = subprocess.run([*command, "demo", "--page-size", "32"], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert "Qwen3ForCausalLM" in done.stdout
+    done = subprocess.run([*command, "--page-size", "3"], capture_output=True, text=True, check=False, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (2, "error: page_size is 3; allowed: a power of two\n")
 
 
 def test_no_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
