@@ -63,6 +63,10 @@ def _resolve_model(model: str) -> str:
         return model
     folder = Path(model).expanduser()
     if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ConfigError(
+                f"model is {model!r}: that folder has no config.json; allowed: {OPTIONS['model'].allowed}"
+            )
         return str(folder.resolve())
     is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not model.startswith(".")
     if folder.exists() or not is_hub_id:

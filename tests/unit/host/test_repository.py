@@ -95,6 +95,7 @@ def test_render_refuses_what_is_no_repository(tmp_path: Path) -> None:
 def test_options_become_parameters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "my-model").mkdir()
+    (tmp_path / "my-model" / "config.json").write_text("{}")
     parsed = parse_options({"model": "my-model", "page_size": "16", "dummy_weights": "ON", "num_pages": "auto"})
     assert parsed == {
         "model": str(tmp_path / "my-model"),
@@ -118,3 +119,8 @@ def test_wrong_values_are_named(name: str, value: str) -> None:
         parse_options({name: value})
     assert value in str(error.value)
     assert "allowed" in str(error.value)
+
+
+def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"that folder has no config\.json; allowed: a folder, a hub id or"):
+        parse_options({"model": str(tmp_path)})

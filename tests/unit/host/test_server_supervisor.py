@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -37,6 +38,7 @@ def test_defaults_serve_the_demo_model_on_this_machine_only() -> None:
 def test_the_example_suits_the_model(tmp_path: Path) -> None:
     assert parse_arguments([]).example_request == '{"text_input":"What is 17 + 25?","max_tokens":32}'
     assert "17 + 25" in parse_arguments(["demo", "--tp", "2"]).example_request
+    (tmp_path / "config.json").write_text("{}")
     assert "17 + 25" not in parse_arguments([str(tmp_path)]).example_request
 
 
@@ -107,6 +109,7 @@ def test_no_health_endpoint_and_no_limit() -> None:
 
 def test_paths_that_no_python_model_can_open_are_refused(tmp_path: Path) -> None:
     (tmp_path / "mödel").mkdir()
+    (tmp_path / "mödel" / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"the model is in .*mödel"):
         parse_arguments(["--model", str(tmp_path / "mödel")])
     with pytest.raises(ConfigError, match="the model repository is in"):
@@ -182,6 +185,30 @@ def test_taken_and_equal_ports_are_named() -> None:
     problem = free_port_error("127.0.0.1", [("--http-port", 5), ("--grpc-port", 5)])
     assert problem is not None
     assert "--grpc-port" in problem or "--http-port" in problem
+
+
+def test_all_taken_ports_are_named_at_once() -> None:
+    with contextlib.ExitStack() as stack:
+        ports = []
+        for option in ("--http-port", "--grpc-port", "--openai-port"):
+            taken = stack.enter_context(socket.socket())
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            ports.append((option, taken.getsockname()[1]))
+        problem = free_port_error("127.0.0.1", ports)
+    (_, http), (_, grpc), (_, openai) = ports
+    assert problem == (
+        f"--http-port is {http}, --grpc-port is {grpc} and --openai-port is {openai}, which cannot be had on 127.0.0.1 "
+        "(address already in use); choose other ports"
+    )
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no.such.host.invalid"])
+def test_an_address_of_another_machine_is_no_fault_of_a_port(host: str) -> None:
+    problem = free_port_error(host, [("--http-port", 8000)])
+    assert problem is not None
+    assert problem.startswith(f"--host is {host!r} (")
+    assert problem.endswith("allowed: an address of this machine, 0.0.0.0 for all")
 
 
 def test_health_tells_the_reason() -> None:
