@@ -27,7 +27,7 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import OPTIONS, EngineConfig, Environment
 from minisgl_backend.engine.build import Engine, build_engine
 from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.host.resources import set_torch_defaults
@@ -109,6 +109,10 @@ class LLM:
         self._dead = ""
         self._engine: Engine | None = None
         set_torch_defaults()
+        unknown = set(options) - set(OPTIONS)
+        if unknown:
+            allowed = ", ".join(name for name, option in OPTIONS.items() if not option.internal)
+            raise ConfigError(f"unknown option {min(unknown)!r}; allowed: {allowed}")
         self.config = EngineConfig(model=model, **options)
         _refuse_what_needs_a_server(self.config)
         note_loss = weakref.WeakMethod(self._note_loss)  # a thread that watches other ranks must not keep this alive
@@ -187,6 +191,11 @@ class LLM:
         **values: Any,
     ) -> list[RequestOutput]:
         """`generate` for one conversation or several, through the model's chat template."""
+        if isinstance(messages, (str, Mapping)):
+            raise InvalidRequestError(
+                f"messages is a {type(messages).__name__}; allowed: a list of objects with role and content, or a list "
+                "of such lists"
+            )
         conversations: Sequence[Sequence[Message]]
         conversations = [messages] if not messages or isinstance(messages[0], Mapping) else messages  # type: ignore
         prompts = [self._render(conversation, template_arguments) for conversation in conversations]

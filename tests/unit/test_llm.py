@@ -54,6 +54,18 @@ def test_texts_token_ids_and_chats(llm: LLM) -> None:
     assert llm.generate([], max_tokens=5) == []
 
 
+def test_a_text_is_no_chat(llm: LLM) -> None:
+    text: Any = "What is 2 + 3?"
+    for wrong in (text, {"role": "user", "content": text}):
+        with pytest.raises(InvalidRequestError, match=r"messages is a .*; allowed: a list of objects with role"):
+            llm.chat(wrong)
+
+
+def test_unknown_options_are_named() -> None:
+    with pytest.raises(ConfigError, match=r"unknown option 'tensor_parallel_size'; allowed: model, dtype, .*\btp\b"):
+        LLM("demo", tensor_parallel_size=2)
+
+
 def test_defaults_come_from_the_model(llm: LLM) -> None:
     assert llm.sampling_params().temperature == 0  # the demo model's generation_config.json says greedy
     assert llm.sampling_params(temperature=0.5, n=2) == SamplingParams(temperature=0.5, n=2)
