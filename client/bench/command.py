@@ -270,6 +270,8 @@ def _check_together(
         raise ValueError(f"{' and '.join(given)} are given; allowed: one of {', '.join(loads)}")
     if not 0 < time_scale < float("inf"):
         raise ValueError(f"--time-scale is {time_scale:g}; allowed: above 0")
+    if time_scale != 1 and trace is None:
+        raise ValueError(f"--time-scale is {time_scale:g}; allowed: only with --trace")
 
 
 def _parse_levels(text: str) -> list[int]:

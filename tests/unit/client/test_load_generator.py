@@ -362,6 +362,7 @@ def test_ctrl_c_shows_what_was_measured(openai_url: str, script: Script, tmp_pat
         (("--output-tokens", "0"), "--output-tokens is '0'"),
         (("--url", "a:1", "--openai", "b:2"), "--url and --openai are both given"),
         (("--time-scale", "0"), "--time-scale is 0; allowed: above 0"),
+        (("--time-scale", "2", "--rate", "4"), "--time-scale is 2; allowed: only with --trace"),
         (("--option", "top_k"), "--option is 'top_k'; allowed: NAME=VALUE"),
         (("--option", "topk=3"), "--option is 'topk=3'; allowed names: add_special_tokens"),
         (("--no-stream",), "--no-stream goes with --perf-analyzer alone"),
