@@ -13,7 +13,7 @@ from .connection import Address, parse_url
 from .connection import Protocol as WireProtocol
 from .errors import ClientError, ServerError, Unavailable
 from .metrics import Metrics, fetch_metrics
-from .request import InferenceRequest, Message, SamplingOptions, build_tensors
+from .request import InferenceRequest, Message, SamplingOptions, build_tensors, check_request
 from .results import Result
 from .stream import AsyncCall, AsyncTextStream, Call, TextStream
 
@@ -53,6 +53,7 @@ class _Settings:
         priority: int,
         options: SamplingOptions,
     ) -> InferenceRequest:
+        check_request(request_id, timeout)
         return InferenceRequest(
             model=self.model,
             model_version=self.model_version,

@@ -309,7 +309,10 @@ class _TritonBodies:
     def decode(self, status: int, text: str) -> Reply:
         body = parse_body(status, text, self._request_id)
         if status != 200:
-            raise from_http(status, str(body.get("error", body)), self._request_id)
+            error = body.get("error", body)
+            # Whoever asks a server of OpenAI's API by Triton's protocol reads its own words, too.
+            said = error["message"] if isinstance(error, dict) and "message" in error else error
+            raise from_http(status, str(said), self._request_id)
         if "error" in body:
             raise from_message(str(body["error"]), self._request_id)
         return decode_response(body)

@@ -115,6 +115,8 @@ def build_tensors(
     if prompt is not None:
         tensors["text_input"] = _scalar("prompt", "BYTES", prompt)
     else:
+        if isinstance(messages, (str, Mapping)):
+            raise InvalidRequest(f"messages is a {type(messages).__name__}; allowed: a list of chat messages")
         tensors["messages"] = _scalar("messages", "BYTES", _to_json("messages", list(messages or ())))
     tensors["stream"] = Tensor("BOOL", (stream,))
     # The server adds these outputs only for those who ask.
@@ -129,6 +131,14 @@ def build_tensors(
     return tensors
 
 
+def check_request(request_id: Any, timeout: Any) -> None:
+    """Raises InvalidRequest where what accompanies a request has a wrong type; None is right."""
+    if request_id is not None:
+        _check("request_id", "BYTES", request_id)
+    if timeout is not None:
+        _check("timeout", "FP32", timeout)
+
+
 def _encode_option(name: str, value: Any) -> tuple[str, Tensor]:
     if name == "guided_decoding_guide" and isinstance(value, Mapping):
         value = _to_json(name, dict(value))
@@ -139,7 +149,8 @@ def _encode_option(name: str, value: Any) -> tuple[str, Tensor]:
         tensor, datatype = _LISTS[name]
         items = [value] if isinstance(value, str) else value
         if not isinstance(items, (list, tuple)):
-            raise InvalidRequest(f"{name} is {value!r}; allowed: a list")
+            allowed = "a string, or a list of strings" if datatype == "BYTES" else "a list of whole numbers"
+            raise InvalidRequest(f"{name} is {value!r}; allowed: {allowed}")
         return tensor, Tensor(datatype, tuple(_check(name, datatype, item) for item in items), is_list=True)
     if name in _JSON_OBJECTS:
         if not isinstance(value, Mapping):

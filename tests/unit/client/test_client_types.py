@@ -9,7 +9,7 @@ import pytest
 
 from client import AsyncClient, Client, ClientError, InvalidRequest, errors
 from client.connection import parse_url
-from client.http_transport import EventParser
+from client.http_transport import EventParser, _TritonBodies
 from client.request import SamplingOptions, build_tensors
 from client.results import Collector, Reply, chunks_of
 
@@ -23,7 +23,8 @@ from client.results import Collector, Reply, chunks_of
         ("seed", -1, "a whole number from 0"),
         ("temperature", "hot", "a number"),
         ("ignore_eos", 1, "True or False"),
-        ("stop", 3, "a list"),
+        ("stop", 3, "a string, or a list of strings"),
+        ("stop_token_ids", 3, "a list of whole numbers"),
         ("stop", [3], "a string"),
         ("logit_bias", [1], "a mapping"),
         ("chat_template_kwargs", {"a": object()}, "JSON"),
@@ -36,10 +37,32 @@ def test_wrong_types_are_named(name: str, value: Any, allowed: str) -> None:
     assert allowed in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"timeout": "5"}, "timeout is '5'; allowed: a number"),
+        ({"request_id": 5}, "request_id is 5; allowed: a string"),
+        ({"messages": "Hallo"}, "messages is a str; allowed: a list of chat messages"),
+        ({"messages": {"role": "user", "content": "Hallo"}}, "messages is a dict; allowed: a list of chat messages"),
+    ],
+)
+def test_wrong_types_beside_the_options_are_named(values: dict[str, Any], message: str) -> None:
+    with Client("127.0.0.1:9") as client, pytest.raises(InvalidRequest) as caught:  # nothing is sent
+        client.generate(None if "messages" in values else "Hallo", **values)
+    assert str(caught.value) == message
+
+
 def test_unknown_options_are_named() -> None:
     options: Any = {"max_token": 3}
     with pytest.raises(TypeError, match=r"max_token.*max_tokens"):
         build_tensors("Hallo", None, False, 0, options)
+
+
+def test_the_words_of_a_server_of_openais_api() -> None:
+    body = '{"error": {"message": "there is no /v2/x here", "type": "invalid_request_error", "param": null}}'
+    with pytest.raises(InvalidRequest) as caught:
+        _TritonBodies("r").decode(404, body)
+    assert caught.value.message == "there is no /v2/x here"
 
 
 @pytest.mark.parametrize(("prompt", "messages"), [(None, None), ("a", [{"role": "user", "content": "b"}])])
