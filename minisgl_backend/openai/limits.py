@@ -68,10 +68,12 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS"
-        if is_open or self._is_known(Headers(scope=scope).get("authorization", "")):
+        given = "" if is_open else Headers(scope=scope).get("authorization", "")
+        if is_open or self._is_known(given):
             await self._app(scope, receive, send)
             return
-        error = ApiError(401, "this server needs an API key: Authorization: Bearer KEY", code="invalid_api_key")
+        wrong = "the API key is none of this server's" if given else "this server needs an API key"
+        error = ApiError(401, f"{wrong}; allowed: Authorization: Bearer KEY", code="invalid_api_key")
         await refuse(error, scope, receive, send)
 
     def _is_known(self, header: str) -> bool:

@@ -16,10 +16,10 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     first = errors[0]
     place = [part for part in first["loc"] if part != "body"]
     if first["type"] in ("json_invalid", "json_type") or not place or isinstance(place[0], int):
-        reason = (first.get("ctx") or {}).get("error", "") or first["msg"]
-        return invalid(
-            "body", f"the body is no JSON object ({reason}); allowed: JSON with content-type application/json"
-        )
+        if isinstance(first.get("input"), bytes):  # FastAPI reads no JSON where the header does not say so
+            return invalid("body", "the body has another content type; allowed: Content-Type: application/json")
+        reason = (first.get("ctx") or {}).get("error", "")
+        return invalid("body", f"the body is no JSON object{f' ({reason})' if reason else ''}; allowed: a JSON object")
     name = str(place[0])
     path = _path(place) if name in _PLAIN else name
     if first["type"] == "extra_forbidden":
@@ -27,11 +27,17 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "missing":
         return invalid(path, f"{path} is missing")
     # Of a union each member has its own error.
-    said = dict.fromkeys(
-        str(error["msg"]) for error in errors if [p for p in error["loc"] if p != "body"][:1] == [name]
-    )
-    reasons = "; or: ".join(text.removeprefix("Input should be ") for text in said)
-    return invalid(path, f"{path} is {_shown(first.get('input'))}; allowed: {reasons}"[:600])
+    said = dict.fromkeys(_allowed(error) for error in errors if [p for p in error["loc"] if p != "body"][:1] == [name])
+    return invalid(path, f"{path} is {_shown(first.get('input'))}; allowed: {'; or: '.join(said)}"[:600])
+
+
+def _allowed(error: Mapping[str, Any]) -> str:
+    if error["type"] == "too_short":
+        return f"{error['ctx']['min_length']} or more entries"
+    if error["type"] == "too_long":
+        return f"at most {error['ctx']['max_length']} entries"
+    said = str(error["msg"]).removeprefix("Input should be ").replace("a valid integer", "a whole number")
+    return said.replace("a valid ", "a ").split(", got ")[0]
 
 
 def _path(place: Sequence[Any]) -> str:

@@ -378,6 +378,12 @@ def test_keys_names_origins_and_certificates(server: Server, tmp_path: Path) -> 
             urllib.request.ProxyHandler({}), urllib.request.HTTPSHandler(context=context)
         )
 
+        def refusal(**headers: str) -> str:
+            with pytest.raises(urllib.error.HTTPError) as caught:
+                opener.open(urllib.request.Request(guarded.url + "/v1/models", headers=headers), timeout=60)
+            with caught.value as error:
+                return str(json.load(error)["error"]["message"])
+
         def ask(path: str, **headers: str) -> tuple[int, dict[str, str]]:
             try:
                 with opener.open(urllib.request.Request(guarded.url + path, headers=headers), timeout=60) as reply:
@@ -389,6 +395,9 @@ def test_keys_names_origins_and_certificates(server: Server, tmp_path: Path) -> 
 
         assert guarded.url.startswith("https://")
         assert ask("/v1/models")[0] == ask("/v1/models", Authorization="Bearer wrong")[0] == 401
+        assert refusal() == "this server needs an API key; allowed: Authorization: Bearer KEY"
+        wrong = "the API key is none of this server's; allowed: Authorization: Bearer KEY"
+        assert refusal(Authorization="Bearer wrong") == wrong
         assert ask("/health")[0] == 200
         for name in ("first", "second"):
             assert ask(f"/v1/models/{name}", Authorization="Bearer open")[0] == 200

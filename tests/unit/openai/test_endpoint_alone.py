@@ -100,6 +100,17 @@ def test_what_is_wrong_is_told_without_a_server(
     assert set(answer["error"]) == {"message", "type", "param", "code"}
 
 
+def test_a_body_of_another_content_type_is_told_which_one(endpoint: OpenAIEndpoint) -> None:
+    form = {"Content-Type": "application/x-www-form-urlencoded"}  # what curl sends unless told otherwise
+    for path in ("/v1/chat/completions", "/v1/completions", "/tokenize"):
+        status, answer, _ = ask(endpoint, path, {"messages": [], "prompt": "x"}, **form)
+        message = "the body has another content type; allowed: Content-Type: application/json"
+        assert (status, answer["error"]["message"]) == (400, message)
+    for body in (b"[]", b"3", b"{"):
+        status, answer, _ = ask(endpoint, "/v1/chat/completions", body)
+        assert (status, answer["error"]["message"][:26]) == (400, "the body is no JSON object")
+
+
 def test_the_page_and_the_description(endpoint: OpenAIEndpoint) -> None:
     status, page, headers = ask(endpoint, "/")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")

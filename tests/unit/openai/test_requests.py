@@ -139,6 +139,22 @@ def test_types_are_errors_that_name_the_field(values: dict[str, Any], param: str
 
 
 @pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"messages": []}, "messages is []; allowed: 1 or more entries"),
+        ({"messages": HELLO * 10_001}, "allowed: at most 10000 entries"),
+        ({"temperature": "hot"}, "temperature is 'hot'; allowed: a number"),
+        ({"max_tokens": 5.5}, "max_tokens is 5.5; allowed: a whole number"),
+    ],
+)
+def test_what_is_allowed_is_said_in_plain_words(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        chat(**values)
+    found = from_validation([{**one, "loc": ("body", *one["loc"])} for one in error.value.errors()])
+    assert found.message.endswith(message)
+
+
+@pytest.mark.parametrize(
     ("message", "status", "param"),
     [
         ("in ensemble 'ensemble', temperature is 101.0; allowed: 0 to 100", 400, "temperature"),
