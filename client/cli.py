@@ -152,7 +152,10 @@ def chat(
             raise ValueError(f"{' and '.join(named)} are given; allowed: one server or model")
         with _open_source(url, protocol, openai, api_key, local, model, timeout, options) as open_stream:
             shown = sys.stdout.isatty() if markdown is None else markdown
-            ChatLoop(Chat(open_stream, system), shown).run()
+            is_answered = ChatLoop(Chat(open_stream, system), shown).run()
+    # People have seen the error, and went on; a script reads the status.
+    if not is_answered and not sys.stdin.isatty():
+        raise typer.Exit(1)
 
 
 @app.command()

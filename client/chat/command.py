@@ -43,10 +43,11 @@ class ChatLoop:
             "/stats": _Command(self._stats, "", "times and tokens of the last answer and the session"),
             "/exit": _Command(lambda _: False, "", "leave; so does Ctrl-D"),
         }
+        self._has_failed = False
         self._aliases = {"/quit": "/exit", "/?": "/help"}
 
-    def run(self) -> None:
-        """Until /exit or the end of the input."""
+    def run(self) -> bool:
+        """Until /exit or the end of the input. False: a question had an error for an answer."""
         prompt = Prompt(list(self._commands), default_history())
         remark("/help lists the commands; Ctrl-C stops an answer")
         try:
@@ -65,6 +66,7 @@ class ChatLoop:
                     break
         finally:
             prompt.close()
+        return not self._has_failed
 
     def _obey(self, line: str) -> bool:
         name, _, argument = line.partition(" ")
@@ -123,6 +125,7 @@ class ChatLoop:
             self._say(" (stopped)" if isinstance(screen, PlainScreen) else "(stopped)")
             return
         except ClientError as error:
+            self._has_failed = True
             screen.end()
             if isinstance(screen, PlainScreen):
                 self._say("")
