@@ -111,13 +111,9 @@ def _build(
         )
     if device.type == "cuda" or runtime.eager_graphs:
         warm_up(runner, max_running, runtime.config.max_prefill_length, runtime.max_seq_len)
-    log.info(
-        "%d pages of %d tokens, graphs up to %d sequences, in pieces up to %d tokens",
-        num_pages,
-        runtime.page_size,
-        max(sizes, default=0),
-        max(pieces, default=0),
-    )
+    graphs_of = [f"graphs up to {max(sizes)} sequences"] if sizes else []
+    graphs_of += [f"in pieces up to {max(pieces)} tokens"] if pieces else []
+    log.info("%d pages of %d tokens, %s", num_pages, runtime.page_size, ", ".join(graphs_of) or "no CUDA graphs")
     return runner
 
 
