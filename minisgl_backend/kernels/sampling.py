@@ -30,11 +30,11 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels import sampling_layout as layout
-from minisgl_backend.kernels.sampling_common import _NUM_FLOATS, _NUM_LONGS
-from minisgl_backend.kernels.sampling_draw import _sample_kernel
-from minisgl_backend.kernels.sampling_edits import _edit_kernel, _rules_kernel
-from minisgl_backend.kernels.sampling_filters import _collect_kernel, _search_kernel, _settle_kernel, _stats_kernel
-from minisgl_backend.kernels.sampling_logprobs import _logprob_collect_kernel, _logprob_stats_kernel
+from minisgl_backend.kernels.sampling_common import NUM_FLOATS, NUM_LONGS
+from minisgl_backend.kernels.sampling_draw import sample_kernel
+from minisgl_backend.kernels.sampling_edits import edit_kernel, rules_kernel
+from minisgl_backend.kernels.sampling_filters import collect_kernel, search_kernel, settle_kernel, stats_kernel
+from minisgl_backend.kernels.sampling_logprobs import logprob_collect_kernel, logprob_stats_kernel
 
 _SLICE = 2048
 _GROUPS = 512  # at least, where the vocabulary is that large
@@ -72,8 +72,8 @@ class SamplingWorkspace:
         self.sums = empty(torch.float32, slices * pivots)
         self.totals = empty(torch.int64, slices)
         self.keys = empty(torch.int64, candidates)
-        self.floats = empty(torch.float32, int(_NUM_FLOATS.value))
-        self.longs = empty(torch.int64, int(_NUM_LONGS.value))
+        self.floats = empty(torch.float32, int(NUM_FLOATS.value))
+        self.longs = empty(torch.int64, int(NUM_LONGS.value))
         self.counters = torch.zeros(2, max_rows, dtype=torch.int32, device=device)  # arrivals, collected candidates
         self.no_masks = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
 
@@ -119,7 +119,7 @@ def sample_plain(
     out = torch.empty((2, n), dtype=torch.int32, device=logits.device)
     w = workspace
     extra = {"launch_pdl": True} if pdl else {}
-    _sample_kernel[(w.slices, n)](
+    sample_kernel[(w.slices, n)](
         logits, logits, rows, positions, params, w.no_masks, logits, w.values, w.tokens, w.floats, w.longs, w.counters,
         out, logits.stride(0), params.stride(0), n, **w.sizes(), ID_BITS=w.id_bits, THIS_IS_EXTENDED=False, PDL=pdl,
         COMPILED=logits.is_cuda, num_warps=num_warps, **extra,
@@ -154,19 +154,19 @@ def sample_extended(
     edited = w.maxima  # a float32 pointer, so that kernels are compiled once; nothing reads it then
     if flags & layout.EDITS:
         edited = torch.empty(n, w.vocab_size, dtype=torch.float32, device=logits.device)
-        _edit_kernel[grid](
+        edit_kernel[grid](
             logits, edited, rows, params, edits.counts, mask_index, mask_bits, *strides, edits.counts.stride(0),
             VOCAB=w.vocab_size, SLICE=w.slice, **launch,
         )  # fmt: skip
     if flags & layout.RULES:
-        _rules_kernel[(n,)](
+        rules_kernel[(n,)](
             logits, edited, rows, positions, params, edits.tokens, edits.rule_counts, edits.rules, edits.prefixes,
             mask_index, mask_bits, *strides, edits.tokens.stride(0), edits.rules.stride(1), edits.prefixes.stride(0),
             VOCAB=w.vocab_size, SLICE=w.slice, **launch,
         )  # fmt: skip
     common = (logits, edited, rows, params, mask_index)
     if flags & layout.FILTERS:
-        _stats_kernel[grid](
+        stats_kernel[grid](
             *common, w.maxima, w.minima, w.floats, w.longs, w.counters, *strides, **sizes, GROUPS=w.groups,
             GROUPS_PADDED=triton.next_power_of_2(w.slices * w.groups), CANDIDATES=w.candidates, **launch,
         )  # fmt: skip
@@ -174,20 +174,20 @@ def sample_extended(
         wide = {**launch, "num_warps": 2 * num_warps}
         if searches:
             for turn in range(w.rounds):
-                _search_kernel[grid](
+                search_kernel[grid](
                     *common, w.sums, w.totals, w.floats, w.longs, w.counters, *strides, **sizes, FIRST=turn == 0,
                     PIVOTS=w.pivots, CANDIDATES=w.candidates, **wide,
                 )  # fmt: skip
-        _collect_kernel[grid](
+        collect_kernel[grid](
             *common, w.totals, w.keys, w.floats, w.counters, *strides, w.counters.stride(0), **sizes,
             ID_BITS=w.id_bits, CANDIDATES=w.candidates, **launch,
         )  # fmt: skip
-        _settle_kernel[(n,)](
+        settle_kernel[(n,)](
             *common, positions, edits.counts, w.totals, w.keys, w.floats, w.longs, w.counters, out, *strides,
             edits.counts.stride(0), w.counters.stride(0), out.stride(0), **sizes, ID_BITS=w.id_bits,
             CANDIDATES=w.candidates, COMPILED=logits.is_cuda, **wide,
         )  # fmt: skip
-    _sample_kernel[grid](
+    sample_kernel[grid](
         logits, edited, rows, positions, params, mask_index, edits.counts, w.values, w.tokens, w.floats, w.longs,
         w.counters, out, *strides, out.stride(0), **sizes, ID_BITS=w.id_bits, THIS_IS_EXTENDED=True,
         COMPILED=logits.is_cuda, **launch,
@@ -216,11 +216,11 @@ def pack_logprobs(
     for start in range(0, k, step):
         part, out_part = lines[start : start + step], out[start : start + step]
         grid = (w.slices, part.shape[0])
-        _logprob_stats_kernel[grid](
+        logprob_stats_kernel[grid](
             logits, part, w.maxima, w.values, w.minima, w.floats, w.counters, logits.stride(0), top, **w.sizes(),
             GROUPS=w.groups, GROUPS_PADDED=triton.next_power_of_2(w.slices * w.groups), num_warps=num_warps,
         )  # fmt: skip
-        _logprob_collect_kernel[grid](
+        logprob_collect_kernel[grid](
             logits, part, token_ids, w.tokens, w.keys, w.floats, w.counters, out_part, logits.stride(0),
             w.counters.stride(0), out.stride(0), top, **w.sizes(), ID_BITS=w.id_bits, CANDIDATES=w.candidates,
             num_warps=num_warps,

@@ -1,6 +1,6 @@
 """What the sampling kernels of several stages need: the order of tokens, their weights, and how programs of a row meet.
 
-The stages in their order: see sampling.py. Names with an underscore are those of all `sampling_*` modules together.
+The stages in their order: see sampling.py.
 """
 
 from __future__ import annotations
@@ -11,31 +11,31 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels import sampling_layout as layout
 
-_FEW = tl.constexpr(128)  # candidates that are sorted
+MOST_SORTED = tl.constexpr(128)  # candidates that are sorted
 
-_TEMPERATURE = tl.constexpr(layout.TEMPERATURE)
-_TOP_K = tl.constexpr(layout.TOP_K)
-_TOP_P = tl.constexpr(layout.TOP_P)
+TEMPERATURE = tl.constexpr(layout.TEMPERATURE)
+TOP_K = tl.constexpr(layout.TOP_K)
+TOP_P = tl.constexpr(layout.TOP_P)
 _MIN_P = tl.constexpr(layout.MIN_P)
-_FLAGS = tl.constexpr(layout.FLAGS)
+FLAGS = tl.constexpr(layout.FLAGS)
 _USES_MIN_P = tl.constexpr(layout.USES_MIN_P)
-_RANKED = tl.constexpr(layout.RANKED)
-_PENALTIES = tl.constexpr(layout.PENALTIES)
-_EDITS = tl.constexpr(layout.EDITS)
-_FILTERS = tl.constexpr(layout.FILTERS)
-_SMALL_TOP_K = tl.constexpr(layout.SMALL_TOP_K)
-_MOST_ANSWERED = tl.constexpr(layout.MOST_ANSWERED)
+RANKED = tl.constexpr(layout.RANKED)
+PENALTIES = tl.constexpr(layout.PENALTIES)
+EDITS = tl.constexpr(layout.EDITS)
+FILTERS = tl.constexpr(layout.FILTERS)
+SMALL_TOP_K = tl.constexpr(layout.SMALL_TOP_K)
+MOST_ANSWERED = tl.constexpr(layout.MOST_ANSWERED)
 
 # Columns of the workspace's state, one line for each row of a step.
-_MAX, _LOW, _HIGH, _NUM_FLOATS = (tl.constexpr(column) for column in range(4))
-_TOTAL, _BORDER, _DONE, _NUM_LONGS = (tl.constexpr(column) for column in range(4))
+MAX_COLUMN, LOW_COLUMN, HIGH_COLUMN, NUM_FLOATS = (tl.constexpr(column) for column in range(4))
+TOTAL_COLUMN, BORDER_COLUMN, DONE_COLUMN, NUM_LONGS = (tl.constexpr(column) for column in range(4))
 
-_UNIT = tl.constexpr(float(1 << 40))  # of probabilities relative to the largest
-_LOWEST = tl.constexpr(-(1 << 62))  # below every key
+WEIGHT_UNIT = tl.constexpr(float(1 << 40))  # of probabilities relative to the largest
+LOWEST_KEY = tl.constexpr(-(1 << 62))  # below every key
 
 
 @triton.jit
-def _wait(PDL: tl.constexpr):
+def wait_for_previous(PDL: tl.constexpr):
     """Every kernel here reads what the one before it wrote, so that only its start overlaps with that one's end."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -43,7 +43,7 @@ def _wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def _arrive(counters_ptr, line, SLICES: tl.constexpr):
+def arrives_last(counters_ptr, line, SLICES: tl.constexpr):
     """True for the program of a row that comes last; it sees what the others have stored."""
     tl.debug_barrier()
     last = tl.atomic_add(counters_ptr + line, 1, sem="acq_rel") == SLICES - 1
@@ -53,7 +53,7 @@ def _arrive(counters_ptr, line, SLICES: tl.constexpr):
 
 
 @triton.jit
-def _load_logits(logits_line, edited_line, is_edited, token, VOCAB: tl.constexpr):
+def load_logits(logits_line, edited_line, is_edited, token, VOCAB: tl.constexpr):
     ok = token < VOCAB
     if is_edited:
         x = tl.load(edited_line + token, mask=ok, other=-float("inf"))
@@ -63,7 +63,7 @@ def _load_logits(logits_line, edited_line, is_edited, token, VOCAB: tl.constexpr
 
 
 @triton.jit
-def _order(x):
+def ordered_bits(x):
     """float32 as int32 of the same order; both zeros are one."""
     bits = x.to(tl.int32, bitcast=True)
     bits = tl.where((bits & 0x7FFFFFFF) == 0, 0, bits)
@@ -71,24 +71,24 @@ def _order(x):
 
 
 @triton.jit
-def _key(x, token, ID_BITS: tl.constexpr):
+def packed_key(x, token, ID_BITS: tl.constexpr):
     """int64 that orders tokens: by logit, of equal logits the lower token id is the greater."""
-    return (_order(x).to(tl.int64) << ID_BITS) | ((1 << ID_BITS) - 1 - token).to(tl.int64)
+    return (ordered_bits(x).to(tl.int64) << ID_BITS) | ((1 << ID_BITS) - 1 - token).to(tl.int64)
 
 
 @triton.jit
-def _key_token(key, ID_BITS: tl.constexpr):
+def key_token(key, ID_BITS: tl.constexpr):
     return ((1 << ID_BITS) - 1 - (key & ((1 << ID_BITS) - 1))).to(tl.int32)
 
 
 @triton.jit
-def _key_logit(key, ID_BITS: tl.constexpr):
+def key_logit(key, ID_BITS: tl.constexpr):
     order = (key >> ID_BITS).to(tl.int32)
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def _lowest_z(row_params, flags, largest, inverse):
+def min_p_bound(row_params, flags, largest, inverse):
     """Below it min-p drops tokens."""
     lowest = -float("inf")
     if (flags & _USES_MIN_P) != 0:
@@ -97,25 +97,25 @@ def _lowest_z(row_params, flags, largest, inverse):
 
 
 @triton.jit
-def _weights(x, largest, inverse, lowest_z, counts):
+def token_weights(x, largest, inverse, lowest_z, counts):
     """What top-p adds up, int64: probabilities relative to the largest; or 1 for each token where top-k `counts`."""
     z = x * inverse
-    weights = (tl.exp(z - largest * inverse) * _UNIT).to(tl.int64)
+    weights = (tl.exp(z - largest * inverse) * WEIGHT_UNIT).to(tl.int64)
     weights = tl.where(counts, 1, weights)
     return tl.where((x > -float("inf")) & (z >= lowest_z), weights, 0)
 
 
 @triton.jit
-def _is_complete(top_k, VOCAB: tl.constexpr, CANDIDATES: tl.constexpr):
+def row_is_complete(top_k, VOCAB: tl.constexpr, CANDIDATES: tl.constexpr):
     """sampling_layout.is_complete"""
-    complete = (top_k > 0) & (top_k <= _SMALL_TOP_K)
+    complete = (top_k > 0) & (top_k <= SMALL_TOP_K)
     if VOCAB <= CANDIDATES:
         complete = top_k >= 0
     return complete
 
 
 @triton.jit
-def _kth_group(groups, k, GROUPS_PADDED: tl.constexpr):
+def kth_group(groups, k, GROUPS_PADDED: tl.constexpr):
     """The k-th largest of the groups' maxima, k from 1 on."""
     ordered = tl.sort(groups, descending=True)
     chosen = tl.arange(0, GROUPS_PADDED) == k - 1
@@ -123,7 +123,7 @@ def _kth_group(groups, k, GROUPS_PADDED: tl.constexpr):
 
 
 @triton.jit
-def _append(keys, wanted, line, keys_ptr, collected_ptr, CANDIDATES: tl.constexpr):
+def append_candidates(keys, wanted, line, keys_ptr, collected_ptr, CANDIDATES: tl.constexpr):
     """Adds the wanted keys of a slice to the candidates of its row, in any order; counts those that do not fit too."""
     count = tl.sum(wanted.to(tl.int32), 0)
     if count > 0:
@@ -132,7 +132,7 @@ def _append(keys, wanted, line, keys_ptr, collected_ptr, CANDIDATES: tl.constexp
 
 
 @triton.jit
-def _take_count(collected_ptr):
+def take_count(collected_ptr):
     """The number of candidates, which starts at zero again.
 
     By an atomic operation, whose result every thread of the program gets. A load would be each thread's own, and those

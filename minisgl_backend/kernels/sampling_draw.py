@@ -12,23 +12,23 @@ import triton.language as tl
 
 from minisgl_backend.kernels import sampling_layout as layout
 from minisgl_backend.kernels.sampling_common import (
-    _BORDER,
-    _DONE,
-    _EDITS,
-    _FILTERS,
-    _FLAGS,
-    _MAX,
-    _MOST_ANSWERED,
-    _NUM_FLOATS,
-    _NUM_LONGS,
-    _PENALTIES,
-    _RANKED,
-    _TEMPERATURE,
-    _arrive,
-    _key,
-    _load_logits,
-    _lowest_z,
-    _wait,
+    BORDER_COLUMN,
+    DONE_COLUMN,
+    EDITS,
+    FILTERS,
+    FLAGS,
+    MAX_COLUMN,
+    MOST_ANSWERED,
+    NUM_FLOATS,
+    NUM_LONGS,
+    PENALTIES,
+    RANKED,
+    TEMPERATURE,
+    arrives_last,
+    load_logits,
+    min_p_bound,
+    packed_key,
+    wait_for_previous,
 )
 
 _SEED_LOW = tl.constexpr(layout.SEED_LOW)
@@ -37,51 +37,51 @@ _EXTENDED = tl.constexpr(layout.EXTENDED)
 
 
 @triton.jit(do_not_specialize=["out_stride"])
-def _sample_kernel(
+def sample_kernel(
     logits_ptr, edited_ptr, rows_ptr, positions_ptr, params_ptr, mask_index_ptr, counts_ptr, values_ptr, tokens_ptr,
     floats_ptr, longs_ptr, counters_ptr, out_ptr, logits_stride, params_stride, out_stride,
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
     ID_BITS: tl.constexpr, THIS_IS_EXTENDED: tl.constexpr, PDL: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
     """Temperature, noise and argmax: of the rows that temperature alone decides, or of all others."""
-    _wait(PDL)
+    wait_for_previous(PDL)
     piece, line = tl.program_id(0), tl.program_id(1)
     row = tl.load(rows_ptr + line).to(tl.int64)
     row_params = params_ptr + row * params_stride
-    flags = tl.load(row_params + _FLAGS)
+    flags = tl.load(row_params + FLAGS)
     is_extended = (flags & _EXTENDED) != 0
     is_edited = False
     if THIS_IS_EXTENDED:
-        is_edited = ((flags & _EDITS) != 0) | (tl.load(mask_index_ptr + line) >= 0)
+        is_edited = ((flags & EDITS) != 0) | (tl.load(mask_index_ptr + line) >= 0)
         is_mine = is_extended | is_edited
-        if (flags & _RANKED) != 0:
-            is_mine = is_mine & (tl.load(longs_ptr + line * _NUM_LONGS + _DONE) == 0)
+        if (flags & RANKED) != 0:
+            is_mine = is_mine & (tl.load(longs_ptr + line * NUM_LONGS + DONE_COLUMN) == 0)
     else:
         is_mine = is_extended == 0
         if is_extended & (piece == 0):
             tl.store(out_ptr + line, 0)
             tl.store(out_ptr + out_stride + line, 1)
     if is_mine:
-        temperature = tl.load(row_params + _TEMPERATURE).to(tl.float32, bitcast=True)
+        temperature = tl.load(row_params + TEMPERATURE).to(tl.float32, bitcast=True)
         token = piece * SLICE + tl.arange(0, SLICE)
         wide_line = line.to(tl.int64)
         logits_line = logits_ptr + wide_line * logits_stride
         if THIS_IS_EXTENDED:
-            x = _load_logits(logits_line, edited_ptr + wide_line * VOCAB, is_edited, token, VOCAB)
+            x = load_logits(logits_line, edited_ptr + wide_line * VOCAB, is_edited, token, VOCAB)
         else:
             x = tl.load(logits_line + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
         score = x
         if temperature != 0.0:
-            key0, key1 = _noise_keys(row_params, tl.load(positions_ptr + line))
+            key0, key1 = noise_keys(row_params, tl.load(positions_ptr + line))
             inverse = 1.0 / temperature
             z = x * inverse
-            score = z + _gumbel(token, key0, key1, COMPILED)
+            score = z + gumbel_noise(token, key0, key1, COMPILED)
             if THIS_IS_EXTENDED:  # noqa: SIM102  known when it is compiled
-                if (flags & _FILTERS) != 0:
-                    largest = tl.load(floats_ptr + line * _NUM_FLOATS + _MAX)
-                    border = tl.load(longs_ptr + line * _NUM_LONGS + _BORDER)
-                    lowest_z = _lowest_z(row_params, flags, largest, inverse)
-                    kept = (z >= lowest_z) & (_key(x, token, ID_BITS) >= border)
+                if (flags & FILTERS) != 0:
+                    largest = tl.load(floats_ptr + line * NUM_FLOATS + MAX_COLUMN)
+                    border = tl.load(longs_ptr + line * NUM_LONGS + BORDER_COLUMN)
+                    lowest_z = min_p_bound(row_params, flags, largest, inverse)
+                    kept = (z >= lowest_z) & (packed_key(x, token, ID_BITS) >= border)
                     score = tl.where(kept | (x != x), score, -float("inf"))
         score = tl.where(token < VOCAB, score, -float("inf"))
         unsound = tl.sum((score != score).to(tl.int32), 0) > 0
@@ -92,7 +92,7 @@ def _sample_kernel(
         winner = tl.where(unsound, 0, winner)
         tl.store(values_ptr + line * SLICES + piece, best)
         tl.store(tokens_ptr + line * SLICES + piece, winner)
-        if _arrive(counters_ptr, line, SLICES):
+        if arrives_last(counters_ptr, line, SLICES):
             s = tl.arange(0, SLICES_PADDED)
             s_ok = s < SLICES
             values = tl.load(values_ptr + line * SLICES + s, mask=s_ok, other=-float("inf"), cache_modifier=".cg")
@@ -102,14 +102,14 @@ def _sample_kernel(
             chosen = tl.where(chosen < VOCAB, chosen, 0)
             sound = (top < float("inf")) & (top > -float("inf"))
             if THIS_IS_EXTENDED:
-                _write(out_ptr, out_stride, line, chosen, sound, counts_ptr + row * VOCAB, flags)
+                write_token(out_ptr, out_stride, line, chosen, sound, counts_ptr + row * VOCAB, flags)
             else:
                 tl.store(out_ptr + line, chosen)
                 tl.store(out_ptr + out_stride + line, sound.to(tl.int32))
 
 
 @triton.jit
-def _noise_keys(row_params, position):
+def noise_keys(row_params, position):
     low = tl.load(row_params + _SEED_LOW).to(tl.uint32, bitcast=True)
     high = tl.load(row_params + _SEED_HIGH).to(tl.uint32, bitcast=True)
     golden = tl.full([1], 0x9E3779B9, tl.uint32)
@@ -128,7 +128,7 @@ def _mix(x):
 
 
 @triton.jit
-def _gumbel(token, key0, key1, COMPILED: tl.constexpr):
+def gumbel_noise(token, key0, key1, COMPILED: tl.constexpr):
     """sampling.gumbel explains the hash."""
     h = (token.to(tl.uint32) * tl.full([1], 0x9E3779B9, tl.uint32)) ^ key0
     h ^= h >> 16
@@ -155,11 +155,11 @@ def _log2(x, COMPILED: tl.constexpr):
 
 
 @triton.jit
-def _write(out_ptr, out_stride, line, token, sound, counts_line, flags):
+def write_token(out_ptr, out_stride, line, token, sound, counts_line, flags):
     """The row's token, and one more of it for the penalties."""
     tl.store(out_ptr + line, token)
     tl.store(out_ptr + out_stride + line, sound.to(tl.int32))
-    if (flags & _PENALTIES) != 0:
+    if (flags & PENALTIES) != 0:
         seen = tl.load(counts_line + token)
-        more = (seen & _MOST_ANSWERED) < _MOST_ANSWERED
+        more = (seen & MOST_ANSWERED) < MOST_ANSWERED
         tl.store(counts_line + token, (seen + more.to(tl.int16)).to(tl.int16))

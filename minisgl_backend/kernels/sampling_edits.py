@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels import sampling_layout as layout
-from minisgl_backend.kernels.sampling_common import _EDITS, _FLAGS, _MOST_ANSWERED, _PENALTIES, _wait
+from minisgl_backend.kernels.sampling_common import EDITS, FLAGS, MOST_ANSWERED, PENALTIES, wait_for_previous
 
 _REPETITION = tl.constexpr(layout.REPETITION)
 _PRESENCE = tl.constexpr(layout.PRESENCE)
@@ -33,26 +33,26 @@ def _allowed(bits_line, token, VOCAB: tl.constexpr):
 
 
 @triton.jit
-def _edit_kernel(
+def edit_kernel(
     logits_ptr, edited_ptr, rows_ptr, params_ptr, counts_ptr, mask_index_ptr, mask_bits_ptr, logits_stride,
     params_stride, counts_stride, VOCAB: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    _wait(PDL)
+    wait_for_previous(PDL)
     line = tl.program_id(1)
     row = tl.load(rows_ptr + line).to(tl.int64)
     row_params = params_ptr + row * params_stride
-    flags = tl.load(row_params + _FLAGS)
+    flags = tl.load(row_params + FLAGS)
     mask_index = tl.load(mask_index_ptr + line)
-    if ((flags & _EDITS) != 0) | (mask_index >= 0):
+    if ((flags & EDITS) != 0) | (mask_index >= 0):
         token = tl.program_id(0) * SLICE + tl.arange(0, SLICE)
         ok = token < VOCAB
         x = tl.load(logits_ptr + line.to(tl.int64) * logits_stride + token, mask=ok, other=0.0).to(tl.float32)
-        if (flags & _PENALTIES) != 0:
+        if (flags & PENALTIES) != 0:
             repetition = tl.load(row_params + _REPETITION).to(tl.float32, bitcast=True)
             presence = tl.load(row_params + _PRESENCE).to(tl.float32, bitcast=True)
             frequency = tl.load(row_params + _FREQUENCY).to(tl.float32, bitcast=True)
             seen = tl.load(counts_ptr + row * counts_stride + token, mask=ok, other=0).to(tl.int32)
-            answered = seen & _MOST_ANSWERED
+            answered = seen & MOST_ANSWERED
             x = tl.where(seen != 0, tl.where(x > 0, tl.div_rn(x, repetition + 0 * x), x * repetition), x)
             x -= frequency * answered.to(tl.float32)
             x -= tl.where(answered > 0, presence, 0.0)
@@ -65,16 +65,16 @@ def _edit_kernel(
 
 
 @triton.jit
-def _rules_kernel(
+def rules_kernel(
     logits_ptr, edited_ptr, rows_ptr, positions_ptr, params_ptr, tokens_ptr, rule_counts_ptr, rules_ptr, prefixes_ptr,
     mask_index_ptr, mask_bits_ptr, logits_stride, params_stride, tokens_stride, max_rules, prefixes_stride,
     VOCAB: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program for each row: it pays for its own rules only."""
-    _wait(PDL)
+    wait_for_previous(PDL)
     line = tl.program_id(0)
     row = tl.load(rows_ptr + line).to(tl.int64)
-    flags = tl.load(params_ptr + row * params_stride + _FLAGS)
+    flags = tl.load(params_ptr + row * params_stride + FLAGS)
     if (flags & _RULES) != 0:
         edited_line = edited_ptr + line.to(tl.int64) * VOCAB
         position = tl.load(positions_ptr + line)
