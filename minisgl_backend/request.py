@@ -106,9 +106,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _refuse("min_tokens", self.min_tokens, "0 to max_tokens")
         _check_range("temperature", self.temperature, 0.0, 100.0)
         if self.top_k < 0:
-            _refuse("top_k", self.top_k, "0 (off) or more")
+            _refuse("top_k", self.top_k, "1 or more, or off: 0 or -1")
         if not (math.isfinite(self.top_p) and 0.0 < self.top_p <= 1.0):
-            _refuse("top_p", self.top_p, "above 0 and at most 1")
+            _refuse("top_p", self.top_p, "above 0 and below 1, or off: 0 or 1")
         _check_range("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None and not 0 <= self.seed < SEED_RANGE:
             _refuse("seed", self.seed, "0 to 2**64 - 1")

@@ -27,7 +27,8 @@ def _plain(name: str, message: Any) -> dict[str, Any]:
         return {**message, "content": "\n".join(parts)}
     if content is not None and not isinstance(content, str):
         raise InvalidRequestError(f"{name}.content is {_shown(content)}; allowed: a text, or a list of text parts")
-    return dict(message)
+    # Templates read the content; OpenAI lets a message go without, as that of an assistant that calls tools.
+    return {**message, "content": content}
 
 
 def _text_of(name: str, part: Any) -> str:

@@ -102,6 +102,7 @@ def test_content_parts_are_joined(tokenizer: PromptTokenizer) -> None:
     parts = [{"type": "text", "text": "hi"}, "!"]
     assert tokenizer.render([{"role": "user", "content": parts}]) == "<s>[user]hi\n![assistant]"
     assert tokenizer.render([{"role": "user", "content": []}]) == "<s>[user][assistant]"
+    assert tokenizer.render([{"role": "user"}]) == "<s>[user][assistant]"
 
 
 @pytest.mark.parametrize(
