@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import socket
 import tempfile
 import threading
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -27,10 +29,13 @@ from minisgl_backend.ipc.frames import FrameSocket
 from minisgl_backend.ipc.messages import Command, Event, Hello, Outputs
 from minisgl_backend.ipc.private import make_private
 
+log = logging.getLogger(__name__)
+
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 EVENTS, COMMANDS = "events", "commands"
 COMMAND_QUEUE = 16384
 MAX_UNGREETED = 64  # connections that wait for the core to accept them
+ACCEPT_AGAIN_S = 0.1  # after a connection could not be taken, for want of file descriptors most of the time
 
 Entries = slice | npt.NDArray[np.intp]  # places in parallel arrays; a slice stands for all
 ALL = slice(None)
@@ -158,6 +163,8 @@ class CoreChannel:
         self._fronts: dict[int, FrameSocket] = {}  # those of them that said Hello, by front
         self._backlog: dict[int, list[Event]] = {}  # what a front has not taken yet, in order
         self._lost: list[int] = []
+        self._accept_at: float | None = None  # by time.monotonic(), where the listener is left alone until then
+        self._accept_fails = False  # so that it is logged once
         self.num_malformed = 0
 
     def receive(self, timeout_ms: int) -> list[Command]:
@@ -167,6 +174,8 @@ class CoreChannel:
         """
         if self._backlog:
             timeout_ms = 1 if timeout_ms < 0 else min(timeout_ms, 1)
+        if self._accept_at is not None:
+            timeout_ms = self._until_accept(self._accept_at, timeout_ms)
         commands: list[Command] = []
         for source, _ in self._poller.poll(timeout_ms):
             if source is self._commands:
@@ -186,10 +195,30 @@ class CoreChannel:
             self._decode(payload, commands)
 
     def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # it left before its turn came
+        try:
             connection = FrameSocket(self._listener.accept()[0])
-            self._connections[connection.fileno()] = connection
-            self._poller.register(connection.fileno(), zmq.POLLIN)
+        except BlockingIOError:  # it left before its turn came
+            return
+        except OSError as error:
+            # It goes on waiting, which keeps the listener readable: without a pause no turn would wait for a command.
+            self._poller.unregister(self._listener.fileno())
+            self._accept_at = time.monotonic() + ACCEPT_AGAIN_S
+            if not self._accept_fails:
+                log.warning("a front's connection cannot be taken: %s; it is tried again until it can", error)
+            self._accept_fails = True
+            return
+        self._accept_fails = False
+        self._connections[connection.fileno()] = connection
+        self._poller.register(connection.fileno(), zmq.POLLIN)
+
+    def _until_accept(self, accept_at: float, timeout_ms: int) -> int:
+        """`timeout_ms`, or as much of it as is left of the pause; looks at the listener again where that is over."""
+        left_ms = int(1000 * (accept_at - time.monotonic())) + 1
+        if left_ms > 0:
+            return left_ms if timeout_ms < 0 else min(timeout_ms, left_ms)
+        self._poller.register(self._listener.fileno(), zmq.POLLIN)
+        self._accept_at = None
+        return timeout_ms
 
     def _hear(self, connection: FrameSocket, commands: list[Command]) -> None:
         for payload in connection.receive():

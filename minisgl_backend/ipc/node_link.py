@@ -232,15 +232,19 @@ def _hand_on(source: socket.socket, target: socket.socket, ended: threading.Even
 
 def accept_until(listener: socket.socket, ended: threading.Event) -> Iterator[tuple[socket.socket, Any]]:
     """Each connection and its address, until `ended` is set and the listener ends (`shut`). Other errors, such as too
-    many open files, pass."""
+    many open files, pass: they are logged once until a connection can be taken again."""
+    fails = False
     while not ended.is_set():
         try:
             accepted = listener.accept()
         except OSError as error:
             if not ended.is_set():
-                log.warning("a connection could not be taken: %s", error)
+                if not fails:
+                    log.warning("a connection cannot be taken: %s; it is tried again until it can", error)
+                fails = True
                 ended.wait(ACCEPT_AGAIN_S)
             continue
+        fails = False
         yield accepted
 
 

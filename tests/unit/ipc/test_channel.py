@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import resource
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -26,6 +29,7 @@ from minisgl_backend.ipc.channel import (
 )
 from minisgl_backend.ipc.messages import (
     Command,
+    GetStats,
     Hello,
     Outputs,
     Rejected,
@@ -264,3 +268,36 @@ def test_a_directory_that_others_may_enter_is_refused(tmp_path: Path) -> None:
 def test_a_socket_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="longer than"):
         CoreChannel(tmp_path / ("x" * 100))
+
+
+@contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_without_file_descriptors_a_core_waits_before_it_accepts_again(
+    core: CoreChannel, context: zmq.Context, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The connection that cannot be taken keeps the listener readable: an idle core would turn without a pause."""
+    with closing(FrontChannel(context, tmp_path)) as front:
+        wait_for(lambda: bool(front._commands.poll(10, zmq.POLLOUT)))
+        front.send(GetStats(front=0))  # zmq has its connection
+        wait_for(lambda: bool(core.receive(10)))
+        with caplog.at_level(logging.WARNING), no_descriptor_left():
+            assert front.greet(0, 5000)
+            turns, end = 0, time.monotonic() + 0.35
+            while time.monotonic() < end:
+                turns += 1
+                assert core.receive(100) == []
+        assert 2 <= turns <= 20
+        assert len([record for record in caplog.records if "Too many open files" in record.message]) == 1
+        commands: list[Command] = []
+        wait_for(lambda: bool(commands.extend(core.receive(-1)) or commands))
+        assert commands == [Hello(front=0, pid=os.getpid())]

@@ -177,13 +177,13 @@ def test_connections_are_closed_where_no_thread_can_tie_them(monkeypatch: pytest
     assert left_relay.fileno() == right_relay.fileno() == -1
 
 
-def test_a_listener_outlives_errors_and_ends_at_once() -> None:
+def test_a_listener_outlives_errors_and_ends_at_once(caplog: pytest.LogCaptureFixture) -> None:
     class Listener(socket.socket):
-        fails = True
+        fails = 3
 
         def accept(self) -> tuple[socket.socket, Any]:
             if self.fails:
-                self.fails = False
+                self.fails -= 1
                 raise OSError(errno.EMFILE, "Too many open files")
             return super().accept()
 
@@ -200,6 +200,7 @@ def test_a_listener_outlives_errors_and_ends_at_once() -> None:
     for _ in range(2):
         with socket.create_connection(listener.getsockname(), timeout=10) as connection:
             assert connection.recv(1) == b""
+    assert [record.message for record in caplog.records if "Too many" in record.message][1:] == []  # said once
     time.sleep(0.1)  # it waits for the next one
     ended.set()
     shut(listener)
