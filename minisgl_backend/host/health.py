@@ -9,26 +9,37 @@ from __future__ import annotations
 import json
 import socket
 import threading
+import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from minisgl_backend.errors import ConfigError
+
+_ACCEPT_AGAIN_SECONDS = 0.1  # after a connection could not be taken, for want of file descriptors most of the time
 
 
 class HealthServer:
-    """Serves the endpoint from a thread of its own until `close`. Raises OSError where the port cannot be had."""
+    """Serves the endpoint from a thread of its own until `close`. Raises ConfigError where it cannot."""
 
     def __init__(self, host: str, port: int, not_ready_reason: Callable[[], str | None]) -> None:
         """`not_ready_reason` returns None when ready; it is called from many threads."""
         handler = type("_Handler", (_HealthHandler,), {"not_ready_reason": staticmethod(not_ready_reason)})
         server_class = type(
-            "_Server",
-            (ThreadingHTTPServer,),
-            {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET, "daemon_threads": True},
+            "_Server", (_Listener,), {"address_family": socket.AF_INET6 if ":" in host else socket.AF_INET}
         )
-        self._server: ThreadingHTTPServer = server_class((host, port), handler)
+        try:
+            self._server: _Listener = server_class((host, port), handler)
+        except OSError as error:
+            raise ConfigError(f"--health-port is {port}, which cannot be had on {host}: {error}") from None
         self._thread = threading.Thread(
             target=self._server.serve_forever, kwargs={"poll_interval": 0.1}, name="health", daemon=True
         )
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the machine has none left
+            self._server.server_close()
+            raise ConfigError(f"--health-port is {port}, which cannot be served: {error}") from None
 
     @property
     def port(self) -> int:
@@ -40,6 +51,18 @@ class HealthServer:
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
+
+
+class _Listener(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().get_request()
+        except OSError:
+            # The connection goes on waiting, and the loop would ask for it again at once, and again.
+            time.sleep(_ACCEPT_AGAIN_SECONDS)
+            raise
 
 
 class _HealthHandler(BaseHTTPRequestHandler):

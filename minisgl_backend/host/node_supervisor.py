@@ -235,6 +235,9 @@ class _Group:
             threading.Thread(target=self._relay, name="store-relay", daemon=True).start()
             for rank in range(node.rank * each, (node.rank + 1) * each):
                 self._start_rank(rank, accepted)
+        except RuntimeError as error:  # the machine has no thread left
+            self.end()
+            raise _NotNow(f"this node's part cannot be started: {error}") from error
         except BaseException:
             self.end()
             raise
@@ -275,7 +278,10 @@ class _Group:
             arguments += ["--config", msgspec.json.encode(options).decode()]
             arguments += ["--environment", msgspec.json.encode(environment).decode()]
             fds = (link.fileno(),)
-            self._ranks[rank] = start_child("minisgl_backend.engine.follower", arguments, fds=fds, tied=True)
+            try:
+                self._ranks[rank] = start_child("minisgl_backend.engine.follower", arguments, fds=fds, tied=True)
+            except OSError as error:  # no memory, no process left
+                raise _NotNow(f"rank {rank} cannot be started here: {error}") from error
 
     def _ask(self, request: Link | Store) -> socket.socket:
         """A connection that node 0 has accepted for this. Raises OSError, _NotNow or ConfigError where it does not."""

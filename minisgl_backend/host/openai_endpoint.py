@@ -130,7 +130,11 @@ class OpenAIEndpoint:
         self._next_start = [0.0] * settings.workers
         # Workers die with the thread that started them: the one that watches starts them all.
         self._thread = threading.Thread(target=self._watch, name="openai-endpoint", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # the machine has none left
+            self._socket.close()
+            raise ConfigError(f"the OpenAI endpoint cannot be served: {error}") from None
 
     @property
     def port(self) -> int:

@@ -5,6 +5,7 @@ A process of its own: importing torch would leave the supervisor with its memory
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
 from pathlib import Path
@@ -20,15 +21,17 @@ class OptionCheck:
     def __init__(self, repository: Path) -> None:
         self._process: subprocess.Popen[str] | None = None
         if (repository / ENGINE_MODEL / "config.pbtxt").is_file():
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "minisgl_backend", "check", "--repository", str(repository)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                start_new_session=True,  # Ctrl-C is for the supervisor
-            )
+            # Where the machine has no process left for it, the server's own start says what is wrong, only later.
+            with contextlib.suppress(OSError):
+                self._process = subprocess.Popen(
+                    [sys.executable, "-m", "minisgl_backend", "check", "--repository", str(repository)],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
+                    start_new_session=True,  # Ctrl-C is for the supervisor
+                )
 
     def refusal(self) -> str | None:
         """Why the options cannot be served; None while nothing is known and where nothing is wrong. Never waits."""

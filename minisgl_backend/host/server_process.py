@@ -41,13 +41,15 @@ from minisgl_backend.ipc.channel import socket_directory
 
 _CONTROL_HEADER = "minisgl-control"
 _MAX_BODY, _MAX_BODY_BYTES = "--http-max-input-size", 16 << 20  # Triton 2.59 and later; 64 MB by default
+_NO_PROCESS = "the server's process cannot be started"
 _UNLOAD_SECONDS = 5.0  # from SIGTERM, where all requests were finished before
 
 
 class ServerProcess:
     """Starts the server at construction. All methods are for one thread; those without effects for any.
 
-    Construction raises ConfigError, and leaves no process behind, where there is no room for the server's sockets.
+    Construction raises ConfigError, and leaves no process behind, where the machine has no process or thread left for
+    it, or no room for its sockets.
     """
 
     def __init__(self, settings: ServerSettings, install: TritonInstall) -> None:
@@ -57,33 +59,55 @@ class ServerProcess:
         self._log = LogFilter(verbose=settings.verbose)
         self._decoupled: dict[str, bool] = {}
         self._unloadable_models = 0  # left behind by reloads: an instance whose stub died never unloads
-        read_end, write_end = _open_log()
-        arguments = server_arguments(settings, install, self._control_key)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "minisgl_backend.host.triton_server", DIE_WITH_PARENT, *arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=write_end,
-            stderr=write_end,
-            env=_environment(),
-            # A terminal's Ctrl-C goes to whole process groups; the server drains only if its stubs do not get it too.
-            start_new_session=True,
-        )
-        os.close(write_end)
-        self._pump = threading.Thread(target=self._pump_log, args=(read_end,), name="server-log", daemon=True)
-        self._pump.start()
+        self._process, read_end = self._start(server_arguments(settings, install, self._control_key))
         self._processes = ServerProcesses(self._process.pid)
+        self._pump = threading.Thread(target=self._pump_log, args=(read_end,), name="server-log", daemon=True)
+        try:
+            self._pump.start()
+        except RuntimeError as error:  # the machine has none left
+            self._give_up()
+            os.close(read_end)
+            raise ConfigError(f"{_NO_PROCESS}: {error}") from error
         self._socket_directory = self._make_socket_directory()
+
+    @staticmethod
+    def _start(arguments: list[str]) -> tuple[subprocess.Popen[bytes], int]:
+        """(The process, the end from which its log is read)"""
+        try:
+            read_end, write_end = _open_log()
+        except OSError as error:
+            raise ConfigError(f"{_NO_PROCESS}: {error}") from error
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "minisgl_backend.host.triton_server", DIE_WITH_PARENT, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=write_end,
+                stderr=write_end,
+                env=_environment(),
+                # A terminal's Ctrl-C goes to whole process groups; the server drains only if its stubs do not get it.
+                start_new_session=True,
+            )
+        except OSError as error:  # no memory, no process left
+            os.close(read_end)
+            raise ConfigError(f"{_NO_PROCESS}: {error}") from error
+        finally:
+            os.close(write_end)
+        return process, read_end
 
     def _make_socket_directory(self) -> Path:
         """Its name holds the server's process id. Where it cannot be made, the server, which has only begun, ends."""
         try:
             return socket_directory(self._settings.repository, self._process.pid)
         except (OSError, ConfigError) as error:
-            self._process.kill()
-            self._process.wait()
-            self._processes.kill_all()
+            self._give_up()
             self._pump.join(timeout=2.0)
             raise ConfigError(f"the directory of the server's sockets cannot be made: {error}") from error
+
+    def _give_up(self) -> None:
+        """Ends a server that has only begun."""
+        self._process.kill()
+        self._process.wait()
+        self._processes.kill_all()
 
     @property
     def pid(self) -> int:

@@ -144,7 +144,11 @@ class Supervisor:
         worker = threading.Thread(
             target=lambda: results.append(server.reload(model, _RELOAD_TIMEOUT_SECONDS)), name="reload", daemon=True
         )
-        worker.start()
+        try:
+            worker.start()
+        except RuntimeError as error:  # the machine has none left
+            say(f"reloading {model} failed: {error}")
+            return False
         while worker.is_alive() and not self._stop.is_set() and server.exit_code is None:
             worker.join(0.1)
         if results != [True]:

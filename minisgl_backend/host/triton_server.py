@@ -118,12 +118,15 @@ def find_libpython(libdir: str | None = None) -> Path | None:
     own = Path(libdir or sysconfig.get_config_var("LIBDIR") or "/nonexistent") / name
     if own.is_file():
         return own
-    loader = subprocess.run(
-        # In a process of its own: a second libpython must not come into this one.
-        [sys.executable, "-c", f"import ctypes; ctypes.CDLL({name!r})"],
-        capture_output=True,
-        check=False,
-    )
+    try:
+        loader = subprocess.run(
+            # In a process of its own: a second libpython must not come into this one.
+            [sys.executable, "-c", f"import ctypes; ctypes.CDLL({name!r})"],
+            capture_output=True,
+            check=False,
+        )
+    except OSError as error:  # no memory, no process left
+        raise ConfigError(f"no process can be started to look for {name}: {error}") from error
     return Path(name) if loader.returncode == 0 else None
 
 

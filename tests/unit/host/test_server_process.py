@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import subprocess
 import sys
 import threading
 import time
@@ -15,6 +16,7 @@ import pytest
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import server_process, server_supervisor
+from minisgl_backend.host.option_check import OptionCheck
 from minisgl_backend.host.processes import process_of, process_table
 from minisgl_backend.host.serve_options import parse_arguments, say
 from minisgl_backend.host.server_log import LogFilter
@@ -124,3 +126,61 @@ def test_a_first_server_that_cannot_be_started_ends_the_supervisor(
     arguments = parse_arguments([])
     assert Supervisor(arguments, arguments.server, INSTALL)._keep_running() == 1
     assert capsys.readouterr().err == "[serve] error: no room\n"
+
+
+def no_process(*_: object, **__: object) -> None:
+    raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_a_server_without_a_process_left_for_it_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    open_files = len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    with pytest.raises(ConfigError, match=r"the server's process cannot be started: .*temporarily unavailable"):
+        ServerProcess(parse_arguments([]).server, INSTALL)
+    assert len(os.listdir("/proc/self/fd")) == open_files
+
+
+def test_a_server_without_a_thread_left_for_its_log_ends(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_text("#!/bin/sh\nexec sleep 300\n")
+    program.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(program))
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(ConfigError, match="the server's process cannot be started: can't start new thread"):
+        ServerProcess(parse_arguments([]).server, INSTALL)
+    assert not [one for one in process_table().values() if one.parent == os.getpid() and not one.dead]
+
+
+def test_a_machine_without_a_process_left_is_asked_again_later(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where a restart is due; a first start says so and ends."""
+    arguments = parse_arguments([])
+    supervisor = Supervisor(arguments, arguments.server, INSTALL)
+    delays: list[float] = []
+
+    def wait(seconds: float) -> bool:
+        delays.append(seconds)
+        return len(delays) == 3
+
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    assert supervisor._keep_running() == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+    supervisor._announced = True
+    monkeypatch.setattr(supervisor._stop, "wait", wait)
+    assert supervisor._keep_running() == 0
+    assert delays == list(server_supervisor._BACKOFF_SECONDS[:3])
+    said = capsys.readouterr().err.splitlines()
+    assert len([line for line in said if "the server's process cannot be started: " in line]) == 3
+    assert len(said) == 6
+
+
+def test_the_check_of_the_options_is_not_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(subprocess, "Popen", no_process)
+    check = OptionCheck(parse_arguments([]).server.repository)
+    assert check.refusal() is None
+    check.end()

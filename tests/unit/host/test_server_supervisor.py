@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -255,6 +258,41 @@ def fake_server(folder: Path, model: str) -> list[str]:
 
 
 @pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="needs /proc")
+def test_without_file_descriptors_the_health_endpoint_waits_before_it_accepts_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The connection that cannot be taken keeps the listener readable."""
+    attempts: list[float] = []
+
+    def no_descriptor(server: ThreadingHTTPServer) -> None:
+        attempts.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    health = HealthServer("127.0.0.1", 0, lambda: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(ThreadingHTTPServer, "get_request", no_descriptor)
+        connection = socket.create_connection(("127.0.0.1", health.port), timeout=10)
+        time.sleep(0.35)
+    assert 1 <= len(attempts) <= 10
+    connection.sendall(b"GET /health/live HTTP/1.0\r\n\r\n")
+    assert b"200" in connection.recv(100)
+    connection.close()
+    health.close()
+
+
+def test_a_health_endpoint_that_cannot_be_had_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    refused = pytest.raises(ConfigError, match=r"--health-port is \d+, which cannot be had on 127.0.0.1: ")
+    with socket.create_server(("127.0.0.1", 0)) as taken, refused:
+        HealthServer("127.0.0.1", taken.getsockname()[1], lambda: None)
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    with pytest.raises(ConfigError, match="--health-port is 0, which cannot be served: can't start new thread"):
+        HealthServer("127.0.0.1", 0, lambda: None)
+
+
+def no_thread(_: threading.Thread) -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def test_a_dead_stub_is_noticed_and_nothing_is_left(tmp_path: Path) -> None:
     with subprocess.Popen(fake_server(tmp_path, "tokenizer"), stdout=subprocess.PIPE, text=True) as server:
         try:
