@@ -21,6 +21,7 @@ from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig, Sch
 from minisgl_backend.engine.core import EngineCore, StepRunner
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.grammar import Grammars
+from minisgl_backend.engine.grammar_compilers import GrammarCompilers
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
 from minisgl_backend.host.liveness import Heartbeat
 from minisgl_backend.ipc.messages import Welcome
@@ -88,9 +89,10 @@ def build_engine(
         )
     overlap = environment.overlap
     try:
-        grammars = Grammars(
+        compilers = GrammarCompilers(
             lambda: _load_tokenizer(config, model_dir), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
+        grammars = Grammars(compilers, vocab_size=model.vocab_size)
         scheduler = Scheduler(limits)
         trial = None if config.runner == "null" else _trial_plan(config)
         core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, trial_plan=trial)

@@ -1,4 +1,4 @@
-"""Which tokens a grammar allows next: compiles with xgrammar beside the step loop, follows each sequence by uid.
+"""Which tokens a grammar allows next: has it compiled beside the step loop, follows each sequence by uid.
 
 A step's masks are made once the step before is committed, while the device computes the logits that they will mask. So
 they always rest on committed tokens and nothing is ever rolled back.
@@ -7,32 +7,25 @@ they always rest on committed tokens and nothing is ever rolled back.
 from __future__ import annotations
 
 import importlib.util
-import json
 import logging
 import os
 import queue
-import re
-import threading
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
-from minisgl_backend.request import FinishReason, Grammar, Request
+from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 
-MAX_COMPILING = 256  # requests whose grammar waits for the compiler
-MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
-CACHE_BYTES = 256 << 20
-_ANY_JSON = '{"type": ["object", "array"]}'
+MAX_COMPILING = 256  # requests whose grammar waits for a compiler
 MIN_SHARED = 4  # masks that are worth several threads
 MAX_THREADS = 8
 
@@ -46,23 +39,13 @@ class CompiledRequest:
 
 
 class Grammars:
-    """The grammars of all sequences of one engine. Used by the step loop only; compiling has its own thread."""
+    """The grammars of all sequences of one engine. Used by the step loop only."""
 
-    def __init__(
-        self,
-        load_tokenizer: Callable[[], Any],
-        *,
-        vocab_size: int,
-        eos_token_ids: Iterable[int],
-    ) -> None:
-        """`load_tokenizer` returns the model's transformers tokenizer, and is called for the first grammar only."""
-        self._load_tokenizer = load_tokenizer
+    def __init__(self, compilers: GrammarCompilers, *, vocab_size: int) -> None:
+        """`close` closes the compilers."""
+        self._compilers = compilers
         self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
-        self._compiler: Any = None
-        self._todo: queue.SimpleQueue[Request | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[tuple[Request, Any, MinisglError | None]] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
         self._compiling: dict[int, int] = {}  # uid -> n, of requests
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
         self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar
@@ -93,14 +76,22 @@ class Grammars:
                 f"min_tokens is {request.params.min_tokens}; allowed: 0 with guided decoding, where the grammar "
                 "alone says when an answer may end"
             )
-        # Those that were cancelled count until the thread has passed over them.
-        if max(len(self._compiling), self._todo.qsize()) >= MAX_COMPILING:
+        # Those that were cancelled count until the compilers have passed over them.
+        if max(len(self._compiling), self._compilers.num_waiting) >= MAX_COMPILING:
             raise CapacityError(f"{MAX_COMPILING} requests wait for their grammars to be compiled; try again later")
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._compile_all, name="grammar-compiler", daemon=True)
-            self._thread.start()
+        if request.params.grammar is None:
+            raise InvalidRequestError("guided_decoding_guide is missing")
         self._compiling[request.uid] = request.params.n
-        self._todo.put(request)
+        job = Job(
+            grammar=request.params.grammar,
+            is_wanted=lambda: request.uid in self._compiling,
+            done=lambda compiled, error: self._done.put((request, compiled, error)),
+        )
+        try:
+            self._compilers.submit(job)
+        except CapacityError:
+            del self._compiling[request.uid]
+            raise
 
     def take_compiled(self) -> list[CompiledRequest]:
         """Requests whose grammar is ready or wrong, since the last call."""
@@ -200,76 +191,4 @@ class Grammars:
         ]
 
     def close(self) -> None:
-        self._todo.put(None)
-
-    def _compile_all(self) -> None:
-        while (request := self._todo.get()) is not None:
-            if request.uid not in self._compiling:
-                continue  # cancelled before its turn
-            compiled, error = None, None
-            try:
-                compiled = self._compile(request.params.grammar or Grammar(kind="json"))
-                self._try(compiled)
-            except MinisglError as refused:
-                error = refused
-            except Exception as failure:
-                error = InvalidRequestError(f"guided_decoding_guide cannot be compiled: {_reason(failure)}")
-            self._done.put((request, compiled, error))
-
-    def _compile(self, grammar: Grammar) -> Any:
-        if self._compiler is None:
-            import xgrammar
-
-            info = xgrammar.TokenizerInfo.from_huggingface(
-                self._load_tokenizer(), vocab_size=self._vocab_size, stop_token_ids=self._eos_token_ids or None
-            )
-            self._compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
-        # Free whitespace would let a model indent until its tokens run out: JSON is written as json.dumps writes it.
-        if grammar.kind == "json":
-            return self._compiler.compile_json_schema(_ANY_JSON, any_whitespace=False)
-        if grammar.kind == "json_schema":
-            _check_schema(grammar.text)
-            return self._compiler.compile_json_schema(grammar.text, any_whitespace=False)
-        if grammar.kind == "regex":
-            return self._compiler.compile_regex(grammar.text)
-        return self._compiler.compile_grammar(grammar.text)
-
-    def _try(self, compiled: Any) -> None:
-        """Raises InvalidRequestError for a grammar that allows no first token; also fills the compiler's caches."""
-        import xgrammar
-
-        bits = np.zeros((1, -(-self._vocab_size // 32)), dtype=np.int32)
-        restricted = xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits, 0)
-        if restricted and not bits.any():
-            raise InvalidRequestError("guided_decoding_guide accepts no text that this model could write")
-
-
-def _reason(failure: Exception) -> str:
-    """The compiler's own words, without the place in its sources."""
-    first_line = next(iter(str(failure).strip().splitlines()), "")
-    return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", first_line)[:500] or type(failure).__name__
-
-
-def _check_schema(text: str) -> None:
-    """Raises InvalidRequestError for what is no JSON or nested too deeply."""
-    try:
-        schema = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequestError(f"guided_decoding_guide is no JSON schema: {error}") from None
-    if not isinstance(schema, (dict, bool)):
-        raise InvalidRequestError(
-            f"guided_decoding_guide is {json.dumps(schema)[:40]}; allowed: a JSON schema (an object)"
-        )
-    level, layer = 0, [schema]
-    while layer:
-        level += 1
-        if level > MAX_NESTING:
-            raise InvalidRequestError(
-                f"guided_decoding_guide is nested more than {MAX_NESTING} levels; allowed: at most {MAX_NESTING}"
-            )
-        layer = [
-            child
-            for node in layer
-            if isinstance(node, (dict, list))
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
+        self._compilers.close()

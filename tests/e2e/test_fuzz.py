@@ -20,11 +20,10 @@ import pytest
 from tritonclient.grpc import service_pb2, service_pb2_grpc
 
 from client.errors import from_message
-from minisgl_backend.host.processes import descendants, process_table
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, OutputOptions, Part, TextOptions
 from minisgl_backend.request import Grammar, SamplingParams
 from minisgl_backend.serving.schema import INPUTS, TENSORS, Tensor
-from tests.e2e.wire import Server
+from tests.e2e.wire import Server, lasting_processes
 
 pytestmark = pytest.mark.e2e
 
@@ -141,13 +140,9 @@ def canary(null_server: Server) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def no_process_ends(null_server: Server) -> Iterator[None]:
-    before = living(null_server)
+    before = lasting_processes(null_server)
     yield
-    assert living(null_server) == before
-
-
-def living(server: Server) -> set[int]:
-    return {process.pid for process in descendants(server.process_id, process_table()) if not process.dead}
+    assert lasting_processes(null_server) == before
 
 
 def wrong_forms(tensor: Tensor) -> Iterator[Raw]:

@@ -10,12 +10,11 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.host.processes import descendants, process_table
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from tests.e2e.openai_stack import Endpoint, running_endpoint
-from tests.e2e.wire import Server
+from tests.e2e.wire import Server, lasting_processes
 
 pytestmark = pytest.mark.e2e
 
@@ -87,9 +86,7 @@ def check(endpoint: Endpoint, path: str, body: dict[str, Any], *, field: str | N
 
 
 def processes(endpoint: Endpoint) -> set[int]:
-    table = process_table()
-    server = {process.pid for process in descendants(endpoint.server.process_id, table) if not process.dead}
-    return server | set(endpoint.processes.process_ids)
+    return lasting_processes(endpoint.server) | set(endpoint.processes.process_ids)
 
 
 @pytest.mark.parametrize("path", PATHS)

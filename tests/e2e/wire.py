@@ -10,10 +10,13 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tritonclient.grpc as grpcclient
+
+from minisgl_backend.host.processes import descendants, process_table
 
 DEATH = r"a process of model \w+ died|the server died"  # in the supervisor's log
 PATIENCE_SECONDS = 120.0  # far above what is ever needed: the machine may be busy
@@ -202,6 +205,19 @@ class GrpcStream:
             chunk = self.receive()
             final = chunk.final
             yield chunk
+
+
+def lasting_processes(server: Server) -> set[int]:
+    """Those below the server that live as long as it does: compilers of grammars come and go."""
+    living = {process.pid for process in descendants(server.process_id, process_table()) if not process.dead}
+    return {pid for pid in living if b"grammar_process" not in _command_line(pid)}
+
+
+def _command_line(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:  # it has just ended
+        return b""
 
 
 def batched(**values: Any) -> list[Tensor]:

@@ -6,10 +6,9 @@ import dataclasses
 import json
 import random
 import re
-import threading
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -17,6 +16,7 @@ import pytest
 from minisgl_backend.engine import grammar as grammar_module
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.grammar import Grammars
+from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -90,13 +90,27 @@ class RandomRunner:
                 pending.tokens[index] = self._random.choice(allowed.tolist())
 
 
+class SharedCompilers:
+    """For many tests: a process takes seconds to start."""
+
+    def __init__(self, compilers: GrammarCompilers) -> None:
+        self.submit = compilers.submit
+        self.num_waiting = 0
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def compilers(model: ModelConfig, tokenizer: Any) -> Iterator[GrammarCompilers]:
+    compilers = GrammarCompilers(lambda: tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+    yield compilers
+    compilers.close()
+
+
 class Harness:
-    def __init__(self, model: ModelConfig, tokenizer: Any, overlap: bool) -> None:
-        self.grammars = Grammars(
-            lambda: tokenizer,
-            vocab_size=model.vocab_size,
-            eos_token_ids=model.eos_token_ids,
-        )
+    def __init__(self, model: ModelConfig, compilers: GrammarCompilers, overlap: bool) -> None:
+        self.grammars = Grammars(SharedCompilers(compilers), vocab_size=model.vocab_size)  # type: ignore[arg-type]
         limits = dataclasses.replace(LIMITS, eos_token_ids=model.eos_token_ids)
         self.scheduler = Scheduler(limits, seed=0)
         self.runner = RandomRunner(model.vocab_size, seed=1)
@@ -114,8 +128,8 @@ class Harness:
 
 
 @pytest.fixture(params=[False, True], ids=["sequential", "overlapped"])
-def harness(request: pytest.FixtureRequest, model: ModelConfig, tokenizer: Any) -> Iterator[Harness]:
-    harness = Harness(model, tokenizer, request.param)
+def harness(request: pytest.FixtureRequest, model: ModelConfig, compilers: GrammarCompilers) -> Iterator[Harness]:
+    harness = Harness(model, compilers, request.param)
     yield harness
     harness.core.close()
 
@@ -230,40 +244,39 @@ def test_an_abort_during_compilation_still_ends_every_sequence(harness: Harness)
     assert harness.grammars.num_compiling == 0
 
 
-def test_what_was_cancelled_before_its_turn_is_not_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
-    grammars = Grammars(lambda: None, vocab_size=32, eos_token_ids=[2])
-    busy, compiled = threading.Event(), []
+def test_what_was_cancelled_counts_until_the_compilers_have_passed_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compilers:
+        """Has taken the first job only."""
 
-    def compile_slowly(grammar: Grammar) -> Any:
-        compiled.append(grammar.text)
-        busy.wait(30)
-        raise InvalidRequestError("done")
+        jobs: ClassVar[list[Job]] = []
 
-    monkeypatch.setattr(grammars, "_compile", compile_slowly)
+        @property
+        def num_waiting(self) -> int:
+            return len(self.jobs) - 1
+
+        def submit(self, job: Job) -> None:
+            self.jobs.append(job)
+
+    def submit(number: int) -> None:
+        grammars.submit(make_request(number, [5], grammar=Grammar(kind="regex", text=str(number))))
+
+    compilers = Compilers()
+    grammars = Grammars(compilers, vocab_size=32)  # type: ignore[arg-type]
     monkeypatch.setattr(grammar_module, "MAX_COMPILING", 10)
     for number in range(10):
-        grammars.submit(make_request(number, [5], grammar=Grammar(kind="regex", text=str(number))))
-    while not compiled:
-        time.sleep(0.005)
+        submit(number)
     for number in range(9):
         assert grammars.cancel(number) == 1
-    for number in (10, 11):  # the first one is with the compiler, the others are passed over only behind it
-        if number == 11:
-            with pytest.raises(CapacityError):
-                grammars.submit(make_request(number, [5], grammar=Grammar(kind="regex", text=str(number))))
-        else:
-            grammars.submit(make_request(number, [5], grammar=Grammar(kind="regex", text=str(number))))
-    busy.set()
-    while grammars.num_compiling:
-        grammars.take_compiled()
-        time.sleep(0.005)
-    assert compiled == ["0", "9", "10"]
-    grammars.close()
+    submit(10)
+    with pytest.raises(CapacityError):
+        submit(11)
+    assert [number for number, job in enumerate(compilers.jobs) if job.is_wanted()] == [9, 10]
 
 
 def test_without_the_package_the_request_is_refused(monkeypatch: pytest.MonkeyPatch, model: ModelConfig) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    grammars = Grammars(lambda: None, vocab_size=model.vocab_size, eos_token_ids=())
+    compilers = GrammarCompilers(lambda: None, vocab_size=model.vocab_size, eos_token_ids=())
+    grammars = Grammars(compilers, vocab_size=model.vocab_size)
     request = guided(1, "json")
     with pytest.raises(InvalidRequestError, match="pip install"):
         grammars.submit(request)

@@ -1,0 +1,254 @@
+"""Where grammars are compiled: what takes long harms nobody but its sender."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.engine import grammar_compilers, grammar_process
+from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
+from minisgl_backend.engine.grammar_process import Answer
+from minisgl_backend.errors import MinisglError
+from minisgl_backend.host.processes import process_table
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.request import Grammar
+
+xgrammar = pytest.importorskip("xgrammar")
+
+ENDLESS = "a?" * 20_000 + "a" * 20_000  # minutes, and 30 MB more each second
+
+
+class Outcomes:
+    """What came of grammars, by their texts."""
+
+    def __init__(self, compilers: GrammarCompilers) -> None:
+        self._compilers = compilers
+        self.of: dict[str, tuple[Any, MinisglError | None]] = {}
+        self.unwanted: set[str] = set()
+
+    def submit(self, text: str) -> None:
+        def done(compiled: Any, error: MinisglError | None) -> None:
+            self.of[text] = compiled, error
+
+        grammar = Grammar(kind="regex", text=text)
+        self._compilers.submit(Job(grammar=grammar, is_wanted=lambda: text not in self.unwanted, done=done))
+
+    def wait(self, *texts: str) -> None:
+        wait_for(lambda: all(text in self.of for text in texts))
+
+    def error(self, text: str) -> str:
+        self.wait(text)
+        compiled, error = self.of[text]
+        assert compiled is None
+        assert error is not None
+        return f"{type(error).__name__}: {error}"
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.005)
+
+
+@pytest.fixture(scope="module")
+def compilers() -> Iterator[GrammarCompilers]:
+    """With real processes."""
+    folder = find_model_dir("demo")
+    model = ModelConfig.load(folder)
+
+    def load_tokenizer() -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(str(folder))
+
+    compilers = GrammarCompilers(load_tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+    yield compilers
+    compilers.close()
+    wait_for(lambda: not compiler_pids())
+
+
+def compiler_pids() -> list[int]:
+    return [process.pid for process in process_table().values() if process.parent == os.getpid() and not process.dead]
+
+
+def test_a_grammar_that_never_ends_holds_nobody_up(compilers: GrammarCompilers) -> None:
+    outcomes = Outcomes(compilers)
+    outcomes.submit(ENDLESS)
+    outcomes.submit("[a-c]{3}")
+    outcomes.wait("[a-c]{3}")
+    assert ENDLESS not in outcomes.of
+    assert outcomes.of["[a-c]{3}"][1] is None
+    outcomes.unwanted.add(ENDLESS)  # its client leaves
+    assert outcomes.error(ENDLESS) == (
+        "InvalidRequestError: guided_decoding_guide takes longer than 30 s to compile; allowed: a simpler one"
+    )
+
+
+def test_a_compiler_that_dies_takes_one_grammar_with_it(compilers: GrammarCompilers) -> None:
+    outcomes = Outcomes(compilers)
+    outcomes.submit("[x-z]{3}")
+    outcomes.wait("[x-z]{3}")
+    outcomes.submit(ENDLESS)
+    wait_for(lambda: compilers.num_waiting == 0)
+    time.sleep(0.3)
+    for pid in compiler_pids():
+        os.kill(pid, signal.SIGKILL)
+    assert "InvalidRequestError: guided_decoding_guide cannot be compiled: the compiler died" in outcomes.error(ENDLESS)
+    outcomes.submit("[u-w]{3}")
+    outcomes.wait("[u-w]{3}")
+    assert outcomes.of["[u-w]{3}"][1] is None
+
+
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
+    compilers: GrammarCompilers, monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(grammar_process, "QUICK_S", seconds)
+    tokenizer = compilers._take_tokenizer()
+    compiler = xgrammar.GrammarCompiler(tokenizer.info, max_threads=1)
+    text = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
+    grammar = Grammar(kind="json_schema", text=text)
+    answer = grammar_process._answer(compiler, tokenizer.info.vocab_size, grammar)
+    assert (answer.error, bool(answer.compiled)) == ("", seconds == 0.0)
+    found = compilers.load(grammar, answer.compiled)
+    masks = np.zeros((2, -(-tokenizer.info.vocab_size // 32)), dtype=np.int32)
+    for mask, one in zip(masks, (found, grammar_process.compile_grammar(compiler, grammar)), strict=True):
+        matcher = xgrammar.GrammarMatcher(one)
+        assert matcher.accept_string('{"n":')
+        matcher.fill_next_token_bitmask(mask[None])
+    assert masks[0].any()
+    assert (masks[0] == masks[1]).all()
+
+
+def test_a_compiler_has_a_bound_on_its_memory() -> None:
+    program = """
+import xgrammar
+from minisgl_backend.engine import grammar_process as module
+from minisgl_backend.request import Grammar
+
+module.MORE_BYTES = 64 << 20
+info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
+compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+module._limit_memory()
+for text in ("a?" * 20_000 + "a" * 20_000, "[a-c]{3}"):
+    print(module._answer(compiler, 256, Grammar(kind="regex", text=text)).error)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout == "guided_decoding_guide takes too much memory to compile; allowed: a simpler one\n\n"
+
+
+class FakeProcess:
+    """Answers a text that is a number after as many seconds, others at once."""
+
+    at_work = 0
+    most_at_work = 0
+    fails = False
+    compiled: list[str]
+
+    def __init__(self) -> None:
+        if type(self).fails:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+        self._ended = threading.Event()
+        self._text = ""
+        self._due = 0.0
+
+    def wait_ready(self, tokenizer_info: str) -> None: ...
+
+    def begin(self, grammar: Grammar) -> None:
+        self._text = grammar.text
+        type(self).compiled.append(grammar.text)
+        seconds = float(grammar.text.split()[0]) if grammar.text[0].isdigit() else 0.0
+        self._due = time.monotonic() + seconds
+
+    def answers_within(self, seconds: float) -> bool:
+        left = self._due - time.monotonic()
+        if self._ended.wait(max(0.0, min(seconds, left))):
+            return True
+        return left <= seconds
+
+    def answer(self) -> Answer:
+        if self._ended.is_set():
+            raise EOFError
+        return Answer(compiled=self._text)
+
+    def kill(self) -> None:
+        self._ended.set()
+
+    end = kill
+
+
+@pytest.fixture
+def outcomes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outcomes]:
+    """With processes that only pretend, and a hundredth of the times."""
+    monkeypatch.setattr(grammar_compilers, "CompilerProcess", FakeProcess)
+    monkeypatch.setattr(FakeProcess, "compiled", [], raising=False)
+    for name, seconds in (("QUICK_S", 0.05), ("DEADLINE_S", 0.4), ("LOOK_S", 0.01)):
+        monkeypatch.setattr(grammar_compilers, name, seconds)
+    compilers = GrammarCompilers(lambda: None, vocab_size=8, eos_token_ids=())
+    monkeypatch.setattr(compilers, "_take_tokenizer", lambda: SimpleNamespace(json=""))
+    monkeypatch.setattr(compilers, "load", lambda grammar, text: text)
+    yield Outcomes(compilers)
+    compilers.close()
+
+
+def test_quick_ones_pass_slow_ones(outcomes: Outcomes) -> None:
+    slow = ["9 a", "9 b", "9 c", "9 d"]
+    for text in slow:
+        outcomes.submit(text)
+    outcomes.submit("quick")
+    outcomes.wait("quick")
+    assert outcomes.of == {"quick": ("quick", None)}
+    for text in slow:  # those that found no room beside had their turn later
+        assert "takes longer than 0.4 s" in outcomes.error(text)
+
+
+def test_what_is_slow_yet_ends_is_compiled(outcomes: Outcomes) -> None:
+    texts = [f"0.15 {number}" for number in range(6)]
+    for text in texts:
+        outcomes.submit(text)
+    outcomes.wait(*texts)
+    assert outcomes.of == {text: (text, None) for text in texts}
+
+
+def test_too_many_slow_ones_are_refused(outcomes: Outcomes) -> None:
+    texts = [f"9 {number}" for number in range(grammar_compilers.MAX_SLOW + grammar_compilers.MAX_SLOW_WAITING + 3)]
+    grammar_compilers.DEADLINE_S = 5.0  # put back with the rest
+    for text in texts:
+        outcomes.submit(text)
+    outcomes.wait(*texts[-3:])
+    for text in texts[-3:]:
+        assert outcomes.error(text).startswith("CapacityError: guided_decoding_guide takes longer than 0.05 s")
+    assert len(outcomes.of) == 3
+
+
+def test_what_was_cancelled_is_not_compiled_and_frees_its_place(outcomes: Outcomes) -> None:
+    outcomes.submit("9 slow")
+    wait_for(lambda: bool(FakeProcess.compiled))
+    outcomes.unwanted |= {"never", "9 slow"}
+    grammar_compilers.DEADLINE_S = 60.0  # put back with the rest
+    outcomes.submit("never")
+    outcomes.submit("last")
+    outcomes.wait("last", "9 slow")
+    assert FakeProcess.compiled == ["9 slow", "last"]
+
+
+def test_a_machine_without_a_process_left_refuses_for_now(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeProcess, "fails", True)
+        outcomes.submit("one")
+        assert "CapacityError: a grammar compiler cannot be started: " in outcomes.error("one")
+    outcomes.submit("two")
+    outcomes.wait("two")
+    assert outcomes.of["two"] == ("two", None)
