@@ -332,10 +332,13 @@ class LLM:
             self._generating = False
 
     def _feed(self, waiting: deque[_Answer], open_streams: dict[int, _Stream]) -> None:
-        """Submits as many requests as the engine's queue takes, and leaves the rest for later."""
+        """Submits as many requests as the engine's queue and its compilers of grammars take, and leaves the rest."""
         engine, limit = self.engine, self.config.max_waiting_requests
         room = limit - engine.core.stats().num_waiting if waiting else 0
         while waiting and room > 0:
+            is_guided = waiting[0].request.params.grammar is not None
+            if is_guided and engine.core.waits_for_compiler and engine.core.room_for_grammars <= 0:
+                break
             answer = waiting.popleft()
             open_streams.update((stream.uid, stream) for stream in answer.streams)
             engine.core.submit(answer.request)

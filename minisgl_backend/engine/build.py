@@ -70,12 +70,13 @@ def build_engine(
     dp_rank: int = 0,
     on_hang_or_death: Callable[[str], None] = log.critical,
     heartbeat: Heartbeat | None = None,
+    owns_process: bool = False,
 ) -> Engine:
     """Raises ConfigError for whatever cannot be served.
 
     `dp_rank`: which of config.dp engine cores this is. `on_hang_or_death` is called on a thread of its own, with a
     reason, when a step does not come to an end or a tensor-parallel follower has died. `heartbeat`: this process's,
-    where it has one already.
+    where it has one already. `owns_process`: nothing else in it computes, so that it may choose torch's threads.
     """
     heartbeat = heartbeat or Heartbeat(environment.hang_s)
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
@@ -85,7 +86,7 @@ def build_engine(
         heartbeat.ready(on_cpu=False)
     else:
         runner, limits, description, close = _model_runner(
-            config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat
+            config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat, owns_process
         )
     overlap = environment.overlap
     try:
@@ -138,11 +139,14 @@ def _model_runner(
     model: ModelConfig,
     on_hang_or_death: Callable[[str], None],
     heartbeat: Heartbeat,
+    owns_process: bool,
 ) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
     if config.tp == 1:
         runtime, description = _resolve(config, environment, dp_rank, model_dir, model)
         _announce_compiling(runtime, heartbeat)
         runner = _build_runner(runtime, model)
+        if owns_process:
+            _share_cores(runtime, runner)
         heartbeat.ready(on_cpu=runtime.device == "cpu")
         return runner, _limits(runtime, model, runner), description, lambda: None
     model.check_tensor_parallel(config.tp)  # before any process is started for what cannot be
@@ -153,6 +157,7 @@ def _model_runner(
         followers.watch(on_hang_or_death, heartbeat)
         _announce_compiling(runtime, heartbeat)
         runner = _build_runner(runtime, model, tp)
+        _share_cores(runtime, runner)
         limits = _limits(runtime, model, runner, tp)
         followers.note_ready()
         heartbeat.ready(on_cpu=runtime.device == "cpu")
@@ -197,12 +202,15 @@ def _announce_compiling(runtime: RuntimeConfig, heartbeat: Heartbeat) -> None:
 
 
 def _build_runner(runtime: RuntimeConfig, model: ModelConfig, tp: TensorParallel | None = None) -> ModelRunner:
-    from minisgl_backend.engine.cpu_threads import share_cores
     from minisgl_backend.runner.build import build_runner
 
-    runner = build_runner(runtime, model, tp, start_progress())
+    return build_runner(runtime, model, tp, start_progress())
+
+
+def _share_cores(runtime: RuntimeConfig, runner: ModelRunner) -> None:
+    from minisgl_backend.engine.cpu_threads import share_cores
+
     share_cores(runtime, runner)
-    return runner
 
 
 def _trial_plan(config: EngineConfig) -> StepPlan:

@@ -194,6 +194,11 @@ class EngineCore:
         """True while a grammar is being compiled: `step` will have something to do without a command."""
         return self._grammars is not None and self._grammars.num_compiling > 0
 
+    @property
+    def room_for_grammars(self) -> int:
+        """Requests with a grammar that `submit` takes now."""
+        return 0 if self._grammars is None else self._grammars.room
+
     def close(self) -> None:
         """Waits for what is in flight and ends the compiler."""
         if self._in_flight is not None and self._in_flight.pending is not None:

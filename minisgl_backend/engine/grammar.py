@@ -57,6 +57,12 @@ class Grammars:
         return len(self._compiling)
 
     @property
+    def room(self) -> int:
+        """Requests that `submit` takes now."""
+        # Those that were cancelled count until the compilers have passed over them.
+        return MAX_COMPILING - max(len(self._compiling), self._compilers.num_waiting)
+
+    @property
     def num_ready(self) -> int:
         """Requests that `take_compiled` would return, those that were cancelled meanwhile included."""
         return self._done.qsize()
@@ -76,8 +82,7 @@ class Grammars:
                 f"min_tokens is {request.params.min_tokens}; allowed: 0 with guided decoding, where the grammar "
                 "alone says when an answer may end"
             )
-        # Those that were cancelled count until the compilers have passed over them.
-        if max(len(self._compiling), self._compilers.num_waiting) >= MAX_COMPILING:
+        if self.room <= 0:
             raise CapacityError(f"{MAX_COMPILING} requests wait for their grammars to be compiled; try again later")
         if request.params.grammar is None:
             raise InvalidRequestError("guided_decoding_guide is missing")

@@ -1,7 +1,8 @@
 """Compiles grammars in processes of their own, so that one that takes long harms nobody but its sender.
 
 There is one process as long as all grammars are compiled quickly. One that is not goes on beside, and another process
-takes the next: a few at most, and none for ever. What finds no room beside waits in a line of its own.
+takes the next: a few at most, and none for ever. What finds no room beside waits in a line of its own. Whoever asks for
+what is being compiled waits for that, and what was refused is refused at once for a while.
 """
 
 from __future__ import annotations
@@ -12,9 +13,9 @@ import queue
 import socket
 import threading
 import time
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -32,7 +33,11 @@ DEADLINE_S = 30.0  # from when a process has it
 LOOK_S = 0.2  # between looks whether somebody still waits for a slow one
 MAX_SLOW = 2  # at a time, each of which takes a processor
 MAX_SLOW_WAITING = 16
+REFUSED_S = 300.0  # how long what was refused is
+MAX_REFUSED = 256
 IDLE_S = 60.0  # after which all workers but one end
+# Of a process, which imports torch since xgrammar does: it needs no GPU, and tvm-ffi is to build nothing for torch.
+ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1"}
 START_S = 120.0  # for a process to be ready: it imports for seconds, from a slow disk for longer
 
 
@@ -43,6 +48,17 @@ class Job:
     grammar: Grammar
     is_wanted: Callable[[], bool]  # False: somebody has cancelled it
     done: Callable[[Any, MinisglError | None], None]  # (xgrammar's CompiledGrammar, None) or (None, why not)
+
+
+@dataclass
+class _Flight:
+    """A grammar that is at work or put off, and all who wait for it."""
+
+    leader: Job
+    followers: list[Job] = field(default_factory=list)
+
+    def is_wanted(self) -> bool:
+        return any(job.is_wanted() for job in (self.leader, *self.followers))
 
 
 @dataclass(frozen=True)
@@ -64,7 +80,9 @@ class CompilerProcess:
         try:
             with theirs:
                 arguments, fds = ["--fd", str(theirs.fileno())], (theirs.fileno(),)
-                self._popen = start_child("minisgl_backend.engine.grammar_process", arguments, fds=fds, tied=True)
+                self._popen = start_child(
+                    "minisgl_backend.engine.grammar_process", arguments, fds=fds, tied=True, environment=ENVIRONMENT
+                )
         except OSError:
             self._connection.close()
             raise
@@ -111,15 +129,18 @@ class GrammarCompilers:
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
         self._todo: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._slow_todo: queue.Queue[Job] = queue.Queue(MAX_SLOW_WAITING)
-        self._slow = threading.Semaphore(MAX_SLOW)
-        self._lock = threading.Lock()  # of what follows
+        self._tokenizer_lock = threading.Lock()  # loading takes a second
+        self._tokenizer: _Tokenizer | None = None
+        self._lock = threading.RLock()  # of what follows; an engine may be collected, and closed, on any thread
         self._threads: list[threading.Thread] = []
         self._processes: set[CompilerProcess] = set()
         self._closed = False
-        self._tokenizer: _Tokenizer | None = None
-        self._known: OrderedDict[Grammar, Any] = OrderedDict()  # compiled, the oldest first
+        self._num_slow = 0  # at work
+        self._slow_todo: deque[Job] = deque()
+        self._flights: dict[Grammar, _Flight] = {}
+        self._known: OrderedDict[Grammar, tuple[Any, int]] = OrderedDict()  # compiled and its bytes, the oldest first
         self._known_bytes = 0
+        self._refused: OrderedDict[Grammar, tuple[float, str]] = OrderedDict()  # when and why, the oldest first
 
     @property
     def closed(self) -> bool:
@@ -128,7 +149,7 @@ class GrammarCompilers:
     @property
     def num_waiting(self) -> int:
         """Grammars that no process has yet, those included that nobody waits for any more."""
-        return self._todo.qsize() + self._slow_todo.qsize()
+        return self._todo.qsize() + len(self._slow_todo)
 
     def submit(self, job: Job) -> None:
         """Raises CapacityError where the machine has no thread left for the first one."""
@@ -167,7 +188,7 @@ class GrammarCompilers:
                 job = self._todo.get(timeout=IDLE_S)
             except queue.Empty:
                 with self._lock:
-                    if len(self._threads) > 1:
+                    if len(self._threads) > 1 + self._num_slow:
                         self._threads.remove(threading.current_thread())
                         return None
                 continue
@@ -179,36 +200,63 @@ class GrammarCompilers:
     def next_slow_job(self) -> Job | None:
         """One that was found slow and waits; None: there is none, or too many are compiled now. Each is followed by
         `slow_job_ended`."""
-        # Whoever gives a turn back looks again: one may have been put off just before.
-        while not self._slow_todo.empty() and self.begin_slow_job():
-            try:
-                return self._slow_todo.get_nowait()
-            except queue.Empty:
-                self.slow_job_ended()
-        return None
+        with self._lock:
+            if self._closed or not self._slow_todo or not self.begin_slow_job():
+                return None
+            return self._slow_todo.popleft()
 
     def begin_slow_job(self) -> bool:
         """False where as many as may are compiled. Where it is True, another worker takes the next quick ones."""
-        if not self._slow.acquire(blocking=False):
-            return False
-        self._add_thread()
-        return True
+        with self._lock:
+            if self._num_slow >= MAX_SLOW:
+                return False
+            self._num_slow += 1
+            self._add_thread()
+            return True
 
     def slow_job_ended(self) -> None:
-        self._slow.release()
+        with self._lock:
+            self._num_slow -= 1
 
     def put_off(self, job: Job) -> None:
         """Until a slow one has ended. Raises CapacityError where too many wait for that."""
-        try:
-            self._slow_todo.put_nowait(job)
-        except queue.Full:
-            raise CapacityError(
-                f"guided_decoding_guide takes longer than {QUICK_S:g} s to compile, and {MAX_SLOW_WAITING} others that "
-                "do wait for their turn; try again later"
-            ) from None
+        with self._lock:
+            if len(self._slow_todo) >= MAX_SLOW_WAITING:
+                left = [one for one in self._slow_todo if not self._flights[one.grammar].is_wanted()]
+                for one in left:
+                    self._slow_todo.remove(one)
+                    self.land(one)
+            if len(self._slow_todo) >= MAX_SLOW_WAITING:
+                raise CapacityError(
+                    f"guided_decoding_guide takes longer than {QUICK_S:g} s to compile, and {MAX_SLOW_WAITING} others "
+                    "that do wait for their turn; try again later"
+                )
+            self._slow_todo.append(job)
+
+    def take_off(self, job: Job) -> bool:
+        """True: the worker that asks is to compile it, and to tell with `land` when that has ended. False: another one
+        does."""
+        with self._lock:
+            flight = self._flights.setdefault(job.grammar, _Flight(job))
+            if flight.leader is job:
+                return True
+            flight.followers.append(job)
+            return False
+
+    def is_wanted(self, grammar: Grammar) -> bool:
+        """Somebody waits for it, whoever asked first."""
+        with self._lock:
+            return self._flights[grammar].is_wanted()
+
+    def land(self, job: Job) -> None:
+        """Those who wait for the same have their turn: most of the time it is known now, or refused."""
+        with self._lock:
+            for follower in self._flights.pop(job.grammar).followers:
+                self._todo.put(follower)
 
     def start_process(self) -> CompilerProcess:
-        """One that is ready. Raises CapacityError where there can be none now, and what the tokenizer raises."""
+        """One that is ready. Raises CapacityError where there can be none now, InvalidRequestError where the model's
+        tokenizer cannot be used."""
         try:
             process = CompilerProcess()
         except OSError as error:
@@ -218,14 +266,17 @@ class GrammarCompilers:
             if self._closed:
                 process.kill()
         try:
-            process.wait_ready(self._take_tokenizer().json)  # which is loaded while the process imports
-            return process
+            tokenizer = self._take_tokenizer()  # while the process imports
+        except Exception as error:
+            self.end_process(process)
+            raise InvalidRequestError(f"guided_decoding_guide cannot be compiled: {error}") from error
+        try:
+            process.wait_ready(tokenizer.json)
         except (EOFError, OSError) as error:
             self.end_process(process)
-            raise CapacityError(f"a grammar compiler did not start: {error}; try again later") from error
-        except BaseException:
-            self.end_process(process)
-            raise
+            reason = str(error) or "it ended"
+            raise CapacityError(f"a grammar compiler did not start: {reason}; try again later") from error
+        return process
 
     def end_process(self, process: CompilerProcess) -> None:
         with self._lock:
@@ -233,7 +284,7 @@ class GrammarCompilers:
         process.end()
 
     def _take_tokenizer(self) -> _Tokenizer:
-        with self._lock:
+        with self._tokenizer_lock:
             if self._tokenizer is None:
                 import xgrammar
 
@@ -245,12 +296,23 @@ class GrammarCompilers:
             return self._tokenizer
 
     def recall(self, grammar: Grammar) -> Any:
-        """What was compiled before; None where it was not, or is forgotten."""
+        """What was compiled before; None where it was not, or is forgotten. Raises InvalidRequestError for what was
+        refused not long ago."""
         with self._lock:
-            compiled = self._known.get(grammar)
-            if compiled is not None:
+            if grammar in self._known:
                 self._known.move_to_end(grammar)
-            return compiled
+                return self._known[grammar][0]
+            refused_at, reason = self._refused.get(grammar, (-REFUSED_S, ""))
+            if time.monotonic() - refused_at < REFUSED_S:
+                raise InvalidRequestError(reason)
+            return None
+
+    def note_refused(self, grammar: Grammar, reason: str) -> None:
+        with self._lock:
+            self._refused.pop(grammar, None)
+            self._refused[grammar] = time.monotonic(), reason
+            while len(self._refused) > MAX_REFUSED:
+                self._refused.popitem(last=False)
 
     def load(self, grammar: Grammar, text: str) -> Any:
         """The compiled grammar from xgrammar's JSON of it, or anew where there is none, since it is quick; it is kept
@@ -264,10 +326,10 @@ class GrammarCompilers:
             compiled = compile_grammar(tokenizer.compiler, grammar)
         with self._lock:
             if grammar not in self._known:
-                self._known[grammar] = compiled
-                self._known_bytes += compiled.memory_size_bytes
+                self._known[grammar] = compiled, compiled.memory_size_bytes
+                self._known_bytes += self._known[grammar][1]
             while self._known_bytes > CACHE_BYTES:
-                self._known_bytes -= self._known.popitem(last=False)[1].memory_size_bytes
+                self._known_bytes -= self._known.popitem(last=False)[1][1]
         return compiled
 
 
@@ -296,7 +358,7 @@ class _Worker:
 
     def _replace_process(self) -> None:
         """Now, and not when the next grammar comes: it takes seconds, and another worker may be ready."""
-        if self._ended and not self._compilers.closed:
+        if self._ended and self._process is None and not self._compilers.closed:
             self._ended = False
             try:
                 self._process = self._compilers.start_process()
@@ -304,15 +366,18 @@ class _Worker:
                 log.warning("%s", error)
 
     def _work(self, job: Job, compile_: Callable[[Job], Any]) -> None:
-        """Tells what came of it, unless it was put off."""
-        if not job.is_wanted():
+        """Tells what came of it, unless it was put off or another worker has the same."""
+        if not self._compilers.take_off(job):
             return
+        is_put_off = False
         try:
+            if not self._compilers.is_wanted(job.grammar):
+                return
             compiled = self._compilers.recall(job.grammar)
             if compiled is None:
                 compiled = compile_(job)
         except _PutOffError:
-            return
+            is_put_off = True
         except MinisglError as error:
             job.done(None, error)
         except (EOFError, OSError) as error:
@@ -325,6 +390,9 @@ class _Worker:
             job.done(None, InvalidRequestError(f"guided_decoding_guide cannot be compiled: {error}"))
         else:
             job.done(compiled, None)
+        finally:
+            if not is_put_off:
+                self._compilers.land(job)
 
     def _compile(self, job: Job) -> Any:
         """Raises _PutOffError where it takes long and as many as may do so."""
@@ -336,6 +404,7 @@ class _Worker:
                 raise _PutOffError
             try:
                 self._wait_slowly(process, job)
+                return self._take(process, job)
             finally:
                 self._compilers.slow_job_ended()
         return self._take(process, job)
@@ -352,6 +421,7 @@ class _Worker:
                 return self._process
             except OSError:  # it has died meanwhile, of nothing that this grammar did
                 self._end_process()
+                self._ended = False  # since the next line replaces it
         self._process = self._compilers.start_process()
         self._process.begin(job.grammar)
         return self._process
@@ -360,15 +430,18 @@ class _Worker:
         """Until the process answers. Raises InvalidRequestError where that takes too long, or nobody waits for it."""
         deadline = time.monotonic() + DEADLINE_S
         while not process.answers_within(LOOK_S):
-            if time.monotonic() > deadline or not job.is_wanted():
+            is_late = time.monotonic() > deadline
+            if is_late or not self._compilers.is_wanted(job.grammar):
                 self._end_process()
-                raise InvalidRequestError(
-                    f"guided_decoding_guide takes longer than {DEADLINE_S:g} s to compile; allowed: a simpler one"
-                )
+                reason = f"guided_decoding_guide takes longer than {DEADLINE_S:g} s to compile; allowed: a simpler one"
+                if is_late:
+                    self._compilers.note_refused(job.grammar, reason)
+                raise InvalidRequestError(reason)
 
     def _take(self, process: CompilerProcess, job: Job) -> Any:
         answer = process.answer()
         if answer.error:
+            self._compilers.note_refused(job.grammar, answer.error)
             raise InvalidRequestError(answer.error)
         return self._compilers.load(job.grammar, answer.compiled)
 

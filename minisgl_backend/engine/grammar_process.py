@@ -1,8 +1,8 @@
 """A grammar compiler's own process: `python -m minisgl_backend.engine.grammar_process`, started by `grammar_compilers`.
 
 Some grammars of a few kilobytes take xgrammar minutes and gigabytes, and nothing can interrupt it: a process can be
-ended, and has a bound on its memory. What took it no time is known to be harmless, and the engine core compiles it once
-more: xgrammar's JSON of it, megabytes with a large vocabulary, would take longer than that.
+ended, and has a bound on its memory. What took it little time is known to be harmless, and the engine core compiles it
+once more: xgrammar's JSON of it, megabytes with a large vocabulary, would take longer than that.
 """
 
 from __future__ import annotations
@@ -10,11 +10,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import re
 import resource
 import sys
 import time
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -26,7 +28,10 @@ from minisgl_backend.request import Grammar
 
 MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
 CACHE_BYTES = 128 << 20
-QUICK_S = 0.4  # what takes longer is sent as JSON
+QUICK_S = 0.4  # what takes longer is sent as JSON, unless that is slower
+SECONDS_A_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
+MOST_BYTES = 512 << 20  # of a compiled grammar
+NICENESS = 10  # two that take long would take both processors of a small machine from the engine
 MORE_BYTES = 3 << 30  # of address space, beyond what the process has once it is ready
 READY = b"ready"
 _ANY_JSON = '{"type": ["object", "array"]}'
@@ -46,6 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(TIED, action="store_true")
     options = parser.parse_args(arguments)
     begin_child("grammars", "WARNING", tied=options.tied)
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError):
+        # Where memory runs out, a compiler is what can be done without.
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     connection = Connection(options.fd)
     import xgrammar
 
@@ -75,13 +84,18 @@ def _answer(compiler: Any, vocab_size: int, grammar: Grammar) -> Answer:
         started = time.perf_counter()
         compiled = compile_grammar(compiler, grammar)
         _check_first_token(compiled, vocab_size)
-        if time.perf_counter() - started < QUICK_S:
+        seconds, size = time.perf_counter() - started, compiled.memory_size_bytes
+        if size > MOST_BYTES:
+            raise MemoryError
+        if seconds < max(QUICK_S, size * SECONDS_A_BYTE):
             return Answer()
         compiler.clear_cache()  # parts of it would make others quick here that are not in the engine core
         return Answer(compiled=compiled.serialize_json())
     except InvalidRequestError as refused:
+        compiler.clear_cache()
         return Answer(error=str(refused))
     except Exception as failure:
+        compiler.clear_cache()
         if isinstance(failure, MemoryError) or "bad_alloc" in str(failure):
             return Answer(error="guided_decoding_guide takes too much memory to compile; allowed: a simpler one")
         return Answer(error=f"guided_decoding_guide cannot be compiled: {_reason(failure)}")

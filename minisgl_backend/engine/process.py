@@ -54,7 +54,12 @@ def main(arguments: list[str] | None = None) -> int:
         heartbeat = Heartbeat(environment.hang_s)
         heartbeat.start(lambda sign: _tell(options.status_fd, sign, config.tp))
         engine = build_engine(
-            config, environment, dp_rank=options.dp_rank, on_hang_or_death=_end_at_once, heartbeat=heartbeat
+            config,
+            environment,
+            dp_rank=options.dp_rank,
+            on_hang_or_death=_end_at_once,
+            heartbeat=heartbeat,
+            owns_process=True,
         )
         kv_events = _kv_events(config, engine.welcome.page_size, options.dp_rank)
         channel = CoreChannel(options.socket_dir, options.dp_rank)

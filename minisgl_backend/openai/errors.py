@@ -10,7 +10,7 @@ from minisgl_backend.remote_errors import Cancelled, ClientError, InvalidRequest
 from minisgl_backend.remote_errors import from_message as client_error_of
 
 _FIELD = re.compile(r"^(?:request parameter |input |sampling_parameters )?'?([A-Za-z_]\w*)")
-_FULL = re.compile(r"\b(?:requests are waiting|wait for their grammars)\b")
+_FULL = re.compile(r"\b(?:requests are waiting|wait for their grammars|wait for their turn)\b")
 _TOO_LONG = re.compile(r"takes prompts of at most|cannot take so long a prompt")
 _TYPES = {400: "invalid_request_error", 401: "authentication_error", 404: "invalid_request_error"}
 _RETRY_SECONDS = 1

@@ -10,15 +10,17 @@ from typing import Any
 
 import msgspec
 import pytest
+import torch
 
 from minisgl_backend.config import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.llm import LLM
 from minisgl_backend.models.folder import find_model_dir
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.request import Grammar, SamplingParams
 
 # float32: the same answers in every way to run, whatever products this processor rounds to bfloat16.
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_pages": 256, "max_running_requests": 8, "max_waiting_requests": 4}
+THREADS = torch.get_num_threads()
 
 
 @pytest.fixture(scope="module")
@@ -52,6 +54,10 @@ def test_texts_token_ids_and_chats(llm: LLM) -> None:
     assert len(two) == 2
     assert one[0].text == two[0].text
     assert llm.generate([], max_tokens=5) == []
+
+
+def test_the_callers_torch_keeps_its_threads(llm: LLM) -> None:
+    assert torch.get_num_threads() == THREADS
 
 
 def test_a_text_is_no_chat(llm: LLM) -> None:
@@ -275,3 +281,11 @@ def test_a_stream_is_checked_before_it_begins(llm: LLM) -> None:
         llm.stream("abc", n=2)
     with pytest.raises(InvalidRequestError, match="temperature"):
         llm.stream("abc", temperature=-1)
+
+
+def test_a_batch_may_have_more_grammars_than_wait_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl_backend.engine.grammar.MAX_COMPILING", 3)
+    guides = [Grammar(kind="regex", text=f"[a-c]{{{length}}}") for length in range(1, 9)]
+    params = [SamplingParams(max_tokens=16, grammar=guide) for guide in guides]
+    answers = llm.generate(["a"] * len(guides), params)
+    assert [len(answer.text) for answer in answers] == list(range(1, 9))

@@ -33,7 +33,7 @@ class Outcomes:
     """What came of grammars, by their texts."""
 
     def __init__(self, compilers: GrammarCompilers) -> None:
-        self._compilers = compilers
+        self.compilers = compilers
         self.of: dict[str, tuple[Any, MinisglError | None]] = {}
         self.unwanted: set[str] = set()
 
@@ -42,7 +42,7 @@ class Outcomes:
             self.of[text] = compiled, error
 
         grammar = Grammar(kind="regex", text=text)
-        self._compilers.submit(Job(grammar=grammar, is_wanted=lambda: text not in self.unwanted, done=done))
+        self.compilers.submit(Job(grammar=grammar, is_wanted=lambda: text not in self.unwanted, done=done))
 
     def wait(self, *texts: str) -> None:
         wait_for(lambda: all(text in self.of for text in texts))
@@ -109,6 +109,22 @@ def test_a_compiler_that_dies_takes_one_grammar_with_it(compilers: GrammarCompil
     outcomes.submit("[u-w]{3}")
     outcomes.wait("[u-w]{3}")
     assert outcomes.of["[u-w]{3}"][1] is None
+
+
+def test_a_compiler_that_dies_idle_is_replaced_once(compilers: GrammarCompilers) -> None:
+    outcomes = Outcomes(compilers)
+    outcomes.submit("[g-i]{2}")
+    outcomes.wait("[g-i]{2}")
+    for pid in compiler_pids():
+        os.kill(pid, signal.SIGKILL)
+    wait_for(lambda: not compiler_pids())
+    time.sleep(0.5)  # until their last threads have gone
+    outcomes.submit("[g-i]{3}")
+    outcomes.wait("[g-i]{3}")
+    assert outcomes.of["[g-i]{3}"][1] is None
+    outcomes.submit("[g-i]{4}")  # a worker is back from whatever it did after the one before
+    outcomes.wait("[g-i]{4}")
+    assert len(compiler_pids()) <= len(compilers._threads)
 
 
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
@@ -252,3 +268,69 @@ def test_a_machine_without_a_process_left_refuses_for_now(outcomes: Outcomes, mo
     outcomes.submit("two")
     outcomes.wait("two")
     assert outcomes.of["two"] == ("two", None)
+
+
+def submit_often(outcomes: Outcomes, text: str, times: int) -> list[Any]:
+    """What was told to each who asked for the same."""
+    told: list[Any] = []
+    for _ in range(times):
+        job = Job(
+            grammar=Grammar(kind="regex", text=text),
+            is_wanted=lambda: True,
+            done=lambda compiled, error: told.append(compiled or str(error)),
+        )
+        outcomes.compilers.submit(job)
+    return told
+
+
+@pytest.mark.parametrize("text", ["0.02 quick", "0.15 slow"])
+def test_the_same_is_compiled_once(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    known: dict[Grammar, str] = {}
+    monkeypatch.setattr(outcomes.compilers, "load", lambda grammar, text: known.setdefault(grammar, text))
+    monkeypatch.setattr(outcomes.compilers, "recall", known.get)
+    told = submit_often(outcomes, text, 20)
+    wait_for(lambda: len(told) == 20)
+    assert set(told) == {text}
+    assert FakeProcess.compiled == [text]
+
+
+def test_what_takes_too_long_is_refused_at_once_for_a_while(
+    outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = submit_often(outcomes, "9 long", 20)
+    outcomes.submit("quick")
+    wait_for(lambda: len(told) == 20)
+    assert all("takes longer than 0.4 s" in reason for reason in told)
+    assert sorted(FakeProcess.compiled) == ["9 long", "quick"]
+    monkeypatch.setattr(grammar_compilers, "REFUSED_S", 0.0)
+    outcomes.submit("9 long")
+    assert "takes longer than 0.4 s" in outcomes.error("9 long")
+    assert FakeProcess.compiled.count("9 long") == 2
+
+
+def test_what_was_cancelled_is_not_refused_to_others(outcomes: Outcomes) -> None:
+    outcomes.submit("0.3 slow")
+    wait_for(lambda: bool(FakeProcess.compiled))
+    outcomes.unwanted.add("0.3 slow")
+    outcomes.error("0.3 slow")
+    told = submit_often(outcomes, "0.3 slow", 1)
+    wait_for(lambda: told == ["0.3 slow"])
+
+
+def test_whoever_waits_goes_on_when_the_first_leaves(outcomes: Outcomes) -> None:
+    outcomes.submit("0.3 slow")
+    told = submit_often(outcomes, "0.3 slow", 1)
+    wait_for(lambda: bool(FakeProcess.compiled))
+    outcomes.unwanted.add("0.3 slow")
+    wait_for(lambda: told == ["0.3 slow"])
+
+
+def test_one_worker_stays_beside_the_slow_ones(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compilers, "DEADLINE_S", 60.0)
+    monkeypatch.setattr(grammar_compilers, "IDLE_S", 0.05)
+    outcomes.submit("90 a")
+    outcomes.submit("90 b")
+    wait_for(lambda: len(FakeProcess.compiled) == 2)
+    time.sleep(0.4)
+    outcomes.submit("quick")
+    wait_for(lambda: "quick" in outcomes.of, seconds=5.0)
