@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -96,12 +97,17 @@ def random_requests(
 
 
 def ask_core(
-    core: EngineCore, requests: Sequence[RandomRequest], before_step: Callable[[int], None] = lambda step: None
+    core: EngineCore,
+    requests: Sequence[RandomRequest],
+    before_step: Callable[[int], None] = lambda step: None,
+    *,
+    together: bool = False,
 ) -> list[list[RandomAnswer]]:
     """Submits all requests at once and steps until nothing is left to do: for each, the answers of its sequences.
 
     An answer that its client has left may be longer than `leaves_after`, by what was under way then.
-    `before_step` is called with the number of each turn of the loop.
+    `before_step` is called with the number of each turn of the loop. `together`: none begins before all grammars are
+    compiled, which takes its own time; else requests with one join when theirs is.
     """
     answers: dict[int, RandomAnswer] = {}
     leavers: dict[int, int] = {}  # uid of a first sequence -> tokens after which its client leaves
@@ -113,6 +119,9 @@ def ask_core(
         if one.leaves_after is not None:
             leavers[uid] = one.leaves_after
         core.submit(Request(uid=uid, token_ids=np.array(one.token_ids, dtype="<i4").tobytes(), params=one.params))
+    grammars = core._grammars  # type: ignore[attr-defined]
+    while together and grammars.num_ready < grammars.num_compiling:
+        time.sleep(0.001)
     turn = 0
     while True:
         before_step(turn)
