@@ -20,7 +20,6 @@ from minisgl_backend.request import Grammar, SamplingParams
 
 # float32: the same answers in every way to run, whatever products this processor rounds to bfloat16.
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_pages": 256, "max_running_requests": 8, "max_waiting_requests": 4}
-THREADS = torch.get_num_threads()
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +55,14 @@ def test_texts_token_ids_and_chats(llm: LLM) -> None:
     assert llm.generate([], max_tokens=5) == []
 
 
-def test_the_callers_torch_keeps_its_threads(llm: LLM) -> None:
-    assert torch.get_num_threads() == THREADS
+def test_the_callers_torch_keeps_its_threads() -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        with LLM("demo", **OPTIONS):
+            assert torch.get_num_threads() == 3
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_a_text_is_no_chat(llm: LLM) -> None:
