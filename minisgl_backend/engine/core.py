@@ -131,7 +131,7 @@ class EngineCore:
                 raise InvalidRequestError("guided_decoding_guide: this engine cannot constrain outputs")
             else:
                 self._guides = True
-                self._grammars.submit(request)
+                self._grammars.submit(request, request.params.grammar)
         except (InvalidRequestError, CapacityError) as error:
             self._reject(request, error)
 

@@ -18,7 +18,7 @@ import numpy.typing as npt
 
 from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
-from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.request import FinishReason, Grammar, Request
 from minisgl_backend.step import StepPlan, StepResult
 
 log = logging.getLogger(__name__)
@@ -67,8 +67,8 @@ class Grammars:
         """Requests that `take_compiled` would return, those that were cancelled meanwhile included."""
         return self._done.qsize()
 
-    def submit(self, request: Request) -> None:
-        """Compiles the request's grammar; it comes back from `take_compiled`.
+    def submit(self, request: Request, grammar: Grammar) -> None:
+        """Has the request's grammar compiled; it comes back from `take_compiled`.
 
         Raises InvalidRequestError where a grammar cannot be served at all, CapacityError where too many wait.
         """
@@ -84,11 +84,9 @@ class Grammars:
             )
         if self.room <= 0:
             raise CapacityError(f"{MAX_COMPILING} requests wait for their grammars to be compiled; try again later")
-        if request.params.grammar is None:
-            raise InvalidRequestError("guided_decoding_guide is missing")
         self._compiling[request.uid] = request.params.n
         job = Job(
-            grammar=request.params.grammar,
+            grammar=grammar,
             is_wanted=lambda: request.uid in self._compiling,
             done=lambda compiled, error: self._done.put((request, compiled, error)),
         )

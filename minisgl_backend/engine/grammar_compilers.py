@@ -240,7 +240,8 @@ class GrammarCompilers:
             flight = self._flights.setdefault(job.grammar, _Flight(job))
             if flight.leader is job:
                 return True
-            flight.followers.append(job)
+            # Without those that have left: else whoever asks and leaves again and again makes it long.
+            flight.followers = [*(one for one in flight.followers if one.is_wanted()), job]
             return False
 
     def is_wanted(self, grammar: Grammar) -> bool:
@@ -421,7 +422,6 @@ class _Worker:
                 return self._process
             except OSError:  # it has died meanwhile, of nothing that this grammar did
                 self._end_process()
-                self._ended = False  # since the next line replaces it
         self._process = self._compilers.start_process()
         self._process.begin(job.grammar)
         return self._process

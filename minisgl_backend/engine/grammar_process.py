@@ -28,7 +28,7 @@ from minisgl_backend.request import Grammar
 
 MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
 CACHE_BYTES = 128 << 20
-QUICK_S = 0.4  # what takes longer is sent as JSON, unless that is slower
+SENT_FROM_S = 0.4  # what takes longer is sent as JSON, unless that is slower
 SECONDS_A_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
 MOST_BYTES = 512 << 20  # of a compiled grammar
 NICENESS = 10  # two that take long would take both processors of a small machine from the engine
@@ -87,7 +87,7 @@ def _answer(compiler: Any, vocab_size: int, grammar: Grammar) -> Answer:
         seconds, size = time.perf_counter() - started, compiled.memory_size_bytes
         if size > MOST_BYTES:
             raise MemoryError
-        if seconds < max(QUICK_S, size * SECONDS_A_BYTE):
+        if seconds < max(SENT_FROM_S, size * SECONDS_A_BYTE):
             return Answer()
         compiler.clear_cache()  # parts of it would make others quick here that are not in the engine core
         return Answer(compiled=compiled.serialize_json())

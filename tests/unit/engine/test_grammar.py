@@ -258,7 +258,8 @@ def test_what_was_cancelled_counts_until_the_compilers_have_passed_over_it(monke
             self.jobs.append(job)
 
     def submit(number: int) -> None:
-        grammars.submit(make_request(number, [5], grammar=Grammar(kind="regex", text=str(number))))
+        grammar = Grammar(kind="regex", text=str(number))
+        grammars.submit(make_request(number, [5], grammar=grammar), grammar)
 
     compilers = Compilers()
     grammars = Grammars(compilers, vocab_size=32)  # type: ignore[arg-type]
@@ -279,4 +280,4 @@ def test_without_the_package_the_request_is_refused(monkeypatch: pytest.MonkeyPa
     grammars = Grammars(compilers, vocab_size=model.vocab_size)
     request = guided(1, "json")
     with pytest.raises(InvalidRequestError, match="pip install"):
-        grammars.submit(request)
+        grammars.submit(request, request.params.grammar)

@@ -131,7 +131,7 @@ def test_a_compiler_that_dies_idle_is_replaced_once(compilers: GrammarCompilers)
 def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
     compilers: GrammarCompilers, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    monkeypatch.setattr(grammar_process, "QUICK_S", seconds)
+    monkeypatch.setattr(grammar_process, "SENT_FROM_S", seconds)
     tokenizer = compilers._take_tokenizer()
     compiler = xgrammar.GrammarCompiler(tokenizer.info, max_threads=1)
     text = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
@@ -334,3 +334,13 @@ def test_one_worker_stays_beside_the_slow_ones(outcomes: Outcomes, monkeypatch: 
     time.sleep(0.4)
     outcomes.submit("quick")
     wait_for(lambda: "quick" in outcomes.of, seconds=5.0)
+
+
+def test_those_who_ask_for_the_same_and_leave_are_forgotten(outcomes: Outcomes) -> None:
+    outcomes.submit("9 slow")
+    grammar = Grammar(kind="regex", text="9 slow")
+    for _ in range(50):
+        outcomes.compilers.submit(Job(grammar=grammar, is_wanted=lambda: False, done=lambda compiled, error: None))
+    outcomes.submit("quick")
+    outcomes.wait("quick")
+    assert len(outcomes.compilers._flights[grammar].followers) <= 1
