@@ -54,7 +54,8 @@ def errors_in_one_line() -> Iterator[None]:
 def hint(error: Exception) -> str:
     """What to look at, behind a message that nobody answers."""
     if isinstance(error, Unavailable) and "connect" in str(error):
-        return "; is the server running (minisgl serve), and is this its address?"
+        ports = "port 8001 for gRPC, 8000 with --protocol http"
+        return f"; is the server running (minisgl serve), and is this its address ({ports})?"
     return ""
 
 
