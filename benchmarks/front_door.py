@@ -1,10 +1,11 @@
 """What Triton's front door costs: the offline load as text through the ensemble against the engine alone, in one run.
 
-    python -m benchmarks.front_door [--model qwen3-0.6b | FOLDER] [--requests 256] [--clients 4] [--json]
+    python -m benchmarks.front_door [--model qwen3-0.6b | FOLDER] [--requests 256] [--clients 4] [--dp 1] [--json]
 
 The same 256 prompts and output lengths as benchmarks.gpu, sent as text over gRPC streaming by several client processes;
 the tokenizer is a byte-level one of the model's full vocabulary, made on the spot. Then the same lengths through an
-engine in this process. The last line with --json holds both figures and their ratio.
+engine in this process. With `--dp N` the server has N engines and N times the load, and the ratio is over one of them.
+The last line with --json holds both figures and their ratio.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ def main() -> int:
     options = _parse_arguments()
     known = options.model in SHAPES
     model = make_folder(options.model, MODELS) if known else Path(options.model)
-    load = [(len(prompt), length) for prompt, length in offline_load()[: options.requests]]
+    one_load = [(len(prompt), length) for prompt, length in offline_load()[: options.requests]]
     if options.shorter > 1:
-        load = [(max(1, a // options.shorter), max(1, b // options.shorter)) for a, b in load]
+        one_load = [(max(1, a // options.shorter), max(1, b // options.shorter)) for a, b in one_load]
+    load = one_load * options.dp
     engine_options = {**ENGINE_OPTIONS, "dummy_weights": known}
+    server_options = {**engine_options, "dp": options.dp}
     with tempfile.TemporaryDirectory() as folder:
-        flags = [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in engine_options.items()]
+        flags = [f"--{name.replace('_', '-')}={str(value).lower()}" for name, value in server_options.items()]
         with Served("--model", str(model), *flags, log=Path(folder) / "server.log") as server:
             port = server.grpc_port
             _through_server(load, port, options.clients, round_=0)  # kernels, connections, first allocations
@@ -54,7 +57,7 @@ def main() -> int:
     report["unfinished"] = sum(rate["unfinished"] for rate in rates)
     report["tokens_counted"] = counted
     report["tokens_expected"] = options.rounds * sum(length for _, length in load)
-    report["engine_tok_s"] = round(_engine_alone(model, load, engine_options, options.rounds), 1)
+    report["engine_tok_s"] = round(_engine_alone(model, one_load, engine_options, options.rounds), 1)
     report["share_of_engine"] = round(report["front_door_tok_s"] / report["engine_tok_s"], 4)
     report["machine"] = describe_machine()
     for name, value in report.items():
@@ -142,6 +145,7 @@ def _parse_arguments() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--shorter", type=int, default=1, help="divide all lengths by this, for slow machines")
     parser.add_argument("--clients", type=int, default=4, help="client processes")
+    parser.add_argument("--dp", type=int, default=1, help="engines in the server")
     parser.add_argument("--rounds", type=int, default=2, help="measured rounds; the slowest counts")
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
