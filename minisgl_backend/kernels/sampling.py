@@ -1,20 +1,25 @@
 """Sampling in the Triton language: no copy of the logits is sorted and no step launches more than a few kernels.
 
-Every kernel runs on a grid of (slices of the vocabulary, rows). What its slices find of a row is put together by the
-program of that row that arrives last. Rows that do not need a kernel leave it at once. In order, by modules:
+The vocabulary is cut into slices. Kernels run on a grid of (programs of a row, rows): a program reads one slice where
+rows are few, and several where they are many. What the programs of a row find is put together by the one that arrives
+last. Rows that do not need a kernel leave it at once. In order, by modules:
 
     sampling_edits    edit     penalties and grammar masks, into float32 logits of their own
                       rules    what adds to single tokens
     sampling_filters  stats    the largest logit, and the largest of each of some 512 groups. The k-th largest of these
                                is at most the k-th largest logit, and only few logits are above it
-                      search   top-p and large top-k: how much probability is above each of a few pivots; two or three
-                               such rounds bring the border into a narrow bracket
-                      collect  the tokens in that bracket
-                      settle   the exact border among them, found in the registers of one program for each row
-    sampling_draw     sample   temperature, Gumbel noise and argmax over what is above the border
+                      search   top-p and large top-k: how much probability is above each of 8 pivots; three such
+                               rounds, or fewer, bring the border into a narrow bracket
+                      collect  the tokens in that bracket; the best score of those above it, which are all kept, and
+                               their weight
+                      settle   the exact border among the tokens collected, found in the registers of one program for
+                               each row, and the row's token: the best of both
+    sampling_draw     sample   temperature, Gumbel noise and argmax, of all other rows: what top-k and top-p leave
+                               alone, and the few whose border `settle` found by reading the row again
 
-Rows that temperature alone decides need the last of them only. Beside the stages: log-probabilities of the raw logits
-(sampling_logprobs), what several stages need (sampling_common), and here the functions that launch them.
+Rows that temperature alone decides need the last of them only, which has a program for each slice there. Beside the
+stages: log-probabilities of the raw logits (sampling_logprobs), what several stages need (sampling_common), and here
+the functions that launch them.
 
 Probabilities are summed as integers (exp(z - max) in units of 2**-40), so that a border does not depend on the order of
 summation. Tokens are ranked by logit and then by token id, the lower one first. What is kept is therefore exactly what
@@ -39,7 +44,9 @@ from minisgl_backend.kernels.sampling_logprobs import logprob_collect_kernel, lo
 _SLICE = 2048
 _GROUPS = 512  # at least, where the vocabulary is that large
 _PIVOTS = 8
-_ROUNDS = 3
+_ROUNDS = 3  # at most: rows whose bracket is narrow leave the others at once
+_PROGRAMS = 1600  # of a kernel: more rows mean more slices for each, so that its start and its end cost less
+_REGISTERS = 64  # of a thread that reads slices, so that a multiprocessor has room for four programs
 _MOST_TOP = tl.constexpr(32)  # alternatives of log-probabilities, at most
 
 
@@ -55,9 +62,10 @@ class SamplingWorkspace:
         candidates: int = layout.CANDIDATES,
         pivots: int = _PIVOTS,
         rounds: int = _ROUNDS,
+        programs: int = _PROGRAMS,
     ) -> None:
         self.vocab_size, self.slice, self.device = vocab_size, slice, device
-        self.candidates, self.pivots, self.rounds = candidates, pivots, rounds
+        self.candidates, self.pivots, self.rounds, self.programs = candidates, pivots, rounds, programs
         self.slices = slices = triton.cdiv(vocab_size, slice)
         self.groups = min(slice // 2, triton.next_power_of_2(triton.cdiv(_GROUPS, slices)))  # of a slice
         self.id_bits = max(1, (vocab_size - 1).bit_length())
@@ -70,12 +78,16 @@ class SamplingWorkspace:
         self.maxima = empty(torch.float32, slices * self.groups)
         self.minima = empty(torch.float32, slices)
         self.sums = empty(torch.float32, slices * pivots)
-        self.totals = empty(torch.int64, slices)
+        self.totals = empty(torch.int64, slices, 2)  # weight above the bracket, and of all
         self.keys = empty(torch.int64, candidates)
         self.floats = empty(torch.float32, int(NUM_FLOATS.value))
         self.longs = empty(torch.int64, int(NUM_LONGS.value))
         self.counters = torch.zeros(2, max_rows, dtype=torch.int32, device=device)  # arrivals, collected candidates
         self.no_masks = torch.full((max_rows,), -1, dtype=torch.int32, device=device)
+
+    def programs_of_a_row(self, n: int) -> int:
+        """Where n rows are sampled together; each has as many slices as the others, or one less."""
+        return triton.cdiv(self.slices, triton.cdiv(self.slices * n, self.programs))
 
     def sizes(self) -> dict[str, int]:
         """What the kernels are compiled for."""
@@ -146,7 +158,9 @@ def sample_extended(
     `searches`: some ranked row is not `sampling_layout.is_complete`. `out` int32 [2, n or more].
     """
     n, w = logits.shape[0], workspace
-    grid, sizes = (w.slices, n), w.sizes()
+    whole_grid, sizes = (w.slices, n), w.sizes()
+    programs = w.programs_of_a_row(n)
+    grid = (programs, n)
     mask_index = w.no_masks if edits.mask_index is None else edits.mask_index
     mask_bits = w.no_masks if edits.mask_bits is None else edits.mask_bits
     strides = (logits.stride(0), params.stride(0))
@@ -154,7 +168,7 @@ def sample_extended(
     edited = w.maxima  # a float32 pointer, so that kernels are compiled once; nothing reads it then
     if flags & layout.EDITS:
         edited = torch.empty(n, w.vocab_size, dtype=torch.float32, device=logits.device)
-        edit_kernel[grid](
+        edit_kernel[whole_grid](
             logits, edited, rows, params, edits.counts, mask_index, mask_bits, *strides, edits.counts.stride(0),
             VOCAB=w.vocab_size, SLICE=w.slice, **launch,
         )  # fmt: skip
@@ -172,19 +186,21 @@ def sample_extended(
         )  # fmt: skip
     if flags & layout.RANKED:
         wide = {**launch, "num_warps": 2 * num_warps}
+        reading = {**wide, "maxnreg": _REGISTERS}
         if searches:
             for turn in range(w.rounds):
                 search_kernel[grid](
-                    *common, w.sums, w.totals, w.floats, w.longs, w.counters, *strides, **sizes, FIRST=turn == 0,
-                    PIVOTS=w.pivots, CANDIDATES=w.candidates, **wide,
+                    *common, w.sums, w.values, w.floats, w.longs, w.counters, *strides, **sizes, FIRST=turn == 0,
+                    PIVOTS=w.pivots, CANDIDATES=w.candidates, THREADS=min(w.slice, 32 * wide["num_warps"]), **reading,
                 )  # fmt: skip
         collect_kernel[grid](
-            *common, w.totals, w.keys, w.floats, w.counters, *strides, w.counters.stride(0), **sizes,
-            ID_BITS=w.id_bits, CANDIDATES=w.candidates, **launch,
+            *common, positions, w.totals, w.values, w.tokens, w.keys, w.floats, w.counters, *strides,
+            w.counters.stride(0), **sizes, CHUNK=w.slice // 2, ID_BITS=w.id_bits, CANDIDATES=w.candidates,
+            COMPILED=logits.is_cuda, **reading,
         )  # fmt: skip
         settle_kernel[(n,)](
-            *common, positions, edits.counts, w.totals, w.keys, w.floats, w.longs, w.counters, out, *strides,
-            edits.counts.stride(0), w.counters.stride(0), out.stride(0), **sizes, ID_BITS=w.id_bits,
+            *common, positions, edits.counts, w.totals, w.values, w.tokens, w.keys, w.floats, w.longs, w.counters, out,
+            *strides, edits.counts.stride(0), w.counters.stride(0), out.stride(0), programs, **sizes, ID_BITS=w.id_bits,
             CANDIDATES=w.candidates, COMPILED=logits.is_cuda, **wide,
         )  # fmt: skip
     sample_kernel[grid](

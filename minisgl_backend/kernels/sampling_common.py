@@ -27,8 +27,8 @@ SMALL_TOP_K = tl.constexpr(layout.SMALL_TOP_K)
 MOST_ANSWERED = tl.constexpr(layout.MOST_ANSWERED)
 
 # Columns of the workspace's state, one line for each row of a step.
-MAX_COLUMN, LOW_COLUMN, HIGH_COLUMN, NUM_FLOATS = (tl.constexpr(column) for column in range(4))
-TOTAL_COLUMN, BORDER_COLUMN, DONE_COLUMN, NUM_LONGS = (tl.constexpr(column) for column in range(4))
+MAX_COLUMN, LOW_COLUMN, HIGH_COLUMN, MASS_COLUMN, NUM_FLOATS = (tl.constexpr(column) for column in range(5))
+BORDER_COLUMN, DONE_COLUMN, NARROW_COLUMN, NUM_LONGS = (tl.constexpr(column) for column in range(4))
 
 WEIGHT_UNIT = tl.constexpr(float(1 << 40))  # of probabilities relative to the largest
 LOWEST_KEY = tl.constexpr(-(1 << 62))  # below every key
@@ -43,10 +43,10 @@ def wait_for_previous(PDL: tl.constexpr):
 
 
 @triton.jit
-def arrives_last(counters_ptr, line, SLICES: tl.constexpr):
+def arrives_last(counters_ptr, line, programs):
     """True for the program of a row that comes last; it sees what the others have stored."""
     tl.debug_barrier()
-    last = tl.atomic_add(counters_ptr + line, 1, sem="acq_rel") == SLICES - 1
+    last = tl.atomic_add(counters_ptr + line, 1, sem="acq_rel") == programs - 1
     if last:
         tl.store(counters_ptr + line, 0)
     return last
@@ -92,17 +92,24 @@ def min_p_bound(row_params, flags, largest, inverse):
     """Below it min-p drops tokens."""
     lowest = -float("inf")
     if (flags & _USES_MIN_P) != 0:
-        lowest = largest * inverse + tl.log(tl.load(row_params + _MIN_P).to(tl.float32, bitcast=True))
+        # Written as a multiply-add, so that it is one in every kernel.
+        lowest = tl.fma(largest, inverse, tl.log(tl.load(row_params + _MIN_P).to(tl.float32, bitcast=True)))
     return lowest
+
+
+@triton.jit
+def relative_probability(x, largest, inverse):
+    """To the largest logit's. The same to the bit in every kernel, since nothing here makes a multiply-add: a border is
+    then the same whichever tokens were weighed in which kernel."""
+    return tl.exp((x - largest) * inverse)
 
 
 @triton.jit
 def token_weights(x, largest, inverse, lowest_z, counts):
     """What top-p adds up, int64: probabilities relative to the largest; or 1 for each token where top-k `counts`."""
-    z = x * inverse
-    weights = (tl.exp(z - largest * inverse) * WEIGHT_UNIT).to(tl.int64)
+    weights = (relative_probability(x, largest, inverse) * WEIGHT_UNIT).to(tl.int64)
     weights = tl.where(counts, 1, weights)
-    return tl.where((x > -float("inf")) & (z >= lowest_z), weights, 0)
+    return tl.where((x > -float("inf")) & (x * inverse >= lowest_z), weights, 0)
 
 
 @triton.jit
@@ -123,11 +130,12 @@ def kth_group(groups, k, GROUPS_PADDED: tl.constexpr):
 
 
 @triton.jit
-def append_candidates(keys, wanted, line, keys_ptr, collected_ptr, CANDIDATES: tl.constexpr):
-    """Adds the wanted keys of a slice to the candidates of its row, in any order; counts those that do not fit too."""
+def append_candidates(x, token, wanted, line, keys_ptr, collected_ptr, ID_BITS: tl.constexpr, CANDIDATES: tl.constexpr):
+    """Adds the keys of the wanted tokens to the candidates of a row, in any order; counts those that do not fit too."""
     count = tl.sum(wanted.to(tl.int32), 0)
     if count > 0:
         place = tl.atomic_add(collected_ptr + line, count, sem="relaxed") + tl.cumsum(wanted.to(tl.int32), 0) - 1
+        keys = packed_key(x, token, ID_BITS)
         tl.store(keys_ptr + line.to(tl.int64) * CANDIDATES + place, keys, mask=wanted & (place < CANDIDATES))
 
 

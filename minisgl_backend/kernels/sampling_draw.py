@@ -1,4 +1,4 @@
-"""Last stage of sampling: temperature, noise, argmax over what is above the border; and the count for the penalties.
+"""Last stage of sampling: temperature, noise, argmax over what is left; and the count for the penalties.
 
 The Gumbel-max trick: argmax(logit / temperature + noise) has the softmax's distribution, so that nothing is normalised.
 The noise is a hash of (seed, position, token id), which sampling/gumbel.py explains; a temperature of 0 has none. For
@@ -43,9 +43,9 @@ def sample_kernel(
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
     ID_BITS: tl.constexpr, THIS_IS_EXTENDED: tl.constexpr, PDL: tl.constexpr, COMPILED: tl.constexpr,
 ):  # fmt: skip
-    """Temperature, noise and argmax: of the rows that temperature alone decides, or of all others."""
+    """Temperature, noise and argmax: of the rows that temperature alone decides, or of others without a token."""
     wait_for_previous(PDL)
-    piece, line = tl.program_id(0), tl.program_id(1)
+    piece, line, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row = tl.load(rows_ptr + line).to(tl.int64)
     row_params = params_ptr + row * params_stride
     flags = tl.load(row_params + FLAGS)
@@ -62,39 +62,23 @@ def sample_kernel(
             tl.store(out_ptr + line, 0)
             tl.store(out_ptr + out_stride + line, 1)
     if is_mine:
-        temperature = tl.load(row_params + TEMPERATURE).to(tl.float32, bitcast=True)
-        token = piece * SLICE + tl.arange(0, SLICE)
         wide_line = line.to(tl.int64)
-        logits_line = logits_ptr + wide_line * logits_stride
-        if THIS_IS_EXTENDED:
-            x = load_logits(logits_line, edited_ptr + wide_line * VOCAB, is_edited, token, VOCAB)
-        else:
-            x = tl.load(logits_line + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
-        score = x
-        if temperature != 0.0:
-            key0, key1 = noise_keys(row_params, tl.load(positions_ptr + line))
-            inverse = 1.0 / temperature
-            z = x * inverse
-            score = z + gumbel_noise(token, key0, key1, COMPILED)
-            if THIS_IS_EXTENDED:  # noqa: SIM102  known when it is compiled
-                if (flags & FILTERS) != 0:
-                    largest = tl.load(floats_ptr + line * NUM_FLOATS + MAX_COLUMN)
-                    border = tl.load(longs_ptr + line * NUM_LONGS + BORDER_COLUMN)
-                    lowest_z = min_p_bound(row_params, flags, largest, inverse)
-                    kept = (z >= lowest_z) & (packed_key(x, token, ID_BITS) >= border)
-                    score = tl.where(kept | (x != x), score, -float("inf"))
-        score = tl.where(token < VOCAB, score, -float("inf"))
-        unsound = tl.sum((score != score).to(tl.int32), 0) > 0
-        best = tl.max(score, 0)
-        winner = tl.min(tl.where(score == best, token, VOCAB), 0)
-        # A NaN anywhere marks the whole row: +inf wins every comparison and is reported as unsound.
-        best = tl.where(unsound, float("inf"), best)
-        winner = tl.where(unsound, 0, winner)
+        inputs = (
+            logits_ptr + wide_line * logits_stride, edited_ptr + wide_line * VOCAB, is_edited, row_params, flags,
+            positions_ptr + line, floats_ptr + line * NUM_FLOATS, longs_ptr + line * NUM_LONGS,
+        )  # fmt: skip
+        best, winner = _best_of_slice(*inputs, piece, VOCAB, SLICE, ID_BITS, THIS_IS_EXTENDED, COMPILED)
+        if THIS_IS_EXTENDED:  # the other kernel has a program for each slice, and more registers would slow it down
+            for part in range(piece + programs, SLICES, programs):
+                score, token = _best_of_slice(*inputs, part, VOCAB, SLICE, ID_BITS, THIS_IS_EXTENDED, COMPILED)
+                # Slices ascend, so that of equal scores the lowest token stays.
+                winner = tl.where(score > best, token, winner)
+                best = tl.maximum(score, best)
         tl.store(values_ptr + line * SLICES + piece, best)
         tl.store(tokens_ptr + line * SLICES + piece, winner)
-        if arrives_last(counters_ptr, line, SLICES):
+        if arrives_last(counters_ptr, line, programs):
             s = tl.arange(0, SLICES_PADDED)
-            s_ok = s < SLICES
+            s_ok = s < programs
             values = tl.load(values_ptr + line * SLICES + s, mask=s_ok, other=-float("inf"), cache_modifier=".cg")
             tokens = tl.load(tokens_ptr + line * SLICES + s, mask=s_ok, other=VOCAB, cache_modifier=".cg")
             top = tl.max(values, 0)
@@ -106,6 +90,38 @@ def sample_kernel(
             else:
                 tl.store(out_ptr + line, chosen)
                 tl.store(out_ptr + out_stride + line, sound.to(tl.int32))
+
+
+@triton.jit
+def _best_of_slice(
+    logits_line, edited_line, is_edited, row_params, flags, position_ptr, row_floats, row_longs, part,
+    VOCAB: tl.constexpr, SLICE: tl.constexpr, ID_BITS: tl.constexpr, THIS_IS_EXTENDED: tl.constexpr,
+    COMPILED: tl.constexpr,
+):  # fmt: skip
+    """The best score of a slice, and the lowest token that has it."""
+    temperature = tl.load(row_params + TEMPERATURE).to(tl.float32, bitcast=True)
+    token = part * SLICE + tl.arange(0, SLICE)
+    if THIS_IS_EXTENDED:
+        x = load_logits(logits_line, edited_line, is_edited, token, VOCAB)
+    else:
+        x = tl.load(logits_line + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
+    score = x
+    if temperature != 0.0:
+        key0, key1 = noise_keys(row_params, tl.load(position_ptr))
+        inverse = 1.0 / temperature
+        score = gumbel_score(x, inverse, token, key0, key1, COMPILED)
+        if THIS_IS_EXTENDED:  # noqa: SIM102  known when it is compiled
+            if (flags & FILTERS) != 0:
+                border = tl.load(row_longs + BORDER_COLUMN)
+                lowest_z = min_p_bound(row_params, flags, tl.load(row_floats + MAX_COLUMN), inverse)
+                kept = (x * inverse >= lowest_z) & (packed_key(x, token, ID_BITS) >= border)
+                score = tl.where(kept | (x != x), score, -float("inf"))
+    score = tl.where(token < VOCAB, score, -float("inf"))
+    unsound = tl.sum((score != score).to(tl.int32), 0) > 0
+    best = tl.max(score, 0)
+    winner = tl.min(tl.where(score == best, token, VOCAB), 0)
+    # A NaN anywhere marks the whole row: +inf wins every comparison and is reported as unsound.
+    return tl.where(unsound, float("inf"), best), tl.where(unsound, 0, winner)
 
 
 @triton.jit
@@ -145,6 +161,12 @@ def gumbel_noise(token, key0, key1, COMPILED: tl.constexpr):
     series = uniform * (1.0 + uniform * (0.5 + uniform * (0.33333334 + uniform * 0.25)))
     exponential = tl.where(uniform < 0.01, series, exact)
     return _log2(exponential, COMPILED) * -0.6931471805599453
+
+
+@triton.jit
+def gumbel_score(x, inverse, token, key0, key1, COMPILED: tl.constexpr):
+    """Of logits float32; rounded in the same way by every kernel, whatever else it does with x * inverse."""
+    return tl.fma(x, inverse, gumbel_noise(token, key0, key1, COMPILED))
 
 
 @triton.jit

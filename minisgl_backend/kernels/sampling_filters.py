@@ -5,10 +5,11 @@ logit alone. The other two keep all tokens from a border on, by logit and then b
 it; sampling.py says what each does.
 
 The search is the multi-pivot search of FlashInfer's sorting-free sampling, down to a bracket with few tokens in it.
-There `settle_kernel` bisects their keys, int64 of a logit and a token id, with weights that are integers, so that the
-border is exact. Two ways lead past this. Where a row's few candidates are all that it can sample, they are sorted, and
-the row is sampled at once. Where there are too many, or a large top-k and a top-p need two borders, the row is read
-again and again.
+`collect_kernel` reads the row a last time: tokens above the bracket are kept in any case, so that it draws from them at
+once. `settle_kernel` searches the keys of those in the bracket, int64 of a logit and a token id, with weights that are
+integers, so that the border is exact, draws from what that keeps, and takes the better of both tokens. Two ways lead
+past this. Where a row's few candidates are all that it can sample, they are sorted. Where there are too many, or a
+large top-k and a top-p need two borders, the row is read again and again, and `sample_kernel` draws its token.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from minisgl_backend.kernels.sampling_common import (
     HIGH_COLUMN,
     LOW_COLUMN,
     LOWEST_KEY,
+    MASS_COLUMN,
     MAX_COLUMN,
     MOST_SORTED,
+    NARROW_COLUMN,
     NUM_FLOATS,
     NUM_LONGS,
     RANKED,
@@ -34,8 +37,6 @@ from minisgl_backend.kernels.sampling_common import (
     TEMPERATURE,
     TOP_K,
     TOP_P,
-    TOTAL_COLUMN,
-    WEIGHT_UNIT,
     append_candidates,
     arrives_last,
     key_logit,
@@ -45,12 +46,15 @@ from minisgl_backend.kernels.sampling_common import (
     min_p_bound,
     ordered_bits,
     packed_key,
+    relative_probability,
     row_is_complete,
     take_count,
     token_weights,
     wait_for_previous,
 )
-from minisgl_backend.kernels.sampling_draw import gumbel_noise, noise_keys, write_token
+from minisgl_backend.kernels.sampling_draw import gumbel_score, noise_keys, write_token
+
+_WAYS = tl.constexpr(4)  # into which a step to the exact border cuts what is left
 
 
 @triton.jit
@@ -62,19 +66,23 @@ def stats_kernel(
 ):  # fmt: skip
     """The largest logit, and a bracket [low, high) around the border of top-k and top-p."""
     wait_for_previous(PDL)
-    piece, line = tl.program_id(0), tl.program_id(1)
+    piece, line, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row_params = params_ptr + tl.load(rows_ptr + line).to(tl.int64) * params_stride
     flags = tl.load(row_params + FLAGS)
     if (flags & FILTERS) != 0:
         is_edited = ((flags & EDITS) != 0) | (tl.load(mask_index_ptr + line) >= 0)
         wide_line = line.to(tl.int64)
-        token = piece * SLICE + tl.arange(0, SLICE)
-        x = load_logits(logits_ptr + wide_line * logits_stride, edited_ptr + wide_line * VOCAB, is_edited, token, VOCAB)
-        x = tl.where(x != x, float("inf"), x)  # such a row is unsound
-        maxima = tl.max(tl.reshape(x, [GROUPS, SLICE // GROUPS]), 1)
-        tl.store(maxima_ptr + (wide_line * SLICES + piece) * GROUPS + tl.arange(0, GROUPS), maxima)
-        tl.store(minima_ptr + wide_line * SLICES + piece, tl.min(tl.where(x > -float("inf"), x, float("inf")), 0))
-        if arrives_last(counters_ptr, line, SLICES):
+        logits_line, edited_line = logits_ptr + wide_line * logits_stride, edited_ptr + wide_line * VOCAB
+        smallest = tl.full((), float("inf"), tl.float32)
+        for part in range(piece, SLICES, programs):
+            token = part * SLICE + tl.arange(0, SLICE)
+            x = load_logits(logits_line, edited_line, is_edited, token, VOCAB)
+            x = tl.where(x != x, float("inf"), x)  # such a row is unsound
+            maxima = tl.max(tl.reshape(x, [GROUPS, SLICE // GROUPS]), 1)
+            tl.store(maxima_ptr + (wide_line * SLICES + part) * GROUPS + tl.arange(0, GROUPS), maxima)
+            smallest = tl.minimum(smallest, tl.min(tl.where(x > -float("inf"), x, float("inf")), 0))
+        tl.store(minima_ptr + wide_line * SLICES + piece, smallest)
+        if arrives_last(counters_ptr, line, programs):
             g = tl.arange(0, GROUPS_PADDED)
             groups = tl.load(
                 maxima_ptr + wide_line * SLICES * GROUPS + g, mask=g < SLICES * GROUPS, other=-float("inf"),
@@ -91,7 +99,7 @@ def stats_kernel(
                 else:
                     s = tl.arange(0, SLICES_PADDED)
                     minima = tl.load(
-                        minima_ptr + wide_line * SLICES + s, mask=s < SLICES, other=float("inf"), cache_modifier=".cg"
+                        minima_ptr + wide_line * SLICES + s, mask=s < programs, other=float("inf"), cache_modifier=".cg"
                     )
                     low = tl.min(minima, 0)
                     if top_k <= 0:
@@ -107,14 +115,17 @@ def stats_kernel(
 
 @triton.jit
 def search_kernel(
-    logits_ptr, edited_ptr, rows_ptr, params_ptr, mask_index_ptr, sums_ptr, totals_ptr, floats_ptr, longs_ptr,
+    logits_ptr, edited_ptr, rows_ptr, params_ptr, mask_index_ptr, sums_ptr, masses_ptr, floats_ptr, longs_ptr,
     counters_ptr, logits_stride, params_stride,
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
-    FIRST: tl.constexpr, PIVOTS: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, PIVOTS: tl.constexpr, CANDIDATES: tl.constexpr, THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Makes the bracket PIVOTS + 1 times narrower. Sums are float32 here: what they leave open stays inside."""
+    """Makes the bracket PIVOTS + 1 times narrower, unless it is narrow enough already.
+
+    Sums are float32 here: what they leave open stays inside.
+    """
     wait_for_previous(PDL)
-    piece, line = tl.program_id(0), tl.program_id(1)
+    piece, line, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row_params = params_ptr + tl.load(rows_ptr + line).to(tl.int64) * params_stride
     flags = tl.load(row_params + FLAGS)
     top_k = tl.load(row_params + TOP_K)
@@ -123,93 +134,150 @@ def search_kernel(
     largest = tl.load(floats_ptr + line * NUM_FLOATS + MAX_COLUMN)
     counts = top_k > 0
     searches = ((flags & RANKED) != 0) & (is_complete == 0) & ((top_k <= 0) | (top_p >= 1.0))
+    if not FIRST:
+        searches = searches & (tl.load(longs_ptr + line * NUM_LONGS + NARROW_COLUMN) == 0)
     if searches & (largest < float("inf")) & (largest > -float("inf")):
         is_edited = ((flags & EDITS) != 0) | (tl.load(mask_index_ptr + line) >= 0)
         wide_line = line.to(tl.int64)
-        token = piece * SLICE + tl.arange(0, SLICE)
-        x = load_logits(logits_ptr + wide_line * logits_stride, edited_ptr + wide_line * VOCAB, is_edited, token, VOCAB)
+        logits_line, edited_line = logits_ptr + wide_line * logits_stride, edited_ptr + wide_line * VOCAB
         inverse = 1.0 / tl.load(row_params + TEMPERATURE).to(tl.float32, bitcast=True)
         lowest_z = min_p_bound(row_params, flags, largest, inverse)
-        z = x * inverse
-        weights = tl.where(counts, 1.0, tl.exp(z - largest * inverse))
-        weights = tl.where((x > -float("inf")) & (z >= lowest_z), weights, 0.0)
         low = tl.load(floats_ptr + line * NUM_FLOATS + LOW_COLUMN)
         high = tl.load(floats_ptr + line * NUM_FLOATS + HIGH_COLUMN)
         step = (tl.minimum(high, largest) - low) * (1.0 / (PIVOTS + 1))
+        # Few bits, so that its multiples are exact: a pivot is then the same wherever it is computed.
+        step = (step.to(tl.int32, bitcast=True) & -4096).to(tl.float32, bitcast=True)
+        # Every thread adds up its own tokens; threads exchange their sums once, after the last slice.
+        whole = tl.zeros([THREADS], tl.float32)
+        parts = ()
+        for _ in tl.static_range(PIVOTS):
+            parts = parts + (tl.zeros([THREADS], tl.float32),)  # type: ignore[assignment]  # noqa: RUF005
+        for part in range(piece, SLICES, programs):
+            token = part * SLICE + tl.arange(0, SLICE)
+            x = load_logits(logits_line, edited_line, is_edited, token, VOCAB)
+            weights = tl.where(counts, 1.0, relative_probability(x, largest, inverse))
+            weights = tl.where((x > -float("inf")) & (x * inverse >= lowest_z), weights, 0.0)
+            x = _by_thread(x, SLICE, THREADS)
+            weights = _by_thread(weights, SLICE, THREADS)
+            if FIRST:
+                whole += tl.sum(tl.sum(weights, 2), 0)
+            sums = ()
+            for i in tl.static_range(PIVOTS):
+                heavy = tl.where(x >= low + step * (i + 1), weights, 0.0)
+                sums = sums + (parts[i] + tl.sum(tl.sum(heavy, 2), 0),)  # type: ignore[assignment]  # noqa: RUF005
+            parts = sums
         pivot = tl.arange(0, PIVOTS)
         pivots = low + step * (pivot + 1).to(tl.float32)
+        table = tl.zeros([PIVOTS, THREADS], tl.float32)
+        for i in tl.static_range(PIVOTS):
+            table = tl.where(pivot[:, None] == i, parts[i][None, :], table)
+        tl.store(sums_ptr + (wide_line * SLICES + piece) * PIVOTS + pivot, tl.sum(table, 1))
         if FIRST:
-            exact = token_weights(x, largest, inverse, lowest_z, counts)
-            tl.store(totals_ptr + wide_line * SLICES + piece, tl.sum(exact, 0))
-        # All pivots in one reduction: the exchange between warps is what it costs.
-        above = tl.sum(tl.where(x[None, :] >= pivots[:, None], weights[None, :], 0.0), 1)
-        tl.store(sums_ptr + (wide_line * SLICES + piece) * PIVOTS + pivot, above)
-        if arrives_last(counters_ptr, line, SLICES):
+            tl.store(masses_ptr + wide_line * SLICES + piece, tl.sum(whole, 0))
+        if arrives_last(counters_ptr, line, programs):
             s = tl.arange(0, SLICES_PADDED)
             if FIRST:
-                totals = tl.load(
-                    totals_ptr + wide_line * SLICES + s, mask=s < SLICES, other=0, cache_modifier=".cg"
+                masses = tl.load(
+                    masses_ptr + wide_line * SLICES + s, mask=s < programs, other=0.0, cache_modifier=".cg"
                 )  # fmt: skip
-                total = tl.sum(totals, 0)
-                tl.store(longs_ptr + line * NUM_LONGS + TOTAL_COLUMN, total)
+                mass = tl.sum(masses, 0)
+                tl.store(floats_ptr + line * NUM_FLOATS + MASS_COLUMN, mass)
             else:
-                total = tl.load(longs_ptr + line * NUM_LONGS + TOTAL_COLUMN)
-            limit = tl.where(counts, top_k.to(tl.float32), total.to(tl.float32) * (1.0 / WEIGHT_UNIT) * top_p)
+                mass = tl.load(floats_ptr + line * NUM_FLOATS + MASS_COLUMN)
+            limit = tl.where(counts, top_k.to(tl.float32), mass * top_p)
             at = sums_ptr + (wide_line * SLICES + s[None, :]) * PIVOTS + pivot[:, None]
-            above = tl.sum(tl.load(at, mask=(s < SLICES)[None, :], other=0.0, cache_modifier=".cg"), 1)
-            new_low = tl.max(tl.where(above >= limit * 1.000004, pivots, low), 0)
-            new_high = tl.min(tl.where(above < limit * 0.999996, pivots, high), 0)
+            above = tl.sum(tl.load(at, mask=(s < programs)[None, :], other=0.0, cache_modifier=".cg"), 1)
+            enough, too_few = above >= limit * 1.000006, above < limit * 0.999994
+            new_low = tl.max(tl.where(enough, pivots, low), 0)
+            new_high = tl.min(tl.where(too_few, pivots, high), 0)
             tl.store(floats_ptr + line * NUM_FLOATS + LOW_COLUMN, new_low)
             tl.store(floats_ptr + line * NUM_FLOATS + HIGH_COLUMN, new_high)
+            # No token in the bracket weighs less than one at its lower end, which bounds their number.
+            inside = tl.min(tl.where(enough, above, mass), 0) - tl.max(tl.where(too_few, above, 0.0), 0)
+            lightest = tl.where(counts, 1.0, relative_probability(new_low, largest, inverse))
+            is_narrow = inside <= lightest * (CANDIDATES // 2)
+            tl.store(longs_ptr + line * NUM_LONGS + NARROW_COLUMN, is_narrow.to(tl.int64))
+
+
+@triton.jit
+def _by_thread(x, SLICE: tl.constexpr, THREADS: tl.constexpr):
+    """The last axis is what a thread loads at once, the first the loads it makes."""
+    each: tl.constexpr = min(8, SLICE // THREADS)
+    return tl.reshape(x, [SLICE // (each * THREADS), THREADS, each])
 
 
 @triton.jit
 def collect_kernel(
-    logits_ptr, edited_ptr, rows_ptr, params_ptr, mask_index_ptr, totals_ptr, keys_ptr, floats_ptr, counters_ptr,
-    logits_stride, params_stride, counters_stride,
+    logits_ptr, edited_ptr, rows_ptr, params_ptr, mask_index_ptr, positions_ptr, totals_ptr, values_ptr, tokens_ptr,
+    keys_ptr, floats_ptr, counters_ptr, logits_stride, params_stride, counters_stride,
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
-    ID_BITS: tl.constexpr, CANDIDATES: tl.constexpr, PDL: tl.constexpr,
+    CHUNK: tl.constexpr, ID_BITS: tl.constexpr, CANDIDATES: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The tokens in the bracket, and the weight of all above it. `settle_kernel` goes on; both in one would leave
-    room for few programs on a multiprocessor."""
+    """The tokens in the bracket; of those above it the weight and the best score, since they are kept in any case.
+
+    `settle_kernel` goes on; both in one would leave room for few programs on a multiprocessor.
+    """
     wait_for_previous(PDL)
-    piece, line = tl.program_id(0), tl.program_id(1)
+    piece, line, programs = tl.program_id(0), tl.program_id(1), tl.num_programs(0)
     row_params = params_ptr + tl.load(rows_ptr + line).to(tl.int64) * params_stride
     flags = tl.load(row_params + FLAGS)
     largest = tl.load(floats_ptr + line * NUM_FLOATS + MAX_COLUMN)
-    if ((flags & RANKED) != 0) & (largest < float("inf")) & (largest > -float("inf")):
+    top_k = tl.load(row_params + TOP_K)
+    top_p = tl.load(row_params + TOP_P).to(tl.float32, bitcast=True)
+    is_complete = row_is_complete(top_k, VOCAB, CANDIDATES)
+    # A large top-k with a top-p needs two borders: that is left to the slow way.
+    is_mine = ((flags & RANKED) != 0) & (is_complete | (top_k <= 0) | (top_p >= 1.0))
+    if is_mine & (largest < float("inf")) & (largest > -float("inf")):
         is_edited = ((flags & EDITS) != 0) | (tl.load(mask_index_ptr + line) >= 0)
         wide_line = line.to(tl.int64)
-        top_k = tl.load(row_params + TOP_K)
-        top_p = tl.load(row_params + TOP_P).to(tl.float32, bitcast=True)
-        is_complete = row_is_complete(top_k, VOCAB, CANDIDATES)
+        logits_line, edited_line = logits_ptr + wide_line * logits_stride, edited_ptr + wide_line * VOCAB
         low = tl.load(floats_ptr + line * NUM_FLOATS + LOW_COLUMN)
         high = tl.load(floats_ptr + line * NUM_FLOATS + HIGH_COLUMN)
-        token = piece * SLICE + tl.arange(0, SLICE)
-        x = load_logits(logits_ptr + wide_line * logits_stride, edited_ptr + wide_line * VOCAB, is_edited, token, VOCAB)
-        # A large top-k with a top-p needs two borders: that is left to the slow way.
-        if is_complete | (top_k <= 0) | (top_p >= 1.0):
-            wanted = (x >= low) & (x < high) & (x > -float("inf"))
-            append_candidates(
-                packed_key(x, token, ID_BITS), wanted, line, keys_ptr, counters_ptr + counters_stride, CANDIDATES
-            )
-        if is_complete == 0:
-            inverse = 1.0 / tl.load(row_params + TEMPERATURE).to(tl.float32, bitcast=True)
-            lowest_z = min_p_bound(row_params, flags, largest, inverse)
-            above = tl.where(x >= high, token_weights(x, largest, inverse, lowest_z, top_k > 0), 0)
-            tl.store(totals_ptr + wide_line * SLICES + piece, tl.sum(above, 0))
+        inverse = 1.0 / tl.load(row_params + TEMPERATURE).to(tl.float32, bitcast=True)
+        lowest_z = min_p_bound(row_params, flags, largest, inverse)
+        if is_complete:
+            for part in range(piece, (VOCAB + CHUNK - 1) // CHUNK, programs):
+                token = part * CHUNK + tl.arange(0, CHUNK)
+                x = load_logits(logits_line, edited_line, is_edited, token, VOCAB)
+                wanted = (x >= low) & (x > -float("inf"))
+                append_candidates(x, token, wanted, line, keys_ptr, counters_ptr + counters_stride, ID_BITS, CANDIDATES)
+        else:
+            key0, key1 = noise_keys(row_params, tl.load(positions_ptr + line))
+            best = tl.full([CHUNK], -float("inf"), tl.float32)
+            winner = tl.full([CHUNK], VOCAB, tl.int32)
+            total = tl.full((), 0, tl.int64)
+            total_above = tl.full((), 0, tl.int64)
+            for part in range(piece, (VOCAB + CHUNK - 1) // CHUNK, programs):
+                token = part * CHUNK + tl.arange(0, CHUNK)
+                x = load_logits(logits_line, edited_line, is_edited, token, VOCAB)
+                kept = (x > -float("inf")) & (x * inverse >= lowest_z)
+                wanted = kept & (x >= low) & (x < high)
+                append_candidates(x, token, wanted, line, keys_ptr, counters_ptr + counters_stride, ID_BITS, CANDIDATES)
+                weights = token_weights(x, largest, inverse, lowest_z, top_k > 0)
+                total += tl.sum(weights, 0)
+                total_above += tl.sum(tl.where(x >= high, weights, 0), 0)
+                score = gumbel_score(x, inverse, token, key0, key1, COMPILED)
+                score = tl.where(kept & (x >= high), score, -float("inf"))
+                # Tokens of a place ascend, so that of equal scores the lowest stays.
+                winner = tl.where(score > best, token, winner)
+                best = tl.maximum(score, best)
+            top_here = tl.max(best, 0)
+            tl.store(values_ptr + wide_line * SLICES + piece, top_here)
+            tl.store(tokens_ptr + wide_line * SLICES + piece, tl.min(tl.where(best == top_here, winner, VOCAB), 0))
+            tl.store(totals_ptr + 2 * (wide_line * SLICES + piece), total_above)
+            tl.store(totals_ptr + 2 * (wide_line * SLICES + piece) + 1, total)
 
 
-@triton.jit(do_not_specialize=["out_stride"])
+@triton.jit(do_not_specialize=["out_stride", "programs"])
 def settle_kernel(
-    logits_ptr, edited_ptr, rows_ptr, params_ptr, mask_index_ptr, positions_ptr, counts_ptr, totals_ptr, keys_ptr,
-    floats_ptr, longs_ptr, counters_ptr, out_ptr, logits_stride, params_stride, counts_stride, counters_stride,
-    out_stride,
+    logits_ptr, edited_ptr, rows_ptr, params_ptr, mask_index_ptr, positions_ptr, counts_ptr, totals_ptr, values_ptr,
+    tokens_ptr, keys_ptr, floats_ptr, longs_ptr, counters_ptr, out_ptr, logits_stride, params_stride, counts_stride,
+    counters_stride, out_stride, programs,
     VOCAB: tl.constexpr, SLICE: tl.constexpr, SLICES: tl.constexpr, SLICES_PADDED: tl.constexpr,
     ID_BITS: tl.constexpr, CANDIDATES: tl.constexpr, COMPILED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The exact border, one program for each row; a row whose few candidates are all that it can sample is sampled
-    here."""
+    """The exact border, one program for each row, and the token of a row with few candidates: the best of those that
+    the border keeps and of what is above them all."""
     wait_for_previous(PDL)
     line = tl.program_id(0)
     row = tl.load(rows_ptr + line).to(tl.int64)
@@ -253,7 +321,7 @@ def settle_kernel(
             kept = kept & (logit * inverse >= lowest_z)
             chosen_token = key_token(keys, ID_BITS)
             key0, key1 = noise_keys(row_params, tl.load(positions_ptr + line))
-            score = logit * inverse + gumbel_noise(chosen_token, key0, key1, COMPILED)
+            score = gumbel_score(logit, inverse, chosen_token, key0, key1, COMPILED)
             score = tl.where(kept, score, -float("inf"))
             best = tl.max(score, 0)
             winner = tl.min(tl.where(score == best, chosen_token, VOCAB), 0)
@@ -268,26 +336,42 @@ def settle_kernel(
             )
             logit = tl.where(c < count, key_logit(keys, ID_BITS), -float("inf"))
             border = low_key
+            above = tl.full((), 0, tl.int64)
+            total = tl.full((), 0, tl.int64)
+            s = tl.arange(0, SLICES_PADDED)
+            if is_complete == 0:
+                at, s_ok = totals_ptr + 2 * (wide_line * SLICES + s), s < programs
+                above = tl.sum(tl.load(at, mask=s_ok, other=0, cache_modifier=".cg"), 0)
+                total = tl.sum(tl.load(at + 1, mask=s_ok, other=0, cache_modifier=".cg"), 0)
             if counts:
                 weights = token_weights(logit, largest, inverse, lowest_z, True)
-                above = tl.full((), 0, tl.int64)
-                if is_complete == 0:
-                    s = tl.arange(0, SLICES_PADDED)
-                    parts = tl.load(totals_ptr + wide_line * SLICES + s, mask=s < SLICES, other=0, cache_modifier=".cg")
-                    above = tl.sum(parts, 0)
                 border = _border_in(keys, weights, above, top_k.to(tl.int64), low_key, high_key)
             if top_p < 1.0:
                 weights = token_weights(logit, largest, inverse, lowest_z, False)
                 weights = tl.where(keys >= border, weights, 0)
-                above = tl.full((), 0, tl.int64)
-                total = tl.sum(weights, 0)
-                if is_complete == 0:
-                    s = tl.arange(0, SLICES_PADDED)
-                    parts = tl.load(totals_ptr + wide_line * SLICES + s, mask=s < SLICES, other=0, cache_modifier=".cg")
-                    above = tl.sum(parts, 0)
-                    total = tl.load(longs_ptr + line * NUM_LONGS + TOTAL_COLUMN)
+                if is_complete:
+                    total = tl.sum(weights, 0)
                 border = _border_in(keys, weights, above, _limit(total, top_p), border, high_key)
-            tl.store(longs_ptr + line * NUM_LONGS + BORDER_COLUMN, border)
+            key0, key1 = noise_keys(row_params, tl.load(positions_ptr + line))
+            chosen_token = key_token(keys, ID_BITS)
+            score = gumbel_score(logit, inverse, chosen_token, key0, key1, COMPILED)
+            kept = (c < count) & (keys >= border) & (logit * inverse >= lowest_z)
+            score = tl.where(kept, score, -float("inf"))
+            best = tl.max(score, 0)
+            winner = tl.min(tl.where(score == best, chosen_token, VOCAB), 0)
+            if is_complete == 0:
+                at, s_ok = wide_line * SLICES + s, s < programs
+                values = tl.load(values_ptr + at, mask=s_ok, other=-float("inf"), cache_modifier=".cg")
+                tokens = tl.load(tokens_ptr + at, mask=s_ok, other=VOCAB, cache_modifier=".cg")
+                best_above = tl.max(values, 0)
+                winner_above = tl.min(tl.where(values == best_above, tokens, VOCAB), 0)
+                winner = tl.where(best_above > best, winner_above, winner)
+                winner = tl.where(best_above == best, tl.minimum(winner, winner_above), winner)
+                best = tl.maximum(best, best_above)
+            winner = tl.where(winner < VOCAB, winner, 0)
+            sound = (best < float("inf")) & (best > -float("inf"))
+            write_token(out_ptr, out_stride, line, winner, sound, counts_ptr + row * counts_stride, flags)
+            tl.store(longs_ptr + line * NUM_LONGS + DONE_COLUMN, 1)
         else:
             border = (ordered_bits(tl.full((), -float("inf"), tl.float32)).to(tl.int64)) << ID_BITS
             if counts:
@@ -321,11 +405,14 @@ def _border_in(keys, weights, above, limit, low, high):
     if last > LOWEST_KEY:
         first = tl.min(tl.where(keys > LOWEST_KEY, keys, last), 0)
         low, high = tl.maximum(low, first - 1), tl.minimum(high, last + 1)
+    way = (tl.arange(0, _WAYS) + 1).to(tl.int64)  # the last is `high` itself
     while low + 1 < high:
-        middle = low + ((high - low) >> 1)
-        enough = above + tl.sum(tl.where(keys >= middle, weights, 0), 0) >= limit
-        low = tl.where(enough, middle, low)
-        high = tl.where(enough, high, middle)
+        middles = low + ((high - low) * way) // _WAYS
+        found = tl.sum(tl.where(keys[None, :] >= middles[:, None], weights[None, :], 0), 1)
+        enough = (above + found >= limit) & (middles < high)
+        first_not = tl.min(tl.where(enough, high, middles), 0)
+        low = tl.max(tl.where(enough, middles, low), 0)
+        high = first_not
     return low
 
 

@@ -84,9 +84,7 @@ def logprob_collect_kernel(
     token = piece * SLICE + tl.arange(0, SLICE)
     x = tl.load(logits_line + token, mask=token < VOCAB, other=-float("inf")).to(tl.float32)
     tl.store(ranks_ptr + wide_item * SLICES + piece, tl.sum((x > chosen_logit).to(tl.int32), 0))
-    append_candidates(
-        packed_key(x, token, ID_BITS), (x >= low) & (token < VOCAB), item, keys_ptr, collected_ptr, CANDIDATES
-    )
+    append_candidates(x, token, (x >= low) & (token < VOCAB), item, keys_ptr, collected_ptr, ID_BITS, CANDIDATES)
     if arrives_last(counters_ptr, item, SLICES):
         count = take_count(collected_ptr + item)
         log_total = tl.load(floats_ptr + item * NUM_FLOATS + MAX_COLUMN)

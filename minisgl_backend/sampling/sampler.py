@@ -206,12 +206,12 @@ def kept_tokens(logits: torch.Tensor, params: torch.Tensor, ranked: bool) -> tor
     floats = params.view(torch.float32)
     inverse = (1.0 / floats[:, layout.TEMPERATURE]).unsqueeze(1)
     scaled = logits * inverse
-    largest = logits.amax(dim=1, keepdim=True) * inverse
+    largest = logits.amax(dim=1, keepdim=True)
     # log(0) drops none.
-    kept = (scaled >= largest + torch.log(floats[:, layout.MIN_P]).unsqueeze(1)) & (logits > float("-inf"))
+    kept = (scaled >= largest * inverse + torch.log(floats[:, layout.MIN_P]).unsqueeze(1)) & (logits > float("-inf"))
     if not ranked:
         return kept
-    masses = (torch.exp(scaled - largest) * UNIT).to(torch.int64).masked_fill_(~kept, 0)
+    masses = (torch.exp((logits - largest) * inverse) * UNIT).to(torch.int64).masked_fill_(~kept, 0)
     keys = logprobs.order_keys(logits.masked_fill(~kept, float("-inf")))
     top_k, top_p = params[:, layout.TOP_K].unsqueeze(1), floats[:, layout.TOP_P].unsqueeze(1)
     width = int(torch.where(top_k > 0, top_k, logits.shape[1]).max())

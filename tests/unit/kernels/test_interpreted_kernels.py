@@ -15,6 +15,12 @@ from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.sampling.logits_processors import TokenRules
+from minisgl_backend.sampling.metadata import SamplingInputs
+from minisgl_backend.sampling.params import encode_params, flags_of
+from minisgl_backend.sampling.penalties import PenaltyCounts
+from minisgl_backend.sampling.sampler import Sampler
 from tests.specs import one_group
 
 if torch.cuda.is_available():
@@ -348,6 +354,52 @@ def test_sampling_is_that_of_the_sampler(kind: str):
     assert torch.equal(reference.counts, kernels.counts)
     assert torch.equal(logits, before)
     assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("shape", ["peaked", "flat", "equal", "huge", "masked", "outlier"])
+def test_borders_of_top_p_and_top_k(shape: str):
+    """Against the torch sampler, on distributions that make a bracket narrow at once, late or never."""
+    vocab_size, n = 1000, 9
+    logits = torch.randn(n, vocab_size, generator=torch.Generator().manual_seed(7)) * 0.5
+    if shape == "peaked":
+        logits *= 10
+    if shape == "equal":
+        logits.zero_()
+    if shape == "huge":
+        logits *= 1e4
+    if shape == "masked":
+        logits[:, torch.arange(vocab_size) % 7 != 0] = -float("inf")
+        logits[0, 1:] = -float("inf")
+        logits[1] = -float("inf")
+    if shape == "outlier":
+        logits[:, 500] = 12.0
+    logits = logits.bfloat16()
+    options = [
+        {"temperature": 0.6, "top_p": 0.95}, {"temperature": 0.01, "top_p": 0.95}, {"temperature": 5.0, "top_p": 0.95},
+        {"temperature": 1.0, "top_p": 1e-6}, {"temperature": 1.0, "top_p": 0.999999},
+        {"temperature": 1.0, "top_p": 0.5, "min_p": 0.3}, {"temperature": 1.0, "top_k": 200},
+        {"temperature": 1.0, "top_k": 150, "min_p": 0.3}, {"temperature": 1.0, "top_k": 200, "top_p": 0.9},
+    ]  # fmt: skip
+    params = [SamplingParams(**one, seed=line) for line, one in enumerate(options)]
+    table = torch.stack([torch.from_numpy(encode_params(one, vocab_size).copy()) for one in params])
+    rows, positions = torch.arange(n, dtype=torch.int32), torch.arange(20, 20 + n, dtype=torch.int32)
+    flags = 0
+    for one in params:
+        flags |= flags_of(one, vocab_size)
+    inputs = SamplingInputs(rows=rows, positions=positions, flags=flags, searches=True, mask_index=None, mask_bits=None)
+    tokens, counts = torch.zeros(n, 64, dtype=torch.int32), PenaltyCounts(n, vocab_size, CPU)
+    rules = TokenRules(n, (), 64, CPU)
+    expected = Sampler(table, tokens, counts, rules).sample(logits, inputs)
+    # Programs with one slice, and with several; a bracket that two rounds make narrow, and one that stays wide.
+    settings = [
+        {"slice": 256, "candidates": 128, "pivots": pivots, "rounds": rounds, "programs": programs}
+        for programs, pivots, rounds in ((64, 8, 3), (16, 16, 2), (1, 4, 1))
+    ]
+    for setting in [*settings, {}]:  # the last: one slice, and room for all tokens
+        workspace = sampling.SamplingWorkspace(n, vocab_size, CPU, **setting)
+        found = Sampler(table, tokens, counts, rules, workspace).sample(logits, inputs)
+        assert found.tolist() == expected.tolist()
+        assert int(workspace.counters.abs().sum()) == 0
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])
