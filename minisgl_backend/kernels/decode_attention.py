@@ -186,7 +186,7 @@ def _launch(
         workspace.partial, workspace.lse, workspace.counters,
         scale * scales.k * 1.4426950408889634, eps, 1.0 / scales.k, 1.0 / scales.v, scales.v,
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
-        NUM_SPLITS=splits, MIN_PART=shape.min_part, TILE=shape.tile, PAGE_SIZE=page_size,
+        shape.min_part, NUM_SPLITS=splits, TILE=shape.tile, PAGE_SIZE=page_size,
         GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
         NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
         HEAD_PADDED=triton.next_power_of_2(head_dim), HEADS_MERGED=triton.next_power_of_2(group),
@@ -294,8 +294,8 @@ def _decode_kernel(
     q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
     partial_ptr, lse_ptr, counters_ptr,
     scale_log2, eps, k_inverse, v_inverse, v_scale,
-    q_stride, kv_stride_page, kv_stride_head, kv_stride_token, table_stride,
-    NUM_SPLITS: tl.constexpr, MIN_PART: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    q_stride, kv_stride_page, kv_stride_head, kv_stride_token, table_stride, min_part,
+    NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, HEADS_MERGED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
     WINDOW: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
@@ -312,7 +312,7 @@ def _decode_kernel(
     # With a window, the tokens before `lowest` are not seen; parts begin at the tile that holds it.
     lowest = tl.maximum(kv_len - WINDOW, 0) if WINDOW else 0
     origin = lowest // TILE * TILE
-    part = tl.maximum(tl.cdiv(kv_len - origin, NUM_SPLITS), MIN_PART)
+    part = tl.maximum(tl.cdiv(kv_len - origin, NUM_SPLITS), min_part)
     part = tl.cdiv(part, TILE) * TILE
     active = tl.cdiv(kv_len - origin, part)
     if split >= active:
