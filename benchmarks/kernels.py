@@ -147,7 +147,7 @@ def bench_attention(results: dict[str, dict], tune: bool, timer: Timer) -> None:
         shapes = {"chosen": decode_shape(batch, kv_heads)}
         if tune and page_size == 64 and heads == 16:
             choices = (2, 4, 8, 16, 32) if batch <= 8 else (1, 2, 4, 8)
-            for splits, tile, warps, stages in itertools.product(choices, (64, 128), (2, 4), (2, 3, 4)):
+            for splits, tile, warps, stages in itertools.product(choices, (64, 128), (2, 4), (3, 5, 7)):
                 part = 64 if batch <= 8 else 256
                 shapes[f"s{splits} p{part} t{tile} w{warps} st{stages}"] = DecodeShape(
                     splits, part, tile, warps, stages
@@ -514,8 +514,8 @@ def bench_kv8(results: dict[str, dict]) -> None:
             caches = [torch.randn(shape, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(layers)]
             for label, cut in (
                 (name, chosen),
-                (f"{name} one stage more", replace(chosen, num_stages=chosen.num_stages + 1)),
-                (f"{name} tile 128", replace(chosen, tile=128, num_stages=2)),
+                (f"{name} 7 stages", replace(chosen, num_stages=7)),
+                (f"{name} tile 128", replace(chosen, tile=128, num_stages=3)),
                 (f"{name} 8 warps", replace(chosen, num_warps=8)),
             ):
                 us = time_graph([

@@ -16,7 +16,7 @@ scores, the values' onto the result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -32,10 +32,10 @@ class DecodeShape:
     """How one batch size is cut into programs."""
 
     num_splits: int  # most parts of a sequence
-    min_part: int  # tokens; shorter sequences are not cut
+    min_part: int  # tokens; shorter sequences are not cut. Cuts that differ in it alone share a compiled kernel
     tile: int  # tokens a loop step
     num_warps: int
-    num_stages: int
+    num_stages: int  # page numbers take every second one: (num_stages - 1) // 2 tiles are on their way
     early: bool = False  # rotating kernel: read the first tile before waiting for the kernel before this one
 
 
@@ -53,7 +53,9 @@ class DecodeWorkspace:
         self.parts = parts
 
 
-MAX_EARLY_BYTES = 256  # of a head; the early tile of a larger one would spill out of the registers
+# Bytes of one token's keys, one head, for which the cuts were measured. Tiles of larger heads would spill out of the
+# registers (the early one), and two would leave no room in shared memory.
+MAX_HEAD_BYTES = 256
 MAX_PROGRAMS_FACTOR = 8  # parts a sequence for which there is room at the largest batch
 
 
@@ -61,21 +63,28 @@ def decode_shape(batch: int, num_kv_heads: int, num_sms: int = 132) -> DecodeSha
     """The cut that was measured best on an H200 (benchmarks/kernels.py).
 
     Few sequences are cut finely, to use every multiprocessor; many are cut only where one is much longer than the
-    rest, since each part costs a partial result.
+    rest, since each part costs a partial result. Shared memory holds the tiles on their way: a multiprocessor has room
+    for three programs of five stages, or for five of three.
     """
-    programs = batch * num_kv_heads
-    if programs >= 8 * num_sms:
-        return DecodeShape(num_splits=4, min_part=1024, tile=32, num_warps=2, num_stages=4)
-    if programs >= 2 * num_sms - num_sms // 8:
-        return DecodeShape(num_splits=4, min_part=512, tile=32, num_warps=2, num_stages=4)
-    # Two programs fit a multiprocessor: no more of them than run at once.
+    programs = batch * num_kv_heads  # where no sequence is cut
+    if programs >= 7 * num_sms:  # many wait in either case: those that run read further ahead
+        return DecodeShape(num_splits=4, min_part=2048, tile=64, num_warps=4, num_stages=5)
+    if programs >= 3 * num_sms:  # with three stages all or most of them run at once
+        return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=3)
+    if programs >= 2 * num_sms - num_sms // 8:  # all run at once with five
+        return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5)
+    # No more parts than run at once, two on a multiprocessor.
     splits = 4
     while splits < 32 and programs * splits * 2 <= 2 * num_sms:
         splits *= 2
+    if batch == 1:  # alone, a sequence leaves most multiprocessors one program or none
+        early = programs * splits <= 2 * num_sms
+        return DecodeShape(splits, min_part=64, tile=64, num_warps=8, num_stages=3, early=early)
     # A first tile in registers costs room on the multiprocessor: it pays where all programs run at once anyway.
-    early = programs * splits <= 2 * num_sms
-    warps = 8 if batch == 1 else 4  # alone, a sequence leaves most multiprocessors one program or none
-    return DecodeShape(num_splits=splits, min_part=64, tile=64, num_warps=warps, num_stages=3, early=early)
+    if programs * splits > 2 * num_sms:
+        return DecodeShape(splits, min_part=64, tile=64, num_warps=4, num_stages=3)
+    part = 128 if batch >= 8 else 64
+    return DecodeShape(splits, min_part=part, tile=64, num_warps=4, num_stages=5, early=True)
 
 
 def rotation_pays(batch: int, num_kv_heads: int, num_sms: int = 132) -> bool:
@@ -178,9 +187,11 @@ def _launch(
     extra = {"launch_pdl": True} if pdl else {}
     is_fp8 = k_cache.dtype == FP8
     values = v_cache.view(torch.int16) if is_fp8 else v_cache  # see _from_words
-    if is_fp8 and shape.tile < 64:  # a tile of as many bytes, for which four warps were measured
-        shape = replace(shape, tile=64, num_warps=4, num_stages=3)
-    stages = 2 * shape.num_stages - 1 if is_fp8 else shape.num_stages  # as many bytes on their way
+    stages = shape.num_stages
+    if is_fp8:  # two tiles on their way take the room of one
+        stages = max(stages, 5)
+    elif head_dim * k_cache.element_size() > MAX_HEAD_BYTES:  # one takes the room of two
+        stages = min(stages, 3)
     _decode_kernel[(num_kv_heads, batch, splits)](
         q, q_norm, k_norm, cos_sin, k_cache, values, out, rows, kv_lens, page_table,
         workspace.partial, workspace.lse, workspace.counters,
@@ -193,7 +204,7 @@ def _launch(
         SPLITS_PADDED=triton.next_power_of_2(splits),
         WINDOW=window, ROTATE=rotate, NORM=norm, FP8=is_fp8, LARGEST=largest_number(k_cache.dtype),
         NATIVE=k_cache.is_cuda,
-        EARLY=shape.early and head_dim * k_cache.element_size() <= MAX_EARLY_BYTES, PDL=pdl,
+        EARLY=shape.early and head_dim * k_cache.element_size() <= MAX_HEAD_BYTES, PDL=pdl,
         num_warps=shape.num_warps, num_stages=stages, **extra,
     )  # fmt: skip
 

@@ -24,9 +24,9 @@ from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 log = logging.getLogger(__name__)
 
-# Sequences that decode beside a short prompt. kernels.decode_attention cuts them in another way from each of these
-# numbers on, for 8, 4, 2 or 1 KV heads on the 132 multiprocessors of an H200.
-DECODING = (0, 1, 2, 3, 5, 9, 17, 31, 34, 62, 65, 132)
+# Sequences that decode beside a short prompt. Between them they meet every kernel that kernels.decode_attention takes
+# for up to 247 of them, with 8, 4, 2 or 1 KV heads on the 132 multiprocessors of an H200.
+DECODING = (0, 1, 2, 3, 5, 9, 17, 34, 62, 65, 124, 231)
 # Tokens of a prompt beside one of them: about the sizes for which products take other kernels.
 PROMPT_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 

@@ -6,6 +6,7 @@ tests/gpu runs them compiled. In small shapes here, since the interpreter execut
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -34,6 +35,7 @@ from minisgl_backend.kernels.decode_attention import (
     decode_attention,
     decode_shape,
     rotating_decode_attention,
+    rotation_pays,
 )
 from minisgl_backend.kernels.moe import moe, route
 from minisgl_backend.kernels.moe_tiles import align
@@ -91,7 +93,9 @@ def test_decode_attention(page_size, window, shape):
 
 
 @pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 40), (64, 0)])
-@pytest.mark.parametrize("shape", sorted({decode_shape(batch, 2) for batch in (1, 8, 64, 128, 1024)}, key=str), ids=str)
+@pytest.mark.parametrize(
+    "shape", sorted({decode_shape(batch, 2) for batch in (1, 4, 8, 64, 128, 256, 512)}, key=str), ids=str
+)
 def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
     """What is no number stands in every place but those that a sequence may see, the rest of its last page included."""
     heads, kv_heads, dim = 4, 2, 64
@@ -525,7 +529,8 @@ def test_pairs_are_sorted_by_expert_and_cut_into_tiles_of_one(pairs, experts, ti
 def test_warming_up_meets_every_cut_of_decode_attention(num_kv_heads: int) -> None:
     """Of up to 247 sequences: the few larger cuts are met where memory is measured."""
 
-    def compiled(batch: int) -> tuple[DecodeShape, bool]:
-        return decode_shape(batch, num_kv_heads, 132), batch <= 64  # see TritonBackend for the second
+    def compiled(batch: int) -> tuple[DecodeShape, bool, bool]:
+        shape = replace(decode_shape(batch, num_kv_heads, 132), min_part=0)  # it is no part of what is compiled
+        return shape, rotation_pays(batch, num_kv_heads, 132), batch <= 64  # see TritonBackend for the third
 
     assert {compiled(batch) for batch in range(1, 248)} == {compiled(batch) for batch in DECODING if batch}
