@@ -13,15 +13,19 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels import moe_wide
 from minisgl_backend.kernels.fused import combine
-from minisgl_backend.kernels.moe_tiles import Tiles, align
+from minisgl_backend.kernels.moe_tiles import Tiles, align, launch
 
+MAX_PDL_TOKENS = 256  # of a decode step
 UNSORTED_PAIRS = 64  # at most; with 128 experts and uniform routing they name 50 different ones
 
 
-def route(logits: torch.Tensor, experts_per_token: int, renormalize: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def route(
+    logits: torch.Tensor, experts_per_token: int, renormalize: bool, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The contract is `Ops.route`'s: logits [num_tokens, num_experts] -> ids int64, weights float32, best first."""
     num_tokens, num_experts = logits.shape
     ids = torch.empty((num_tokens, experts_per_token), dtype=torch.int64, device=logits.device)
@@ -31,6 +35,7 @@ def route(logits: torch.Tensor, experts_per_token: int, renormalize: bool) -> tu
             logits, ids, weights, logits.stride(0), EXPERTS=num_experts,
             EXPERTS_PADDED=triton.next_power_of_2(num_experts), K=experts_per_token,
             K_PADDED=triton.next_power_of_2(experts_per_token), RENORMALIZE=renormalize, num_warps=1,
+            **launch(pdl),
         )  # fmt: skip
     return ids, weights
 
@@ -39,8 +44,11 @@ def route(logits: torch.Tensor, experts_per_token: int, renormalize: bool) -> tu
 def _route_kernel(
     logits_ptr, ids_ptr, weights_ptr, logits_stride,
     EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
-    RENORMALIZE: tl.constexpr,
+    RENORMALIZE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     e = tl.arange(0, EXPERTS_PADDED)
     logits = tl.load(logits_ptr + token * logits_stride + e, mask=e < EXPERTS, other=-float("inf")).to(tl.float32)
@@ -91,12 +99,14 @@ def moe(
     *,
     tma: bool = False,
     shape: MoeShape | None = None,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts; the contract is `Ops.moe`'s.
 
     x [num_tokens, hidden], expert_ids int64 [num_tokens, k], expert_weights float32 [num_tokens, k],
     gate_up [num_experts, 2 * size, hidden], down [num_experts, hidden, size] -> [num_tokens, hidden].
     tma: the device has tensor memory access (Hopper and later), which many tokens are computed with.
+    pdl: programmatic dependent launch, whose rules stand in small_linear.py, but not of those many.
     """
     num_experts, hidden, size = down.shape
     k = expert_ids.shape[1]
@@ -113,7 +123,7 @@ def moe(
         return combine(result, k, residual)
     shape = shape or moe_shape(pairs, num_experts)
     few = pairs <= UNSORTED_PAIRS
-    tiles = Tiles(ids, ids, ids, ids, ids) if few else align(ids, num_experts, shape.tile_pairs)
+    tiles = Tiles(ids, ids, ids, ids, ids) if few else align(ids, num_experts, shape.tile_pairs, pdl)
     tile_pairs = 16 if few else shape.tile_pairs
     count = tiles.expert.numel()
     arguments = (tiles.order, tiles.expert, tiles.first, tiles.end, weights)
@@ -121,15 +131,15 @@ def moe(
     _grouped_kernel[(count, triton.cdiv(size, tile_out))](
         x, gate_up, activated, *arguments, x.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden,
         TILE_PAIRS=tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=True, SORTED=not few, num_warps=num_warps,
-        num_stages=num_stages,
+        num_stages=num_stages, **launch(pdl),
     )  # fmt: skip
     tile_out, tile_in, num_warps, num_stages = shape.down
     _grouped_kernel[(count, triton.cdiv(hidden, tile_out))](
         activated, down, result, *arguments, activated.stride(0), K=k, SIZE_OUT=hidden, SIZE_IN=size,
         TILE_PAIRS=tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=False, SORTED=not few, num_warps=num_warps,
-        num_stages=num_stages,
+        num_stages=num_stages, **launch(pdl),
     )  # fmt: skip
-    return combine(result, k, residual)
+    return combine(result, k, residual, pdl)
 
 
 @triton.jit
@@ -137,9 +147,13 @@ def _grouped_kernel(
     x_ptr, weight_ptr, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, pair_weight_ptr, x_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
     TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr, SORTED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: silu(x @ gate.T) * (x @ up.T), read by token and written in sorted order. Else: read in sorted order,
     written by pair and multiplied by the pair's weight. Not SORTED: a tile is one pair, and `expert_ptr` its expert."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     tile = tl.program_id(0)
     expert = tl.load(expert_ptr + tile).to(tl.int64)
     if expert < 0:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
 
 ALIGN_BLOCK = 128  # pairs that one program counts and sorts
 SCAN_EXPERTS = 8  # whose counts one program adds up
@@ -27,8 +28,11 @@ class Tiles:
     used: torch.Tensor  # [1]  the number of tiles that hold pairs; they come first
 
 
-def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> Tiles:
-    """Sorts pairs by expert in three launches: counts by block, their sums over the blocks, then places and tiles."""
+def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool = False) -> Tiles:
+    """Sorts pairs by expert in three launches: counts by block, their sums over the blocks, then places and tiles.
+
+    expert_ids int64 [num_tokens, k], contiguous. pdl: programmatic dependent launch, see small_linear.py.
+    """
     pairs, device = expert_ids.numel(), expert_ids.device
     blocks = triton.cdiv(pairs, ALIGN_BLOCK)
     most = -(-min(pairs, pairs // tile_pairs + num_experts) // 4) * 4  # addresses stay multiples of 16 bytes
@@ -38,21 +42,33 @@ def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int) -> Tiles:
     order = torch.empty(pairs, dtype=torch.int32, device=device)
     tiles = torch.empty((3, most), dtype=torch.int32, device=device)
     used = torch.empty(1, dtype=torch.int32, device=device)
-    _count_kernel[(blocks,)](expert_ids, counts, pairs, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded, num_warps=4)
+    _count_kernel[(blocks,)](
+        expert_ids, counts, pairs, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded, num_warps=4, **launch(pdl)
+    )
     _scan_kernel[(padded // SCAN_EXPERTS,)](
         counts, totals, blocks, EXPERTS_PADDED=padded, EXPERTS=SCAN_EXPERTS, ROWS=32 if blocks <= 32 else 512,
-        num_warps=4,
+        num_warps=4, **launch(pdl),
     )  # fmt: skip
     _place_kernel[(blocks,)](
         expert_ids, counts, totals, order, tiles, used, pairs, most, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded,
         TILE_PAIRS=tile_pairs, TILES=triton.next_power_of_2(triton.cdiv(most, blocks)), num_warps=8,
+        **launch(pdl),
     )  # fmt: skip
     return Tiles(order, tiles[0], tiles[1], tiles[2], used)
 
 
+def launch(pdl: bool) -> dict[str, bool]:
+    """Arguments of a kernel that knows `PDL`. launch_pdl is passed only where it is wanted: Triton's interpreter does
+    not know the option."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
 @triton.jit
-def _count_kernel(ids_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr):
+def _count_kernel(ids_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr, PDL: tl.constexpr):
     """counts [blocks, experts]: the pairs of each expert in each block."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     block = tl.program_id(0)
     i = block * BLOCK + tl.arange(0, BLOCK)
     e = tl.arange(0, EXPERTS_PADDED)
@@ -63,9 +79,13 @@ def _count_kernel(ids_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, EXPERTS_PADDE
 
 @triton.jit
 def _scan_kernel(
-    counts_ptr, totals_ptr, blocks, EXPERTS_PADDED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr
-):
+    counts_ptr, totals_ptr, blocks, EXPERTS_PADDED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
     """Replaces the counts of a few experts by the sums over the blocks before; totals [experts]: over all blocks."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     e = tl.program_id(0) * EXPERTS + tl.arange(0, EXPERTS)
     r = tl.arange(0, ROWS)
     total = tl.zeros([EXPERTS], tl.int32)
@@ -82,8 +102,12 @@ def _scan_kernel(
 def _place_kernel(
     ids_ptr, before_ptr, totals_ptr, order_ptr, tiles_ptr, used_ptr, pairs, most,
     BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr, TILE_PAIRS: tl.constexpr, TILES: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """Puts the pairs of each block into their places, those of one expert in their own order, and lays out tiles."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     block = tl.program_id(0)
     e = tl.arange(0, EXPERTS_PADDED)
     totals = tl.load(totals_ptr + e)

@@ -66,6 +66,10 @@ class TritonOps(TorchOps):
         """At large batch a kernel that starts early takes room from the one that still runs."""
         return self.pdl and x.shape[0] <= small_linear.MAX_ROWS
 
+    def _moe_pdl(self, x: torch.Tensor) -> bool:
+        """Sorting pairs is a chain of tiny kernels, which leave room for one that starts early."""
+        return self.pdl and x.shape[0] <= moe.MAX_PDL_TOKENS
+
     def _is_small(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool) -> bool:
         """Measured on an H200, norm and activation kernels counted in: see benchmarks/kernels.py."""
         rows, size_out, size_in = x.shape[0], *weight.shape
@@ -103,7 +107,7 @@ class TritonOps(TorchOps):
     def route(
         self, logits: torch.Tensor, experts_per_token: int, renormalize: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return moe.route(logits, experts_per_token, renormalize)
+        return moe.route(logits, experts_per_token, renormalize, self._moe_pdl(logits))
 
     def moe(
         self,
@@ -114,7 +118,7 @@ class TritonOps(TorchOps):
         down: torch.Tensor,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return moe.moe(x, expert_ids, expert_weights, gate_up, down, residual, tma=self.pdl)
+        return moe.moe(x, expert_ids, expert_weights, gate_up, down, residual, tma=self.pdl, pdl=self._moe_pdl(x))
 
     def mixture(
         self,
