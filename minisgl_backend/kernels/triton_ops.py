@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels import fused, moe, moe_one, small_linear
+from minisgl_backend.kernels import fused, moe, moe_few, moe_one, small_linear
 from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kernels.tuned_linear import TunedLinear
@@ -135,6 +135,11 @@ class TritonOps(TorchOps):
     ) -> torch.Tensor:
         if moe_one.serves(x, router):
             return moe_one.mixture(
+                x, router, gate_up, down, experts_per_token, renormalize, self._workspace, norm_weight=norm_weight,
+                eps=eps, residual=residual, pdl=self._pdl(x),
+            )  # fmt: skip
+        if moe_few.serves(x, router):
+            return moe_few.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, self._workspace, norm_weight=norm_weight,
                 eps=eps, residual=residual, pdl=self._pdl(x),
             )  # fmt: skip

@@ -174,7 +174,7 @@ def test_moe_matches_torch(tokens, tma):
     assert relative(moe(x, ids, weights, gate_up, down, tma=tma), ref) < 1e-2
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 16, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixture_matches_torch(tokens, dtype):
     from minisgl_backend.kernels.torch_ops import TorchOps

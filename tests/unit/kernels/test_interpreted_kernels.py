@@ -28,7 +28,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels import fused, moe_one, moe_wide, rows, sampling, small_linear
+from minisgl_backend.kernels import fused, moe_few, moe_one, moe_wide, rows, sampling, small_linear
 from minisgl_backend.kernels.decode_attention import (
     DecodeShape,
     DecodeWorkspace,
@@ -506,6 +506,56 @@ def test_mixture_of_one_token_that_is_no_number(poison):
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
     found = moe_one.mixture(x, router, gate_up, down, 2, True, workspace, norm_weight=torch.ones(32), eps=1e-6)
     assert not torch.isfinite(found).any()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "experts", "k"), [(2, 8, 2), (5, 5, 3), (8, 60, 8), (8, 3, 1), (11, 12, 4), (33, 3, 2), (64, 20, 4)]
+)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("complete", [False, True])
+def test_mixture_of_a_few_tokens(num_tokens, experts, k, renormalize, complete):
+    """Planned by the router and behind it, with one tile an expert and several. `complete`: with norm and residual."""
+    torch.manual_seed(num_tokens)
+    hidden, size, reference = 96, 40, TorchOps()
+    x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
+    gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
+    more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(num_tokens, hidden)}
+    arguments = (x, router, gate_up, down, k, renormalize)
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    expected = reference.mixture(*arguments, **(more if complete else {}))
+    for _ in range(2):  # the counter is back at zero after each launch
+        found = moe_few.mixture(*arguments, workspace, **(more if complete else {}))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [3, 20])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_token_that_is_no_number_harms_no_other(num_tokens, poison):
+    torch.manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 32)
+    router, gate_up, down = torch.randn(6, 32), torch.randn(6, 32, 32), torch.randn(6, 32, 16)
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    arguments, norm = (router, gate_up, down, 2, True), {"norm_weight": torch.ones(32), "eps": 1e-6}
+    expected = TorchOps().mixture(x, *arguments, **norm)
+    x[1] = poison
+    found = moe_few.mixture(x, *arguments, workspace, **norm)
+    assert not torch.isfinite(found[1]).any()
+    others = torch.arange(num_tokens) != 1
+    torch.testing.assert_close(found[others], expected[others], atol=1e-5, rtol=1e-4)
+
+
+def test_an_expert_has_as_few_tiles_as_hold_its_tokens():
+    """Of equal logits the lower expert comes first; tiles beyond those used belong to none."""
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    x, router = torch.ones(20, 32), torch.zeros(6, 32)
+    _, plan = moe_few.route(x, router, 2, True, workspace)
+    assert plan.expert.tolist() == [0, 0, 1, 1, -1, -1, -1, -1]
+    assert plan.count[:4].tolist() == [16, 4, 16, 4]
+    held = [plan.slots[tile, :count].tolist() for tile, count in enumerate(plan.count[:4].tolist())]
+    assert held[0] + held[1] == list(range(0, 40, 2))
+    assert held[2] + held[3] == list(range(1, 40, 2))
+    torch.testing.assert_close(plan.weights, torch.full((20, 2), 0.5))
 
 
 @pytest.mark.parametrize(("pairs", "experts", "tile"), [(65, 128, 16), (700, 5, 16), (513, 1, 64)])

@@ -1,0 +1,314 @@
+"""A mixture of experts for a few tokens (a decode step of 2 to 64), in the Triton language: bound by reading the
+weights of the experts picked, and by the starts and ends of its kernels.
+
+Whoever has all logits plans the products in one program: it picks the experts, and gives each expert's tokens a tile of
+their own, so that an expert's weights are read once. Up to MAX_ROUTED_TOKENS the router's last program does so, and the
+first ones norm the tokens; of more, the plan is a kernel behind the router's product. Then come the two products and
+the sum.
+
+`pdl`: programmatic dependent launch, whose rules stand in small_linear.py, with the exception of moe_one.py: the first
+product lets the second start only after its own wait, so that this one may read the plan before it waits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.fused import combine
+from minisgl_backend.kernels.small_linear import LinearWorkspace, linear
+
+MAX_TOKENS = 64
+MAX_ROUTED_TOKENS = 8  # whose states one program holds in registers beside a line of the router
+MAX_EXPERTS = 256  # which one program ranks
+SLOTS = 16  # tokens of a tile, the fewest rows of a product by tensor cores
+
+
+@dataclass(frozen=True)
+class FewShape:
+    """How one product is cut: outputs (after gating) a tile, inputs a step, warps, stages."""
+
+    tile_out: int
+    tile_in: int
+    num_warps: int
+    num_stages: int
+
+
+GATE_UP, DOWN = FewShape(32, 128, 4, 4), FewShape(64, 128, 4, 4)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Which pairs of (token, choice) each tile holds, on the device; int32 but for the weights."""
+
+    expert: torch.Tensor  # [max_tiles]  -1: not used
+    count: torch.Tensor  # [max_tiles]  pairs of the tile
+    slots: torch.Tensor  # [max_tiles, SLOTS]  token * k + choice; undefined beyond count
+    weights: torch.Tensor  # float32 [num_tokens, k]
+
+
+def serves(x: torch.Tensor, router: torch.Tensor) -> bool:
+    """Whether `mixture` does: tiles were chosen for numbers of two bytes."""
+    fits = 1 < len(x) <= MAX_TOKENS and router.shape[0] <= MAX_EXPERTS
+    return fits and x.stride(1) == 1 and x.element_size() == 2
+
+
+def mixture(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    experts_per_token: int,
+    renormalize: bool,
+    workspace: LinearWorkspace,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    pdl: bool = False,
+    cuts: tuple[FewShape, FewShape] = (GATE_UP, DOWN),
+) -> torch.Tensor:
+    """The contract is `Ops.mixture`'s, for up to MAX_TOKENS tokens. cuts: of the products with gate_up and down."""
+    (_, hidden, size), k, num_tokens = down.shape, experts_per_token, len(x)
+    normed, plan = route(x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
+    activated = torch.empty((num_tokens * k, size), dtype=x.dtype, device=x.device)
+    result = torch.empty((num_tokens * k, hidden), dtype=x.dtype, device=x.device)
+    arguments = (plan.expert, plan.count, plan.slots, plan.weights)
+    cut = cuts[0]
+    _few_product_kernel[(plan.expert.numel(), triton.cdiv(size, cut.tile_out))](
+        normed, gate_up, activated, *arguments, normed.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden, SLOTS=SLOTS,
+        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=True, num_stages=cut.num_stages,
+        **_launch(pdl, cut.num_warps),
+    )  # fmt: skip
+    cut = cuts[1]
+    _few_product_kernel[(plan.expert.numel(), triton.cdiv(hidden, cut.tile_out))](
+        activated, down, result, *arguments, size, K=k, SIZE_OUT=hidden, SIZE_IN=size, SLOTS=SLOTS,
+        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=False, num_stages=cut.num_stages,
+        **_launch(pdl, cut.num_warps),
+    )  # fmt: skip
+    return combine(result, k, residual, pdl)
+
+
+def route(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    experts_per_token: int,
+    renormalize: bool,
+    workspace: LinearWorkspace,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, Plan]:
+    """norm(x), of x [num_tokens, hidden], and which experts it goes to by router [num_experts, hidden]."""
+    (num_tokens, hidden), num_experts, k = x.shape, len(router), experts_per_token
+    pairs = num_tokens * k
+    # An expert with any pairs has one tile, and another for each SLOTS more.
+    most = min(pairs, num_experts + pairs // SLOTS if num_tokens > SLOTS else num_experts)
+    lists = torch.empty(most * (2 + SLOTS), dtype=torch.int32, device=x.device)
+    weights = torch.empty((num_tokens, k), dtype=torch.float32, device=x.device)
+    plan = Plan(lists[:most], lists[most : 2 * most], lists[2 * most :].view(most, SLOTS), weights)
+    normed = x if norm_weight is None else torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
+    sizes = {
+        "SIZE_IN": hidden, "SIZE_PADDED": triton.next_power_of_2(hidden), "EXPERTS": num_experts,
+        "EXPERTS_PADDED": triton.next_power_of_2(num_experts), "TOKENS": triton.next_power_of_2(num_tokens), "K": k,
+        "RENORMALIZE": renormalize, "SLOTS": SLOTS, "NORM": norm_weight is not None,
+    }  # fmt: skip
+    norm_or_x = x if norm_weight is None else norm_weight
+    if num_tokens <= MAX_ROUTED_TOKENS:
+        logits = torch.empty((num_tokens, num_experts), dtype=x.dtype, device=x.device)
+        _few_router_kernel[(num_experts,)](
+            x, norm_or_x, router, normed, logits, workspace.counters, lists, weights, num_tokens, most, eps,
+            x.stride(0), **sizes, **_launch(pdl, 8),
+        )  # fmt: skip
+        return normed, plan
+    logits = linear(x, router, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
+    _few_plan_kernel[(1 if norm_weight is None else 1 + num_tokens,)](
+        x, norm_or_x, normed, logits, lists, weights, num_tokens, most, eps, x.stride(0), **sizes,
+        **_launch(pdl, 8 if num_tokens <= 16 else 16),
+    )  # fmt: skip
+    return normed, plan
+
+
+def _launch(pdl: bool, num_warps: int) -> dict[str, int | bool]:
+    # launch_pdl is passed only where it is wanted: Triton's interpreter does not know the option.
+    return {"PDL": pdl, "num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
+
+
+@triton.jit(do_not_specialize=["num_tokens", "most"])
+def _few_router_kernel(
+    x_ptr, norm_ptr, router_ptr, normed_ptr, logits_ptr, counter_ptr, lists_ptr, weights_ptr, num_tokens, most, eps,
+    x_stride,
+    SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One expert's logits a program. The first programs norm a token each, the one that arrives last plans."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    expert = tl.program_id(0)
+    i = tl.arange(0, SIZE_PADDED)
+    i_ok = i < SIZE_IN
+    w = tl.load(router_ptr + expert * SIZE_IN + i, mask=i_ok, other=0.0).to(tl.float32)
+    if NORM:
+        w = w * tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
+    if PDL:
+        tl_cuda.gdc_wait()
+    t = tl.arange(0, TOKENS)
+    t_ok = t < num_tokens
+    x_at = x_ptr + t[:, None].to(tl.int64) * x_stride + i[None, :]
+    x = tl.load(x_at, mask=t_ok[:, None] & i_ok[None, :], other=0.0).to(tl.float32)
+    logits = tl.sum(x * w[None, :], 1)
+    if NORM:
+        logits = logits / tl.sqrt(tl.sum(x * x, 1) / SIZE_IN + eps)
+    tl.store(logits_ptr + t * EXPERTS + expert, logits.to(logits_ptr.dtype.element_ty), mask=t_ok)
+    tl.debug_barrier()
+    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
+    if NORM:
+        token = expert
+        while token < num_tokens:  # once, but for fewer experts than tokens
+            _norm_token(x_ptr, norm_ptr, normed_ptr, token, eps, x_stride, SIZE_IN, SIZE_PADDED)
+            token += tl.num_programs(0)
+    if arrived == tl.num_programs(0) - 1:
+        tl.store(counter_ptr, 0)
+        _plan(
+            logits_ptr, lists_ptr, weights_ptr, num_tokens, most, TOKENS, EXPERTS, EXPERTS_PADDED, K, RENORMALIZE, SLOTS
+        )
+
+
+@triton.jit(do_not_specialize=["num_tokens", "most"])
+def _few_plan_kernel(
+    x_ptr, norm_ptr, normed_ptr, logits_ptr, lists_ptr, weights_ptr, num_tokens, most, eps, x_stride,
+    SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
+    TOKENS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, NORM: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """The first program plans, the others norm a token each."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    if tl.program_id(0) == 0:
+        _plan(
+            logits_ptr, lists_ptr, weights_ptr, num_tokens, most, TOKENS, EXPERTS, EXPERTS_PADDED, K, RENORMALIZE, SLOTS
+        )
+    elif NORM:
+        _norm_token(x_ptr, norm_ptr, normed_ptr, tl.program_id(0) - 1, eps, x_stride, SIZE_IN, SIZE_PADDED)
+
+
+@triton.jit
+def _norm_token(x_ptr, norm_ptr, out_ptr, token, eps, x_stride, SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr):
+    i = tl.arange(0, SIZE_PADDED)
+    ok = i < SIZE_IN
+    norm = tl.load(norm_ptr + i, mask=ok, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token.to(tl.int64) * x_stride + i, mask=ok, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE_IN + eps)
+    tl.store(out_ptr + token * SIZE_IN + i, (x * scale * norm).to(out_ptr.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def _plan(
+    logits_ptr, lists_ptr, weights_ptr, num_tokens, most,
+    TOKENS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr,
+):  # fmt: skip
+    """The fields of `Plan`, from logits [num_tokens, experts]. Of equal logits the lower expert comes first, what is no
+    number comes last: whatever the logits are, a token takes K different experts.
+
+    Logits are compared as integers of the same order, whose largest in a warp is one instruction.
+    """
+    t = tl.arange(0, TOKENS)[:, None]
+    e = tl.arange(0, EXPERTS_PADDED)
+    e_row = e[None, :]
+    t_ok, e_ok = t < num_tokens, e_row < EXPERTS
+    logit = tl.load(logits_ptr + t * EXPERTS + e_row, mask=t_ok & e_ok, other=0.0, cache_modifier=".cg").to(tl.float32)
+    logit = tl.where((logit == logit) & e_ok, logit, -float("inf"))
+    bits = logit.to(tl.int32, bitcast=True)
+    GONE: tl.constexpr = -2147483648  # below that of -inf
+    key = tl.where(e_ok, bits ^ ((bits >> 31) & 0x7FFFFFFF), GONE)
+    choice = tl.full([TOKENS, EXPERTS_PADDED], K, tl.int32)
+    for j in tl.static_range(K):
+        best = tl.max(key, 1)
+        first = tl.min(tl.where(key == best[:, None], e_row, EXPERTS_PADDED), 1)
+        mine = e_row == first[:, None]
+        choice = tl.where(mine, j, choice)
+        key = tl.where(mine, GONE, key)
+    picked = choice < K
+    share = tl.exp(logit - tl.max(logit, 1)[:, None])
+    total = tl.sum(tl.where(picked, share, 0.0), 1) if RENORMALIZE else tl.sum(share, 1)
+    picked &= t_ok
+    tl.store(weights_ptr + t * K + choice, share / total[:, None], mask=picked)
+
+    one = picked.to(tl.int32)
+    count = tl.sum(one, 0)
+    tiles = (count + SLOTS - 1) // SLOTS
+    tile_ends = tl.cumsum(tiles, 0)
+    begin = tile_ends - tiles
+    slots_ptr = lists_ptr + 2 * most
+    slot = begin[None, :] * SLOTS + tl.cumsum(one, 0) - one  # an expert's tiles follow one another
+    tl.store(slots_ptr + slot, t * K + choice, mask=picked)
+    for j in tl.static_range((TOKENS + SLOTS - 1) // SLOTS):
+        tl.store(lists_ptr + begin + j, e, mask=j < tiles)
+        tl.store(lists_ptr + most + begin + j, tl.minimum(count - j * SLOTS, SLOTS), mask=j < tiles)
+    for start in tl.range(tl.sum(tiles, 0), most, EXPERTS_PADDED):
+        tl.store(lists_ptr + start + e, -1, mask=start + e < most)
+
+
+@triton.jit
+def _few_product_kernel(
+    x_ptr, weight_ptr, out_ptr, expert_ptr, count_ptr, slots_ptr, pair_weights_ptr, x_stride,
+    K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SLOTS: tl.constexpr, TILE_OUT: tl.constexpr,
+    TILE_IN: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """By pair. GATED: silu(gate @ x) * (up @ x), of the pair's token. Else: down @ x of the pair, times its weight."""
+    if PDL:
+        if GATED:
+            tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    tile = tl.program_id(0)
+    s = tl.arange(0, SLOTS)
+    # Written before the kernel before the second product; by way of the L2 cache, since an earlier layer's may lie in
+    # the nearer.
+    expert = tl.load(expert_ptr + tile, cache_modifier=".cg").to(tl.int64)
+    count = tl.load(count_ptr + tile, cache_modifier=".cg")
+    pair = tl.load(slots_ptr + tile * SLOTS + s, cache_modifier=".cg")
+    if expert < 0:
+        return
+    s_ok = s < count
+    pair = tl.where(s_ok, pair, 0)
+    if PDL and not GATED:
+        tl_cuda.gdc_wait()
+    o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
+    if GATED:
+        # One product for both halves: the first TILE_OUT columns are gate rows, the others the same up rows.
+        c = tl.arange(0, 2 * TILE_OUT)
+        column = tl.program_id(1) * TILE_OUT + c % TILE_OUT
+        column_ok = column < SIZE_OUT
+        weight_row = expert * (2 * SIZE_OUT) + column + (c // TILE_OUT) * SIZE_OUT
+        acc = tl.zeros([SLOTS, 2 * TILE_OUT], tl.float32)
+        source = pair // K
+    else:
+        column_ok = o < SIZE_OUT
+        weight_row = expert * SIZE_OUT + o
+        acc = tl.zeros([SLOTS, TILE_OUT], tl.float32)
+        source = pair
+    i = tl.arange(0, TILE_IN)
+    x_rows = x_ptr + source.to(tl.int64)[:, None] * x_stride
+    weight_rows = weight_ptr + weight_row[None, :] * SIZE_IN
+    for start in tl.range(0, SIZE_IN, TILE_IN):
+        j = start + i
+        j_ok = j < SIZE_IN
+        x = tl.load(x_rows + j[None, :], mask=s_ok[:, None] & j_ok[None, :], other=0.0)
+        w = tl.load(weight_rows + j[:, None], mask=j_ok[:, None] & column_ok[None, :], other=0.0)
+        acc = tl.dot(x, w, acc, input_precision="ieee")
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (SLOTS, 2, TILE_OUT)), (0, 2, 1)))
+        acc = gate / (1.0 + tl.exp(-gate)) * up
+    else:
+        pair_weight = tl.load(pair_weights_ptr + pair, mask=s_ok, other=0.0)
+        acc = acc * pair_weight[:, None]
+    address = pair.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
+    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=s_ok[:, None] & (o < SIZE_OUT)[None, :])
