@@ -3,7 +3,7 @@
 Nothing waits for the device. Pairs of (token, expert) are sorted by expert and cut into tiles (moe_tiles.py). How many
 tiles there are is known on the device only, so the grid has room for the most there can be and the rest return at once;
 hence it runs under CUDA graphs, in decode and in prefill. Few pairs are not sorted: most have an expert of their own.
-A lone token is computed by moe_one.py, many tokens by moe_wide.py.
+A lone token is computed by moe_one.py, a few by moe_few.py, many by moe_wide.py.
 """
 
 from __future__ import annotations
