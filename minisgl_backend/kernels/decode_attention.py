@@ -45,8 +45,7 @@ class DecodeWorkspace:
     def __init__(
         self, max_batch: int, num_q_heads: int, num_kv_heads: int, head_dim: int, device: torch.device
     ) -> None:
-        parts = max_batch * MAX_PROGRAMS_FACTOR
-        parts = max(parts, 64)
+        parts = max(max_batch * MAX_PROGRAMS_FACTOR, LEAST_PARTS)
         self.partial = torch.empty(parts * num_q_heads * head_dim, dtype=torch.float32, device=device)
         self.lse = torch.empty(parts * num_q_heads, dtype=torch.float32, device=device)
         self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
@@ -57,6 +56,8 @@ class DecodeWorkspace:
 # registers (the early one), and two would leave no room in shared memory.
 MAX_HEAD_BYTES = 256
 MAX_PROGRAMS_FACTOR = 8  # parts a sequence for which there is room at the largest batch
+# At least: no `decode_shape` cuts few sequences into more, so that no other number of parts is compiled for.
+LEAST_PARTS = 512
 
 
 def decode_shape(batch: int, num_kv_heads: int, num_sms: int = 132) -> DecodeShape:

@@ -15,11 +15,12 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels import moe_wide
+from minisgl_backend.kernels import moe_few, moe_wide
 from minisgl_backend.kernels.fused import combine
-from minisgl_backend.kernels.moe_tiles import Tiles, align, launch
+from minisgl_backend.kernels.moe_tiles import ALIGN_BLOCK, FEW_BLOCKS, Tiles, align, launch
 
 MAX_PDL_TOKENS = 256  # of a decode step
+MEAN_PAIRS = (12, 24, 48)  # of an expert: up to each of them, another cut is best
 UNSORTED_PAIRS = 64  # at most; with 128 experts and uniform routing they name 50 different ones
 
 
@@ -69,6 +70,13 @@ def _route_kernel(
     tl.store(weights_ptr + token * K + j, weights, mask=j < K)
 
 
+def token_counts(num_experts: int, experts_per_token: int) -> tuple[int, ...]:
+    """From each of these numbers of tokens on, a mixture takes kernels that fewer tokens did not need; ascending."""
+    pairs = [mean * num_experts for mean in (*MEAN_PAIRS, moe_wide.MIN_PAIRS)] + [FEW_BLOCKS * ALIGN_BLOCK]
+    last = {moe_few.MAX_TOKENS, MAX_PDL_TOKENS, *(count // experts_per_token for count in pairs)}
+    return tuple(sorted(count + 1 for count in last))
+
+
 @dataclass(frozen=True)
 class MoeShape:
     """How the two GEMMs are cut. `gate_up` and `down`: (outputs a tile, inputs a step, warps, stages)."""
@@ -80,11 +88,12 @@ class MoeShape:
 
 def moe_shape(pairs: int, num_experts: int) -> MoeShape:
     """The cut that was measured best on an H200 (128 experts of 2,048 x 768, 8 a token), by the pairs of an expert."""
-    if pairs <= 12 * num_experts:
+    few, some, many = (mean * num_experts for mean in MEAN_PAIRS)
+    if pairs <= few:
         return MoeShape(16, (32, 128, 4, 4), (64, 128, 4, 4))
-    if pairs <= 24 * num_experts:
+    if pairs <= some:
         return MoeShape(32, (64, 128, 4, 3), (128, 128, 4, 3))
-    if pairs <= 48 * num_experts:
+    if pairs <= many:
         return MoeShape(64, (64, 64, 4, 4), (128, 64, 4, 4))
     return MoeShape(128, (128, 64, 8, 4), (256, 64, 8, 4))
 

@@ -109,6 +109,7 @@ def route(
     pairs = num_tokens * k
     # An expert with any pairs has one tile, and another for each SLOTS more.
     most = min(pairs, num_experts + pairs // SLOTS if num_tokens > SLOTS else num_experts)
+    most = -(-most // 4) * 4  # addresses stay multiples of 16 bytes, for which kernels are compiled
     lists = torch.empty(most * (2 + SLOTS), dtype=torch.int32, device=x.device)
     weights = torch.empty((num_tokens, k), dtype=torch.float32, device=x.device)
     plan = Plan(lists[:most], lists[most : 2 * most], lists[2 * most :].view(most, SLOTS), weights)

@@ -2,6 +2,9 @@
 
 vLLM and SGLang call it aligning to the block size. Nothing waits for the device: how many tiles there are is known
 there only, so their list has room for the most there can be.
+
+Counts of pairs, blocks and tiles are another in almost every step with a prompt part: no kernel is compiled for them,
+neither for their values nor for their divisors, while streams wait.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from triton.language.extra import cuda as tl_cuda
 
 ALIGN_BLOCK = 128  # pairs that one program counts and sorts
 SCAN_EXPERTS = 8  # whose counts one program adds up
+FEW_BLOCKS = 32  # whose counts are added up at once; of more blocks, those of 512
+LAID_TILES = 32  # that one program lays out at once
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,12 @@ def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool
         expert_ids, counts, pairs, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded, num_warps=4, **launch(pdl)
     )
     _scan_kernel[(padded // SCAN_EXPERTS,)](
-        counts, totals, blocks, EXPERTS_PADDED=padded, EXPERTS=SCAN_EXPERTS, ROWS=32 if blocks <= 32 else 512,
-        num_warps=4, **launch(pdl),
+        counts, totals, blocks, EXPERTS_PADDED=padded, EXPERTS=SCAN_EXPERTS,
+        ROWS=FEW_BLOCKS if blocks <= FEW_BLOCKS else 512, num_warps=4, **launch(pdl),
     )  # fmt: skip
     _place_kernel[(blocks,)](
         expert_ids, counts, totals, order, tiles, used, pairs, most, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded,
-        TILE_PAIRS=tile_pairs, TILES=triton.next_power_of_2(triton.cdiv(most, blocks)), num_warps=8,
-        **launch(pdl),
+        TILE_PAIRS=tile_pairs, TILES=LAID_TILES, num_warps=8, **launch(pdl),
     )  # fmt: skip
     return Tiles(order, tiles[0], tiles[1], tiles[2], used)
 
@@ -63,7 +67,7 @@ def launch(pdl: bool) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs"])
 def _count_kernel(ids_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr, PDL: tl.constexpr):
     """counts [blocks, experts]: the pairs of each expert in each block."""
     if PDL:
@@ -77,7 +81,7 @@ def _count_kernel(ids_ptr, counts_ptr, pairs, BLOCK: tl.constexpr, EXPERTS_PADDE
     tl.store(counts_ptr + block * EXPERTS_PADDED + e, counts)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks"])
 def _scan_kernel(
     counts_ptr, totals_ptr, blocks, EXPERTS_PADDED: tl.constexpr, EXPERTS: tl.constexpr, ROWS: tl.constexpr,
     PDL: tl.constexpr,
@@ -98,7 +102,7 @@ def _scan_kernel(
     tl.store(totals_ptr + e, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pairs", "most"])
 def _place_kernel(
     ids_ptr, before_ptr, totals_ptr, order_ptr, tiles_ptr, used_ptr, pairs, most,
     BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr, TILE_PAIRS: tl.constexpr, TILES: tl.constexpr,
@@ -125,12 +129,13 @@ def _place_kernel(
     tile_begin = tile_ends - tiles
     if block == 0:
         tl.store(used_ptr, tl.sum(tiles, 0))
-    t = block * TILES + tl.arange(0, TILES)
-    mine = (t[:, None] >= tile_begin[None, :]) & (t[:, None] < tile_ends[None, :])  # at most one expert a tile
-    expert = tl.sum(tl.where(mine, e[None, :] + 1, 0), 1) - 1
-    begin = (ends - totals)[None, :] + (t[:, None] - tile_begin[None, :]) * TILE_PAIRS
-    first = tl.sum(tl.where(mine, begin, 0), 1)
-    end = tl.minimum(first + TILE_PAIRS, tl.sum(tl.where(mine, ends[None, :], 0), 1))
-    tl.store(tiles_ptr + t, expert, mask=t < most)
-    tl.store(tiles_ptr + most + t, first, mask=t < most)
-    tl.store(tiles_ptr + 2 * most + t, end, mask=t < most)
+    for start in tl.range(block * TILES, most, tl.num_programs(0) * TILES):
+        t = start + tl.arange(0, TILES)
+        mine = (t[:, None] >= tile_begin[None, :]) & (t[:, None] < tile_ends[None, :])  # at most one expert a tile
+        expert = tl.sum(tl.where(mine, e[None, :] + 1, 0), 1) - 1
+        begin = (ends - totals)[None, :] + (t[:, None] - tile_begin[None, :]) * TILE_PAIRS
+        first = tl.sum(tl.where(mine, begin, 0), 1)
+        end = tl.minimum(first + TILE_PAIRS, tl.sum(tl.where(mine, ends[None, :], 0), 1))
+        tl.store(tiles_ptr + t, expert, mask=t < most)
+        tl.store(tiles_ptr + most + t, first, mask=t < most)
+        tl.store(tiles_ptr + 2 * most + t, end, mask=t < most)

@@ -144,3 +144,12 @@ def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype) -> Op
         if library is not None:
             return CpuOps(library)
     return TorchOps()
+
+
+def mixture_token_counts(device: torch.device, num_experts: int, experts_per_token: int) -> tuple[int, ...]:
+    """From each of these numbers of tokens on, `Ops.mixture` launches kernels that fewer tokens did not need."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return ()
+    from minisgl_backend.kernels.moe import token_counts
+
+    return token_counts(num_experts, experts_per_token)

@@ -17,6 +17,7 @@ from minisgl_backend.attention.hybrid import HybridAttention
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.ops import mixture_token_counts
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec, build_model, read_kv_scales
 from minisgl_backend.models.config import ModelConfig
@@ -81,13 +82,15 @@ def _build(
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype))
     free_at_start = free_bytes(device)
     spec, runner_with = _load(runtime, model_config, device, tp, progress)
-    max_running = runtime.config.max_running_requests
+    max_running, moe = runtime.config.max_running_requests, model_config.moe
+    counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
+    limits = (max_running, runtime.config.max_prefill_length, runtime.max_seq_len, counts)
     step_bytes, graph_max_bs = 0, runtime.cuda_graph_max_bs
     if device.type == "cuda":
         name_kernels()
         trial = runner_with(1)
         if tp.size == 1:  # ranks whose caches differ would not execute the same steps
-            compile_kernels(trial, max_running, runtime.config.max_prefill_length, runtime.max_seq_len)
+            compile_kernels(trial, *limits)
         steps = profile_run(trial, runtime, device)
         if graph_max_bs is None:
             graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, max_running, free_bytes(device)))
@@ -110,7 +113,7 @@ def _build(
             kind(pieces, model_config.hidden_size, lambda done, _: progress.graphs(len(sizes) + done, total))
         )
     if device.type == "cuda" or runtime.eager_graphs:
-        warm_up(runner, max_running, runtime.config.max_prefill_length, runtime.max_seq_len)
+        warm_up(runner, *limits)
     graphs_of = [f"graphs up to {max(sizes)} sequences"] if sizes else []
     graphs_of += [f"in pieces up to {max(pieces)} tokens"] if pieces else []
     log.info("%d pages of %d tokens, %s", num_pages, runtime.page_size, ", ".join(graphs_of) or "no CUDA graphs")

@@ -1,16 +1,19 @@
 """Steps that a runner executes before its first request, so that no stream waits for what happens only once.
 
 Kernels in the Triton language are compiled for each way in which a launch is shaped, which takes seconds the first time
-on a machine: before anything else in a start, and several at a time (`compile_kernels`). Libraries load their kernels
-at the first product of a size. Decode steps that are captured as graphs have that behind them; steps with a prompt part
-have not (`warm_up`).
+on a machine: before anything else in a start, and several at a time (`compile_kernels`). The steps here need every one
+that serving can need, on each side of each number of rows or tokens from which on other kernels are taken. Libraries
+load their kernels at the first product of a size. Decode steps that are captured as graphs have that behind them; steps
+with a prompt part have not (`warm_up`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from itertools import takewhile
+from collections.abc import Sequence
+from itertools import pairwise, takewhile
+from operator import itemgetter
 
 import numpy as np
 
@@ -18,7 +21,7 @@ from minisgl_backend.request import Grammar, SamplingParams
 from minisgl_backend.runner.async_output import UnsampledStep
 from minisgl_backend.runner.compiling import compiles_ahead, compiling_ahead
 from minisgl_backend.runner.cuda_graph import graph_sizes
-from minisgl_backend.runner.memory import LARGEST_DEFAULT_GRAPH, padding_plan
+from minisgl_backend.runner.memory import LARGEST_DEFAULT_GRAPH, padding_plan, prompt_plan
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
@@ -29,6 +32,10 @@ log = logging.getLogger(__name__)
 DECODING = (0, 1, 2, 3, 5, 9, 17, 34, 62, 65, 124, 231)
 # Tokens of a prompt beside one of them: about the sizes for which products take other kernels.
 PROMPT_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
+
+# Tokens of a prompt alone: small products are cut in another way, or have another number of lines, from each of these
+# numbers on; 2 are among the sampled plans, and more beside one row that decodes.
+FEW_TOKENS = (1, 3, 5, 9)
 
 _PARAMS = SamplingParams(temperature=1.0, seed=0)
 # Together they need every kernel of the sampler.
@@ -41,12 +48,14 @@ SAMPLED = (
 FROM_CACHE_S = 0.1  # what is longer at it than this was compiled, and not read from Triton's cache
 
 
-def compile_kernels(runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int) -> None:
-    """Compiles what the steps of a start launch, where Triton's cache does not have it."""
+def compile_kernels(
+    runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int, counts: Sequence[int] = ()
+) -> None:
+    """Compiles what the steps of a start launch, where Triton's cache does not have it; counts: see warm_up_plans."""
     if not compiles_ahead():
         return
     started = time.monotonic()
-    first, *others = warm_up_plans(max_running, max_prefill, max_seq_len)
+    first, *others = warm_up_plans(max_running, max_prefill, max_seq_len, counts)
     with compiling_ahead() as done:
         _execute(runner, first)
     if done.longest_s < FROM_CACHE_S:
@@ -59,10 +68,14 @@ def compile_kernels(runner: ModelRunner, max_running: int, max_prefill: int, max
     log.info("%d kernels compiled in %.1f s", count + done.count, time.monotonic() - started)
 
 
-def warm_up(runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int) -> None:
-    """Executes steps of the common shapes, within the limits of one step."""
+def warm_up(
+    runner: ModelRunner, max_running: int, max_prefill: int, max_seq_len: int, counts: Sequence[int] = ()
+) -> None:
+    """Executes steps of the common shapes, within the limits of one step; counts: see warm_up_plans."""
     started = time.monotonic()
-    for plan in (*warm_up_plans(max_running, max_prefill, max_seq_len), *sampled_plans(max_prefill, max_seq_len)):
+    for plan in warm_up_plans(max_running, max_prefill, max_seq_len, counts):
+        _execute(runner, plan)
+    for plan in sampled_plans(max_prefill, max_seq_len):
         _execute(runner, plan)
     log.info("mixed steps warmed up in %.1f s", time.monotonic() - started)
 
@@ -85,14 +98,24 @@ def decode_plans(max_running: int) -> list[StepPlan]:
     return [padding_plan((), (), np.arange(size, dtype=np.int32)) for size in sizes]
 
 
-def warm_up_plans(max_running: int, max_prefill: int, max_seq_len: int) -> list[StepPlan]:
-    """Row 0 has the prompt, the rows after it decode their first token. The largest comes first: others fit into it."""
+def warm_up_plans(max_running: int, max_prefill: int, max_seq_len: int, counts: Sequence[int] = ()) -> list[StepPlan]:
+    """Row 0 has the prompt, the rows after it decode their first token. The largest comes first: others fit into it.
+
+    counts: numbers of tokens, ascending, from each of which on the model takes other kernels. Those that no other plan
+    reaches get a step of prompts alone.
+    """
     longest = min(max_prefill, max_seq_len - 1)
     decoding = list(takewhile(lambda rows: rows < max_running, DECODING))
     tokens = list(takewhile(lambda count: count <= longest, PROMPT_TOKENS)) or [longest]
-    shapes = [(tokens[0], rows) for rows in decoding]
+    shapes = [(count, 0) for count in FEW_TOKENS if count < tokens[0]]
+    shapes += [(tokens[0], rows) for rows in decoding]
     shapes += [(count, decoding[min(1, len(decoding) - 1)]) for count in tokens[1:]]
-    return [_plan(count, rows) for count, rows in sorted(shapes, key=sum, reverse=True)]
+    plans = [(sum(shape), _plan(*shape)) for shape in shapes]
+    sizes, most = [size for size, _ in plans], min(max_prefill, max_running * (max_seq_len - 1))
+    for count, following in pairwise((*counts, most + 1)):
+        if count <= most and not any(count <= size < following for size in sizes):
+            plans.append((count, prompt_plan(count, max_running, max_seq_len)))
+    return [plan for _, plan in sorted(plans, key=itemgetter(0), reverse=True)]
 
 
 def _plan(prompt_tokens: int, decoding: int, params: SamplingParams = _PARAMS) -> StepPlan:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -312,6 +313,18 @@ def test_warming_up_stays_within_the_limits(max_running: int, max_prefill: int, 
         assert len(plan.prefill[0].token_ids) <= min(max_prefill, max_seq_len - 1)
         assert {0, *plan.decode_rows.tolist()} <= set(range(max_running))
         assert len(plan.admitted) == 1 + len(plan.decode_rows)
+
+
+@pytest.mark.parametrize(("max_running", "max_seq_len"), [(256, 4096), (4, 128)])
+def test_warming_up_reaches_each_number_of_tokens_that_changes_kernels(max_running: int, max_seq_len: int) -> None:
+    counts = (65, 257, 410, 615, 2458, 6001)
+    plans = warm_up_plans(max_running, 8192, max_seq_len, counts)
+    sizes = [sum(len(chunk.token_ids) for chunk in plan.prefill) + len(plan.decode_rows) for plan in plans]
+    most = max_running * (max_seq_len - 1)
+    for count, following in itertools.pairwise((*counts, 8193)):
+        assert count > most or any(count <= size < following for size in sizes), count
+    assert sizes == sorted(sizes, reverse=True)
+    assert {1, 3, 5, 9} <= set(sizes)
 
 
 def test_a_step_may_be_launched_before_the_last_one_is_read(make_runner: MakeRunner, expected: list[list[int]]) -> None:

@@ -1,0 +1,187 @@
+"""No kernel is compiled for a number that changes from step to step: streams would wait for the compiler.
+
+Triton compiles a kernel anew where an integer becomes 1, or a multiple of 16, or a pointer one of 16 bytes. What it
+looks at is asked of Triton itself, without its interpreter and without a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+PARAMETERS = """
+import importlib, pkgutil
+from triton.runtime.jit import JITFunction
+import minisgl_backend.kernels
+
+# Integers that are the model's or the engine's for good, and whose divisors make loads wide: lines of matrices and
+# tables, which all have an even length in every step.
+CONSTANT = {
+    "x_stride": "a line of hidden states, or of values between two products",
+    "out_stride": "the same; where it is the rows of a step it must be unspecialised, see CHANGING",
+    "q_stride": "a line of queries", "q_stride_t": "a line of queries", "q_stride_h": "a head",
+    "qkv_stride": "a line of the projection", "stride": "a line of a table or of gate and up",
+    "size": "outputs of gate, or of up",
+    "kv_stride_page": "the pool's", "kv_stride_head": "the pool's", "kv_stride_token": "the pool's",
+    "table_stride": "pages of a row, at most", "tokens_stride": "tokens of a row, at most",
+    "logits_stride": "the vocabulary, or the experts", "params_stride": "sampling parameters of a row",
+    "counts_stride": "the vocabulary", "counters_stride": "rows, at most", "prefixes_stride": "tokens, at most",
+    "max_rules": "rules of a row, at most",
+}
+# Numbers that Triton does not specialise.
+FLOATS = {"eps", "scale_log2", "k_inverse", "v_inverse", "v_scale"}
+DESCRIPTORS = {"weight", "values"}
+# Of these kernels a stride is the number of rows of a step.
+CHANGING = {("sample_kernel", "out_stride"), ("settle_kernel", "out_stride"), ("logprob_collect_kernel", "out_stride")}
+
+kernels, wrong = {}, []
+for info in pkgutil.iter_modules(minisgl_backend.kernels.__path__, "minisgl_backend.kernels."):
+    module = importlib.import_module(info.name)
+    for name, function in vars(module).items():
+        if isinstance(function, JITFunction) and name.endswith("_kernel") and function.fn.__module__ == info.name:
+            kernels[info.name, name] = function
+assert len(kernels) > 25, len(kernels)
+for (module, name), kernel in kernels.items():
+    for parameter in kernel.params:
+        if parameter.is_constexpr or parameter.name.endswith("_ptr") or parameter.do_not_specialize:
+            continue
+        constant = parameter.name in CONSTANT and (name, parameter.name) not in CHANGING
+        if not constant and parameter.name not in FLOATS | DESCRIPTORS:
+            wrong.append(f"{module}.{name}: {parameter.name}")
+assert not wrong, wrong
+"""
+
+# Notes what Triton would compile, in place of every launch.
+STEPS = """
+import functools
+import torch, triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+class Driver:  # a GPU that is not there
+    def get_current_target(self): return GPUTarget("cuda", 90, 32)
+    def get_current_device(self): return 0
+    def get_current_stream(self, device): return 0
+
+triton.runtime.driver.set_active(Driver())
+variants = {}  # (kernel, what it is compiled for): how it came to be needed
+reason = ""
+
+def record(kernel, *args, grid, warmup, **options):
+    options["debug"] = False
+    binder = kernel.device_caches[0][-1]
+    _, specialization, others = binder(*args, **options)
+    key = (kernel.fn.__name__, str(specialization), str(sorted((k, str(v)) for k, v in others.items())))
+    variants.setdefault(key, reason)
+
+JITFunction.run = record
+from minisgl_backend.kernels import decode_attention, moe, small_linear, triton_ops
+from minisgl_backend.runner.warm_up import decode_plans, sampled_plans, warm_up_plans
+
+HIDDEN, SIZE, HEADS, DIM, PAGE = 64, 64, 8, 16, 16
+
+class NoLibrary:
+    def linear(self, *args): return None
+
+def make_ops():
+    ops = triton_ops.TritonOps.__new__(triton_ops.TritonOps)
+    ops.pdl, ops._tuned = True, NoLibrary()
+    ops._workspace = small_linear.LinearWorkspace(torch.device("cpu"), 512, 8)
+    return ops
+
+ops = make_ops()
+bf16 = dict(dtype=torch.bfloat16)
+norm = torch.ones(HIDDEN, **bf16)
+
+@functools.cache
+def weight(*shape):
+    return torch.empty(shape, **bf16)
+
+def dense(tokens, kv_heads):
+    x = torch.empty(tokens, HIDDEN, **bf16)
+    qkv = ops.linear(x, weight((HEADS + 2 * kv_heads) * DIM, HIDDEN), norm_weight=norm, eps=1e-6)
+    cache = weight(4, kv_heads, PAGE, DIM)
+    q = ops.rope_store(qkv, None, None, torch.empty(64, DIM), torch.empty(tokens, dtype=torch.int32),
+                       torch.empty(tokens, dtype=torch.int32), cache, cache, HEADS, 1e-6)
+    gated = ops.linear(x, weight(2 * SIZE, HIDDEN), norm_weight=norm, eps=1e-6, gated=True)
+    return ops.linear(gated, weight(HIDDEN, SIZE), residual=x)
+
+def mixture(tokens, experts, k):
+    x = torch.empty(tokens, HIDDEN, **bf16)
+    ops.mixture(x, weight(experts, HIDDEN), weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE),
+                k, True, norm_weight=norm, eps=1e-6, residual=x)
+
+def decode(batch, kv_heads, workspace):
+    shape = decode_attention.decode_shape(batch, kv_heads)
+    cache = weight(4, kv_heads, PAGE, DIM)
+    ints = torch.empty(batch, dtype=torch.int32)
+    decode_attention.decode_attention(
+        torch.empty(batch, HEADS, DIM, **bf16), cache, cache, ints, ints, torch.zeros(batch, 4, dtype=torch.int32),
+        workspace, shape, 1.0, pdl=batch <= 64,
+    )
+
+def sizes_of(plan):
+    return sum(len(chunk.token_ids) for chunk in plan.prefill) + len(plan.decode_rows), len(plan.decode_rows)
+
+
+def check(max_running, max_prefill, max_seq_len, experts, k, kv_heads):
+    global reason
+    variants.clear()
+    counts = moe.token_counts(experts, k)
+    limits = (max_running, max_prefill, max_seq_len)
+    plans = [*warm_up_plans(*limits, counts), *sampled_plans(*limits[1:]), *decode_plans(max_running)]
+    workspace = decode_attention.DecodeWorkspace(max_running + 1, HEADS, kv_heads, DIM, torch.device("cpu"))
+    reason = "start"
+    for tokens, rows in dict.fromkeys(map(sizes_of, plans)):
+        dense(tokens, kv_heads)
+        mixture(tokens, experts, k)
+        if rows:
+            decode(rows, kv_heads, workspace)
+    most = min(max_prefill, max_running * (max_seq_len - 1))
+    some = {*range(1, 70), *range(70, most, 29), *range(most - 20, most + 1)}
+    for tokens in sorted(tokens for tokens in some if 0 < tokens <= most):
+        reason = f"{tokens} tokens"
+        dense(tokens, kv_heads)
+        mixture(tokens, experts, k)
+    for rows in range(1, max_running + 1):
+        reason = f"{rows} rows decode"
+        decode(rows, kv_heads, workspace)
+    late = sorted((found, key) for key, found in variants.items() if found != "start")
+    assert not late, "\\n".join(f"{found}: {key[0]} {key[1]} {key[2]}" for found, key in late[:8])
+    assert len(variants) > 20
+
+check(*LIMITS)
+"""
+
+
+def run_python(program: str, folder: Path) -> None:
+    environment = {**os.environ, "TRITON_CACHE_DIR": str(folder)}
+    environment.pop("TRITON_INTERPRET", None)
+    path = folder / "program.py"  # Triton reads the source of a kernel
+    path.write_text(program)
+    done = subprocess.run([sys.executable, str(path)], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_no_kernel_is_compiled_for_a_number_that_changes(tmp_path: Path) -> None:
+    run_python(PARAMETERS, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [
+        (256, 2048, 4096, 128, 8, 4),  # max_running, max_prefill, max_seq_len, experts, of a token, KV heads
+        (5, 1500, 128, 64, 6, 1),
+        (1, 600, 4096, 16, 1, 8),
+        (17, 600, 300, 300, 10, 1),
+    ],
+)
+def test_a_start_needs_every_kernel_that_a_step_can_need(tmp_path: Path, limits: tuple[int, ...]) -> None:
+    """Of dense layers, of mixtures and of decode attention, whatever the number of tokens and rows is."""
+    run_python(STEPS.replace("LIMITS", f"{limits}"), tmp_path)
