@@ -8,6 +8,9 @@ shared memory. By the chain of benchmarks.kernels, a step of Qwen3-0.6B on an H2
 It is for models of small layers, whose time goes into starts and ends of kernels. With it, a step of Qwen3-32B took
 17.5 ms at batch 1, more than at batch 8. Large products of one row read through the cache, which then is small; that
 this is the cause was not measured.
+
+Mixtures of experts do without. On an H200 a layer of Qwen3-30B-A3B, over 1,024 tokens of context, takes 44.9 us without
+it and 46.3 to 47.0 with it at batch 1; at batch 64, 359.0 without and 356.3 with it.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ KERNELS = frozenset(
 )  # fmt: skip
 _PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
 _LARGEST = 100  # percent
-LARGEST_HIDDEN = 2048  # hidden size of the largest model that was faster
+LARGEST_HIDDEN = 2048  # hidden size of the largest dense model that was faster
 
 
 def prefer_shared_memory() -> None:

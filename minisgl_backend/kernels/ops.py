@@ -126,16 +126,16 @@ class Ops(ABC):
         return self.moe(x, expert_ids, weights, gate_up, down, residual)
 
 
-def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype) -> Ops:
+def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
     """The best implementation for a device: Triton-language kernels on a GPU, compiled ones for bfloat16 on a
-    CPU that multiplies it, plain torch elsewhere. hidden_size, dtype: of the model that is to be computed."""
+    CPU that multiplies it, plain torch elsewhere. hidden_size, dtype, is_mixture (of experts): of the model."""
     # Imported here: the implementations import this module, and Triton exists only where there is a GPU.
     from minisgl_backend.kernels.torch_ops import TorchOps
 
     if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
         from minisgl_backend.kernels.triton_ops import TritonOps
 
-        return TritonOps(device, hidden_size)
+        return TritonOps(device, None if is_mixture else hidden_size)
     if device.type == "cpu" and dtype == torch.bfloat16:
         from minisgl_backend.kernels.cpu_library import cpu_library
         from minisgl_backend.kernels.cpu_ops import CpuOps

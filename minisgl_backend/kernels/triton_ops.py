@@ -24,7 +24,8 @@ class TritonOps(TorchOps):
     """The contracts are those of `Ops`. One object a device: it owns the workspace of split products."""
 
     def __init__(self, device: torch.device, hidden_size: int | None = None) -> None:
-        """`hidden_size`: of the model that is to be computed, where it is known: small ones are launched otherwise."""
+        """`hidden_size`: of a dense model that is to be computed, where it is known: small ones are launched otherwise,
+        see carveout.py."""
         properties = torch.cuda.get_device_properties(device)
         self.pdl = properties.major >= 9
         if self.pdl and hidden_size is not None and hidden_size <= LARGEST_HIDDEN:

@@ -69,9 +69,8 @@ def build_model(
     """
     tp = tp or TensorParallel.single()
     config.check_tensor_parallel(tp.size)
-    placement = LayerContext(
-        device=device, dtype=dtype, ops=ops or select_ops(device, config.hidden_size, dtype), tp=tp
-    )
+    ops = ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.moe is not None)
+    placement = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp)
     if config.tie_word_embeddings and not dummy_weights and not _is_tied(Path(model_dir)):
         config = dataclasses.replace(config, tie_word_embeddings=False)
     model = MODELS[config.architecture](config, placement, max_seq_len).eval()

@@ -6,10 +6,13 @@ import ctypes
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels import carveout, decode_attention, fused, sampling, small_linear  # noqa: E402
+from minisgl_backend.kernels import carveout, decode_attention, fused, sampling, small_linear, triton_ops  # noqa: E402
+from minisgl_backend.kernels.ops import select_ops  # noqa: E402
+from minisgl_backend.kernels.torch_ops import TorchOps  # noqa: E402
 
 
 def test_kernels_of_a_decode_step_are_loaded_with_the_largest_share(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,6 +32,19 @@ def test_kernels_of_a_decode_step_are_loaded_with_the_largest_share(monkeypatch:
 def test_these_kernels_are_there() -> None:
     modules = (decode_attention, fused, sampling, small_linear)
     assert all(any(hasattr(module, name) for module in modules) for name in carveout.KERNELS)
+
+
+@pytest.mark.parametrize(("is_mixture", "hidden_size"), [(False, 1024), (True, None)])
+def test_mixtures_do_without(is_mixture: bool, hidden_size: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int | None] = []
+
+    def noted(device: torch.device, hidden_size: int | None = None) -> TorchOps:
+        made.append(hidden_size)
+        return TorchOps()
+
+    monkeypatch.setattr(triton_ops, "TritonOps", noted)
+    select_ops(torch.device("cuda"), 1024, torch.bfloat16, is_mixture=is_mixture)
+    assert made == [hidden_size]
 
 
 @pytest.mark.parametrize("knobs", [None, SimpleNamespace(runtime=SimpleNamespace(launch_enter_hook=None))])
