@@ -38,7 +38,11 @@ class FewShape:
     num_stages: int
 
 
-GATE_UP, DOWN = FewShape(32, 128, 4, 4), FewShape(64, 128, 4, 4)
+def few_shapes(num_tokens: int) -> tuple[FewShape, FewShape]:
+    """The cuts of the products with gate_up and down that were measured best on an H200, 8 of 128 experts of
+    2,048 x 768. A layer's part of 8 tokens takes 123.2 us with the first cut here and 126.1 with the other."""
+    gate_up = FewShape(16, 256, 2, 3) if 4 < num_tokens <= 8 else FewShape(32, 128, 4, 4)
+    return gate_up, FewShape(64, 128, 4, 4)
 
 
 @dataclass(frozen=True)
@@ -70,10 +74,11 @@ def mixture(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     pdl: bool = False,
-    cuts: tuple[FewShape, FewShape] = (GATE_UP, DOWN),
+    cuts: tuple[FewShape, FewShape] | None = None,
 ) -> torch.Tensor:
-    """The contract is `Ops.mixture`'s, for up to MAX_TOKENS tokens. cuts: of the products with gate_up and down."""
+    """The contract is `Ops.mixture`'s, for up to MAX_TOKENS tokens. cuts: in place of `few_shapes`."""
     (_, hidden, size), k, num_tokens = down.shape, experts_per_token, len(x)
+    cuts = cuts or few_shapes(num_tokens)
     normed, plan = route(x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
     activated = torch.empty((num_tokens * k, size), dtype=x.dtype, device=x.device)
     result = torch.empty((num_tokens * k, hidden), dtype=x.dtype, device=x.device)
