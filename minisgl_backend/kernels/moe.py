@@ -2,8 +2,8 @@
 
 Nothing waits for the device. Pairs of (token, expert) are sorted by expert and cut into tiles (moe_tiles.py). How many
 tiles there are is known on the device only, so the grid has room for the most there can be and the rest return at once;
-hence it runs under CUDA graphs, in decode and in prefill. Few pairs are not sorted: most have an expert of their own.
-A lone token is computed by moe_one.py, a few by moe_few.py, many by moe_wide.py.
+hence it runs under CUDA graphs, in decode and in prefill. A lone token is computed by moe_one.py, a few by moe_few.py,
+many by moe_wide.py.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels import moe_few, moe_wide
 from minisgl_backend.kernels.fused import combine
-from minisgl_backend.kernels.moe_tiles import ALIGN_BLOCK, FEW_BLOCKS, Tiles, align, launch
+from minisgl_backend.kernels.moe_tiles import ALIGN_BLOCK, FEW_BLOCKS, align, launch
 
 MAX_PDL_TOKENS = 256  # of a decode step
 MEAN_PAIRS = (12, 24, 48)  # of an expert: up to each of them, another cut is best
-UNSORTED_PAIRS = 64  # at most; with 128 experts and uniform routing they name 50 different ones
 
 
 def route(
@@ -131,21 +130,19 @@ def moe(
         moe_wide.down_product(activated, down, result, tiles, weights)
         return combine(result, k, residual)
     shape = shape or moe_shape(pairs, num_experts)
-    few = pairs <= UNSORTED_PAIRS
-    tiles = Tiles(ids, ids, ids, ids, ids) if few else align(ids, num_experts, shape.tile_pairs, pdl)
-    tile_pairs = 16 if few else shape.tile_pairs
+    tiles = align(ids, num_experts, shape.tile_pairs, pdl)
     count = tiles.expert.numel()
     arguments = (tiles.order, tiles.expert, tiles.first, tiles.end, weights)
     tile_out, tile_in, num_warps, num_stages = shape.gate_up
     _grouped_kernel[(count, triton.cdiv(size, tile_out))](
         x, gate_up, activated, *arguments, x.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden,
-        TILE_PAIRS=tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=True, SORTED=not few, num_warps=num_warps,
+        TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=True, num_warps=num_warps,
         num_stages=num_stages, **launch(pdl),
     )  # fmt: skip
     tile_out, tile_in, num_warps, num_stages = shape.down
     _grouped_kernel[(count, triton.cdiv(hidden, tile_out))](
         activated, down, result, *arguments, activated.stride(0), K=k, SIZE_OUT=hidden, SIZE_IN=size,
-        TILE_PAIRS=tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=False, SORTED=not few, num_warps=num_warps,
+        TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=False, num_warps=num_warps,
         num_stages=num_stages, **launch(pdl),
     )  # fmt: skip
     return combine(result, k, residual, pdl)
@@ -155,11 +152,11 @@ def moe(
 def _grouped_kernel(
     x_ptr, weight_ptr, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, pair_weight_ptr, x_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
-    TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr, SORTED: tl.constexpr,
+    TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: silu(x @ gate.T) * (x @ up.T), read by token and written in sorted order. Else: read in sorted order,
-    written by pair and multiplied by the pair's weight. Not SORTED: a tile is one pair, and `expert_ptr` its expert."""
+    written by pair and multiplied by the pair's weight."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -167,14 +164,9 @@ def _grouped_kernel(
     expert = tl.load(expert_ptr + tile).to(tl.int64)
     if expert < 0:
         return
-    if SORTED:
-        i = tl.load(first_ptr + tile) + tl.arange(0, TILE_PAIRS)
-        i_ok = i < tl.load(end_ptr + tile)
-        pair = tl.load(order_ptr + i, mask=i_ok, other=0)
-    else:
-        i = tile + tl.arange(0, TILE_PAIRS)
-        i_ok = i < tile + 1
-        pair = tl.where(i_ok, i, 0)
+    i = tl.load(first_ptr + tile) + tl.arange(0, TILE_PAIRS)
+    i_ok = i < tl.load(end_ptr + tile)
+    pair = tl.load(order_ptr + i, mask=i_ok, other=0)
     source = pair // K if GATED else i
     o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     if GATED:
