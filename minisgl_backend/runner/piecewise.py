@@ -264,10 +264,11 @@ class EagerPieces(PiecewiseRunner):
 
 
 def piece_sizes(largest: int) -> tuple[int, ...]:
-    """Every 16 up to 64, 32 up to 128, 64 up to 512, 128 up to 1,024, then every 256, and `largest` itself.
+    """Every 16 up to 64, 32 up to 128, 64 up to 512, then every 128, and `largest` itself.
 
-    Products compute 64 or 128 rows at a time, so that padding to less than that would save nothing.
+    Products compute 64 or 128 rows at a time, so that padding to less than that would save nothing. Nor may steps be
+    coarser: the planner fills whole tiles of 128 tokens, and what is padded beyond them is computed for nobody.
     """
-    steps = (*range(16, 64, 16), *range(64, 128, 32), *range(128, 512, 64), *range(512, 1024, 128))
-    sizes = [size for size in (*steps, *range(1024, largest, 256)) if size < largest]
+    steps = (*range(16, 64, 16), *range(64, 128, 32), *range(128, 512, 64))
+    sizes = [size for size in (*steps, *range(512, largest, 128)) if size < largest]
     return (*sizes, largest) if largest > 0 else ()

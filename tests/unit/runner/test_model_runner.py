@@ -29,6 +29,7 @@ from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.warm_up import SAMPLED as SAMPLED_AT_START
 from minisgl_backend.runner.warm_up import compile_kernels, warm_up, warm_up_plans
 from minisgl_backend.sampling.metadata import SamplingRows
+from minisgl_backend.scheduler.planner import TILE_TOKENS
 from minisgl_backend.step import StepPlan, StepResult
 from tests.specs import make_pool
 
@@ -272,7 +273,8 @@ def test_piece_sizes() -> None:
     assert piece_sizes(10) == (10,)
     assert piece_sizes(100) == (16, 32, 48, 64, 96, 100)
     assert piece_sizes(512) == (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
-    assert piece_sizes(1536)[-7:] == (512, 640, 768, 896, 1024, 1280, 1536)
+    assert piece_sizes(1500)[-6:] == (896, 1024, 1152, 1280, 1408, 1500)
+    assert set(range(TILE_TOKENS, 2049, TILE_TOKENS)) <= set(piece_sizes(2048))  # steps that the planner fills
 
 
 def test_a_runner_that_warmed_up_has_forgotten_it(make_runner: MakeRunner, expected: list[list[int]]) -> None:
