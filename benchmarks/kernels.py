@@ -370,12 +370,14 @@ class PolicyOps(TritonOps):
         self._policy = policy
         self.pdl = pdl
 
-    def _is_small(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool) -> bool:
+    def _is_small(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool, normed: bool
+    ) -> bool:
         if self._policy == "cublas" or x.shape[0] > 64 or weight.shape[0] > 65536:
             return False
         if self._policy == "all":
             return True
-        return super()._is_small(x, weight, residual, gated)
+        return super()._is_small(x, weight, residual, gated, normed)
 
 
 @dataclass(frozen=True)

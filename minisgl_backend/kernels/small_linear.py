@@ -73,6 +73,9 @@ def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, nu
         return LinearShape(32, 128, 1, 8, 1, slices=8)
     if rows <= MAX_SLICED_ROWS and size_out <= 1024 and size_in <= 2048:
         return LinearShape(16, 128, 4, 4, 1, slices=4)
+    if gated and size_out >= 4096 and rows <= 32:
+        # Several programs on each multiprocessor, instead of more or larger stages in one.
+        return LinearShape(64, 64, 1, 4, 4 if rows <= 16 else 3)
     if size_out >= 4096:
         return LinearShape(64, 256 if rows <= 16 else 128, 1, 4, 3 if size_in <= 1024 else 5)
     tile_in = 128

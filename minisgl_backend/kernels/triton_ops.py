@@ -19,6 +19,9 @@ from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kernels.tuned_linear import TunedLinear
 from minisgl_backend.kv.layout import ONE, KVScales
 
+# Numbers of a gated weight from which on our kernel, with the activation but without the norm, is faster than two.
+LARGE_GATED = 120 << 20
+
 
 class TritonOps(TorchOps):
     """The contracts are those of `Ops`. One object a device: it owns the workspace of split products."""
@@ -47,7 +50,7 @@ class TritonOps(TorchOps):
         residual: torch.Tensor | None = None,
         gated: bool = False,
     ) -> torch.Tensor:
-        if self._is_small(x, weight, residual, gated):
+        if self._is_small(x, weight, residual, gated, norm_weight is not None):
             return small_linear.linear(
                 x, weight, self._workspace, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual,
                 gated=gated, pdl=self._pdl(x),
@@ -71,7 +74,9 @@ class TritonOps(TorchOps):
         """Sorting pairs is a chain of tiny kernels, which leave room for one that starts early."""
         return self.pdl and x.shape[0] <= moe.MAX_PDL_TOKENS
 
-    def _is_small(self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool) -> bool:
+    def _is_small(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool, normed: bool
+    ) -> bool:
         """Measured on an H200, norm and activation kernels counted in: see benchmarks/kernels.py."""
         rows, size_out, size_in = x.shape[0], *weight.shape
         if rows > small_linear.MAX_ROWS or x.stride(1) != 1 or size_out > 65536 or x.element_size() != 2:
@@ -81,7 +86,8 @@ class TritonOps(TorchOps):
         if residual is not None:
             return size_out <= 2048 or rows <= 16
         if gated:
-            return small_linear.is_sliced(rows, size_in)
+            large = not normed and rows <= 32 and size_out * size_in >= LARGE_GATED
+            return large or small_linear.is_sliced(rows, size_in)
         return rows <= 16 and size_out * size_in <= 8 << 20
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

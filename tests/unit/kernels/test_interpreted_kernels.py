@@ -40,6 +40,7 @@ from minisgl_backend.kernels.decode_attention import (
 from minisgl_backend.kernels.moe import moe, route
 from minisgl_backend.kernels.moe_tiles import align
 from minisgl_backend.kernels.prefill_attention import prefill_attention
+from minisgl_backend.kernels.triton_ops import TritonOps
 from minisgl_backend.runner.warm_up import DECODING
 from tests.sampling_cases import SamplingCase, logits_of
 
@@ -292,6 +293,34 @@ def test_small_linear(num_rows, split):
         expected = reference.linear(x, weight, norm_weight=norm, eps=1e-6, gated=True)
         torch.testing.assert_close(gated, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("num_rows", [3, 16, 17, 32])
+@pytest.mark.parametrize(("size_out", "size_in"), [(3072, 1024), (12800, 5120), (17408, 5120), (5120, 12800)])
+def test_stages_of_a_small_product_fit_a_multiprocessor(num_rows, size_out, size_in, gated):
+    shape = small_linear.linear_shape(num_rows, size_out, size_in, gated)
+    if shape.slices == 1:
+        numbers = shape.tile_out * (2 if gated else 1) + max(16, num_rows)
+        assert 2 * shape.num_stages * shape.tile_in * numbers <= 227 << 10
+
+
+def test_which_gated_products_are_small():
+    """A shard of Qwen3-32B, whose norm comes before it; not where the norm would be inside, nor smaller weights."""
+    ops = object.__new__(TritonOps)
+
+    def is_small(rows, size_out, size_in, normed):
+        x = torch.empty(rows, size_in, dtype=torch.bfloat16, device="meta")
+        weight = torch.empty(2 * size_out, size_in, dtype=torch.bfloat16, device="meta")
+        return ops._is_small(x, weight, None, True, normed)
+
+    assert all(is_small(rows, 12800, 5120, normed=False) for rows in (1, 3, 16, 32))
+    assert not is_small(33, 12800, 5120, normed=False)
+    assert not is_small(8, 12800, 5120, normed=True)
+    assert not is_small(8, 25600, 5120, normed=True)
+    assert not is_small(8, 8704, 5120, normed=False)
+    assert is_small(8, 3072, 1024, normed=True)
+    assert not is_small(9, 3072, 1024, normed=True)
 
 
 @pytest.mark.parametrize("split", [1, 2])
