@@ -101,8 +101,8 @@ def _vector_shape(rows: int, size_in: int, gated: bool) -> LinearShape:
     tile_in = triton.next_power_of_2(size_in)
     if tile_in < 2048:
         return LinearShape(2 if gated else 4, tile_in, 1, 2, 1, vector=True)
-    if rows == 1 and not gated and size_in % 4096 == 0:
-        return LinearShape(2, 4096, 1, 4, 1, vector=True)  # a step less to wait for
+    if rows == 1 and not gated and (size_in % 4096 == 0 or size_in >= 8192):
+        return LinearShape(2, 4096, 1, 4, 1, vector=True)  # fewer steps to wait for
     if gated or tile_in > 4096:
         return LinearShape(2, 2048, 1, 4, 1, vector=True)
     # All of an output's weights in registers: they are on their way before the kernel waits for the one before it.

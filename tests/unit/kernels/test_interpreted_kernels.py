@@ -323,6 +323,12 @@ def test_which_gated_products_are_small():
     assert not is_small(9, 3072, 1024, normed=True)
 
 
+def test_one_row_of_many_inputs():
+    for size_in in (8192, 12800, 17408):
+        assert small_linear.linear_shape(1, 5120, size_in).tile_in == 4096
+        assert small_linear.linear_shape(1, 5120, size_in, gated=True).tile_in == 2048
+
+
 @pytest.mark.parametrize("split", [1, 2])
 @pytest.mark.parametrize("gated", [False, True])
 def test_small_linear_with_activations_that_their_norm_weight_would_make_too_large(split, gated):
