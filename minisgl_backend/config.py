@@ -397,6 +397,7 @@ class Backlog:
 
     waiting_tokens: int  # more of them in the queue are a backlog
     mixed_prefill_length: int  # prompt tokens beside streams in one step while there is one
+    most_prefill_length: int  # and at most, where so many wait that steps grow with them
 
 
 @dataclass(frozen=True, kw_only=True)

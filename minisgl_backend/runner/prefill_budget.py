@@ -19,6 +19,7 @@ from minisgl_backend.tensor_parallel import TensorParallel
 TARGET_S = 0.020  # a step of prompt tokens alone; a mixed one takes a little longer
 SLOW_TARGET = 2.0  # times a step of one token, where that is more: the weights of a large model have to be read anyway
 BACKLOG_FACTOR = 5  # how much longer steps may take while prompts wait
+DEEP_BACKLOG_FACTOR = 16  # and while many do
 ROUNDS = 3  # of which the fastest counts: the first may load kernels, and a busy host disturbs some
 BACKLOG_S = 1.0  # of waiting prompts, at the pace beside streams
 
@@ -66,7 +67,9 @@ def choose_prefill_budget(seconds: Callable[[int], float], longest: int) -> tupl
             break
         below, time_below = num_tokens, taken
     return below, Backlog(
-        waiting_tokens=int(below * BACKLOG_S / target), mixed_prefill_length=min(longest, BACKLOG_FACTOR * below)
+        waiting_tokens=int(below * BACKLOG_S / target),
+        mixed_prefill_length=min(longest, BACKLOG_FACTOR * below),
+        most_prefill_length=min(longest, DEEP_BACKLOG_FACTOR * below),
     )
 
 

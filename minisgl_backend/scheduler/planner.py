@@ -24,6 +24,10 @@ MIN_LATER_CHUNK = 64
 # Matrix products compute so many tokens at a time on a GPU: a step of 402 takes as long as one of 512.
 TILE_TOKENS = 128
 
+# In a backlog a step computes at least this part of what waits: beside a wait of seconds, a longer one for the next
+# token is little, and few long steps end the wait earlier than many short ones.
+BACKLOG_SHARE = 8
+
 
 class Planner:
     """Makes plans. Changes the running set and takes from the queue; both belong to the scheduler."""
@@ -72,7 +76,8 @@ class Planner:
                 self._in_backlog or self._queue.num_tokens > backlog.waiting_tokens
             )
             if self._in_backlog:
-                budget = backlog.mixed_prefill_length
+                share = min(self._queue.num_tokens // BACKLOG_SHARE, backlog.most_prefill_length)
+                budget = max(backlog.mixed_prefill_length, share)
         budget = min(budget, self._limits.max_prefill_length)
         if budget < 2 * TILE_TOKENS:
             return budget

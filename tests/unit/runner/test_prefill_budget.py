@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl_backend.runner.prefill_budget import BACKLOG_FACTOR, TARGET_S, choose_prefill_budget
+from minisgl_backend.runner.prefill_budget import (
+    BACKLOG_FACTOR,
+    DEEP_BACKLOG_FACTOR,
+    TARGET_S,
+    choose_prefill_budget,
+)
 
 
 def machine(floor_ms: float, tokens_per_s: float):  # type: ignore[no-untyped-def]
@@ -24,6 +29,7 @@ def test_the_budget_fills_the_target(floor_ms: float, tokens_per_s: float, expec
     budget, backlog = choose_prefill_budget(machine(floor_ms, tokens_per_s), 8192)
     assert budget == pytest.approx(expected, rel=0.02)
     assert backlog.mixed_prefill_length == min(8192, BACKLOG_FACTOR * budget)
+    assert backlog.most_prefill_length == min(8192, DEEP_BACKLOG_FACTOR * budget)
     assert backlog.waiting_tokens == pytest.approx(budget / TARGET_S, rel=0.01)
 
 

@@ -106,7 +106,7 @@ def test_mixed_steps_fill_the_tiles_of_a_gpu(mixed: int, expected: int) -> None:
 
 def test_a_backlog_of_prompts_gets_larger_chunks() -> None:
     """One stream, then prompts of 40 tokens: more than 100 waiting tokens are a backlog, until all have begun."""
-    backlog = Backlog(waiting_tokens=100, mixed_prefill_length=80)
+    backlog = Backlog(waiting_tokens=100, mixed_prefill_length=80, most_prefill_length=240)
     loop = make_loop(limits(num_pages=1000, mixed_prefill_length=20, max_prefill_length=2048, backlog=backlog))
     loop.scheduler.add(make_request(0, [0], max_tokens=60, ignore_eos=True))
     loop.step()
@@ -116,6 +116,20 @@ def test_a_backlog_of_prompts_gets_larger_chunks() -> None:
     mixed = [plan for plan in loop.runner.plans if plan.prefill and len(plan.decode_rows)]
     assert [sum(len(chunk.token_ids) for chunk in plan.prefill) for plan in mixed] == [80, 80, 40]
     assert not loop.scheduler.plan()
+
+
+def test_in_a_deep_backlog_chunks_grow_with_what_waits() -> None:
+    """One stream, then 32 prompts of 25 tokens: whole ones within an eighth of what waits and 75 tokens."""
+    backlog = Backlog(waiting_tokens=100, mixed_prefill_length=25, most_prefill_length=75)
+    loop = make_loop(limits(num_pages=1000, mixed_prefill_length=10, max_prefill_length=2048, backlog=backlog))
+    loop.scheduler.add(make_request(0, [0], max_tokens=60, ignore_eos=True))
+    loop.step()
+    for uid in range(1, 33):
+        loop.scheduler.add(make_request(uid, [uid] * 25, max_tokens=1))
+    loop.run()
+    mixed = [plan for plan in loop.runner.plans if plan.prefill and len(plan.decode_rows)]
+    tokens = [sum(len(chunk.token_ids) for chunk in plan.prefill) for plan in mixed]
+    assert tokens == [75] * 3 + [50] * 4 + [25] * 15
 
 
 @pytest.mark.parametrize("overlap", [False, True])
