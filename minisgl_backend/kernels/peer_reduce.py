@@ -17,9 +17,11 @@ and marked it empty. Calls follow one another on one stream; with `pdl` a kernel
 it has ended.
 
 Why it cannot deadlock: programs are no more than fit on the device at the same time (`programs_each`, and a bound on
-registers that the compiler has to keep to), and each sends all of its rows before it waits for any. A rank that never
-sends is found by the host (see tensor_parallel.py), which sets `stop`: kernels that wait look at it about every
-millisecond, and go on with results that nobody may use.
+registers that the compiler has to keep to), and each sends all of its rows before it waits for any; with `ahead` at
+least the one that it waits for and all before it, so that of the ranks' programs for the same rows, the one that has
+come least far waits for what the others have sent. A rank that never sends is found by the host (see
+tensor_parallel.py), which sets `stop`: kernels that wait look at it about every millisecond, and go on with results
+that nobody may use.
 """
 
 from __future__ import annotations
@@ -95,24 +97,32 @@ def reduce_norm(
     pdl: bool = False,
     send: bool = True,
     receive: bool = True,
+    ahead: int = 0,
+    probe: bool = False,
+    options: Mapping[str, int] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual + the ranks' sum of `partial`, and that over its root mean square, times `weight`.
 
     partial and residual [rows, hidden], contiguous, of one type; the first result is written over `residual`. All ranks
     call this with the same shapes in the same order. `send` and `receive` are the two halves of it, for tests that run
     the ranks one after the other.
+
+    What is to be measured: `ahead`, of a program's rows, how many it sends before it waits for the first, 0 for all;
+    `probe`, to wait for a row's last number before all of them are looked at; `options`, instead of `launch_options`.
     """
     rows, hidden = partial.shape
     out = torch.empty_like(partial)
     padded = triton.next_power_of_2(hidden)
-    options = dict(launch_options(inboxes.size, hidden)) if partial.is_cuda else {}  # not for Triton's interpreter
+    options = dict(launch_options(inboxes.size, hidden) if options is None else options)
+    if not partial.is_cuda:
+        options.clear()  # not for Triton's interpreter
     if pdl:
         options["launch_pdl"] = True
     _reduce_norm_kernel[(min(rows, inboxes.num_programs),)](
         partial, residual, weight, out, inboxes.addresses, inboxes.turns, inboxes.stop, rows, eps,
         RANK=inboxes.rank, SIZE=inboxes.size, MAX_ROWS=inboxes.max_rows, HIDDEN=hidden, PADDED=padded,
         WORD=_WORDS[partial.element_size()], EMPTY=_EMPTY[partial.element_size()],
-        SEND=send, RECEIVE=receive, PDL=pdl, **options,
+        SEND=send, RECEIVE=receive, PDL=pdl, AHEAD=ahead if send and receive else 0, PROBE=probe, **options,
     )  # fmt: skip
     return residual, out
 
@@ -122,6 +132,7 @@ def _reduce_norm_kernel(
     partial_ptr, residual_ptr, weight_ptr, out_ptr, addresses_ptr, turns_ptr, stop, rows, eps,
     RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, HIDDEN: tl.constexpr, PADDED: tl.constexpr,
     WORD: tl.constexpr, EMPTY: tl.constexpr, SEND: tl.constexpr, RECEIVE: tl.constexpr, PDL: tl.constexpr,
+    AHEAD: tl.constexpr, PROBE: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -132,31 +143,46 @@ def _reduce_norm_kernel(
     ok = i < HIDDEN
     wide = tl.full([], 0, tl.int64)  # rows times numbers may need more than 32 bits
     if SEND:
-        for row in tl.range(first, rows, step):
-            place = tl.load(turns_ptr + row)
-            words = tl.load(partial_ptr + (wide + row) * HIDDEN + i, mask=ok, other=0.0).to(WORD, bitcast=True)
-            words = tl.where(words == EMPTY, 0, words).to(WORD)
-            for away in tl.static_range(1, SIZE):
-                # This rank is the one SIZE - away after that peer.
-                line = wide + (place * (SIZE - 1) + SIZE - away - 1) * MAX_ROWS + row
-                inbox = tl.load(addresses_ptr + (RANK + away) % SIZE).to(tl.pointer_type(WORD))
-                tl.store(tl.multiple_of(inbox + line * HIDDEN, 16) + i, words, mask=ok)
+        before = rows
+        if AHEAD > 0:
+            before = tl.minimum(rows, first + AHEAD * step)
+        for row in tl.range(first, before, step):
+            _send(partial_ptr, addresses_ptr, turns_ptr, wide + row, i, ok, RANK, SIZE, MAX_ROWS, HIDDEN, WORD, EMPTY)
     if RECEIVE:
         inbox = tl.load(addresses_ptr + RANK).to(tl.pointer_type(WORD))
         stop_ptr = stop.to(tl.int64).to(tl.pointer_type(tl.int32))
-        weight = tl.load(weight_ptr + i, mask=ok, other=0.0).to(tl.float32)
         for row in tl.range(first, rows, step):
+            if AHEAD > 0:
+                later = wide + row + AHEAD * step
+                if later < rows:
+                    _send(
+                        partial_ptr, addresses_ptr, turns_ptr, later, i, ok, RANK, SIZE, MAX_ROWS, HIDDEN, WORD, EMPTY
+                    )
             place = tl.load(turns_ptr + row)
             start = (wide + row) * HIDDEN
-            own = tl.load(partial_ptr + start + i, mask=ok, other=0.0).to(tl.float32)
-            residual = tl.load(residual_ptr + start + i, mask=ok, other=0.0).to(tl.float32)
+            # All of these are on their way while the program waits; they take half the registers until they are needed.
+            own = tl.load(partial_ptr + start + i, mask=ok, other=0.0)
+            residual = tl.load(residual_ptr + start + i, mask=ok, other=0.0)
+            weight = tl.load(weight_ptr + i, mask=ok, other=0.0)
             total = tl.zeros([PADDED], tl.float32)
             for source in tl.static_range(SIZE):
                 if source == RANK:
-                    total += own
+                    total += own.to(tl.float32)
                 else:
                     line = wide + (place * (SIZE - 1) + (source - RANK + SIZE) % SIZE - 1) * MAX_ROWS + row
                     sent = tl.multiple_of(inbox + line * HIDDEN, 16) + i
+                    if PROBE:
+                        # One number, until it has come: reading all of them again and again is in the way of those
+                        # that are on their way.
+                        last = inbox + line * HIDDEN + HIDDEN - 1
+                        word = tl.load(last, volatile=True)
+                        stopped = 0
+                        spins = 0
+                        while (word == EMPTY) & (stopped == 0):
+                            word = tl.load(last, volatile=True)
+                            spins += 1
+                            if spins % SPINS == 0:
+                                stopped = tl.load(stop_ptr, volatile=True)
                     words = tl.load(sent, mask=ok, other=0, volatile=True)
                     stopped = 0
                     spins = 0
@@ -167,9 +193,26 @@ def _reduce_norm_kernel(
                             stopped = tl.load(stop_ptr, volatile=True)
                     tl.store(sent, tl.full([PADDED], EMPTY, WORD), mask=ok)
                     total += words.to(partial_ptr.dtype.element_ty, bitcast=True).to(tl.float32)
-            hidden = (total + residual).to(out_ptr.dtype.element_ty)
+            hidden = (total + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
             tl.store(residual_ptr + start + i, hidden, mask=ok)
             x = hidden.to(tl.float32)
             scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
-            tl.store(out_ptr + start + i, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=ok)
+            tl.store(out_ptr + start + i, (x * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=ok)
             tl.store(turns_ptr + row, 1 - place)  # no count, which would end where 32 bits do
+
+
+@triton.jit
+def _send(
+    partial_ptr, addresses_ptr, turns_ptr, row, i, ok,
+    RANK: tl.constexpr, SIZE: tl.constexpr, MAX_ROWS: tl.constexpr, HIDDEN: tl.constexpr,
+    WORD: tl.constexpr, EMPTY: tl.constexpr,
+):  # fmt: skip
+    """`row` in 64 bits."""
+    place = tl.load(turns_ptr + row)
+    words = tl.load(partial_ptr + row * HIDDEN + i, mask=ok, other=0.0).to(WORD, bitcast=True)
+    words = tl.where(words == EMPTY, 0, words).to(WORD)
+    for away in tl.static_range(1, SIZE):
+        # This rank is the one SIZE - away after that peer.
+        line = (place * (SIZE - 1) + SIZE - away - 1) * MAX_ROWS + row
+        inbox = tl.load(addresses_ptr + (RANK + away) % SIZE).to(tl.pointer_type(WORD))
+        tl.store(tl.multiple_of(inbox + line * HIDDEN, 16) + i, words, mask=ok)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.multiprocessing as multiprocessing
 
 from minisgl_backend.kernels.torch_ops import TorchOps
 
@@ -101,3 +102,58 @@ def test_a_sum_that_waits_in_vain_ends_when_it_is_told_to() -> None:
     ranks = Ranks(2, 1, 8, torch.float32, num_programs=1)
     ranks.stop.fill_(1)
     reduce_norm(torch.ones(1, 8), torch.ones(1, 8), torch.ones(8), EPS, ranks.views[0])
+
+
+def run_rank(
+    rank: int, inboxes: list[torch.Tensor], stop: torch.Tensor, inputs: torch.Tensor, out: torch.Tensor
+) -> None:
+    """inputs [calls, ranks, rows, hidden]; writes [calls, 2, rows, hidden] to `out`."""
+    size, (_, _, max_rows, hidden) = len(inboxes), inboxes[0].shape
+    view = Inboxes(
+        rank=rank,
+        size=size,
+        max_rows=max_rows,
+        hidden=hidden,
+        addresses=torch.tensor([inbox.data_ptr() for inbox in inboxes]),
+        turns=torch.zeros(max_rows, dtype=torch.int32),
+        stop=stop.data_ptr(),
+        num_programs=2,
+    )
+    for call, partials in enumerate(inputs):
+        rows = max_rows - call % 3
+        residual = torch.ones(rows, hidden)
+        out[call, 0, :rows], out[call, 1, :rows] = reduce_norm(
+            partials[rank, :rows], residual, torch.ones(hidden), EPS, view, ahead=call % 4, probe=call % 2 == 1
+        )
+
+
+def test_ranks_that_run_at_the_same_time() -> None:
+    """In two processes, where one waits for the other, after it has sent all of a program's rows or some."""
+    size, max_rows, hidden, calls = 2, 7, 8, 8
+    torch.manual_seed(0)
+    inputs = torch.randn(calls, size, max_rows, hidden)
+    shape = (PLACES, size - 1, max_rows, hidden)
+    inboxes = [torch.full(shape, empty_word(torch.float32), dtype=torch.int32).share_memory_() for _ in range(size)]
+    outs = [torch.zeros(calls, 2, max_rows, hidden).share_memory_() for _ in range(size)]
+    stop = torch.zeros(1, dtype=torch.int32).share_memory_()
+    context = multiprocessing.get_context("spawn")
+    ranks = [
+        context.Process(target=run_rank, args=(rank, inboxes, stop, inputs, outs[rank]), daemon=True)
+        for rank in range(size)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(60)
+    codes = [process.exitcode for process in ranks]
+    for process in ranks:
+        process.kill()
+    assert codes == [0] * size
+    for call in range(calls):
+        rows = max_rows - call % 3
+        summed, normed = expected_of(list(inputs[call, :, :rows]), torch.ones(rows, hidden), torch.ones(hidden))
+        for out in outs:
+            assert torch.equal(out[call, 0, :rows], summed)
+            torch.testing.assert_close(out[call, 1, :rows], normed, rtol=1e-6, atol=1e-6)
+    assert torch.equal(outs[0], outs[1])
+    assert all(bool((inbox == empty_word(torch.float32)).all()) for inbox in inboxes)

@@ -27,7 +27,7 @@ types |= {"addresses_ptr": "*i64", "turns_ptr": "*i32", "stop": "i64", "rows": "
 found = []
 for size, hidden in json.loads(sys.argv[1]):
     constants = dict(RANK=0, SIZE=size, MAX_ROWS=300, HIDDEN=hidden, PADDED=triton.next_power_of_2(hidden),
-                     WORD=tl.int16, EMPTY=-(1 << 15), SEND=True, RECEIVE=True, PDL=False)
+                     WORD=tl.int16, EMPTY=-(1 << 15), SEND=True, RECEIVE=True, PDL=False, AHEAD=0, PROBE=False)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     options = dict(peer_reduce.launch_options(size, hidden))
