@@ -144,7 +144,7 @@ def bench_attention(results: dict[str, dict], tune: bool, timer: Timer) -> None:
         workspace = DecodeWorkspace(257, heads, kv_heads, head_dim, torch.device("cuda"))
         out = torch.empty_like(q)
         num_bytes = sum(lengths) * kv_heads * head_dim * 4
-        shapes = {"chosen": decode_shape(batch, kv_heads)}
+        shapes = {"chosen": decode_shape(batch, kv_heads, heads // kv_heads)}
         if tune and page_size == 64 and heads == 16:
             choices = (2, 4, 8, 16, 32) if batch <= 8 else (1, 2, 4, 8)
             for splits, tile, warps, stages in itertools.product(choices, (64, 128), (2, 4), (3, 5, 7)):
@@ -431,7 +431,7 @@ class Chain:
     def step(self, ops: TritonOps) -> torch.Tensor:
         """The sampled tokens."""
         pdl = ops.pdl and self.batch <= 64
-        cut = decode_shape(self.batch, self.shape.kv_heads)
+        cut = decode_shape(self.batch, self.shape.kv_heads, self.shape.heads // self.shape.kv_heads)
         x = self.x.clone()  # products add to the residual in place
         for layer, (qkv_weight, o_weight, gate_up_weight, down_weight) in enumerate(self.stack):
             k, v = self.pool[layer]
@@ -507,7 +507,7 @@ def bench_kv8(results: dict[str, dict]) -> None:
         rows = torch.arange(batch, dtype=torch.int32, device="cuda")
         q = torch.randn(batch, heads, 128, device="cuda").bfloat16()
         workspace = DecodeWorkspace(257, heads, kv_heads, 128, torch.device("cuda"))
-        out, chosen = torch.empty_like(q), decode_shape(batch, kv_heads)
+        out, chosen = torch.empty_like(q), decode_shape(batch, kv_heads, heads // kv_heads)
         found = {}
         for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
             shape = (2, batch * pages + 1, kv_heads, page_size, 128)

@@ -48,6 +48,7 @@ class TritonBackend(AttentionBackend):
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)
         self._window = group.window or 0
+        self._group = group.num_q_heads // group.num_kv_heads
         self._workspace = DecodeWorkspace(
             spec.max_rows, group.num_q_heads, group.num_kv_heads, group.head_dim, spec.device
         )
@@ -67,7 +68,7 @@ class TritonBackend(AttentionBackend):
         )  # fmt: skip
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
-        return _DecodePlan(inputs, decode_shape(inputs.batch_size, self.group.num_kv_heads, self._num_sms))
+        return _DecodePlan(inputs, decode_shape(inputs.batch_size, self.group.num_kv_heads, self._group, self._num_sms))
 
     def decode(self, q: torch.Tensor, kv: LayerKV, plan: _DecodePlan) -> torch.Tensor:
         i = plan.inputs

@@ -16,7 +16,7 @@ scores, the values' onto the result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -60,20 +60,24 @@ MAX_PROGRAMS_FACTOR = 8  # parts a sequence for which there is room at the large
 LEAST_PARTS = 512
 
 
-def decode_shape(batch: int, num_kv_heads: int, num_sms: int = 132) -> DecodeShape:
-    """The cut that was measured best on an H200 (benchmarks/kernels.py).
+def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132) -> DecodeShape:
+    """The cut that was measured best on an H200 (benchmarks/kernels.py); group: query heads of a KV head.
 
     Few sequences are cut finely, to use every multiprocessor; many are cut only where one is much longer than the
-    rest, since each part costs a partial result. Shared memory holds the tiles on their way: a multiprocessor has room
-    for three programs of five stages, or for five of three.
+    rest, since each part costs a partial result. Between these, mixed lengths count more than equal ones, which small
+    tiles suit. Shared memory holds the tiles on their way: a multiprocessor has room for three programs of five stages,
+    or for five of three.
     """
     programs = batch * num_kv_heads  # where no sequence is cut
-    if programs >= 7 * num_sms:  # many wait in either case: those that run read further ahead
+    wide = group > 2  # more registers for a program's queries, so that fewer run at once: they read further ahead
+    if programs >= 8 * num_sms:  # many wait in any case
         return DecodeShape(num_splits=4, min_part=2048, tile=64, num_warps=4, num_stages=5)
-    if programs >= 3 * num_sms:  # with three stages all or most of them run at once
-        return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=3)
-    if programs >= 2 * num_sms - num_sms // 8:  # all run at once with five
-        return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5)
+    if programs >= 3 * num_sms:
+        return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5 if wide else 3)
+    if programs >= 2 * num_sms - num_sms // 8:
+        if wide:
+            return DecodeShape(num_splits=4, min_part=512, tile=64, num_warps=4, num_stages=3)
+        return DecodeShape(num_splits=4, min_part=512, tile=32, num_warps=2, num_stages=4)
     # No more parts than run at once, two on a multiprocessor.
     splits = 4
     while splits < 32 and programs * splits * 2 <= 2 * num_sms:
@@ -188,10 +192,10 @@ def _launch(
     extra = {"launch_pdl": True} if pdl else {}
     is_fp8 = k_cache.dtype == FP8
     values = v_cache.view(torch.int16) if is_fp8 else v_cache  # see _from_words
+    if is_fp8:  # two tiles of 64 on their way take the room of one
+        shape = replace(shape, tile=64, num_warps=max(4, shape.num_warps), num_stages=5)
     stages = shape.num_stages
-    if is_fp8:  # two tiles on their way take the room of one
-        stages = max(stages, 5)
-    elif head_dim * k_cache.element_size() > MAX_HEAD_BYTES:  # one takes the room of two
+    if head_dim * k_cache.element_size() > MAX_HEAD_BYTES:  # one takes the room of two
         stages = min(stages, 3)
     _decode_kernel[(num_kv_heads, batch, splits)](
         q, q_norm, k_norm, cos_sin, k_cache, values, out, rows, kv_lens, page_table,
@@ -301,7 +305,7 @@ def _divided(acc, acc_odd, total, v_scale, FP8: tl.constexpr):
         return acc / total[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["min_part"])
 def _decode_kernel(
     q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
     partial_ptr, lse_ptr, counters_ptr,

@@ -33,7 +33,7 @@ class ProductShape:
 
 
 # Measured best on an H200, 8 of 128 experts of 2,048 x 768.
-GATE_UP, DOWN, ROUTE = ProductShape(4, 2048, 4), ProductShape(4, 256, 4), ProductShape(2, 2048, 8)
+GATE_UP, DOWN, ROUTE = ProductShape(4, 2048, 4), ProductShape(8, 256, 8), ProductShape(2, 2048, 8)
 
 
 def serves(x: torch.Tensor, router: torch.Tensor) -> bool:

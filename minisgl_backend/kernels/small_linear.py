@@ -66,7 +66,7 @@ class LinearWorkspace:
 def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, num_sms: int = 132) -> LinearShape:
     """The cut that was measured best on an H200; see benchmarks/kernels.py."""
     if rows <= MAX_VECTOR_ROWS:
-        return _vector_shape(rows, size_in, gated)
+        return _vector_shape(rows, size_out, size_in, gated)
     if is_sliced(rows, size_in) and (gated or size_out >= 4096):
         if gated:
             return LinearShape(16, 128, 2, 4, 1, slices=4)
@@ -97,12 +97,14 @@ def is_sliced(rows: int, size_in: int) -> bool:
     return MAX_VECTOR_ROWS < rows <= MAX_SLICED_ROWS and size_in <= MAX_SLICED_IN
 
 
-def _vector_shape(rows: int, size_in: int, gated: bool) -> LinearShape:
+def _vector_shape(rows: int, size_out: int, size_in: int, gated: bool) -> LinearShape:
     tile_in = triton.next_power_of_2(size_in)
     if tile_in < 2048:
         return LinearShape(2 if gated else 4, tile_in, 1, 2, 1, vector=True)
     if rows == 1 and not gated and (size_in % 4096 == 0 or size_in >= 8192):
         return LinearShape(2, 4096, 1, 4, 1, vector=True)  # fewer steps to wait for
+    if rows == 1 and not gated and tile_in == 2048 and size_out >= 4096:
+        return LinearShape(4, 1024, 1, 4, 1, vector=True)  # of many programs, each needs fewer weights on their way
     if gated or tile_in > 4096:
         return LinearShape(2, 2048, 1, 4, 1, vector=True)
     # All of an output's weights in registers: they are on their way before the kernel waits for the one before it.

@@ -73,7 +73,7 @@ class Layers:
     def run(self, step: Step) -> torch.Tensor:
         from minisgl_backend.kernels.decode_attention import decode_shape, rotating_decode_attention
 
-        shape = decode_shape(len(step.rows), self.heads.kv, 132)
+        shape = decode_shape(len(step.rows), self.heads.kv, self.heads.q // self.heads.kv, 132)
         hidden = step.hidden.clone()
         for layer, (qkv_weight, o_weight, gate_up, down) in enumerate(self.weights):
             qkv = self.ops.linear(hidden, qkv_weight, norm_weight=self.norms[0], eps=EPS)

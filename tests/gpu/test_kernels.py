@@ -47,7 +47,16 @@ def test_decode_attention(page_size, heads, kv_heads, head_dim):
         for _ in range(3):
             out = torch.full_like(q, float("nan"))
             decode_attention(
-                q, k, v, rows, kv_lens, table, workspace, decode_shape(batch, kv_heads), head_dim**-0.5, out
+                q,
+                k,
+                v,
+                rows,
+                kv_lens,
+                table,
+                workspace,
+                decode_shape(batch, kv_heads, heads // kv_heads),
+                head_dim**-0.5,
+                out,
             )
             checked = range(0, batch, max(1, batch // 8))
             for b in checked:

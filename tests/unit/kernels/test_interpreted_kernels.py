@@ -95,7 +95,11 @@ def test_decode_attention(page_size, window, shape):
 
 @pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 40), (64, 0)])
 @pytest.mark.parametrize(
-    "shape", sorted({decode_shape(batch, 2) for batch in (1, 4, 8, 64, 128, 256, 512)}, key=str), ids=str
+    "shape",
+    sorted(
+        {decode_shape(batch, 2, group) for batch in (1, 4, 8, 64, 128, 256, 512, 1024) for group in (2, 4)}, key=str
+    ),
+    ids=str,
 )
 def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
     """What is no number stands in every place but those that a sequence may see, the rest of its last page included."""
@@ -610,12 +614,13 @@ def test_pairs_are_sorted_by_expert_and_cut_into_tiles_of_one(pairs, experts, ti
     assert held == list(range(pairs))
 
 
+@pytest.mark.parametrize("group", [2, 8])
 @pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
-def test_warming_up_meets_every_cut_of_decode_attention(num_kv_heads: int) -> None:
+def test_warming_up_meets_every_cut_of_decode_attention(num_kv_heads: int, group: int) -> None:
     """Of up to 247 sequences: the few larger cuts are met where memory is measured."""
 
     def compiled(batch: int) -> tuple[DecodeShape, bool, bool]:
-        shape = replace(decode_shape(batch, num_kv_heads, 132), min_part=0)  # it is no part of what is compiled
+        shape = replace(decode_shape(batch, num_kv_heads, group, 132), min_part=0)  # it is no part of what is compiled
         return shape, rotation_pays(batch, num_kv_heads, 132), batch <= 64  # see TritonBackend for the third
 
     assert {compiled(batch) for batch in range(1, 248)} == {compiled(batch) for batch in DECODING if batch}

@@ -25,9 +25,9 @@ kernel = peer_reduce._reduce_norm_kernel
 types = dict.fromkeys(["partial_ptr", "residual_ptr", "weight_ptr", "out_ptr"], "*bf16")
 types |= {"addresses_ptr": "*i64", "turns_ptr": "*i32", "stop": "i64", "rows": "i32", "eps": "fp32"}
 found = []
-for size, hidden in json.loads(sys.argv[1]):
+for size, hidden, ahead in json.loads(sys.argv[1]):
     constants = dict(RANK=0, SIZE=size, MAX_ROWS=300, HIDDEN=hidden, PADDED=triton.next_power_of_2(hidden),
-                     WORD=tl.int16, EMPTY=-(1 << 15), SEND=True, RECEIVE=True, PDL=False, AHEAD=0, PROBE=False)
+                     WORD=tl.int16, EMPTY=-(1 << 15), SEND=True, RECEIVE=True, PDL=False, AHEAD=ahead)
     signature = {name: types.get(name, "constexpr") for name in kernel.arg_names}
     places = {(kernel.arg_names.index(name),): value for name, value in constants.items()}
     options = dict(peer_reduce.launch_options(size, hidden))
@@ -49,10 +49,11 @@ def test_all_programs_run_at_the_same_time() -> None:
     from minisgl_backend.kernels.peer_reduce import REGISTERS, programs_each
 
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
-    command = [sys.executable, "-W", "ignore", "-c", COMPILES, json.dumps(SHAPES)]
+    kernels = [(size, hidden, ahead) for size, hidden in SHAPES for ahead in (0, 1)]
+    command = [sys.executable, "-W", "ignore", "-c", COMPILES, json.dumps(kernels)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
     assert done.returncode == 0, done.stderr
-    for shape, (registers, shared) in zip(SHAPES, json.loads(done.stdout), strict=True):
-        assert programs_each(*shape) * registers <= REGISTERS, shape
-        assert programs_each(*shape) * shared <= 48 << 10, shape
+    for kernel, (registers, shared) in zip(kernels, json.loads(done.stdout), strict=True):
+        assert programs_each(*kernel[:2]) * registers <= REGISTERS, kernel
+        assert programs_each(*kernel[:2]) * shared <= 48 << 10, kernel
     assert programs_each(2, 5120) == 2, "where there is room for two"

@@ -118,7 +118,7 @@ def mixture(tokens, experts, k):
                 k, True, norm_weight=norm, eps=1e-6, residual=x)
 
 def decode(batch, kv_heads, workspace):
-    shape = decode_attention.decode_shape(batch, kv_heads)
+    shape = decode_attention.decode_shape(batch, kv_heads, HEADS // kv_heads)
     cache = weight(4, kv_heads, PAGE, DIM)
     ints = torch.empty(batch, dtype=torch.int32)
     decode_attention.decode_attention(
