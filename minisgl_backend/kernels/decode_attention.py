@@ -75,8 +75,8 @@ def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132) 
     if programs >= 3 * num_sms:
         return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5 if wide else 3)
     if programs >= 2 * num_sms - num_sms // 8:
-        if wide:
-            return DecodeShape(num_splits=4, min_part=512, tile=64, num_warps=4, num_stages=3)
+        if group >= 8:
+            return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5)
         return DecodeShape(num_splits=4, min_part=512, tile=32, num_warps=2, num_stages=4)
     # No more parts than run at once, two on a multiprocessor.
     splits = 4

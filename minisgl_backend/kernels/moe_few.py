@@ -233,6 +233,7 @@ def _plan(
     t_ok, e_ok = t < num_tokens, e_row < EXPERTS
     logit = tl.load(logits_ptr + t * EXPERTS + e_row, mask=t_ok & e_ok, other=0.0, cache_modifier=".cg").to(tl.float32)
     logit = tl.where((logit == logit) & e_ok, logit, -float("inf"))
+    logit = tl.where(logit == 0.0, 0.0, logit)  # -0.0 too, whose bits are another integer's
     bits = logit.to(tl.int32, bitcast=True)
     GONE: tl.constexpr = -2147483648  # below that of -inf
     key = tl.where(e_ok, bits ^ ((bits >> 31) & 0x7FFFFFFF), GONE)

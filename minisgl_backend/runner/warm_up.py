@@ -102,7 +102,7 @@ def warm_up_plans(max_running: int, max_prefill: int, max_seq_len: int, counts: 
     """Row 0 has the prompt, the rows after it decode their first token. The largest comes first: others fit into it.
 
     counts: numbers of tokens, ascending, from each of which on the model takes other kernels. Those that no other plan
-    reaches get a step of prompts alone.
+    reaches get a step of prompts alone, or one with all rows where prompts alone are never so many.
     """
     longest = min(max_prefill, max_seq_len - 1)
     decoding = list(takewhile(lambda rows: rows < max_running, DECODING))
@@ -111,10 +111,16 @@ def warm_up_plans(max_running: int, max_prefill: int, max_seq_len: int, counts: 
     shapes += [(tokens[0], rows) for rows in decoding]
     shapes += [(count, decoding[min(1, len(decoding) - 1)]) for count in tokens[1:]]
     plans = [(sum(shape), _plan(*shape)) for shape in shapes]
-    sizes, most = [size for size, _ in plans], min(max_prefill, max_running * (max_seq_len - 1))
-    for count, following in pairwise((*counts, most + 1)):
-        if count <= most and not any(count <= size < following for size in sizes):
+    sizes, prompts = [size for size, _ in plans], min(max_prefill, max_running * (max_seq_len - 1))
+    most = longest + max_running - 1
+    for count, following in pairwise((*counts, max(prompts, most) + 1)):
+        if any(count <= size < following for size in sizes):
+            continue
+        if count <= prompts:
             plans.append((count, prompt_plan(count, max_running, max_seq_len)))
+        elif count <= most:
+            rows = min(max_running, count) - 1
+            plans.append((count, _plan(count - rows, rows)))
     return [plan for _, plan in sorted(plans, key=itemgetter(0), reverse=True)]
 
 

@@ -13,10 +13,10 @@ DEVICE = torch.device("cuda")
 VOCAB = 151_936
 
 
-def workspace_of(n: int, vocab_size: int = VOCAB):
+def workspace_of(n: int, vocab_size: int = VOCAB, **sizes: int):
     from minisgl_backend.kernels.sampling import SamplingWorkspace
 
-    return SamplingWorkspace(n, vocab_size, DEVICE)
+    return SamplingWorkspace(n, vocab_size, DEVICE, **sizes)
 
 
 @pytest.mark.parametrize("kind", ["normal", "bf16", "equal"])
@@ -52,11 +52,13 @@ def test_temperature_alone_is_that_of_torch(pdl: bool) -> None:
 
 
 @pytest.mark.parametrize("kind", ["normal", "bf16"])
-def test_company_changes_nothing(kind: str) -> None:
-    """Each option alone, and in a batch with all others: the same token, to the bit."""
+@pytest.mark.parametrize("programs", [1, 64, 1600])
+def test_company_changes_nothing(kind: str, programs: int) -> None:
+    """Each option alone, and in a batch with all others, where a program reads one slice of a row, some or all of them:
+    the same token, to the bit."""
     case = SamplingCase(VOCAB, DEVICE, 3)
     logits = logits_of(kind, len(OPTIONS), VOCAB, 3).to(DEVICE)
-    together = case.sampler(workspace_of(len(OPTIONS))).sample(logits, case.inputs)
+    together = case.sampler(workspace_of(len(OPTIONS), programs=programs)).sample(logits, case.inputs)
     for line, name in enumerate(OPTIONS):
         if "grammar" in name:
             continue
