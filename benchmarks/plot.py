@@ -270,6 +270,7 @@ def _draw_sampling(comparison: Comparison, title: str, bars: list[tuple[str, str
         _draw_group(comparison, name, row, 1.0, "", axes)
     axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
     axes.locator_params(axis="x", nbins=4)
+    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= axes.get_xlim()[1]])  # one may lie beyond
     axes.xaxis.set_major_formatter(lambda value, _: _short(value))
     _set_bar_labels(axes, [label for label, _ in bars])
 
