@@ -48,6 +48,7 @@ def watch(server_pid: int, starter_pid: int, linger_s: float = _LINGER_SECONDS) 
             next_scan = time.monotonic() + _SCAN_SECONDS
             processes.scan()
         time.sleep(_LOOK_SECONDS)
+    remove_stale_directories()  # it had gone before this process looked for the first time
 
 
 def main() -> None:

@@ -47,6 +47,15 @@ def test_the_sockets_of_a_server_that_has_ended_are_removed(base: Path, front_le
     assert list(base.iterdir()) == []
 
 
+def test_the_sockets_of_a_server_that_ended_before_the_first_look_are_removed(base: Path) -> None:
+    with sleeper() as server:
+        socket_directory(base / "repository", server.pid)
+        server.kill()
+        server.wait()
+        watch(server.pid, os.getppid())
+    assert list(base.iterdir()) == []
+
+
 def test_it_leaves_a_server_that_goes_on_without_the_front(base: Path) -> None:
     with sleeper() as server:
         directory = socket_directory(base / "repository", server.pid)
