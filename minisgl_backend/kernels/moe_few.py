@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.fused import combine
+from minisgl_backend.kernels.moe_one import launch_options
 from minisgl_backend.kernels.small_linear import LinearWorkspace, linear
 
 MAX_TOKENS = 64
@@ -40,8 +41,7 @@ class FewShape:
 
 def few_shapes(num_tokens: int) -> tuple[FewShape, FewShape]:
     """The cuts of the products with gate_up and down that were measured best on an H200, 8 of 128 experts of
-    2,048 x 768. Narrow tiles of gate and up win from 3 tokens on,
-    by 1 us of a layer at 4 and 2 us at 64."""
+    2,048 x 768. Narrow tiles of gate and up win from 3 tokens on, by 1 us of a layer at 4 and 2 us at 64."""
     gate_up = FewShape(32, 128, 4, 4) if num_tokens <= 2 else FewShape(16, 256, 2, 3)
     return gate_up, FewShape(64, 128, 4, 4)
 
@@ -75,26 +75,25 @@ def mixture(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     pdl: bool = False,
-    cuts: tuple[FewShape, FewShape] | None = None,
 ) -> torch.Tensor:
-    """The contract is `Ops.mixture`'s, for up to MAX_TOKENS tokens. cuts: in place of `few_shapes`."""
+    """The contract is `Ops.mixture`'s, for up to MAX_TOKENS tokens."""
     (_, hidden, size), k, num_tokens = down.shape, experts_per_token, len(x)
-    cuts = cuts or few_shapes(num_tokens)
+    gate_up_cut, down_cut = few_shapes(num_tokens)
     normed, plan = route(x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
     activated = torch.empty((num_tokens * k, size), dtype=x.dtype, device=x.device)
     result = torch.empty((num_tokens * k, hidden), dtype=x.dtype, device=x.device)
     arguments = (plan.expert, plan.count, plan.slots, plan.weights)
-    cut = cuts[0]
+    cut = gate_up_cut
     _few_product_kernel[(plan.expert.numel(), triton.cdiv(size, cut.tile_out))](
         normed, gate_up, activated, *arguments, normed.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden, SLOTS=SLOTS,
         TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=True, num_stages=cut.num_stages,
-        **_launch(pdl, cut.num_warps),
+        **launch_options(pdl, cut.num_warps),
     )  # fmt: skip
-    cut = cuts[1]
+    cut = down_cut
     _few_product_kernel[(plan.expert.numel(), triton.cdiv(hidden, cut.tile_out))](
         activated, down, result, *arguments, size, K=k, SIZE_OUT=hidden, SIZE_IN=size, SLOTS=SLOTS,
         TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=False, num_stages=cut.num_stages,
-        **_launch(pdl, cut.num_warps),
+        **launch_options(pdl, cut.num_warps),
     )  # fmt: skip
     return combine(result, k, residual, pdl)
 
@@ -130,20 +129,15 @@ def route(
         logits = torch.empty((num_tokens, num_experts), dtype=x.dtype, device=x.device)
         _few_router_kernel[(num_experts,)](
             x, norm_or_x, router, normed, logits, workspace.counters, lists, weights, num_tokens, most, eps,
-            x.stride(0), **sizes, **_launch(pdl, 8),
+            x.stride(0), **sizes, **launch_options(pdl, 8),
         )  # fmt: skip
         return normed, plan
     logits = linear(x, router, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
     _few_plan_kernel[(1 if norm_weight is None else 1 + num_tokens,)](
         x, norm_or_x, normed, logits, lists, weights, num_tokens, most, eps, x.stride(0), **sizes,
-        **_launch(pdl, 8 if num_tokens <= 16 else 16),
+        **launch_options(pdl, 8 if num_tokens <= 16 else 16),
     )  # fmt: skip
     return normed, plan
-
-
-def _launch(pdl: bool, num_warps: int) -> dict[str, int | bool]:
-    # launch_pdl is passed only where it is wanted: Triton's interpreter does not know the option.
-    return {"PDL": pdl, "num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
 
 
 @triton.jit(do_not_specialize=["num_tokens", "most"])

@@ -68,23 +68,24 @@ def mixture(
         x, norm_or_x, router, logits, workspace.counters, ids, weights, eps,
         SIZE_IN=hidden, SIZE_PADDED=triton.next_power_of_2(hidden), EXPERTS=num_experts,
         EXPERTS_PADDED=triton.next_power_of_2(num_experts), TILE=ROUTE.tile_out, K=k, RENORMALIZE=renormalize,
-        **norm, **_launch(ROUTE, pdl),
+        **norm, **launch_options(pdl, ROUTE.num_warps),
     )  # fmt: skip
     _gate_up_kernel[(k, triton.cdiv(size, GATE_UP.tile_out))](
         x, norm_or_x, ids, gate_up, activated, eps, SIZE_OUT=size, SIZE_IN=hidden, TILE_OUT=GATE_UP.tile_out,
-        TILE_IN=GATE_UP.tile_in, **norm, **_launch(GATE_UP, pdl),
+        TILE_IN=GATE_UP.tile_in, **norm, **launch_options(pdl, GATE_UP.num_warps),
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, DOWN.tile_out),)](
         activated, ids, weights, down, residual if residual is not None else x, out,
         K=k, K_PADDED=triton.next_power_of_2(k), SIZE_OUT=hidden, SIZE_IN=size, TILE_OUT=DOWN.tile_out,
-        TILE_IN=DOWN.tile_in, RESIDUAL=residual is not None, **_launch(DOWN, pdl),
+        TILE_IN=DOWN.tile_in, RESIDUAL=residual is not None, **launch_options(pdl, DOWN.num_warps),
     )  # fmt: skip
     return out
 
 
-def _launch(shape: ProductShape, pdl: bool) -> dict[str, int | bool]:
+def launch_options(pdl: bool, num_warps: int) -> dict[str, int | bool]:
+    """Of a kernel with a parameter PDL: whether it starts before the one ahead of it has ended, and its warps."""
     # launch_pdl is passed only where it is wanted: Triton's interpreter does not know the option.
-    return {"PDL": pdl, "num_warps": shape.num_warps, **({"launch_pdl": True} if pdl else {})}
+    return {"PDL": pdl, "num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
 
 
 @triton.jit

@@ -106,9 +106,6 @@ def stats_kernel(
                         # All that is further below the largest adds up to less than 1 - top_p of it.
                         most = tl.log(VOCAB / (1.0 - top_p)) + 0.01
                         low = tl.maximum(low, largest - tl.minimum(most, 28.0) * temperature)
-                    elif top_k <= SLICES * GROUPS:
-                        # The lowest of all may be far away, as where a model pads its vocabulary.
-                        low = tl.maximum(low, kth_group(groups, top_k, GROUPS_PADDED))
             tl.store(floats_ptr + line * NUM_FLOATS + MAX_COLUMN, largest)
             tl.store(floats_ptr + line * NUM_FLOATS + LOW_COLUMN, low)
             tl.store(floats_ptr + line * NUM_FLOATS + HIGH_COLUMN, float("inf"))
