@@ -49,6 +49,7 @@ class TritonBackend(AttentionBackend):
         super().__init__(spec, group)
         self._window = group.window or 0
         self._group = group.num_q_heads // group.num_kv_heads
+        self._can_share = group.window is None and not group.kv.is_fp8
         self._workspace = DecodeWorkspace(
             spec.max_rows, group.num_q_heads, group.num_kv_heads, group.head_dim, spec.device
         )
@@ -68,7 +69,10 @@ class TritonBackend(AttentionBackend):
         )  # fmt: skip
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
-        return _DecodePlan(inputs, decode_shape(inputs.batch_size, self.group.num_kv_heads, self._group, self._num_sms))
+        shape = decode_shape(
+            inputs.batch_size, self.group.num_kv_heads, self._group, self._num_sms, can_share=self._can_share
+        )
+        return _DecodePlan(inputs, shape)
 
     def decode(self, q: torch.Tensor, kv: LayerKV, plan: _DecodePlan) -> torch.Tensor:
         i = plan.inputs

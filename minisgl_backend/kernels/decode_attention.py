@@ -6,6 +6,10 @@ that no second kernel is needed. The parts adapt to each sequence's length, henc
 and long sequences do not keep one multiprocessor busy alone. Of a sliding window only the tiles that it touches are
 read.
 
+At batches whose programs would fill the device once and a bit, as many as run at once share the tiles of all sequences
+evenly instead, as Stream-K (Osama et al., 2023) does it for products and FlashInfer (Ye et al., 2025) for attention.
+Where the shares begin, each program finds out from the lengths, so this needs no plan from the host either.
+
 `rotating_decode_attention` starts from the projected qkv rows: head norms, the rotary embedding and the store of the
 new token's keys and values happen in the same kernel. The new token then never comes back from the cache, so all that
 is read there was written in earlier steps, and reading can begin before the product of this layer has ended.
@@ -37,6 +41,9 @@ class DecodeShape:
     num_warps: int
     num_stages: int  # page numbers take every second one: (num_stages - 1) // 2 tiles are on their way
     early: bool = False  # rotating kernel: read the first tile before waiting for the kernel before this one
+    # Programs of a KV head that run at once and share all tiles evenly; 0, or where there is a window: one for each part.
+    workers: int = 0
+    registers: int = 0  # of a thread of theirs, at most, so that they do run at once
 
 
 class DecodeWorkspace:
@@ -50,6 +57,7 @@ class DecodeWorkspace:
         self.lse = torch.empty(parts * num_q_heads, dtype=torch.float32, device=device)
         self.counters = torch.zeros(max_batch * num_kv_heads, dtype=torch.int32, device=device)
         self.parts = parts
+        self.batch_padded = triton.next_power_of_2(max_batch)
 
 
 # Bytes of one token's keys, one head, for which the cuts were measured. Tiles of larger heads would spill out of the
@@ -58,23 +66,35 @@ MAX_HEAD_BYTES = 256
 MAX_PROGRAMS_FACTOR = 8  # parts a sequence for which there is room at the largest batch
 # At least: no `decode_shape` cuts few sequences into more, so that no other number of parts is compiled for.
 LEAST_PARTS = 512
+LEAST_TILES = 2  # of a program that shares all tiles with others
 
 
-def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132) -> DecodeShape:
+def decode_shape(
+    batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True
+) -> DecodeShape:
     """The cut that was measured best on an H200 (benchmarks/kernels.py); group: query heads of a KV head.
 
     Few sequences are cut finely, to use every multiprocessor; many are cut only where one is much longer than the
-    rest, since each part costs a partial result. Between these, mixed lengths count more than equal ones, which small
-    tiles suit. Shared memory holds the tiles on their way: a multiprocessor has room for three programs of five stages,
-    or for five of three.
+    rest, since each part costs a partial result. Between these, programs share all tiles evenly if they can (no window,
+    no FP8 cache): else some would run alone in the end. Shared memory holds the tiles on their way: of 64 tokens, a
+    multiprocessor has room for three programs of five stages, or for five of three.
     """
     programs = batch * num_kv_heads  # where no sequence is cut
     wide = group > 2  # more registers for a program's queries, so that fewer run at once: they read further ahead
     if programs >= 8 * num_sms:  # many wait in any case
         return DecodeShape(num_splits=4, min_part=2048, tile=64, num_warps=4, num_stages=5)
     if programs >= 3 * num_sms:
+        # With few queries more programs fit, so that a second wave is short; lengths are then better left alone.
+        if can_share and (wide or programs >= 4 * num_sms):
+            return DecodeShape(
+                4, 1024, tile=32, num_warps=4, num_stages=5, registers=128, workers=4 * num_sms // num_kv_heads
+            )
         return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5 if wide else 3)
     if programs >= 2 * num_sms - num_sms // 8:
+        if can_share:
+            return DecodeShape(
+                4, 1024, tile=64, num_warps=4, num_stages=3, registers=168, workers=3 * num_sms // num_kv_heads
+            )
         if group >= 8:
             return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5)
         return DecodeShape(num_splits=4, min_part=512, tile=32, num_warps=2, num_stages=4)
@@ -188,29 +208,40 @@ def _launch(
     batch, num_q_heads, head_dim = out.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
     group = num_q_heads // num_kv_heads
-    splits = max(1, min(shape.num_splits, workspace.parts // batch))
-    extra = {"launch_pdl": True} if pdl else {}
     is_fp8 = k_cache.dtype == FP8
     values = v_cache.view(torch.int16) if is_fp8 else v_cache  # see _from_words
     if is_fp8:  # two tiles of 64 on their way take the room of one
         shape = replace(shape, tile=64, num_warps=max(4, shape.num_warps), num_stages=5)
     stages = shape.num_stages
-    if head_dim * k_cache.element_size() > MAX_HEAD_BYTES:  # one takes the room of two
+    fits = head_dim * k_cache.element_size() <= MAX_HEAD_BYTES
+    if not fits:  # one takes the room of two
         stages = min(stages, 3)
-    _decode_kernel[(num_kv_heads, batch, splits)](
+    arguments = (
         q, q_norm, k_norm, cos_sin, k_cache, values, out, rows, kv_lens, page_table,
         workspace.partial, workspace.lse, workspace.counters,
         scale * scales.k * 1.4426950408889634, eps, 1.0 / scales.k, 1.0 / scales.v, scales.v,
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
-        shape.min_part, NUM_SPLITS=splits, TILE=shape.tile, PAGE_SIZE=page_size,
-        GROUP=group, GROUP_PADDED=max(16, triton.next_power_of_2(group)),
-        NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HEAD_DIM=head_dim,
-        HEAD_PADDED=triton.next_power_of_2(head_dim), HEADS_MERGED=triton.next_power_of_2(group),
-        SPLITS_PADDED=triton.next_power_of_2(splits),
-        WINDOW=window, ROTATE=rotate, NORM=norm, FP8=is_fp8, LARGEST=largest_number(k_cache.dtype),
-        NATIVE=k_cache.is_cuda,
-        EARLY=shape.early and head_dim * k_cache.element_size() <= MAX_HEAD_BYTES, PDL=pdl,
-        num_warps=shape.num_warps, num_stages=stages, **extra,
+    )  # fmt: skip
+    common = {
+        "TILE": shape.tile, "PAGE_SIZE": page_size, "GROUP": group,
+        "GROUP_PADDED": max(16, triton.next_power_of_2(group)), "NUM_Q_HEADS": num_q_heads,
+        "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "HEAD_PADDED": triton.next_power_of_2(head_dim),
+        "HEADS_MERGED": triton.next_power_of_2(group), "ROTATE": rotate, "NORM": norm, "FP8": is_fp8,
+        "LARGEST": largest_number(k_cache.dtype), "NATIVE": k_cache.is_cuda, "PDL": pdl,
+        "num_warps": shape.num_warps, "num_stages": stages, **({"launch_pdl": True} if pdl else {}),
+    }  # fmt: skip
+    workers = min(shape.workers, workspace.parts - batch)
+    if workers > 0 and not window:
+        _balanced_decode_kernel[(num_kv_heads, workers)](
+            *arguments, batch, MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES,
+            WORKERS_PADDED=triton.next_power_of_2(workers), **common,
+            **({"maxnreg": shape.registers} if shape.registers else {}),
+        )  # fmt: skip
+        return
+    splits = max(1, min(shape.num_splits, workspace.parts // batch))
+    _decode_kernel[(num_kv_heads, batch, splits)](
+        *arguments, shape.min_part, NUM_SPLITS=splits, SPLITS_PADDED=triton.next_power_of_2(splits), WINDOW=window,
+        EARLY=shape.early and fits, **common,
     )  # fmt: skip
 
 
@@ -317,6 +348,7 @@ def _decode_kernel(
     WINDOW: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
     NATIVE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """A program for each part of a sequence."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         if not ROTATE:
@@ -334,8 +366,77 @@ def _decode_kernel(
     if split >= active:
         return
     begin = origin + split * part
-    end = tl.minimum(begin + part, kv_len)
+    _attend_part(
+        q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, table_ptr, partial_ptr, lse_ptr,
+        counters_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page, kv_stride_head,
+        kv_stride_token, table_stride, kv_head, b, kv_len, lowest, begin, tl.minimum(begin + part, kv_len), split,
+        active, b * NUM_SPLITS,
+        TILE, PAGE_SIZE, GROUP, GROUP_PADDED, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, HEADS_MERGED,
+        SPLITS_PADDED, WINDOW, ROTATE, NORM, FP8, LARGEST, NATIVE, EARLY, PDL,
+    )  # fmt: skip
 
+
+@triton.jit(do_not_specialize=["batch"])
+def _balanced_decode_kernel(
+    q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
+    partial_ptr, lse_ptr, counters_ptr,
+    scale_log2, eps, k_inverse, v_inverse, v_scale,
+    q_stride, kv_stride_page, kv_stride_head, kv_stride_token, table_stride, batch,
+    MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
+    HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, HEADS_MERGED: tl.constexpr, WORKERS_PADDED: tl.constexpr,
+    ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """As many programs as run at once, each with an equal share of the tiles of all sequences, which lie one behind the
+    other for this: it ends one sequence's part, computes whole sequences, and begins another's."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        if not ROTATE:
+            tl_cuda.gdc_wait()
+    kv_head = tl.program_id(0)
+    worker = tl.program_id(1)
+    i = tl.arange(0, MAX_BATCH)
+    lens = tl.load(kv_lens_ptr + i, mask=i < batch, other=0)
+    ends = tl.cumsum(tl.cdiv(lens, TILE), 0)
+    total = tl.max(ends, 0)
+    share = tl.maximum(tl.cdiv(total, tl.num_programs(1)), LEAST_TILES)
+    tile = worker * share
+    stop = tl.minimum(tile + share, total)
+    b = tl.sum((ends <= tile).to(tl.int32), 0)
+    before = tl.max(tl.where(ends <= tile, ends, 0), 0)  # tiles of the sequences before this one
+    while tile < stop:
+        kv_len = tl.load(kv_lens_ptr + b)
+        after = before + tl.cdiv(kv_len, TILE)
+        part_stop = tl.minimum(stop, after)
+        first = before // share  # the worker that begins this sequence
+        _attend_part(
+            q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, table_ptr, partial_ptr,
+            lse_ptr, counters_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page,
+            kv_stride_head, kv_stride_token, table_stride, kv_head, b, kv_len, 0, (tile - before) * TILE,
+            tl.minimum((part_stop - before) * TILE, kv_len), worker - first, (after - 1) // share - first + 1,
+            first + b,  # of two sequences that one worker meets, the parts have lines of their own
+            TILE, PAGE_SIZE, GROUP, GROUP_PADDED, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, HEADS_MERGED,
+            WORKERS_PADDED, 0, ROTATE, NORM, FP8, LARGEST, NATIVE, False, PDL,
+        )  # fmt: skip
+        tile = part_stop
+        before = after
+        b += 1
+
+
+@triton.jit
+def _attend_part(
+    q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, table_ptr, partial_ptr, lse_ptr,
+    counters_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page, kv_stride_head,
+    kv_stride_token, table_stride, kv_head, b, kv_len, lowest, begin, end, split, active, first_line,
+    TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
+    NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr,
+    HEADS_MERGED: tl.constexpr, SPLITS_PADDED: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr,
+    NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Tokens `begin` to `end` of sequence `b`, its part `split` of `active`, whose results go to the lines of the
+    workspace from `first_line` on. `lowest`: the first token that a window leaves."""
     g = tl.arange(0, GROUP_PADDED)
     d = tl.arange(0, HEAD_PADDED)
     n = tl.arange(0, TILE)
@@ -420,29 +521,28 @@ def _decode_kernel(
         out_address = (b * NUM_Q_HEADS + q_head[:, None]) * HEAD_DIM + d[None, :]
         result = _divided(acc, acc_odd, total, v_scale, FP8)
         tl.store(out_ptr + out_address, result.to(out_ptr.dtype.element_ty), mask=q_ok)
-        return
-
-    # This part's result, then the arrival: whoever arrives last merges all parts in part order.
-    index = (b * NUM_SPLITS + split) * NUM_Q_HEADS + q_head
-    result = _divided(acc, acc_odd, total, v_scale, FP8)
-    tl.store(partial_ptr + index[:, None] * HEAD_DIM + d[None, :], result, mask=q_ok)
-    tl.store(lse_ptr + index, m + tl.log2(total), mask=g < GROUP)
-    tl.debug_barrier()
-    counter = counters_ptr + b * NUM_KV_HEADS + kv_head
-    arrived = tl.atomic_add(counter, 1, sem="acq_rel")
-    if arrived == active - 1:
-        tl.store(counter, 0)
-        _merge_parts(
-            partial_ptr, lse_ptr, out_ptr, b, kv_head, active, NUM_SPLITS, NUM_Q_HEADS, HEAD_DIM, GROUP, HEADS_MERGED,
-            HEAD_PADDED, SPLITS_PADDED,
-        )  # fmt: skip
+    else:
+        # This part's result, then the arrival: whoever arrives last merges all parts in part order.
+        index = (first_line + split) * NUM_Q_HEADS + q_head
+        result = _divided(acc, acc_odd, total, v_scale, FP8)
+        tl.store(partial_ptr + index[:, None] * HEAD_DIM + d[None, :], result, mask=q_ok)
+        tl.store(lse_ptr + index, m + tl.log2(total), mask=g < GROUP)
+        tl.debug_barrier()
+        counter = counters_ptr + b * NUM_KV_HEADS + kv_head
+        arrived = tl.atomic_add(counter, 1, sem="acq_rel")
+        if arrived == active - 1:
+            tl.store(counter, 0)
+            _merge_parts(
+                partial_ptr, lse_ptr, out_ptr, b, kv_head, active, first_line, NUM_Q_HEADS, HEAD_DIM, GROUP,
+                HEADS_MERGED, HEAD_PADDED, SPLITS_PADDED,
+            )  # fmt: skip
 
 
 @triton.jit
 def _merge_parts(
-    partial_ptr, lse_ptr, out_ptr, b, kv_head, active,
-    NUM_SPLITS: tl.constexpr, NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr,
-    HEADS: tl.constexpr, HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    partial_ptr, lse_ptr, out_ptr, b, kv_head, active, first_part,
+    NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
+    HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
 ):  # fmt: skip
     """The weighted mean of a sequence's parts, in part order, for the query heads of one KV head.
 
@@ -452,7 +552,7 @@ def _merge_parts(
     g = tl.arange(0, HEADS)
     d = tl.arange(0, HEAD_PADDED)
     s = tl.arange(0, SPLITS_PADDED)
-    first_line = b * NUM_SPLITS * NUM_Q_HEADS + kv_head * GROUP + g
+    first_line = first_part * NUM_Q_HEADS + kv_head * GROUP + g
     g_ok = g < GROUP
     ok = g_ok[:, None] & (d < HEAD_DIM)[None, :]
     lse_ok = (s[None, :] < active) & g_ok[:, None]

@@ -74,8 +74,11 @@ class PagedCase:
         return kv
 
 
+BALANCED = [DecodeShape(4, 64, 32, 4, 3, workers=5), DecodeShape(4, 64, 64, 4, 3, workers=1)]
+
+
 @pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 0), (64, 0), (1, 24), (16, 1), (64, 64), (64, 200)])
-@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3)])
+@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3), *BALANCED])
 def test_decode_attention(page_size, window, shape):
     case = PagedCase([1, 63, 65, 300], page_size, heads=4, kv_heads=2, head_dim=64, window=window)
     q = torch.randn(4, 4, 64)
@@ -89,6 +92,26 @@ def test_decode_attention(page_size, window, shape):
         out = decode_attention(
             q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, 0.125, window=window
         )
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 6, 100])
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 1, 33], [700, 3, 64, 65, 1, 128], [40] * 9, [1000, 1000]])
+def test_decode_attention_in_equal_shares(lengths, workers):
+    """However many programs share the tiles: sequences in one part, in many, and many in one share."""
+    case = PagedCase(lengths, 16, heads=6, kv_heads=2, head_dim=32)
+    q = torch.randn(len(lengths), 6, 32)
+    workspace = DecodeWorkspace(len(lengths), 6, 2, 32, CPU)
+    inputs = DecodeInputs(
+        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
+        rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    scale = case.spec.groups[0].softmax_scale
+    expected = case.reference.decode(q, LayerKV(case.k, case.v), case.reference.plan_decode(inputs))
+    shape = DecodeShape(4, 64, 32, 4, 3, workers=workers)
+    for _ in range(2):
+        out = decode_attention(q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, scale)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
     assert int(workspace.counters.abs().sum()) == 0
 
@@ -130,7 +153,7 @@ def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
     ("page_size", "normed", "window"),
     [(1, True, 0), (16, False, 0), (64, True, 0), (1, True, 40), (16, False, 1), (64, True, 2), (64, True, 100)],
 )
-@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(32, 32, 32, 4, 3, early=True)])
+@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(32, 32, 32, 4, 3, early=True), *BALANCED])
 def test_rotating_decode_attention(page_size, shape, normed, window):
     heads, kv_heads, dim = 6, 2, 48
     case = PagedCase([1, 64, 65, 200], page_size, heads, kv_heads, dim, window)
@@ -211,7 +234,7 @@ def test_attention_over_an_fp8_cache(page_size, window, dtype, tolerance):
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(32, 32, 32, 4, 3, early=True)])
+@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(32, 32, 32, 4, 3, early=True), *BALANCED])
 @pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 24), (64, 0)])
 def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
     """The new token is attended to as it is stored: quantized."""
