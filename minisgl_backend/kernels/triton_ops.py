@@ -88,7 +88,8 @@ class TritonOps(TorchOps):
         if gated:
             large = not normed and rows <= 32 and size_out * size_in >= LARGE_GATED
             return large or small_linear.is_sliced(rows, size_in)
-        return rows <= 16 and size_out * size_in <= 8 << 20
+        sliced = rows <= small_linear.MAX_SLICED_ROWS and size_in <= 2048
+        return rows <= 16 and size_out * size_in <= (12 if sliced else 8) << 20
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return fused.rms_norm(x, weight, eps, self._pdl(x))
