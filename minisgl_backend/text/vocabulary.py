@@ -5,6 +5,7 @@ Loads without transformers where the folder has a tokenizer.json.
 
 from __future__ import annotations
 
+import codecs
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,8 +18,6 @@ from minisgl_backend.errors import ConfigError
 Decode = Callable[[Sequence[int], bool], str]
 
 PROMPT_TAIL = 6  # tokens, as many as vLLM looks at
-
-NOT_A_BYTE = 0x10FFFF  # a code point that latin-1 cannot encode
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json", "vocab.txt", "merges.txt")
 _SUFFIXES = (".model", ".tiktoken")
@@ -90,10 +89,21 @@ def vocabulary_of(backend: tokenizers.Tokenizer, special_ids: frozenset[int]) ->
         return backend.decode(ids, skip_special_tokens=skip_special_tokens)
 
     to_bytes, exact = _byte_rule(backend)
-    size = 1 + max(backend.get_vocab(with_added_tokens=True).values(), default=-1)
-    tokens = (backend.id_to_token(i) for i in range(size))
-    table = [b"" if token is None else to_bytes(token) for token in tokens]
+    table = [b"" if token is None else to_bytes(token) for token in _tokens(backend)]
     return Vocabulary(decode, table, special_ids, byte_exact=exact)
+
+
+def _tokens(backend: tokenizers.Tokenizer) -> list[str | None]:
+    """The token of each id, None for holes: what `id_to_token` says, without a call for each of 150,000."""
+    ids = backend.get_vocab(with_added_tokens=True)
+    tokens: list[str | None] = [None] * (1 + max(ids.values(), default=-1))
+    for token, i in ids.items():
+        tokens[i] = token
+    for i in [i for i, known in enumerate(tokens) if known is None]:  # holes, and tokens that have another id as well
+        tokens[i] = backend.id_to_token(i)
+    for i, added in backend.get_added_tokens_decoder().items():
+        tokens[i] = added.content  # also where the model has another token of that id
+    return tokens
 
 
 def _from_transformers(model_dir: str | Path, trust_remote_code: bool) -> Vocabulary:
@@ -182,13 +192,12 @@ def _byte_level_rule() -> Callable[[str], bytes]:
     """GPT-2's alphabet: printable bytes stand for themselves, the others for the characters from U+0100 on."""
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     others = [byte for byte in range(256) if byte not in printable]
-    byte_of = {256 + i: byte for i, byte in enumerate(others)}
-    # A character that is no letter of the alphabet must not pass for the byte of the same number.
-    byte_of |= dict.fromkeys(others, NOT_A_BYTE)
+    letters = {byte: chr(256 + i) for i, byte in enumerate(others)}
+    encoding = codecs.charmap_build("".join(letters.get(byte, chr(byte)) for byte in range(256)))
 
     def to_bytes(token: str) -> bytes:
         try:
-            return token.translate(byte_of).encode("latin-1")
+            return codecs.charmap_encode(token, "strict", encoding)[0]
         except UnicodeEncodeError:
             return token.encode()  # an added token that holds characters outside the alphabet stands for itself
 
