@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -126,7 +127,8 @@ class _TimingPool(ThreadPoolExecutor):
 
 
 def announce_compiling(device: str, begins: Callable[[], None], ends: Callable[[], None]) -> None:
-    """Calls `begins` before and `ends` after each compilation of this process. `device`: "cpu" or "cuda".
+    """Calls `begins` before and `ends` after each compilation of this process, and has a thread make ready what
+    the first one needs of Triton. `device`: "cpu" or "cuda".
 
     To be called before the first kernel is launched: each takes Triton's compiler when it is launched first. Triton's
     own hooks would do, but for a compilation that fails.
@@ -146,3 +148,13 @@ def announce_compiling(device: str, begins: Callable[[], None], ends: Callable[[
             ends()
 
     triton.compiler.compile = announced
+    threading.Thread(target=_hash_triton, name="hash triton", daemon=True).start()
+
+
+def _hash_triton() -> None:
+    """Has Triton compute the hash of its own files, which it then remembers: 0.4 s for a library of 500 MB, where the
+    first kernel comes from the cache. Most of it runs without the interpreter's lock."""
+    from triton.runtime import cache
+
+    with contextlib.suppress(Exception):  # the first kernel computes it again, and tells what is wrong
+        cache.triton_key()

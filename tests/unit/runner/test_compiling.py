@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,16 @@ def test_a_compilation_is_announced_and_its_end_too_where_it_fails(monkeypatch: 
     with pytest.raises(ValueError, match="wrong"):
         compiler.compile("wrong")
     assert heard == ["begin", "compile source for sm_90", "end", "begin", "compile wrong for ", "end"]
+
+
+def test_triton_hashes_itself_before_the_first_kernel_needs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pytest.importorskip("triton.compiler"), "compile", None)
+    cache = pytest.importorskip("triton.runtime.cache")
+    asked = threading.Event()
+    monkeypatch.setattr(cache, "triton_key", asked.set)
+    announce_compiling("cuda", lambda: None, lambda: None)
+    assert asked.wait(60)
+    assert "triton_key()" in inspect.getsource(cache.get_cache_key)
 
 
 def test_a_kernel_takes_the_compiler_from_there_at_its_first_launch() -> None:
