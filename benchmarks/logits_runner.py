@@ -22,7 +22,14 @@ from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.batch import BatchBuilder
-from minisgl_backend.runner.cuda_graph import CudaGraphRunner, DecodeOutputs, DecodeStep, GraphRunner, graph_sizes
+from minisgl_backend.runner.cuda_graph import (
+    CudaGraphRunner,
+    DecodeOutputs,
+    DecodeStep,
+    GraphRunner,
+    SampleStep,
+    graph_sizes,
+)
 from minisgl_backend.runner.model_runner import Batch, ModelRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.metadata import SamplingRows
@@ -226,8 +233,10 @@ class _TappedGraphs(GraphRunner):
         self._inner = inner
         self.outputs: DecodeOutputs | None = None
 
-    def capture(self, decode_step: DecodeStep, builder: BatchBuilder, attention: HybridAttention) -> None:
-        self._inner.capture(decode_step, builder, attention)
+    def capture(
+        self, decode_step: DecodeStep, sample_step: SampleStep, builder: BatchBuilder, attention: HybridAttention
+    ) -> None:
+        self._inner.capture(decode_step, sample_step, builder, attention)
 
     def plan_replay(self, decode: DecodeInputs) -> None:
         self._inner.plan_replay(decode)
@@ -235,6 +244,9 @@ class _TappedGraphs(GraphRunner):
     def replay(self, size: int) -> DecodeOutputs:
         self.outputs = self._inner.replay(size)
         return self.outputs
+
+    def replay_sampling(self, size: int, sampling_graph: int) -> None:
+        self._inner.replay_sampling(size, sampling_graph)
 
 
 def _graphs(attention: HybridAttention, device: torch.device, max_running: int) -> GraphRunner | None:

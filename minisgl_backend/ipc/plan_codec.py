@@ -39,6 +39,7 @@ class _Step(msgspec.Struct, frozen=True, array_like=True):
     cleared_pages: bytes
     graph_size: int
     resamples: bool
+    sampling_graph: int
     prompt_logprobs: tuple[tuple[int, int, int, int, int], ...]
     prompt_size: int
 
@@ -66,6 +67,7 @@ def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
             cleared_pages=_int32(plan.cleared_pages),
             graph_size=decisions.graph_size,
             resamples=decisions.resamples,
+            sampling_graph=decisions.sampling_graph,
             prompt_logprobs=tuple((r.row, r.first, r.position, r.count, r.top) for r in decisions.prompt_logprobs),
             prompt_size=decisions.prompt_size,
         )
@@ -78,6 +80,7 @@ def unpack_step(data: bytes) -> tuple[StepPlan, StepDecisions]:
     decisions = StepDecisions(
         graph_size=plan.graph_size,
         resamples=plan.resamples,
+        sampling_graph=plan.sampling_graph,
         prompt_logprobs=tuple(PromptLogprobsRequest(*request) for request in plan.prompt_logprobs),
         prompt_size=plan.prompt_size,
     )

@@ -13,6 +13,14 @@ EDITS = PENALTIES | RULES | GRAMMAR  # logits are changed before they are sample
 FILTERS = USES_MIN_P | RANKED  # unlikely tokens are dropped
 EXTENDED = EDITS | FILTERS  # temperature alone does not decide
 
+# Beside the bits of FLAGS, of a whole step: some ranked row is not `is_complete`.
+SEARCHES = 1 << 8
+# What rows need of the kernels, as it is captured. Kernels of which a row needs nothing leave it at once, so that few
+# sets serve all steps: whether logits are edited, and how far filters go. The last has all kernels.
+SAMPLING_GRAPHS = tuple(
+    edits | filters for edits in (0, EDITS) for filters in (0, USES_MIN_P, RANKED, RANKED | SEARCHES) if edits | filters
+)
+
 # Top-k of up to so many tokens is selected from the maxima of groups, without a search for the border.
 SMALL_TOP_K = 128
 # Tokens near the border that one program holds; a vocabulary of no more needs no search either.
@@ -25,6 +33,14 @@ MOST_ANSWERED = IN_PROMPT - 1  # counted no further
 # Columns of a row's rules, int32 [max_rows, NUM_RULE_COLUMNS, max_rules].
 RULE_TOKEN, RULE_VALUE, RULE_UNTIL, RULE_PREFIX, RULE_PREFIX_LEN = range(5)
 NUM_RULE_COLUMNS = 5
+
+
+def sampling_graph(flags: int, searches: bool) -> int:
+    """The one of SAMPLING_GRAPHS that serves rows with these flags; 0 where temperature alone decides."""
+    edits = EDITS if flags & EDITS else 0
+    if not flags & RANKED:
+        return edits | (flags & USES_MIN_P)
+    return edits | RANKED | (SEARCHES if searches else 0)
 
 
 def is_complete(top_k: int, vocab_size: int) -> bool:

@@ -6,7 +6,7 @@ chunks.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -100,13 +100,17 @@ class BatchBuilder:
         self.staging = Staging(table.max_rows, table.device)
 
     def build_host(
-        self, plan: StepPlan, graph_sizes: Sequence[int] = (), prompt_sizes: Sequence[int] = ()
+        self,
+        plan: StepPlan,
+        graph_sizes: Sequence[int] = (),
+        prompt_sizes: Sequence[int] = (),
+        sampling_sizes: Container[int] = (),
     ) -> HostBatch:
         """Everything that the host decides: needs of the sampler, padding, the filled staging buffer.
 
         `graph_sizes`: decode batches that have a captured graph, ascending; `prompt_sizes`: tokens of lone prompts
-        whose passes are captured, likewise. Raises RowError where a request cannot be served after all; nothing has
-        happened on the device or on another rank then.
+        whose passes are captured, likewise; `sampling_sizes`: those of `graph_sizes` that have sampling graphs. Raises
+        RowError where a request cannot be served after all; nothing has happened on the device or on another rank then.
         """
         for admitted in plan.admitted:
             try:
@@ -126,6 +130,7 @@ class BatchBuilder:
         decisions = StepDecisions(
             graph_size=graph_size,
             resamples=graph_size > 0 and needs.extended,
+            sampling_graph=needs.sampling_graph if graph_size in sampling_sizes else 0,
             prompt_logprobs=needs.prompt_logprobs,
         )
         return self._stage(plan, prefill, sampled, decisions, needs, penalised)

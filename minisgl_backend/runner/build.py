@@ -94,6 +94,7 @@ def _build(
         steps = profile_run(trial, runtime, device)
         if graph_max_bs is None:
             graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, max_running, free_bytes(device)))
+        # The last term has room for sampling graphs: in the decode step that was measured all rows edit their logits.
         step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running
     num_pages = tp.minimum(choose_num_pages(runtime, spec, free_at_start, step_bytes))
     runner = runner_with(num_pages)

@@ -1,20 +1,27 @@
 """Captured decode steps: one graph for each of a few batch sizes, replayed with static inputs.
 
 Its inputs are the staging buffer's own rows and lengths, so an upload is all that a replay needs; everything from the
-token gather to the token scatter is inside.
+token gather to the token scatter is inside. It samples by temperature alone. Behind it, for few rows, the kernels of
+all other options are captured as well (`sampling_layout.SAMPLING_GRAPHS`): launched one by one they would take the host
+longer than the device.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
+from minisgl_backend.kernels.sampling_layout import SAMPLING_GRAPHS
 from minisgl_backend.runner.batch import BatchBuilder
+
+# With more rows the device works longer on a step than the host needs to launch the sampler's kernels.
+LARGEST_SAMPLING_GRAPH = 16
 
 Progress = Callable[[int, int], None]  # (sizes captured so far, sizes to capture)
 
@@ -28,6 +35,8 @@ class DecodeOutputs:
 
 
 DecodeStep = Callable[[DecodeInputs, HybridPlan], DecodeOutputs]
+# Samples again what temperature alone does not decide, over these outputs; with one of SAMPLING_GRAPHS.
+SampleStep = Callable[[DecodeInputs, DecodeOutputs, int], None]
 
 
 class GraphRunner(ABC):
@@ -36,8 +45,15 @@ class GraphRunner(ABC):
     def __init__(self, sizes: tuple[int, ...]) -> None:
         self.sizes = sizes
 
+    @property
+    def sampling_sizes(self) -> tuple[int, ...]:
+        """Those that have sampling graphs."""
+        return tuple(size for size in self.sizes if size <= LARGEST_SAMPLING_GRAPH)
+
     @abstractmethod
-    def capture(self, decode_step: DecodeStep, builder: BatchBuilder, attention: HybridAttention) -> None:
+    def capture(
+        self, decode_step: DecodeStep, sample_step: SampleStep, builder: BatchBuilder, attention: HybridAttention
+    ) -> None:
         """Makes all sizes ready; called once, before anything runs."""
 
     @abstractmethod
@@ -47,6 +63,10 @@ class GraphRunner(ABC):
     @abstractmethod
     def replay(self, size: int) -> DecodeOutputs:
         """Runs the step on what was uploaded last."""
+
+    @abstractmethod
+    def replay_sampling(self, size: int, sampling_graph: int) -> None:
+        """Samples again what `replay` of this size, one of `sampling_sizes`, has left; see SAMPLING_GRAPHS."""
 
     def close(self) -> None:  # noqa: B027  most runners have nothing to free
         """Frees what was captured; nothing can be replayed afterwards."""
@@ -58,13 +78,16 @@ class CudaGraphRunner(GraphRunner):
     def __init__(self, sizes: tuple[int, ...], on_progress: Progress | None = None) -> None:
         super().__init__(sizes)
         self._on_progress = on_progress or (lambda done, total: None)
+        self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
+        self._sampling: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and one of SAMPLING_GRAPHS
         self._attention: HybridAttention | None = None
 
-    def capture(self, decode_step: DecodeStep, builder: BatchBuilder, attention: HybridAttention) -> None:
+    def capture(
+        self, decode_step: DecodeStep, sample_step: SampleStep, builder: BatchBuilder, attention: HybridAttention
+    ) -> None:
         attention.allocate_graph(self.sizes[-1])
         self._attention = attention
-        memory = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         for done, size in enumerate(reversed(self.sizes)):
             inputs = builder.padding_inputs(size)
@@ -72,11 +95,20 @@ class CudaGraphRunner(GraphRunner):
             # The inputs are filled on this stream, in memory that may hold anything before.
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                decode_step(inputs, plan)  # libraries choose kernels and allocate workspaces now, not under capture
+                # Libraries choose kernels and allocate workspaces now, not under capture. The last sampling graph has
+                # the kernels of all of them.
+                if size in self.sampling_sizes:
+                    sample_step(inputs, decode_step(inputs, plan), SAMPLING_GRAPHS[-1])
+                else:
+                    decode_step(inputs, plan)
                 stream.synchronize()
                 graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=memory, stream=stream):
+                with torch.cuda.graph(graph, pool=self._memory, stream=stream):
                     outputs = decode_step(inputs, plan)
+                for kernels in SAMPLING_GRAPHS if size in self.sampling_sizes else ():
+                    with self._capturing() as sampling:
+                        sample_step(inputs, outputs, kernels)
+                    self._sampling[size, kernels] = sampling
             self._graphs[size] = (graph, outputs)
             self._on_progress(done + 1, len(self.sizes))
         torch.cuda.current_stream().wait_stream(stream)
@@ -90,9 +122,30 @@ class CudaGraphRunner(GraphRunner):
         graph.replay()
         return outputs
 
+    def replay_sampling(self, size: int, sampling_graph: int) -> None:
+        self._sampling[size, sampling_graph].replay()
+
+    @contextmanager
+    def _capturing(self) -> Iterator[torch.cuda.CUDAGraph]:
+        """Captures what runs inside, on the current stream.
+
+        torch.cuda.graph would empty the allocator's caches each time, and in older versions collect garbage, which
+        takes longer than the few kernels here.
+        """
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(pool=self._memory)
+        try:
+            yield graph
+        except BaseException:
+            with suppress(RuntimeError):  # where the capture itself failed, which is what the caller is to hear
+                graph.capture_end()
+            raise
+        graph.capture_end()
+
     def close(self) -> None:
-        for graph, _ in self._graphs.values():
+        for graph in (*self._sampling.values(), *(graph for graph, _ in self._graphs.values())):
             graph.reset()
+        self._sampling.clear()
         self._graphs.clear()
 
 
@@ -101,25 +154,36 @@ class EagerGraphRunner(GraphRunner):
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__(sizes)
-        self._steps: dict[int, Callable[[], DecodeOutputs]] = {}
+        self._steps: dict[int, tuple[DecodeInputs, HybridPlan]] = {}
+        self._outputs: dict[int, DecodeOutputs] = {}
         self._decode_step: DecodeStep | None = None
+        self._sample_step: SampleStep | None = None
         self._attention: HybridAttention | None = None
 
-    def capture(self, decode_step: DecodeStep, builder: BatchBuilder, attention: HybridAttention) -> None:
-        self._decode_step = decode_step
+    def capture(
+        self, decode_step: DecodeStep, sample_step: SampleStep, builder: BatchBuilder, attention: HybridAttention
+    ) -> None:
+        self._decode_step, self._sample_step = decode_step, sample_step
         self._attention = attention
         for size in self.sizes:
             inputs = builder.padding_inputs(size)
-            decode_step(inputs, attention.plan(None, inputs))
+            outputs = decode_step(inputs, attention.plan(None, inputs))
+            for kernels in SAMPLING_GRAPHS if size in self.sampling_sizes else ():
+                sample_step(inputs, outputs, kernels)
 
     def plan_replay(self, decode: DecodeInputs) -> None:
         assert self._attention is not None, "capture comes first"
-        assert self._decode_step is not None, "capture comes first"
-        decode_step, plan = self._decode_step, self._attention.plan(None, decode)
-        self._steps[decode.batch_size] = lambda: decode_step(decode, plan)
+        self._steps[decode.batch_size] = (decode, self._attention.plan(None, decode))
 
     def replay(self, size: int) -> DecodeOutputs:
-        return self._steps[size]()
+        assert self._decode_step is not None, "capture comes first"
+        self._outputs[size] = self._decode_step(*self._steps[size])
+        return self._outputs[size]
+
+    def replay_sampling(self, size: int, sampling_graph: int) -> None:
+        assert self._sample_step is not None, "capture comes first"
+        decode, _ = self._steps[size]
+        self._sample_step(decode, self._outputs[size], sampling_graph)
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
+from minisgl_backend.kernels import sampling_layout as layout
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext, StepContext
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
@@ -25,7 +26,7 @@ from minisgl_backend.runner.piecewise import PiecewiseRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import MaskStaging
 from minisgl_backend.sampling import logprobs
-from minisgl_backend.sampling.metadata import GrammarMasks, SamplingRows
+from minisgl_backend.sampling.metadata import GrammarMasks, SamplingInputs, SamplingRows
 from minisgl_backend.sampling.sampler import Sampler
 from minisgl_backend.step import StepDecisions, StepPlan
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -99,7 +100,7 @@ class ModelRunner:
     def use_graphs(self, graphs: GraphRunner) -> None:
         """Captures the decode step; from now on it serves the steps without a prefill part that fit its sizes."""
         self._model.prepare(graphs.sizes)
-        graphs.capture(self._decode_plain, self._builder, self.attention)
+        graphs.capture(self._decode_plain, self._decode_extended, self._builder, self.attention)
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -123,7 +124,10 @@ class ModelRunner:
     def build(self, plan: StepPlan) -> HostBatch:
         """What the host decides about a step, before anything is on the device."""
         return self._builder.build_host(
-            plan, self._graphs.sizes if self._graphs else (), self._pieces.prompt_sizes if self._pieces else ()
+            plan,
+            self._graphs.sizes if self._graphs else (),
+            self._pieces.prompt_sizes if self._pieces else (),
+            self._graphs.sampling_sizes if self._graphs else (),
         )
 
     def mirror(self, plan: StepPlan, decisions: StepDecisions) -> Batch | PromptBatch:
@@ -235,7 +239,9 @@ class ModelRunner:
         if logits is None:
             return Sampled(self._no_tokens(0), None)
         inputs, packed = step.sampling, None
-        if token_ids is None or step.decisions.resamples:
+        if token_ids is not None and step.decisions.sampling_graph:
+            self._replay_sampling(step, masks)
+        elif token_ids is None or step.decisions.resamples:
             if masks is not None and len(masks[0]):
                 index, bits = self._masks.upload(step.num_sampled, *masks)
                 inputs = dataclasses.replace(inputs, mask_index=index, mask_bits=bits)
@@ -257,6 +263,14 @@ class ModelRunner:
         outputs = self._graphs.replay(step.graph_size)
         return Computed(step, outputs.logits[: step.num_sampled], outputs.token_ids)
 
+    def _replay_sampling(self, step: StepTensors, masks: GrammarMasks | None) -> None:
+        assert self._graphs is not None, "a sampling graph comes from the graph runner"
+        if masks is not None and len(masks[0]):
+            self._masks.upload(step.graph_size, *masks)
+        elif step.decisions.sampling_graph & layout.GRAMMAR:
+            self._masks.clear()  # the graph looks at them
+        self._graphs.replay_sampling(step.graph_size, step.decisions.sampling_graph)
+
     def _decode_plain(self, decode: DecodeInputs, plan: HybridPlan) -> DecodeOutputs:
         """The whole decode step, as it is captured: from the token table back into the token table."""
         hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan)
@@ -268,6 +282,22 @@ class ModelRunner:
         self._tp.broadcast(token_ids)
         self._table.write_tokens(decode.rows, decode.kv_lens, token_ids[0])
         return DecodeOutputs(logits, token_ids)
+
+    def _decode_extended(self, decode: DecodeInputs, outputs: DecodeOutputs, sampling_graph: int) -> None:
+        """The rows of a decode step that need more than temperature, as their sampling is captured."""
+        if self._tp.rank == 0:
+            masks = self._masks.fixed(decode.batch_size) if sampling_graph & layout.GRAMMAR else (None, None)
+            inputs = SamplingInputs(
+                rows=decode.rows,
+                positions=decode.kv_lens,
+                flags=sampling_graph & layout.EXTENDED,
+                searches=bool(sampling_graph & layout.SEARCHES),
+                mask_index=masks[0],
+                mask_bits=masks[1],
+            )
+            self._sampler.sample_extended(outputs.logits, inputs, outputs.token_ids)
+        self._tp.broadcast(outputs.token_ids)
+        self._table.write_tokens(decode.rows, decode.kv_lens, outputs.token_ids[0])
 
     def _prompt_logprobs(self, step: StepTensors, hidden: torch.Tensor) -> list[torch.Tensor]:
         packed = []

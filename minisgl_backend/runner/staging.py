@@ -111,16 +111,20 @@ def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Ten
 
 
 class MaskStaging:
-    """Uploads of grammar masks: two pinned host buffers in turn, and one device buffer, made when first needed.
+    """Uploads of grammar masks: two pinned host buffers in turn, and one device buffer at a fixed address.
 
     Apart from the step's own upload, since masks are known later: the forward pass runs while they are made.
     """
 
     def __init__(self, max_rows: int, vocab_size: int, device: torch.device) -> None:
-        self._max_rows, self.num_words, self._device = max_rows, -(-vocab_size // 32), device
-        self._hosts: list[_HostBuffer] = []
-        self._on_device = torch.empty(0, dtype=torch.int32, device=device)
+        self._max_rows, self.num_words = max_rows, -(-vocab_size // 32)
+        self._first = aligned(max_rows)  # word of the bits; the rows' lines come before them
+        size = self._first + max_rows * self.num_words
+        self._hosts = [_HostBuffer(size, pinned=device.type == "cuda") for _ in range(2)]
         self._next = 0
+        self._on_device = torch.zeros(size, dtype=torch.int32, device=device)
+        self._on_device[:max_rows] = -1
+        self._masks_some = False
 
     def upload(self, n: int, lines: Int32Array, bits: Int32Array) -> tuple[torch.Tensor, torch.Tensor]:
         """Masks `bits` [k, ceil(vocab_size / 32)] of some `lines` [k] of a step that samples n rows.
@@ -128,19 +132,25 @@ class MaskStaging:
         Returns, on the device and valid until the next upload: for each of the n rows its line of bits or -1, int32
         [n]; and the bits.
         """
-        if not self._hosts:
-            size = aligned(self._max_rows) + self._max_rows * self.num_words
-            self._hosts = [_HostBuffer(size, pinned=self._device.type == "cuda") for _ in range(2)]
-            self._on_device = torch.zeros(size, dtype=torch.int32, device=self._device)
         host, self._next = self._hosts[self._next], 1 - self._next
         if host.uploaded is not None:
             host.uploaded.synchronize()
-        first = aligned(self._max_rows)
         host.array[:n] = -1
         host.array[lines] = np.arange(len(lines), dtype=np.int32)
-        host.array[first : first + bits.size] = bits.reshape(-1)
-        used = first + bits.size
+        used = self._first + bits.size
+        host.array[self._first : used] = bits.reshape(-1)
         self._on_device[:used].copy_(host.tensor[:used], non_blocking=True)
         if host.uploaded is not None:
             host.uploaded.record()
-        return self._on_device[:n], self._on_device[first:used].view(bits.shape)
+        self._masks_some = True
+        return self._on_device[:n], self._on_device[self._first : used].view(bits.shape)
+
+    def clear(self) -> None:
+        """From here on, in stream order, `fixed` masks no row."""
+        if self._masks_some:
+            self._on_device[: self._max_rows].fill_(-1)
+            self._masks_some = False
+
+    def fixed(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """What `upload` returns for n rows with all the bits that there is room for, at addresses that stay."""
+        return self._on_device[:n], self._on_device[self._first :].view(self._max_rows, self.num_words)

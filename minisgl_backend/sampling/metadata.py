@@ -59,6 +59,11 @@ class SamplingMetadata:
         return bool(self.flags & layout.EXTENDED)
 
     @property
+    def sampling_graph(self) -> int:
+        """See sampling_layout.SAMPLING_GRAPHS."""
+        return layout.sampling_graph(self.flags, self.searches)
+
+    @property
     def waits_for_masks(self) -> bool:
         """True where a grammar says what may be sampled, which need not be known before the forward pass."""
         return bool(self.flags & layout.GRAMMAR)

@@ -192,7 +192,7 @@ def apply_bitmask(logits: torch.Tensor, raw: torch.Tensor, bits: torch.Tensor) -
     `raw` logits back.
     """
     shifts = torch.arange(32, dtype=torch.int32, device=bits.device)
-    allowed = ((bits.unsqueeze(2) >> shifts) & 1).view(len(bits), -1)[:, : logits.shape[1]].bool()
+    allowed = ((bits.unsqueeze(2) >> shifts) & 1).flatten(1)[:, : logits.shape[1]].bool()
     chosen = logits.masked_fill(~(allowed | torch.isnan(logits)), float("-inf"))
     nothing_left = (chosen == float("-inf")).all(dim=1, keepdim=True)
     return torch.where(nothing_left, raw.masked_fill(~allowed, float("-inf")), chosen)

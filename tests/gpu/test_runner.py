@@ -14,15 +14,17 @@ import torch
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.registry import import_failure
 from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.kernels.sampling_layout import SAMPLING_GRAPHS
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.build import build_runner
+from minisgl_backend.runner.cuda_graph import LARGEST_SAMPLING_GRAPH, GraphRunner
 from minisgl_backend.runner.device import DeviceFacts
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.resolve import resolve
-from tests.unit.runner.hand_made_plans import Driver
+from tests.unit.runner.hand_made_plans import EVERY_WISH, Driver, say
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -131,6 +133,41 @@ def test_captured_passes_of_lone_prompts_change_nothing(window: int | None, tmp_
         found.append([logprob for row in (3, 2, 1, 3) for logprob in lone_prompt(runner, PROMPTS[row])])
         assert len(runner._pieces.prompt_sizes if runner._pieces else ()) == (8 if largest else 0)
     assert found[1] == pytest.approx(found[0], abs=0.1)
+
+
+def test_captured_sampling_changes_nothing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """To the bit: the same decode graphs, with the sampler's kernels captured and launched one by one.
+
+    Of random weights with a vocabulary in which borders are searched for.
+    """
+    shutil.copytree(find_model_dir("demo"), tmp_path / "model")
+    file = tmp_path / "model" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "vocab_size": 32_000}))
+    runner = make_runner(str(file.parent), num_pages=400, max_running_requests=24, dummy_weights=True)
+    graphs, replayed = runner._graphs, set()
+    assert graphs is not None
+    replay = graphs.replay_sampling
+
+    def noted(size: int, sampling_graph: int) -> None:
+        replayed.add((size, sampling_graph))
+        replay(size, sampling_graph)
+
+    monkeypatch.setattr(graphs, "replay_sampling", noted)
+    prompts = [list(range(5 + index, 20 + 3 * index)) for index in range(len(EVERY_WISH))]
+    for size in (1, 2, 3, 7, LARGEST_SAMPLING_GRAPH, len(EVERY_WISH)):
+        # Backwards, since masks are last: what they leave must mask nobody.
+        for first in range(len(EVERY_WISH) - size, -1, -1):
+            part = slice(first, first + size)
+            found = []
+            for sampling_sizes in (graphs.sampling_sizes, ()):
+                with monkeypatch.context() as patch:
+                    patch.setattr(GraphRunner, "sampling_sizes", sampling_sizes)
+                    said = say(runner, EVERY_WISH[part], prompts[part], PAGE_SIZE)
+                found.append((said, runner._sampler._penalties.counts.clone()))
+            assert found[0][0] == found[1][0], (size, first)
+            assert torch.equal(found[0][1], found[1][1]), (size, first)
+    assert {size for size, _ in replayed} == set(graphs.sampling_sizes) == {1, 2, 4, 8, 16}
+    assert {graph for _, graph in replayed} == set(SAMPLING_GRAPHS)
 
 
 def lone_prompt(runner: ModelRunner, prompt: list[int]) -> list[float]:

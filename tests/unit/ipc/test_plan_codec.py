@@ -39,7 +39,11 @@ def test_round_trip() -> None:
         cleared_pages=ints(3, 7),
     )
     decisions = StepDecisions(
-        graph_size=8, resamples=True, prompt_logprobs=(PromptLogprobsRequest(2, 0, 3, 1, 5),), prompt_size=64
+        graph_size=8,
+        resamples=True,
+        sampling_graph=4,
+        prompt_logprobs=(PromptLogprobsRequest(2, 0, 3, 1, 5),),
+        prompt_size=64,
     )
     copy, same = unpack_step(pack_step(plan, decisions))
     assert same == decisions

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from minisgl_backend.request import SamplingParams
+from minisgl_backend.runner.async_output import UnsampledStep
+from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+from tests.sampling_cases import OPTIONS
+
+# Among them they need each of SAMPLING_GRAPHS, where the vocabulary is large enough for a search.
+EVERY_WISH = [
+    msgspec.structs.replace(wish, seed=seed)
+    for seed, wish in enumerate(
+        (SamplingParams(temperature=1.5, min_p=0.1, presence_penalty=1.0), *OPTIONS.values()), start=1
+    )
+]
 
 
 @dataclass
@@ -71,3 +83,30 @@ class Driver:
             self.pages[row] += 1
             self.next_page += 1
         return new
+
+
+def say(
+    runner: ModelRunner, wishes: list[SamplingParams], prompts: list[list[int]], page_size: int, steps: int = 6
+) -> list[list[int]]:
+    """What rows with these options say after these prompts. Each step is launched before the one before is read.
+
+    Grammars allow the first 96 tokens from the second step on, and everything before.
+    """
+    driver, rows = Driver(page_size), tuple(range(len(wishes)))
+    for row, (prompt, wish) in enumerate(zip(prompts, wishes, strict=True)):
+        driver.admit(row, prompt, wish)
+    lines = np.array([row for row in rows if wishes[row].grammar is not None], dtype=np.int32)
+    bits = runner.no_masks(len(lines))[1]
+    bits[:, 3:] = 0
+    plan, pending = driver.plan(prefill={row: len(prompts[row]) for row in rows}), []
+    for step in range(steps):
+        plan = plan if step == 0 else driver.plan(decode=rows)
+        launched = runner.execute(runner.prepare(plan))
+        if isinstance(launched, UnsampledStep):
+            runner.sample(launched, (lines, bits) if step else None)
+        pending.append((plan, launched))
+        if step:
+            before, done = pending.pop(0)
+            driver.commit(before, done.result().token_ids)
+    driver.commit(plan, pending[0][1].result().token_ids)
+    return [driver.tokens[row][len(prompts[row]) :] for row in rows]
