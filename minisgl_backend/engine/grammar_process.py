@@ -22,6 +22,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from minisgl_backend.engine.short_strings import unrolled
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.host.spawn import TIED, begin_child
 from minisgl_backend.request import Grammar
@@ -108,10 +109,22 @@ def compile_grammar(compiler: Any, grammar: Grammar) -> Any:
         return compiler.compile_json_schema(_ANY_JSON, any_whitespace=False)
     if grammar.kind == "json_schema":
         _check_schema(grammar.text)
-        return compiler.compile_json_schema(grammar.text, any_whitespace=False)
+        return _compile_schema(compiler, grammar.text)
     if grammar.kind == "regex":
         return compiler.compile_regex(grammar.text)
     return compiler.compile_grammar(grammar.text)
+
+
+def _compile_schema(compiler: Any, text: str) -> Any:
+    if '"maxLength"' in text:
+        import xgrammar
+
+        ebnf = str(xgrammar.Grammar.from_json_schema(text, any_whitespace=False))
+        quick = unrolled(ebnf)
+        # Only where this version of xgrammar reads what it prints.
+        if quick != ebnf and str(xgrammar.Grammar.from_ebnf(ebnf)) == ebnf:
+            return compiler.compile_grammar(quick)
+    return compiler.compile_json_schema(text, any_whitespace=False)
 
 
 def _check_first_token(compiled: Any, vocab_size: int) -> None:
