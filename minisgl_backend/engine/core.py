@@ -51,6 +51,11 @@ class StepRunner(Protocol):
         """Goes on with a step that waits for it; see Grammars.masks."""
         ...
 
+    def mask_lines(self, count: int) -> Int32Array:
+        """Memory for so many lines of bits, [count, ceil(vocab_size / 32)], which `sample` need not copy. Good until it
+        has been given to `sample`, or the next call."""
+        ...
+
 
 class StepScheduler(Protocol):
     """What makes plans."""

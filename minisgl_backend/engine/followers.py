@@ -294,6 +294,9 @@ class LeaderRunner:
         except Exception as error:
             raise _out_of_step(error) from error
 
+    def mask_lines(self, count: int) -> npt.NDArray[np.int32]:
+        return self._runner.mask_lines(count)
+
 
 def _json(settings: EngineConfig | Environment) -> str:
     return msgspec.json.encode(dataclasses.asdict(settings)).decode()

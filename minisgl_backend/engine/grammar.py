@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import os
 import queue
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
+from minisgl_backend.engine.mask_filler import MaskFiller
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
 from minisgl_backend.request import FinishReason, Grammar, Request
 from minisgl_backend.step import StepPlan, StepResult
@@ -26,8 +27,6 @@ log = logging.getLogger(__name__)
 Int32Array = npt.NDArray[np.int32]
 
 MAX_COMPILING = 256  # requests whose grammar waits for a compiler
-MIN_SHARED = 4  # masks that are worth several threads
-MAX_THREADS = 8
 
 
 @dataclass(frozen=True)
@@ -41,15 +40,23 @@ class CompiledRequest:
 class Grammars:
     """The grammars of all sequences of one engine. Used by the step loop only."""
 
-    def __init__(self, compilers: GrammarCompilers, *, vocab_size: int) -> None:
-        """`close` closes the compilers."""
+    def __init__(
+        self,
+        compilers: GrammarCompilers,
+        *,
+        vocab_size: int,
+        mask_lines: Callable[[int], Int32Array] | None = None,
+    ) -> None:
+        """`close` closes the compilers. `mask_lines`: see StepRunner; without it, the bits lie in memory of its own."""
         self._compilers = compilers
         self._vocab_size = vocab_size
         self._done: queue.SimpleQueue[tuple[Request, Any, MinisglError | None]] = queue.SimpleQueue()
         self._compiling: dict[int, int] = {}  # uid -> n, of requests
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
         self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar
-        self._batch: Any = None  # fills masks on several threads
+        self._complete: set[int] = set()  # uids whose answer is complete: their matchers take nothing more
+        self._filler = MaskFiller()
+        self._mask_lines = mask_lines
         self._bits: Int32Array = np.empty((0, 0), dtype=np.int32)
 
     @property
@@ -122,6 +129,7 @@ class Grammars:
     def drop(self, uid: int) -> None:
         """The sequence has ended."""
         self._matchers.pop(uid, None)
+        self._complete.discard(uid)
 
     def begin(self, plan: StepPlan) -> None:
         """Notes which sequences take rows with this plan; plans come in order."""
@@ -137,36 +145,20 @@ class Grammars:
         row without any is one that must fail. A sequence whose answer is complete is not masked: its token is dropped.
         The bits are overwritten by the next call.
         """
-        matched = [(index, uid) for index, uid in self._matched(plan) if not self._matchers[uid].is_terminated()]
+        matched = [(index, uid) for index, uid in self._matched(plan) if uid not in self._complete]
         if not matched:
             return None
-        if len(self._bits) < len(matched):
-            self._bits = np.empty((2 * len(matched), -(-self._vocab_size // 32)), dtype=np.int32)
-        bits = self._bits[: len(matched)]
-        bits.fill(-1)
-        try:
-            self._fill([self._matchers[uid] for _, uid in matched], bits)
-        except Exception:  # whatever the library raises ends one sequence, not the step
-            for k, (_, uid) in enumerate(matched):
-                try:
-                    self._matchers[uid].fill_next_token_bitmask(bits, k)
-                except Exception:
-                    log.exception("the grammar of sequence %d failed", uid)
-                    bits[k] = 0
+        bits = (self._mask_lines or self._own_lines)(len(matched))
+        for line, error in self._filler.fill([self._matchers[uid] for _, uid in matched], bits).items():
+            # Whatever the library raises ends one sequence, not the step.
+            log.error("the grammar of sequence %d failed", matched[line][1], exc_info=error)
+            bits[line] = 0
         return np.array([index for index, _ in matched], dtype=np.int32), bits
 
-    def _fill(self, matchers: list[Any], bits: Int32Array) -> None:
-        """One line of bits for each matcher; on several threads where there are enough to share."""
-        if len(matchers) < MIN_SHARED:
-            for k, matcher in enumerate(matchers):
-                matcher.fill_next_token_bitmask(bits, k)
-            return
-        if self._batch is None:
-            import xgrammar
-
-            cpus = len(os.sched_getaffinity(0))
-            self._batch = xgrammar.BatchGrammarMatcher(max_threads=max(1, min(MAX_THREADS, cpus // 2)))
-        self._batch.batch_fill_next_token_bitmask(matchers, bits, list(range(len(matchers))))
+    def _own_lines(self, count: int) -> Int32Array:
+        if len(self._bits) < count:
+            self._bits = np.empty((2 * count, -(-self._vocab_size // 32)), dtype=np.int32)
+        return self._bits[:count]
 
     def advance(self, plan: StepPlan, result: StepResult) -> list[tuple[int, FinishReason]]:
         """Follows the sampled tokens; returns sequences that must end although they may go on, and why: their answer
@@ -174,11 +166,14 @@ class Grammars:
         ended: list[tuple[int, FinishReason]] = []
         if not self._matchers:
             return ended
+        tokens = result.token_ids.tolist()
         for index, uid in self._matched(plan):
             matcher = self._matchers[uid]
             try:
-                accepted = not matcher.is_terminated() and matcher.accept_token(int(result.token_ids[index]))
-                if not accepted or matcher.is_terminated():
+                if uid in self._complete or not matcher.accept_token(tokens[index]):
+                    ended.append((uid, FinishReason.STOP))
+                elif matcher.is_terminated():
+                    self._complete.add(uid)
                     ended.append((uid, FinishReason.STOP))
             except Exception:  # whatever the library raises ends one sequence, not the step
                 log.exception("the grammar of sequence %d failed", uid)
@@ -194,4 +189,5 @@ class Grammars:
         ]
 
     def close(self) -> None:
+        self._filler.close()
         self._compilers.close()

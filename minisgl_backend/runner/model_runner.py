@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs
@@ -174,6 +175,10 @@ class ModelRunner:
         """Masks that allow everything."""
         lines = np.arange(num_sampled, dtype=np.int32)
         return lines, np.full((num_sampled, self._masks.num_words), -1, dtype=np.int32)
+
+    def mask_lines(self, count: int) -> npt.NDArray[np.int32]:
+        """Memory for so many lines of bits that `sample` uploads without copying them first."""
+        return self._masks.lines(count)
 
     @torch.inference_mode()
     def sample(self, pending: UnsampledStep, masks: GrammarMasks | None) -> None:

@@ -57,6 +57,9 @@ class NullRunner:
     def sample(self, pending: NullStep, masks: object) -> None:
         raise RuntimeError("a null step has its tokens already")
 
+    def mask_lines(self, count: int) -> Int32Array:
+        raise RuntimeError("a null step has its tokens already")
+
     def execute(self, batch: StepPlan) -> NullStep:
         ends = batch.decode_lengths
         if batch.prefill:

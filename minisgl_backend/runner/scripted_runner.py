@@ -46,6 +46,9 @@ class ScriptedRunner:
     def sample(self, pending: NullStep, masks: object) -> None:
         raise RuntimeError("a scripted step has its tokens already")
 
+    def mask_lines(self, count: int) -> Int32Array:
+        raise RuntimeError("a scripted step has its tokens already")
+
     def _token(self, row: int, end: int) -> int:
         script, prompt_len = self._rows[row]
         return int(script[(end - prompt_len) % len(script)])

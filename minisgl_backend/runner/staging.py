@@ -126,19 +126,26 @@ class MaskStaging:
         self._on_device[:max_rows] = -1
         self._masks_some = False
 
+    def lines(self, count: int) -> Int32Array:
+        """Where to fill in `count` lines of bits, [count, num_words], that `upload` need not copy, if it is the next
+        call of the two."""
+        host = self._next_host()
+        return host.array[self._first : self._first + count * self.num_words].reshape(count, self.num_words)
+
     def upload(self, n: int, lines: Int32Array, bits: Int32Array) -> tuple[torch.Tensor, torch.Tensor]:
         """Masks `bits` [k, ceil(vocab_size / 32)] of some `lines` [k] of a step that samples n rows.
 
         Returns, on the device and valid until the next upload: for each of the n rows its line of bits or -1, int32
         [n]; and the bits.
         """
-        host, self._next = self._hosts[self._next], 1 - self._next
-        if host.uploaded is not None:
-            host.uploaded.synchronize()
+        host = self._next_host()
+        self._next = 1 - self._next
         host.array[:n] = -1
         host.array[lines] = np.arange(len(lines), dtype=np.int32)
         used = self._first + bits.size
-        host.array[self._first : used] = bits.reshape(-1)
+        target = host.array[self._first : used]
+        if bits.ctypes.data != target.ctypes.data:
+            target[:] = bits.reshape(-1)
         self._on_device[:used].copy_(host.tensor[:used], non_blocking=True)
         if host.uploaded is not None:
             host.uploaded.record()
@@ -154,3 +161,10 @@ class MaskStaging:
     def fixed(self, n: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What `upload` returns for n rows with all the bits that there is room for, at addresses that stay."""
         return self._on_device[:n], self._on_device[self._first :].view(self._max_rows, self.num_words)
+
+    def _next_host(self) -> _HostBuffer:
+        """The one that is not in use, once its last upload is over."""
+        host = self._hosts[self._next]
+        if host.uploaded is not None:
+            host.uploaded.synchronize()
+        return host

@@ -51,10 +51,11 @@ class MaskedPending:
     def __init__(self, plan: StepPlan, tokens: np.ndarray, guided: bool) -> None:
         self.plan, self.tokens = plan, tokens
         self.unsampled = self if guided else None
+        self.failed_rows: set[int] = set()  # those of which nothing is allowed
 
     def result(self) -> StepResult:
         assert self.unsampled is None, "read before it was sampled"
-        return StepResult(self.plan.step, self.tokens)
+        return StepResult(self.plan.step, self.tokens, failed_rows=frozenset(self.failed_rows))
 
 
 class RandomRunner:
@@ -87,7 +88,10 @@ class RandomRunner:
             self.masked_steps += 1
             for index, bits in zip(masks[0].tolist(), masks[1], strict=True):
                 allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: self._vocab_size].nonzero()[0]
-                pending.tokens[index] = self._random.choice(allowed.tolist())
+                if len(allowed):
+                    pending.tokens[index] = self._random.choice(allowed.tolist())
+                else:
+                    pending.failed_rows.add(int(pending.plan.sampled_rows[index]))
 
 
 class SharedCompilers:
@@ -109,8 +113,9 @@ def compilers(model: ModelConfig, tokenizer: Any) -> Iterator[GrammarCompilers]:
 
 
 class Harness:
-    def __init__(self, model: ModelConfig, compilers: GrammarCompilers, overlap: bool) -> None:
-        self.grammars = Grammars(SharedCompilers(compilers), vocab_size=model.vocab_size)  # type: ignore[arg-type]
+    def __init__(self, model: ModelConfig, compilers: GrammarCompilers, overlap: bool, **options: Any) -> None:
+        shared: Any = SharedCompilers(compilers)
+        self.grammars = Grammars(shared, vocab_size=model.vocab_size, **options)
         limits = dataclasses.replace(LIMITS, eos_token_ids=model.eos_token_ids)
         self.scheduler = Scheduler(limits, seed=0)
         self.runner = RandomRunner(model.vocab_size, seed=1)
@@ -177,6 +182,61 @@ def test_many_grammars_are_followed_together(harness: Harness, tokenizer: Any) -
         harness.core.submit(guided(uid, "regex", f"[{uid}]{{{10 + uid}}}"))
     harness.run()
     assert [text_of(harness, tokenizer, uid) for uid in range(1, 8)] == [str(uid) * (10 + uid) for uid in range(1, 8)]
+
+
+@pytest.mark.parametrize("stage", ["fill_next_token_bitmask", "accept_token"])
+@pytest.mark.parametrize("count", [2, 6])
+def test_a_grammar_that_breaks_ends_its_own_sequence(
+    harness: Harness, tokenizer: Any, monkeypatch: pytest.MonkeyPatch, stage: str, count: int
+) -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    right = getattr(xgrammar.GrammarMatcher, stage)
+    broken: list[Any] = []
+
+    def breaks(matcher: Any, *arguments: Any) -> Any:
+        if any(matcher is one for one in broken):
+            raise RuntimeError("no such state")
+        return right(matcher, *arguments)
+
+    def batch_breaks(filler: Any, matchers: list[Any], *arguments: Any) -> None:
+        raise RuntimeError("no such state")
+
+    for uid in range(1, count + 1):
+        harness.core.submit(guided(uid, "regex", f"[{uid}]{{12}}"))
+    while not harness.runner.masked_steps:
+        harness.core.step()
+        harness.records.take(harness.core)  # type: ignore[arg-type]
+    monkeypatch.setattr(xgrammar.GrammarMatcher, stage, breaks)
+    monkeypatch.setattr(xgrammar.BatchGrammarMatcher, "batch_fill_next_token_bitmask", batch_breaks)
+    broken.append(harness.grammars._matchers[2])
+    records = harness.run()
+    assert records.reasons == dict.fromkeys(range(1, count + 1), FinishReason.STOP) | {2: FinishReason.ERROR}
+    for uid in {*range(1, count + 1)} - {2}:
+        assert text_of(harness, tokenizer, uid) == str(uid) * 12
+
+
+def test_masks_are_filled_in_the_memory_that_is_given(
+    model: ModelConfig, compilers: GrammarCompilers, tokenizer: Any
+) -> None:
+    words = -(-model.vocab_size // 32)
+    given: list[np.ndarray] = []
+
+    def mask_lines(count: int) -> np.ndarray:
+        given.append(np.full((count, words), 0x5A5A5A5A, dtype=np.int32))
+        return given[-1]
+
+    class Runner(RandomRunner):
+        def sample(self, pending: MaskedPending, masks: Any) -> None:
+            assert masks is None or masks[1] is given[-1]
+            super().sample(pending, masks)
+
+    harness = Harness(model, compilers, overlap=True, mask_lines=mask_lines)
+    harness.runner = harness.core._runner = Runner(model.vocab_size, seed=1)
+    for uid in range(1, 8):
+        harness.core.submit(guided(uid, "regex", f"[{uid}]{{{10 + uid}}}"))
+    harness.run()
+    assert [text_of(harness, tokenizer, uid) for uid in range(1, 8)] == [str(uid) * (10 + uid) for uid in range(1, 8)]
+    harness.core.close()
 
 
 def test_a_step_that_cannot_be_sampled_fails_its_sequences(harness: Harness) -> None:

@@ -444,8 +444,11 @@ def test_a_row_with_nan_fails_alone(make_runner: MakeRunner, expected: list[list
     assert result.token_ids[0] == expected[0][0]
 
 
+@pytest.mark.parametrize("in_place", [False, True])
 @pytest.mark.parametrize("graph_sizes", [(), (4,)])
-def test_grammar_masks_allow_only_their_tokens(make_runner: MakeRunner, graph_sizes: tuple[int, ...]) -> None:
+def test_grammar_masks_allow_only_their_tokens(
+    make_runner: MakeRunner, graph_sizes: tuple[int, ...], in_place: bool
+) -> None:
     runner, driver = make_runner(graph_sizes=graph_sizes), Driver(4)
     for row in (0, 1, 2):
         driver.admit(row, PROMPTS[0], SamplingParams(temperature=2.0, seed=row, grammar=GRAMMAR if row else None))
@@ -453,8 +456,8 @@ def test_grammar_masks_allow_only_their_tokens(make_runner: MakeRunner, graph_si
     pending = runner.execute(runner.prepare(plan))
     runner.sample(pending, None)
     driver.commit(plan, pending.result().token_ids)
-    words = -(-VOCAB // 32)
-    bits = np.zeros((2, words), dtype=np.int32)
+    bits = runner.mask_lines(2) if in_place else np.empty((2, -(-VOCAB // 32)), dtype=np.int32)
+    bits[:] = 0
     bits[0, 33 // 32] = 1 << (33 % 32)
     bits[1, 159 // 32] = np.array(1 << (159 % 32), dtype=np.uint32).astype(np.int32)
     plan = driver.plan(decode=(0, 1, 2))

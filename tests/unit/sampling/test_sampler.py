@@ -309,6 +309,27 @@ def test_a_grammar_wins_over_the_rules_that_leave_it_nothing() -> None:
     assert sampled.tolist() == [[EOS[0], 4], [1, 1]]
 
 
+def test_masks_in_the_upload_memory_arrive_like_others() -> None:
+    """Step after step, with memory that was lent and never used, and with lines of it that are left out."""
+    staging, random = MaskStaging(8, VOCAB, CPU), np.random.default_rng(3)
+    shape = (5, staging.num_words)
+    for turn in range(12):
+        expected = random.integers(-(2**31), 2**31, shape, dtype=np.int32)
+        lines = np.array([6, 0, 1, 7, 3], dtype=np.int32)
+        bits = staging.lines(5)
+        bits[:] = expected
+        if turn % 4 == 1:
+            bits = expected
+        elif turn % 4 == 2:
+            lines, bits, expected = lines[1:], bits[1:], expected[1:]
+        elif turn % 4 == 3:
+            lines, bits, expected = lines[:3], bits[:3], expected[:3]
+        index, found = staging.upload(8, lines, bits)
+        assert found.tolist() == expected.tolist()
+        assert index[lines.tolist()].tolist() == list(range(len(lines)))
+        assert (index == -1).sum() == 8 - len(lines)
+
+
 def test_rules_that_can_never_apply_leave_none() -> None:
     """A bad word longer than any sequence, and min_tokens without a token that could end the answer."""
     wish = SamplingParams(temperature=0.0, bad_words_token_ids=((4,) * 70,), min_tokens=3)

@@ -1,0 +1,122 @@
+"""Masks of many grammars, filled on threads that stay."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from minisgl_backend.engine import mask_filler
+from minisgl_backend.engine.mask_filler import MaskFiller
+
+WORDS = 3
+
+
+class Matcher:
+    """Fills its number in. xgrammar's own batches refuse it, so that it is filled alone."""
+
+    def __init__(self, number: int, seconds: float = 0.0, error: Exception | None = None) -> None:
+        self.number, self.seconds, self.error = number, seconds, error
+        self.threads: list[threading.Thread] = []
+
+    def fill_next_token_bitmask(self, bits: np.ndarray, line: int) -> None:
+        self.threads.append(threading.current_thread())
+        time.sleep(self.seconds)
+        if self.error is not None:
+            raise self.error
+        bits[line] = self.number
+
+
+@pytest.fixture
+def filler() -> Any:
+    filler = MaskFiller(4)
+    yield filler
+    filler.close()
+
+
+def filled(filler: MaskFiller, matchers: list[Matcher]) -> tuple[list[int], dict[int, Exception]]:
+    bits = np.full((len(matchers), WORDS), -7, dtype=np.int32)
+    errors = filler.fill(matchers, bits)
+    assert (bits == bits[:, :1]).all()
+    return bits[:, 0].tolist(), errors
+
+
+@pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9, 64, 100])
+def test_each_line_is_its_own_matchers(filler: MaskFiller, count: int) -> None:
+    for turn in range(20):
+        numbers = list(range(turn, turn + count))
+        assert filled(filler, [Matcher(number) for number in numbers]) == (numbers, {})
+
+
+def test_masks_that_take_long_are_shared(filler: MaskFiller) -> None:
+    matchers = [Matcher(number, seconds=0.02) for number in range(16)]
+    started = time.monotonic()
+    assert filled(filler, matchers) == (list(range(16)), {})
+    assert time.monotonic() - started < 0.25  # alone: 0.32
+    assert len({thread for matcher in matchers for thread in matcher.threads}) > 1
+
+
+def test_masks_that_take_no_time_wake_nobody(filler: MaskFiller, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mask_filler, "WORTH_S", 1e6)
+    matchers = [Matcher(number) for number in range(16)]
+    filled(filler, matchers)
+    assert {thread for matcher in matchers for thread in matcher.threads} == {threading.current_thread()}
+
+
+@pytest.mark.parametrize("count", [2, 12])
+def test_a_matcher_that_fails_harms_no_other(filler: MaskFiller, count: int) -> None:
+    error = RuntimeError("no such state")
+    matchers = [Matcher(number, seconds=0.001) for number in range(count)]
+    matchers[1].error = error
+    for _ in range(3):
+        numbers, errors = filled(filler, matchers)
+        assert numbers == [0, -7, *range(2, count)]
+        assert errors == {1: error}
+
+
+def test_without_threads_the_caller_fills_alone(filler: MaskFiller, monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", start)
+    matchers = [Matcher(number, seconds=0.001) for number in range(12)]
+    for _ in range(2):
+        assert filled(filler, matchers) == (list(range(12)), {})
+
+
+def test_the_helpers_end_with_it() -> None:
+    filler = MaskFiller(3)
+    matchers = [Matcher(number, seconds=0.01) for number in range(12)]
+    filled(filler, matchers)
+    helpers = {thread for matcher in matchers for thread in matcher.threads} - {threading.current_thread()}
+    filler.close()
+    for thread in helpers:
+        thread.join(5.0)
+        assert not thread.is_alive()
+    assert filled(filler, matchers) == (list(range(12)), {})
+
+
+def test_real_matchers_are_filled_as_one_by_one(filler: MaskFiller) -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    words = ["a", "b", "c", "ab", "bc", *(f"{number}" for number in range(90)), "<end>"]
+    info = xgrammar.TokenizerInfo(words, vocab_size=len(words), stop_token_ids=[len(words) - 1])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1)
+    matchers = [xgrammar.GrammarMatcher(compiler.compile_regex(f"[a-c]*{number}")) for number in range(40)]
+    expected = np.zeros((40, WORDS), dtype=np.int32)
+    for line, matcher in enumerate(matchers):
+        matcher.fill_next_token_bitmask(expected, line)
+    # What the memory held before is nobody's.
+    for poison in (0, -1, 0x5A5A5A5A):
+        bits = np.full((40, WORDS), poison, dtype=np.int32)
+        assert filler.fill(matchers, bits) == {}
+        assert (bits == expected).all()
+    terminated = matchers[7]
+    assert terminated.accept_token(words.index("7"))
+    assert terminated.accept_token(len(words) - 1)
+    bits = np.zeros((40, WORDS), dtype=np.int32)
+    assert list(filler.fill(matchers, bits)) == [7]
+    others = np.arange(40) != 7
+    assert (bits[others] == expected[others]).all()
