@@ -41,7 +41,7 @@ class DecodeShape:
     num_warps: int
     num_stages: int  # page numbers take every second one: (num_stages - 1) // 2 tiles are on their way
     early: bool = False  # rotating kernel: read the first tile before waiting for the kernel before this one
-    # Programs of a KV head that run at once and share all tiles evenly; 0, or where there is a window: one for each part.
+    # Programs of a KV head that run at once and share all tiles evenly; 0, or with a window: one for each part.
     workers: int = 0
     registers: int = 0  # of a thread of theirs, at most, so that they do run at once
 
@@ -69,9 +69,7 @@ LEAST_PARTS = 512
 LEAST_TILES = 2  # of a program that shares all tiles with others
 
 
-def decode_shape(
-    batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True
-) -> DecodeShape:
+def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True) -> DecodeShape:
     """The cut that was measured best on an H200 (benchmarks/kernels.py); group: query heads of a KV head.
 
     Few sequences are cut finely, to use every multiprocessor; many are cut only where one is much longer than the

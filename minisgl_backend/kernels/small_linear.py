@@ -6,9 +6,10 @@ The norm needs no pass of its own: y = (x * w_norm) @ W / rms(x), and the sum of
 that reads x. But in float16 the norm comes first, and `_linear_kernel` reads x twice: x * w_norm could be more than
 that format holds.
 
-Three kernels. `_vector_kernel`, for one or two rows, multiplies in registers and keeps whole weight rows in flight.
-`_sliced_kernel`, for a few rows and few inputs, has no loop: all weights of a program are in its registers, and each of
-its warps multiplies another slice of the inputs by tensor cores. `_linear_kernel` streams weights past tensor cores.
+Three kernels. `_vector_kernel`, for one row, and two of large models, multiplies in registers and keeps whole weight
+rows in flight. `_sliced_kernel`, for a few rows and few inputs, has no loop: all weights of a program are on their way
+at once, and each of its warps multiplies another slice of the inputs by tensor cores. `_linear_kernel` streams weights
+past tensor cores.
 Products whose output is too narrow to fill the device are split along the input dimension, and the program that arrives
 last adds the partial sums in order, so that results do not depend on timing.
 
@@ -64,20 +65,14 @@ class LinearWorkspace:
 
 
 def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, num_sms: int = 132) -> LinearShape:
-    """The cut that was measured best on an H200; see benchmarks/kernels.py."""
+    """The cut that was measured best on an H200, inside a whole decode step: what a kernel leaves free of a
+    multiprocessor counts as much as its own time, since the next one's first weights are on their way there. See
+    benchmarks/kernels.py."""
+    sliced = _sliced_shape(rows, size_out, size_in, gated)
+    if sliced is not None:
+        return sliced
     if rows <= MAX_VECTOR_ROWS:
         return _vector_shape(rows, size_out, size_in, gated)
-    if is_sliced(rows, size_in) and (gated or size_out >= 4096):
-        if gated:
-            return LinearShape(16, 128, 2, 4, 1, slices=4)
-        return LinearShape(32, 128, 1, 8, 1, slices=8)
-    if rows <= MAX_SLICED_ROWS and not gated:
-        if size_out <= 1024 and size_in <= 2048:
-            return LinearShape(16, 128, 4, 4, 1, slices=4)
-        if size_out >= 4096 and size_in <= 2048:  # Qwen3-30B-A3B's first, with the norm: 1.3 us less than cuBLAS's at 8
-            return LinearShape(32, 128, 4, 4, 1, slices=4)
-        if size_out == 2048 and 2048 < size_in <= 4096:  # its second: 0.7 us less than the kernel with a loop
-            return LinearShape(16, 256, 2, 8, 1, slices=8)
     if gated and size_out >= 4096 and rows <= 32:
         # Several programs on each multiprocessor, instead of more or larger stages in one.
         return LinearShape(64, 64, 1, 4, 4 if rows <= 16 else 3)
@@ -99,17 +94,44 @@ def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, nu
 
 def is_sliced(rows: int, size_in: int) -> bool:
     """Whether the kernel without a loop was measured to be faster for wide or gated products."""
-    return MAX_VECTOR_ROWS < rows <= MAX_SLICED_ROWS and size_in <= MAX_SLICED_IN
+    return 1 < rows <= MAX_SLICED_ROWS and size_in <= MAX_SLICED_IN
+
+
+def _sliced_shape(rows: int, size_out: int, size_in: int, gated: bool) -> LinearShape | None:
+    """Of the kernel without a loop, where it was measured to be faster."""
+    if is_sliced(rows, size_in) and gated:
+        return LinearShape(16, 128, 1, 4, 1, slices=8)
+    if is_sliced(rows, size_in) and size_out >= 4096:
+        return LinearShape(32, 256, 1, 4, 1, slices=4)
+    if gated or not 1 < rows <= MAX_SLICED_ROWS:
+        return None
+    if size_out <= 1024 and size_in <= 2048:
+        return LinearShape(32, 256, 4, 2, 1, slices=2)
+    if size_out <= 1024 and size_in <= 3072:
+        return LinearShape(64, 256, 3, 4, 1, slices=4)
+    if rows <= MAX_VECTOR_ROWS:
+        return None
+    if size_out >= 4096 and size_in <= 2048:  # Qwen3-30B-A3B's first product, with the norm
+        return LinearShape(64, 128, 4, 4, 1, slices=4)
+    if size_out == 2048 and 2048 < size_in <= 4096:  # its second
+        return LinearShape(32, 256, 4, 4, 1, slices=4)
+    return None
 
 
 def _vector_shape(rows: int, size_out: int, size_in: int, gated: bool) -> LinearShape:
     tile_in = triton.next_power_of_2(size_in)
     if tile_in < 2048:
+        if gated and rows == 1:
+            return LinearShape(1, tile_in, 1, 1, 1, vector=True)
         return LinearShape(2 if gated else 4, tile_in, 1, 2, 1, vector=True)
+    if rows == 1 and not gated and size_in == 4096 and size_out <= 2048:
+        return LinearShape(4, 4096, 1, 8, 1, vector=True)
     if rows == 1 and not gated and (size_in % 4096 == 0 or size_in >= 8192):
         return LinearShape(2, 4096, 1, 4, 1, vector=True)  # fewer steps to wait for
-    if rows == 1 and not gated and tile_in == 2048 and size_out >= 4096:
-        return LinearShape(4, 1024, 1, 4, 1, vector=True)  # of many programs, each needs fewer weights on their way
+    if rows == 1 and not gated and tile_in == 2048:
+        if size_out >= 4096:
+            return LinearShape(4, 1024, 1, 4, 1, vector=True)  # of many programs, each needs fewer weights on their way
+        return LinearShape(2, 2048, 1, 4, 1, vector=True)
     if gated or tile_in > 4096:
         return LinearShape(2, 2048, 1, 4, 1, vector=True)
     # All of an output's weights in registers: they are on their way before the kernel waits for the one before it.
