@@ -66,6 +66,10 @@ class HybridAttention:
         if plan.decode is not None:
             out[first:].copy_(self._decode[group].decode(q[first:], kv, plan.decode[group]))
 
+    def decode_batches(self, max_batch: int) -> tuple[int, ...]:
+        """See AttentionBackend."""
+        return tuple(sorted({batch for one in self._decode for batch in one.decode_batches(max_batch)}))
+
     def supports_fused_rope(self, layer_index: int, plan: HybridPlan) -> bool:
         """Whether `attend_rotating` serves this step: decode alone, on a backend that has a kernel for it."""
         if plan.prefill is not None or plan.decode is None:

@@ -19,10 +19,12 @@ from minisgl_backend.attention.base import (
     QKNormRope,
 )
 from minisgl_backend.kernels.decode_attention import (
+    MAX_EARLY_BATCH,
     DecodeShape,
     DecodeWorkspace,
     decode_attention,
     decode_shape,
+    distinct_batches,
     rotating_decode_attention,
     rotation_pays,
 )
@@ -93,8 +95,11 @@ class TritonBackend(AttentionBackend):
         )  # fmt: skip
 
     def _overlaps(self, plan: _DecodePlan) -> bool:
-        """At large batch a kernel that starts early takes room from the one that still runs."""
-        return self._pdl and plan.inputs.batch_size <= 64
+        return self._pdl and plan.inputs.batch_size <= MAX_EARLY_BATCH
+
+    def decode_batches(self, max_batch: int) -> tuple[int, ...]:
+        heads, parts = self.group.num_kv_heads, self._workspace.parts
+        return distinct_batches(max_batch, heads, self._group, self._num_sms, self._can_share, parts)
 
     def allocate_graph(self, max_batch_size: int) -> None:
         """The workspace of the constructor serves every batch size."""

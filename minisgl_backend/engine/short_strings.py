@@ -38,7 +38,10 @@ def unrolled(ebnf: str) -> str:
         name, body, least, most = found[1], found[2], int(found[3]), int(found[4])
         if body not in characters or not least <= most <= MAX_LENGTH:
             return found[0]
-        needed.update(((max(least - used, 0), most - used), None) for used in range(most + 1))
+        for used in range(most + 1):
+            if (rule := (max(least - used, 0), most - used)) in needed:
+                break  # and so are all that it leads to
+            needed[rule] = None
         return f'{name} ::= "\\"" {prefix}_{least}_{most}'
 
     changed = _STRING.sub(replace, ebnf)

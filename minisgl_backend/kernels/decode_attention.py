@@ -45,6 +45,14 @@ class DecodeShape:
     workers: int = 0
     registers: int = 0  # of a thread of theirs, at most, so that they do run at once
 
+    def workers_of(self, batch: int, parts: int) -> int:
+        """Workers for so many sequences, where the workspace has room for `parts` parts; each sequence may add one."""
+        return max(0, min(self.workers, parts - batch))
+
+    def splits_of(self, batch: int, parts: int) -> int:
+        """Likewise, the most parts of a sequence where each has its own program."""
+        return max(1, min(self.num_splits, parts // batch))
+
 
 class DecodeWorkspace:
     """Partial results and arrival counters for one backend; the counters return to zero after every launch."""
@@ -67,6 +75,7 @@ MAX_PROGRAMS_FACTOR = 8  # parts a sequence for which there is room at the large
 # At least: no `decode_shape` cuts few sequences into more, so that no other number of parts is compiled for.
 LEAST_PARTS = 512
 LEAST_TILES = 2  # of a program that shares all tiles with others
+MAX_EARLY_BATCH = 64  # at more, a kernel that starts early (`pdl`) takes room from the one that still runs
 
 
 def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True) -> DecodeShape:
@@ -110,6 +119,25 @@ def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, 
     return DecodeShape(splits, min_part=part, tile=64, num_warps=4, num_stages=5, early=True)
 
 
+def distinct_batches(
+    max_batch: int, num_kv_heads: int, group: int, num_sms: int, can_share: bool, parts: int
+) -> tuple[int, ...]:
+    """Batches of up to max_batch sequences, ascending: the first of those for which another kernel is compiled.
+
+    `parts`: of the workspace; the rest as in decode_shape.
+    """
+    found: dict[object, int] = {}
+    for batch in range(1, max_batch + 1):
+        shape = decode_shape(batch, num_kv_heads, group, num_sms, can_share)
+        workers, splits = shape.workers_of(batch, parts), shape.splits_of(batch, parts)
+        if workers:
+            shape = replace(shape, num_splits=0, min_part=0, workers=triton.next_power_of_2(workers))
+        else:
+            shape = replace(shape, num_splits=splits, min_part=0, workers=0)
+        found.setdefault((shape, rotation_pays(batch, num_kv_heads, num_sms), batch <= MAX_EARLY_BATCH), batch)
+    return tuple(found.values())
+
+
 def rotation_pays(batch: int, num_kv_heads: int, num_sms: int = 132) -> bool:
     """Whether rotating_decode_attention beats a kernel for the rotation and decode_attention, measured on an H200.
 
@@ -136,7 +164,7 @@ def decode_attention(
     """Attention of one query token a sequence over its kv_lens cached tokens, or the last `window` of them (0: all).
 
     q [batch, num_q_heads, head_dim] (rows may be strided, heads of a row follow each other), caches
-    [num_pages, num_kv_heads, page_size, head_dim], rows and kv_lens int32 [batch], page_table int32
+    [num_pages, num_kv_heads, page_size, head_dim], rows and kv_lens (1 or more) int32 [batch], page_table int32
     [max_rows, max_pages]. Returns [batch, num_q_heads, head_dim].
     pdl: programmatic dependent launch (Hopper and later), whose rules stand in small_linear.py.
     """
@@ -228,15 +256,15 @@ def _launch(
         "LARGEST": largest_number(k_cache.dtype), "NATIVE": k_cache.is_cuda, "PDL": pdl,
         "num_warps": shape.num_warps, "num_stages": stages, **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
-    workers = min(shape.workers, workspace.parts - batch)
-    if workers > 0 and not window:
+    workers = shape.workers_of(batch, workspace.parts)
+    if workers and not window:
         _balanced_decode_kernel[(num_kv_heads, workers)](
             *arguments, batch, MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES,
             WORKERS_PADDED=triton.next_power_of_2(workers), **common,
             **({"maxnreg": shape.registers} if shape.registers else {}),
         )  # fmt: skip
         return
-    splits = max(1, min(shape.num_splits, workspace.parts // batch))
+    splits = shape.splits_of(batch, workspace.parts)
     _decode_kernel[(num_kv_heads, batch, splits)](
         *arguments, shape.min_part, NUM_SPLITS=splits, SPLITS_PADDED=triton.next_power_of_2(splits), WINDOW=window,
         EARLY=shape.early and fits, **common,

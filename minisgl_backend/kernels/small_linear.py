@@ -108,7 +108,7 @@ def _sliced_shape(rows: int, size_out: int, size_in: int, gated: bool) -> Linear
     if size_out <= 1024 and size_in <= 2048:
         return LinearShape(32, 256, 4, 2, 1, slices=2)
     if size_out <= 1024 and size_in <= 3072:
-        return LinearShape(64, 256, 3, 4, 1, slices=4)
+        return LinearShape(16, 256, 3, 4, 1, slices=4)  # larger tiles do not fit smaller GPUs
     if rows <= MAX_VECTOR_ROWS:
         return None
     if size_out >= 4096 and size_in <= 2048:  # Qwen3-30B-A3B's first product, with the norm

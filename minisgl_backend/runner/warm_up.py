@@ -27,10 +27,7 @@ from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 log = logging.getLogger(__name__)
 
-# Sequences that decode beside a short prompt. Between them they meet every kernel that kernels.decode_attention takes
-# for up to 247 of them, with 8, 4, 2 or 1 KV heads on the 132 multiprocessors of an H200.
-DECODING = (0, 1, 2, 3, 5, 9, 17, 34, 62, 65, 124, 231)
-# Tokens of a prompt beside one of them: about the sizes for which products take other kernels.
+# Tokens of a prompt beside one sequence that decodes: about the sizes for which products take other kernels.
 PROMPT_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 
 # Tokens of a prompt alone: small products are cut in another way, or have another number of lines, from each of these
@@ -55,7 +52,8 @@ def compile_kernels(
     if not compiles_ahead():
         return
     started = time.monotonic()
-    first, *others = warm_up_plans(max_running, max_prefill, max_seq_len, counts)
+    decoding = runner.attention.decode_batches(max_running)
+    first, *others = warm_up_plans(max_running, max_prefill, max_seq_len, counts, decoding)
     with compiling_ahead() as done:
         _execute(runner, first)
     if done.longest_s < FROM_CACHE_S:
@@ -63,7 +61,7 @@ def compile_kernels(
     count = done.count
     with compiling_ahead() as done:
         # The sampler's kernels take the longest.
-        for plan in (*sampled_plans(max_prefill, max_seq_len), *others, *decode_plans(max_running)):
+        for plan in (*sampled_plans(max_prefill, max_seq_len), *others, *decode_plans(max_running, decoding)):
             _execute(runner, plan)
     log.info("%d kernels compiled in %.1f s", count + done.count, time.monotonic() - started)
 
@@ -73,7 +71,8 @@ def warm_up(
 ) -> None:
     """Executes steps of the common shapes, within the limits of one step; counts: see warm_up_plans."""
     started = time.monotonic()
-    for plan in warm_up_plans(max_running, max_prefill, max_seq_len, counts):
+    decoding = runner.attention.decode_batches(max_running)
+    for plan in warm_up_plans(max_running, max_prefill, max_seq_len, counts, decoding):
         _execute(runner, plan)
     for plan in sampled_plans(max_prefill, max_seq_len):
         _execute(runner, plan)
@@ -92,20 +91,27 @@ def sampled_plans(max_prefill: int, max_seq_len: int) -> list[StepPlan]:
     return [_plan(min(2, max_prefill, max_seq_len - 1), 0, params) for params in SAMPLED]
 
 
-def decode_plans(max_running: int) -> list[StepPlan]:
-    """Decode steps of the sizes that are captured, and of all rows."""
-    sizes = dict.fromkeys((*graph_sizes(min(max_running, LARGEST_DEFAULT_GRAPH)), max_running))
+def decode_plans(max_running: int, decoding: Sequence[int]) -> list[StepPlan]:
+    """Decode steps of the sizes that are captured, of those in `decoding`, and of all rows."""
+    sizes = dict.fromkeys((*graph_sizes(min(max_running, LARGEST_DEFAULT_GRAPH)), *decoding, max_running))
     return [padding_plan((), (), np.arange(size, dtype=np.int32)) for size in sizes]
 
 
-def warm_up_plans(max_running: int, max_prefill: int, max_seq_len: int, counts: Sequence[int] = ()) -> list[StepPlan]:
+def warm_up_plans(
+    max_running: int,
+    max_prefill: int,
+    max_seq_len: int,
+    counts: Sequence[int] = (),
+    decoding: Sequence[int] = (1,),
+) -> list[StepPlan]:
     """Row 0 has the prompt, the rows after it decode their first token. The largest comes first: others fit into it.
 
-    counts: numbers of tokens, ascending, from each of which on the model takes other kernels. Those that no other plan
-    reaches get a step of prompts alone, or one with all rows where prompts alone are never so many.
+    decoding: numbers of those, ascending, see AttentionBackend.decode_batches. counts: numbers of tokens, ascending,
+    from each of which on the model takes other kernels. Those that no other plan reaches get a step of prompts alone,
+    or one with all rows where prompts alone are never so many.
     """
     longest = min(max_prefill, max_seq_len - 1)
-    decoding = list(takewhile(lambda rows: rows < max_running, DECODING))
+    decoding = [0, *takewhile(lambda rows: rows < max_running, decoding)]
     tokens = list(takewhile(lambda count: count <= longest, PROMPT_TOKENS)) or [longest]
     shapes = [(count, 0) for count in FEW_TOKENS if count < tokens[0]]
     shapes += [(tokens[0], rows) for rows in decoding]

@@ -6,7 +6,6 @@ tests/gpu runs them compiled. In small shapes here, since the interpreter execut
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -35,13 +34,11 @@ from minisgl_backend.kernels.decode_attention import (
     decode_attention,
     decode_shape,
     rotating_decode_attention,
-    rotation_pays,
 )
 from minisgl_backend.kernels.moe import moe, route
 from minisgl_backend.kernels.moe_tiles import align
 from minisgl_backend.kernels.prefill_attention import prefill_attention
 from minisgl_backend.kernels.triton_ops import TritonOps
-from minisgl_backend.runner.warm_up import DECODING
 from tests.sampling_cases import SamplingCase, logits_of
 
 CPU = torch.device("cpu")
@@ -330,6 +327,20 @@ def test_stages_of_a_small_product_fit_a_multiprocessor(num_rows, size_out, size
     if shape.slices == 1:
         numbers = shape.tile_out * (2 if gated else 1) + max(16, num_rows)
         assert 2 * shape.num_stages * shape.tile_in * numbers <= 227 << 10
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(
+    ("size_out", "size_in"), [(4096, 1024), (1024, 2048), (1024, 3072), (5120, 2048), (2048, 4096)]
+)
+def test_a_product_without_a_loop_holds_its_inputs_and_fits_a_small_gpu(size_out, size_in, gated):
+    """99 KiB of shared memory for a block have GPUs of compute capability 8.6, 8.9 and 12."""
+    for num_rows in range(2, small_linear.MAX_SLICED_ROWS + 1):
+        shape = small_linear.linear_shape(num_rows, size_out, size_in, gated)
+        if shape.slices > 1:
+            assert shape.slices * shape.tile_in * shape.split >= size_in
+            numbers = shape.tile_out * (2 if gated else 1) + 16
+            assert 2 * shape.slices * shape.tile_in * numbers <= 99 << 10
 
 
 def test_which_gated_products_are_small():
@@ -635,15 +646,3 @@ def test_pairs_are_sorted_by_expert_and_cut_into_tiles_of_one(pairs, experts, ti
             assert set(ids.flatten()[tiles.order[first:end].long()].tolist()) == {expert}
             held += range(first, end)
     assert held == list(range(pairs))
-
-
-@pytest.mark.parametrize("group", [2, 8])
-@pytest.mark.parametrize("num_kv_heads", [8, 4, 2, 1])
-def test_warming_up_meets_every_cut_of_decode_attention(num_kv_heads: int, group: int) -> None:
-    """Of up to 247 sequences: the few larger cuts are met where memory is measured."""
-
-    def compiled(batch: int) -> tuple[DecodeShape, bool, bool]:
-        shape = replace(decode_shape(batch, num_kv_heads, group, 132), min_part=0)  # it is no part of what is compiled
-        return shape, rotation_pays(batch, num_kv_heads, 132), batch <= 64  # see TritonBackend for the third
-
-    assert {compiled(batch) for batch in range(1, 248)} == {compiled(batch) for batch in DECODING if batch}

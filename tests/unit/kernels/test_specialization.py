@@ -117,32 +117,39 @@ def mixture(tokens, experts, k):
     ops.mixture(x, weight(experts, HIDDEN), weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE),
                 k, True, norm_weight=norm, eps=1e-6, residual=x)
 
-def decode(batch, kv_heads, workspace):
-    shape = decode_attention.decode_shape(batch, kv_heads, HEADS // kv_heads)
-    cache = weight(4, kv_heads, PAGE, DIM)
+def decode(batch, kv_heads, group, num_sms, can_share, workspace, alone):
+    # Beside a prompt, and where that is slower, rotation is a kernel of its own.
+    shape = decode_attention.decode_shape(batch, kv_heads, group, num_sms, can_share)
+    heads, cache = kv_heads * group, weight(4, kv_heads, PAGE, DIM)
     ints = torch.empty(batch, dtype=torch.int32)
-    decode_attention.decode_attention(
-        torch.empty(batch, HEADS, DIM, **bf16), cache, cache, ints, ints, torch.zeros(batch, 4, dtype=torch.int32),
-        workspace, shape, 1.0, pdl=batch <= 64,
-    )
+    rest = (cache, cache, ints, ints, torch.zeros(batch, 4, dtype=torch.int32), workspace, shape, 1.0)
+    pdl = batch <= decode_attention.MAX_EARLY_BATCH
+    if alone and decode_attention.rotation_pays(batch, kv_heads, num_sms):
+        qkv = torch.empty(batch, (heads + 2 * kv_heads) * DIM, **bf16)
+        decode_attention.rotating_decode_attention(qkv, None, None, torch.empty(64, DIM), *rest, 1e-6, pdl=pdl)
+    else:
+        decode_attention.decode_attention(torch.empty(batch, heads, DIM, **bf16), *rest, pdl=pdl)
 
 def sizes_of(plan):
     return sum(len(chunk.token_ids) for chunk in plan.prefill) + len(plan.decode_rows), len(plan.decode_rows)
 
 
-def check(max_running, max_prefill, max_seq_len, experts, k, kv_heads):
+def check(max_running, max_prefill, max_seq_len, experts, k, kv_heads, group, num_sms, can_share):
     global reason
     variants.clear()
     counts = moe.token_counts(experts, k)
     limits = (max_running, max_prefill, max_seq_len)
-    plans = [*warm_up_plans(*limits, counts), *sampled_plans(*limits[1:]), *decode_plans(max_running)]
-    workspace = decode_attention.DecodeWorkspace(max_running + 1, HEADS, kv_heads, DIM, torch.device("cpu"))
+    workspace = decode_attention.DecodeWorkspace(max_running + 1, group * kv_heads, kv_heads, DIM, torch.device("cpu"))
+    attention = (kv_heads, group, num_sms, can_share)
+    firsts = decode_attention.distinct_batches(max_running, *attention, workspace.parts)
+    beside = [*warm_up_plans(*limits, counts, firsts), *sampled_plans(*limits[1:])]
+    plans = [*beside, *decode_plans(max_running, firsts)]
     reason = "start"
     for tokens, rows in dict.fromkeys(map(sizes_of, plans)):
         dense(tokens, kv_heads)
         mixture(tokens, experts, k)
         if rows:
-            decode(rows, kv_heads, workspace)
+            decode(rows, *attention, workspace, alone=tokens == rows)
     most = max(min(max_prefill, max_running * (max_seq_len - 1)), min(max_prefill, max_seq_len - 1) + max_running - 1)
     some = {*range(1, 70), *range(70, most, 29), *range(most - 20, most + 1)}
     for tokens in sorted(tokens for tokens in some if 0 < tokens <= most):
@@ -150,8 +157,9 @@ def check(max_running, max_prefill, max_seq_len, experts, k, kv_heads):
         dense(tokens, kv_heads)
         mixture(tokens, experts, k)
     for rows in range(1, max_running + 1):
-        reason = f"{rows} rows decode"
-        decode(rows, kv_heads, workspace)
+        for alone in (False, True)[rows == max_running :]:
+            reason = f"{rows} rows decode, alone: {alone}"
+            decode(rows, *attention, workspace, alone)
     late = sorted((found, key) for key, found in variants.items() if found != "start")
     assert not late, "\\n".join(f"{found}: {key[0]} {key[1]} {key[2]}" for found, key in late[:8])
     assert len(variants) > 20
@@ -176,11 +184,16 @@ def test_no_kernel_is_compiled_for_a_number_that_changes(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "limits",
     [
-        (256, 2048, 4096, 128, 8, 4),  # max_running, max_prefill, max_seq_len, experts, of a token, KV heads
-        (5, 1500, 128, 64, 6, 1),
-        (1, 600, 4096, 16, 1, 8),
-        (17, 600, 300, 300, 10, 1),
-        (520, 256, 4096, 128, 8, 4),
+        # max_running, max_prefill, max_seq_len, experts, of a token, KV heads, query heads of each, multiprocessors,
+        # whether programs of decode attention may share tiles
+        (256, 2048, 4096, 128, 8, 4, 2, 132, True),
+        (5, 1500, 128, 64, 6, 1, 8, 132, True),
+        (1, 600, 4096, 16, 1, 8, 1, 132, True),
+        (17, 600, 300, 300, 10, 1, 8, 132, False),
+        (520, 256, 4096, 128, 8, 4, 8, 132, False),
+        (600, 256, 4096, 16, 1, 2, 2, 132, True),
+        (256, 256, 4096, 16, 1, 8, 8, 78, True),
+        (256, 256, 4096, 16, 1, 1, 8, 148, True),
     ],
 )
 def test_a_start_needs_every_kernel_that_a_step_can_need(tmp_path: Path, limits: tuple[int, ...]) -> None:
