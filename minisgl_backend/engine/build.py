@@ -95,7 +95,7 @@ def build_engine(
         compilers = GrammarCompilers(
             lambda: _load_tokenizer(config, model_dir), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
-        grammars = Grammars(compilers, vocab_size=model.vocab_size, mask_lines=runner.mask_lines)
+        grammars = Grammars(compilers)
         scheduler = Scheduler(limits)
         trial = None if config.runner == "null" else _trial_plan(config)
         core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, trial_plan=trial)

@@ -276,7 +276,9 @@ class EngineCore:
     def _sample(self, launched: _Launched) -> _Launched:
         """Goes on with a step that waits for masks; its failure shows when it is committed."""
         try:
-            masks = self._grammars.masks(launched.plan) if self._grammars is not None else None
+            masks = None
+            if self._grammars is not None:
+                masks = self._grammars.masks(launched.plan, self._runner.mask_lines)
             self._runner.sample(launched.pending, _masks_of(launched.plan, masks, launched.failed_rows))
         except Exception as error:
             return dataclasses.replace(launched, pending=_FailedStep(error))

@@ -40,24 +40,15 @@ class CompiledRequest:
 class Grammars:
     """The grammars of all sequences of one engine. Used by the step loop only."""
 
-    def __init__(
-        self,
-        compilers: GrammarCompilers,
-        *,
-        vocab_size: int,
-        mask_lines: Callable[[int], Int32Array] | None = None,
-    ) -> None:
-        """`close` closes the compilers. `mask_lines`: see StepRunner; without it, the bits lie in memory of its own."""
+    def __init__(self, compilers: GrammarCompilers) -> None:
+        """`close` closes the compilers."""
         self._compilers = compilers
-        self._vocab_size = vocab_size
         self._done: queue.SimpleQueue[tuple[Request, Any, MinisglError | None]] = queue.SimpleQueue()
         self._compiling: dict[int, int] = {}  # uid -> n, of requests
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
         self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar
         self._complete: set[int] = set()  # uids whose answer is complete: their matchers take nothing more
         self._filler = MaskFiller()
-        self._mask_lines = mask_lines
-        self._bits: Int32Array = np.empty((0, 0), dtype=np.int32)
 
     @property
     def num_compiling(self) -> int:
@@ -138,27 +129,23 @@ class Grammars:
             if admitted.uid in self._matchers:
                 self._rows[admitted.row] = admitted.uid
 
-    def masks(self, plan: StepPlan) -> tuple[Int32Array, Int32Array] | None:
+    def masks(self, plan: StepPlan, mask_lines: Callable[[int], Int32Array]) -> tuple[Int32Array, Int32Array] | None:
         """(result indices [k], bits [k, ceil(vocab / 32)]) of the plan's rows that have a grammar; None: no row has.
 
         Call it when all earlier steps are committed. Bit `t % 32` of word `t // 32` is 1 where token t is allowed; a
         row without any is one that must fail. A sequence whose answer is complete is not masked: its token is dropped.
-        The bits are overwritten by the next call.
+        `mask_lines`: StepRunner's, where the bits are to lie. It is not kept: a compiler's thread holds this object
+        until the process ends, and must not be the one that frees a runner.
         """
         matched = [(index, uid) for index, uid in self._matched(plan) if uid not in self._complete]
         if not matched:
             return None
-        bits = (self._mask_lines or self._own_lines)(len(matched))
+        bits = mask_lines(len(matched))
         for line, error in self._filler.fill([self._matchers[uid] for _, uid in matched], bits).items():
             # Whatever the library raises ends one sequence, not the step.
             log.error("the grammar of sequence %d failed", matched[line][1], exc_info=error)
             bits[line] = 0
         return np.array([index for index, _ in matched], dtype=np.int32), bits
-
-    def _own_lines(self, count: int) -> Int32Array:
-        if len(self._bits) < count:
-            self._bits = np.empty((2 * count, -(-self._vocab_size // 32)), dtype=np.int32)
-        return self._bits[:count]
 
     def advance(self, plan: StepPlan, result: StepResult) -> list[tuple[int, FinishReason]]:
         """Follows the sampled tokens; returns sequences that must end although they may go on, and why: their answer

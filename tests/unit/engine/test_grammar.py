@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import random
 import re
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -80,7 +82,12 @@ class RandomRunner:
             self.steps.setdefault(row, []).append(plan.step)
         return MaskedPending(plan, tokens, bool(guided))
 
+    def mask_lines(self, count: int) -> np.ndarray:
+        self.lines = np.full((count, -(-self._vocab_size // 32)), 0x5A5A5A5A, dtype=np.int32)
+        return self.lines
+
     def sample(self, pending: MaskedPending, masks: Any) -> None:
+        assert masks is None or masks[1] is self.lines
         if self.fails_sample:
             raise RuntimeError("no memory for that")
         pending.unsampled = None
@@ -113,9 +120,9 @@ def compilers(model: ModelConfig, tokenizer: Any) -> Iterator[GrammarCompilers]:
 
 
 class Harness:
-    def __init__(self, model: ModelConfig, compilers: GrammarCompilers, overlap: bool, **options: Any) -> None:
+    def __init__(self, model: ModelConfig, compilers: GrammarCompilers, overlap: bool) -> None:
         shared: Any = SharedCompilers(compilers)
-        self.grammars = Grammars(shared, vocab_size=model.vocab_size, **options)
+        self.grammars = Grammars(shared)
         limits = dataclasses.replace(LIMITS, eos_token_ids=model.eos_token_ids)
         self.scheduler = Scheduler(limits, seed=0)
         self.runner = RandomRunner(model.vocab_size, seed=1)
@@ -215,28 +222,17 @@ def test_a_grammar_that_breaks_ends_its_own_sequence(
         assert text_of(harness, tokenizer, uid) == str(uid) * 12
 
 
-def test_masks_are_filled_in_the_memory_that_is_given(
-    model: ModelConfig, compilers: GrammarCompilers, tokenizer: Any
-) -> None:
-    words = -(-model.vocab_size // 32)
-    given: list[np.ndarray] = []
-
-    def mask_lines(count: int) -> np.ndarray:
-        given.append(np.full((count, words), 0x5A5A5A5A, dtype=np.int32))
-        return given[-1]
-
-    class Runner(RandomRunner):
-        def sample(self, pending: MaskedPending, masks: Any) -> None:
-            assert masks is None or masks[1] is given[-1]
-            super().sample(pending, masks)
-
-    harness = Harness(model, compilers, overlap=True, mask_lines=mask_lines)
-    harness.runner = harness.core._runner = Runner(model.vocab_size, seed=1)
-    for uid in range(1, 8):
-        harness.core.submit(guided(uid, "regex", f"[{uid}]{{{10 + uid}}}"))
+def test_no_compiler_keeps_a_runner_alive(model: ModelConfig, tokenizer: Any) -> None:
+    """Its thread lives until the process ends; one that frees tensors then ends it with SIGABRT."""
+    compilers = GrammarCompilers(lambda: tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+    harness = Harness(model, compilers, overlap=True)
+    harness.core.submit(guided(1, "regex", "[0-9]{4}"))
     harness.run()
-    assert [text_of(harness, tokenizer, uid) for uid in range(1, 8)] == [str(uid) * (10 + uid) for uid in range(1, 8)]
-    harness.core.close()
+    runner = weakref.ref(harness.runner)
+    del harness
+    gc.collect()
+    assert runner() is None
+    compilers.close()
 
 
 def test_a_step_that_cannot_be_sampled_fails_its_sequences(harness: Harness) -> None:
@@ -322,7 +318,7 @@ def test_what_was_cancelled_counts_until_the_compilers_have_passed_over_it(monke
         grammars.submit(make_request(number, [5], grammar=grammar), grammar)
 
     compilers = Compilers()
-    grammars = Grammars(compilers, vocab_size=32)  # type: ignore[arg-type]
+    grammars = Grammars(compilers)  # type: ignore[arg-type]
     monkeypatch.setattr(grammar_module, "MAX_COMPILING", 10)
     for number in range(10):
         submit(number)
@@ -337,7 +333,7 @@ def test_what_was_cancelled_counts_until_the_compilers_have_passed_over_it(monke
 def test_without_the_package_the_request_is_refused(monkeypatch: pytest.MonkeyPatch, model: ModelConfig) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     compilers = GrammarCompilers(lambda: None, vocab_size=model.vocab_size, eos_token_ids=())
-    grammars = Grammars(compilers, vocab_size=model.vocab_size)
+    grammars = Grammars(compilers)
     request = guided(1, "json")
     with pytest.raises(InvalidRequestError, match="pip install"):
         grammars.submit(request, request.params.grammar)
