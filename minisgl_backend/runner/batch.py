@@ -6,6 +6,7 @@ chunks.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
@@ -405,5 +406,5 @@ def _params_of(admitted: AdmittedRow, vocab_size: int) -> Int32Array:
 
 def _graph_size(batch: int, graph_sizes: Sequence[int]) -> int:
     """The smallest captured size that holds the batch; 0 where there is none."""
-    index = int(np.searchsorted(graph_sizes, batch)) if batch and len(graph_sizes) else len(graph_sizes)
+    index = bisect_left(graph_sizes, batch) if batch and len(graph_sizes) else len(graph_sizes)
     return int(graph_sizes[index]) if index < len(graph_sizes) else 0
