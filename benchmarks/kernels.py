@@ -507,9 +507,9 @@ def bench_kv8(results: dict[str, dict]) -> None:
         rows = torch.arange(batch, dtype=torch.int32, device="cuda")
         q = torch.randn(batch, heads, 128, device="cuda").bfloat16()
         workspace = DecodeWorkspace(257, heads, kv_heads, 128, torch.device("cuda"))
-        out, chosen = torch.empty_like(q), decode_shape(batch, kv_heads, heads // kv_heads)
-        found = {}
+        out, found = torch.empty_like(q), {}
         for name, dtype in (("bf16", torch.bfloat16), ("fp8", torch.float8_e4m3fn)):
+            chosen = decode_shape(batch, kv_heads, heads // kv_heads, can_share=name == "bf16")  # as TritonBackend
             shape = (2, batch * pages + 1, kv_heads, page_size, 128)
             num_bytes = 2 * batch * length * kv_heads * 128 * dtype.itemsize
             layers = max(2, min(28, int(3e9 / num_bytes)))  # more than fits the L2 cache

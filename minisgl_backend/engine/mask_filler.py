@@ -10,9 +10,9 @@ from __future__ import annotations
 import logging
 import os
 import queue
-import threading
 import time
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,8 +54,7 @@ class MaskFiller:
         """`max_threads`, with the caller's: by default at most half of the processors. They start when needed."""
         cpus = len(os.sched_getaffinity(0))
         self._num_helpers = (max_threads or max(1, min(MAX_THREADS, cpus // 2))) - 1
-        self._helpers: list[threading.Thread] = []
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._helpers: ThreadPoolExecutor | None = None
         self._seconds = 0.0  # that the masks of the step before took all threads together: the next are much like them
 
     def fill(self, matchers: list[Any], bits: Int32Array) -> dict[int, Exception]:
@@ -91,33 +90,24 @@ class MaskFiller:
 
     def close(self) -> None:
         """Ends the helpers."""
-        for _ in self._helpers:
-            self._jobs.put(None)
-        self._helpers, self._num_helpers = [], 0
+        if self._helpers is not None:
+            self._helpers.shutdown(wait=False)
+        self._num_helpers = 0
 
     def _wake(self, job: _Job, count: int) -> None:
-        if not self._helpers:
-            self._start()
-        for _ in range(min(count, len(self._helpers))):
-            self._jobs.put(job)
-
-    def _start(self) -> None:
+        if self._helpers is None:
+            self._helpers = ThreadPoolExecutor(self._num_helpers, thread_name_prefix="grammar-masks")
         try:
-            for _ in range(self._num_helpers):
-                thread = threading.Thread(target=_help, args=(self._jobs,), name="grammar-masks", daemon=True)
-                thread.start()
-                self._helpers.append(thread)
+            for _ in range(count):
+                self._helpers.submit(_help, job)
         except RuntimeError as error:
             log.warning("no thread for another filler of grammar masks: %s", error)
-            self._num_helpers = len(self._helpers)
+            self._num_helpers = 0
 
 
-def _help(jobs: queue.SimpleQueue[_Job | None]) -> None:
-    """A helper's life."""
-    while (job := jobs.get()) is not None:
-        while (part := _next_part(job)) is not None:
-            job.done.put(_fill_part(job.matchers, job.bits, part))
-        del job, part  # keep nothing alive until the next step
+def _help(job: _Job) -> None:
+    while (part := _next_part(job)) is not None:
+        job.done.put(_fill_part(job.matchers, job.bits, part))
 
 
 def _next_part(job: _Job) -> range | None:

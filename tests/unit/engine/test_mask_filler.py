@@ -53,9 +53,7 @@ def test_each_line_is_its_own_matchers(filler: MaskFiller, count: int) -> None:
 
 def test_masks_that_take_long_are_shared(filler: MaskFiller) -> None:
     matchers = [Matcher(number, seconds=0.02) for number in range(16)]
-    started = time.monotonic()
     assert filled(filler, matchers) == (list(range(16)), {})
-    assert time.monotonic() - started < 0.25  # alone: 0.32
     assert len({thread for matcher in matchers for thread in matcher.threads}) > 1
 
 
