@@ -12,6 +12,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+import msgspec
+
 from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.request import SamplingParams
 
@@ -416,14 +418,31 @@ def read_end_of_text(folder: Path) -> int | None:
     for number, added in (settings.get("added_tokens_decoder") or {}).items():
         if isinstance(added, dict) and added.get("content") == text and str(number).isdigit():
             return int(number)
-    tokenizer = _read_json_if_there(folder / "tokenizer.json")
-    for added in tokenizer.get("added_tokens") or []:
-        if added.get("content") == text:
-            return int(added["id"])
-    vocabulary = (tokenizer.get("model") or {}).get("vocab")
-    if isinstance(vocabulary, dict):
-        return vocabulary.get(text)
-    return None
+    return _token_id(folder / "tokenizer.json", text)
+
+
+class _TokenizerModel(msgspec.Struct):
+    vocab: msgspec.Raw = msgspec.Raw(b"null")  # 150,000 tokens or more: parsed where the token is not among the added
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[dict[str, Any]] | None = None
+    model: _TokenizerModel | None = None
+
+
+def _token_id(file: Path, text: str) -> int | None:
+    """The id of a token in a tokenizer.json; None where there is no file, or no such token."""
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
+        for added in tokenizer.added_tokens or []:
+            if added.get("content") == text:
+                return int(added["id"])
+        vocabulary = msgspec.json.decode(tokenizer.model.vocab) if tokenizer.model is not None else None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from None
+    return vocabulary.get(text) if isinstance(vocabulary, dict) else None
 
 
 def _read_json_if_there(path: Path) -> dict[str, Any]:
