@@ -8,10 +8,14 @@ _ENSEMBLE_PREFIX = re.compile(r"^(?:in ensemble '[^']*', )+")
 _UNAVAILABLE_WORDS = r"""unavailable|unhealthy|not\ healthy|not\ ready|no\ available\ versions|queue\ (?:is\ )?full
     |try\ again|engine\ is\ not\ running|(?:engine|detokenizer)\ died|shutting\ down|was\ restarted|at\ the\ moment"""
 # What this project's servers say of a wrong request.
-_INVALID_WORDS = r"""allowed:|is\ not\ served|is\ not\ valid|is\ longer\ than|takes\ prompts\ of\ at\ most
+_INVALID_WORDS = r"""is\ not\ served|is\ not\ valid|is\ longer\ than|takes\ prompts\ of\ at\ most
     |chat\ template|guided_decoding_guide|lone\ surrogate|could\ not\ be\ read|send\ requests\ to"""
+# The same where it repeats what the client wrote, which may be any words, those of other errors among them.
+_REPEATING_WORDS = r"""allowed:|which\ is\ not\ valid\ JSON|the\ chat\ template\ refuses\ them
+    |guided_decoding_guide\ (?:cannot\ be\ compiled|is\ no\ JSON\ schema)"""
 # Wording of an error without a status -> the status it most likely had. The first match counts.
 _WORDINGS = (
+    (re.compile(rf"(?:{_REPEATING_WORDS})", re.VERBOSE), "INVALID_ARGUMENT"),
     (re.compile(r"\btimeout has passed\b"), "DEADLINE_EXCEEDED"),
     (re.compile(r"\bcancell?ed\b", re.IGNORECASE), "CANCELLED"),
     (re.compile(rf"\b(?:{_UNAVAILABLE_WORDS})\b", re.IGNORECASE | re.VERBOSE), "UNAVAILABLE"),

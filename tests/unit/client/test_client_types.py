@@ -159,6 +159,17 @@ def test_http_errors(code: int, message: str, expected: type[errors.ClientError]
         ("Request for unknown model: 'x' has no available versions", errors.Unavailable),
         ("in ensemble 'ensemble', the detokenizer died while it wrote this answer", errors.Unavailable),
         ("request was canceled", errors.Cancelled),
+        # What a client wrote is repeated, and may be the words of any error.
+        ("logit_bias has 'cancelled': 1.0; allowed: token ids and numbers", errors.InvalidRequest),
+        ("request parameter 'queue full' is unknown; allowed: bad_words, max_tokens", errors.InvalidRequest),
+        ("messages is 'try again', which is not valid JSON (malformed)", errors.InvalidRequest),
+        ("messages: the chat template refuses them: the tool is unavailable", errors.InvalidRequest),
+        ('guided_decoding_guide cannot be compiled: Unsupported type "cancelled"', errors.InvalidRequest),
+        (
+            "guided_decoding_guide takes longer than 1 s to compile, and 8 others that do wait for their turn; try "
+            "again later",
+            errors.Unavailable,
+        ),
         ("something else", errors.ServerError),
     ],
 )
