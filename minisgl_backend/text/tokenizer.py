@@ -17,7 +17,7 @@ from minisgl_backend.text.vocabulary import check_has_tokenizer
 
 # Arguments of apply_chat_template that are the server's business; a template from a client would be foreign code.
 _OWN_TEMPLATE_ARGUMENTS = frozenset(
-    {"conversation", "messages", "chat_template", "tokenize", "padding", "truncation", "max_length"}
+    {"self", "conversation", "messages", "chat_template", "tokenize", "padding", "truncation", "max_length"}
     | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
 )
 
@@ -82,7 +82,7 @@ class Tokenizer:
         ids = (tuple(self.encode(text, add_special_tokens=False)) for text in spellings)
         return tuple(dict.fromkeys(filter(None, ids)))
 
-    def render(self, messages: Sequence[Mapping[str, Any]], **template_arguments: Any) -> str:
+    def render(self, messages: Sequence[Mapping[str, Any]], /, **template_arguments: Any) -> str:
         """The prompt that the chat template makes of the messages, ready for the assistant's turn.
 
         The template decides about BOS: encode the result with `add_special_tokens=False`. `template_arguments`
@@ -98,6 +98,10 @@ class Tokenizer:
         plain = plain_messages(messages)
         try:
             rendered = self._tokenizer.apply_chat_template(plain, tokenize=False, **template_arguments)
+        except RecursionError:
+            raise InvalidRequestError(
+                "chat_template_kwargs or messages are nested too deeply for the chat template; allowed: fewer levels"
+            ) from None
         except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
             raise InvalidRequestError(f"messages: the chat template refuses them: {error}") from None
         return str(rendered)

@@ -58,10 +58,18 @@ def test_template_arguments_reach_the_template(tokenizer: PromptTokenizer) -> No
     assert tokenizer.render(message, add_generation_prompt=False) == "<s>[user]hi"
 
 
-@pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_tensors"])
+@pytest.mark.parametrize("name", ["chat_template", "tokenize", "return_tensors", "messages", "conversation", "self"])
 def test_a_client_cannot_bring_its_own_template(tokenizer: PromptTokenizer, name: str) -> None:
     with pytest.raises(InvalidRequestError, match="chat_template_kwargs"):
         tokenizer.render([{"role": "user", "content": "hi"}], **{name: "{{ 1 }}"})
+
+
+def test_what_is_nested_too_deeply_is_named(tokenizer: PromptTokenizer) -> None:
+    nested: list[Any] = []
+    for _ in range(2000):
+        nested = [nested]
+    with pytest.raises(InvalidRequestError, match="chat_template_kwargs or messages are nested"):
+        tokenizer.render([{"role": "user", "content": "hi"}], tools_of_mine=nested)
 
 
 @pytest.mark.parametrize(
