@@ -112,7 +112,7 @@ class CompletionAnswer:
         if self._request.prompt_logprobs is not None:
             for number, shown in enumerate(choices):
                 generation = self._generations[number // self._request.num_choices]
-                shown["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs)
+                shown["prompt_logprobs"] = prompt_logprobs(generation.prompt_logprobs, self._request.prompt_logprobs)
         answer = {**self._header.fields("text_completion"), "choices": choices, "usage": self._usage()}
         if self._request.return_perf_metrics:
             answer["perf_metrics"] = self._generations[0].perf_metrics

@@ -101,7 +101,7 @@ class CompletionLogprobs:
                 entries = list(position.values())
                 tokens.append(entries[0].decoded_token)
                 values.append(entries[0].logprob)
-                top.append({e.decoded_token: e.logprob for e in entries[::-1]} if self._num_top else {})
+                top.append({e.decoded_token: e.logprob for e in _asked(entries, self._num_top)[::-1]})
             self._offset += len(tokens[-1])
         return {
             "tokens": tokens,
@@ -111,9 +111,20 @@ class CompletionLogprobs:
         }
 
 
-def prompt_logprobs(positions: Sequence[Position]) -> list[dict[str, Any] | None]:
+def prompt_logprobs(positions: Sequence[Position], num_top: int) -> list[dict[str, Any] | None]:
     """vLLM's `prompt_logprobs`: null for the first token, then the server's own form."""
-    return [None, *({key: _plain(entry) for key, entry in position.items()} for position in positions)]
+    return [None, *(_prompt_entry(position, num_top) for position in positions)]
+
+
+def _prompt_entry(position: Position, num_top: int) -> dict[str, Any]:
+    asked = _asked(list(position.values()), num_top)
+    return {key: _plain(entry) for key, entry in position.items() if entry in asked}
+
+
+def _asked(entries: Sequence[TokenLogprob], num_top: int) -> Sequence[TokenLogprob]:
+    """The token's own and the `num_top` most likely ones; echoed and prompt log-probabilities may ask for fewer each
+    than the other."""
+    return [entries[0], *(entry for entry in entries[1:] if entry.rank <= num_top)]
 
 
 def _plain(entry: TokenLogprob) -> dict[str, Any]:

@@ -59,7 +59,7 @@ class ChatRequest(Generating):
 
     def check(self) -> None:
         super().check()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             raise invalid("top_logprobs", f"top_logprobs is {self.top_logprobs}; allowed: only with logprobs=true")
         if self.continue_final_message and self.add_generation_prompt:
             raise invalid(

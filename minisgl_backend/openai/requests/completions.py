@@ -46,6 +46,9 @@ class CompletionRequest(Generating):
         if len(self.prompts) * self.num_choices > MAX_CHOICES and len(self.prompts) > 1:
             choices = f"{len(self.prompts)} prompts times n are more than {MAX_CHOICES} choices"
             raise invalid("prompt", f"prompt: {choices}; allowed: at most {MAX_CHOICES}")
+        if self.stream and self.prompt_logprobs is not None:
+            reason = "allowed: only with stream=false"
+            raise invalid("prompt_logprobs", f"prompt_logprobs is {self.prompt_logprobs}; {reason}")
         if self.suffix:
             raise invalid("suffix", "suffix is given; this server has no models that fill in")
 
@@ -57,8 +60,8 @@ class CompletionRequest(Generating):
         for name in ("best_of", "logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 values[name] = value
-        if self.echo and self.logprobs is not None:
-            values["prompt_logprobs"] = self.logprobs
+        if self.echo and self.logprobs is not None and values.get("prompt_logprobs", 0) >= 0:
+            values["prompt_logprobs"] = max(self.logprobs, values.get("prompt_logprobs", 0))
         return values
 
     def names(self) -> dict[str, str]:

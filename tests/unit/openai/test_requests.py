@@ -9,7 +9,7 @@ import pytest
 from pydantic import ValidationError
 
 from minisgl_backend.openai.errors import ApiError, from_message
-from minisgl_backend.openai.logprobs import CompletionLogprobs, chat_logprobs
+from minisgl_backend.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
 from minisgl_backend.openai.model import tool_format, writes_thoughts
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
@@ -52,6 +52,7 @@ def completion(**values: Any) -> CompletionRequest:
         ({"structured_outputs": {"grammar": "root ::= x"}}, {"guided_decoding": {"grammar": "root ::= x"}}),
         ({"structured_outputs": {"json_object": True}}, {"guided_decoding": {"json_object": True}}),
         ({"structured_outputs": {"json_object": False}}, {}),
+        ({"logprobs": False, "top_logprobs": 0}, {}),
         ({"user": "me", "metadata": {"a": 1}, "store": False}, {}),
     ],
 )
@@ -66,6 +67,12 @@ def test_completions() -> None:
     assert completion(max_tokens=3, logprobs=2).sampling() == {"max_tokens": 3, "logprobs": 2}
     echo = {"max_tokens": 1, "logprobs": 2, "prompt_logprobs": 2}
     assert completion(max_tokens=0, logprobs=2, echo=True).sampling() == echo
+    # Each is given all that it asked for.
+    both = {"max_tokens": 1, "logprobs": 2, "prompt_logprobs": 5}
+    assert completion(max_tokens=0, logprobs=2, prompt_logprobs=5, echo=True).sampling() == both
+    assert completion(max_tokens=0, logprobs=2, prompt_logprobs=0, echo=True).sampling() == echo
+    wrong = {"max_tokens": 1, "logprobs": 2, "prompt_logprobs": -1}
+    assert completion(max_tokens=0, logprobs=2, prompt_logprobs=-1, echo=True).sampling() == wrong
     for prompt, prompts in (("a", ["a"]), (["a", "b"], ["a", "b"]), ([1, 2], [[1, 2]]), ([[1], [2]], [[1], [2]])):
         assert completion(prompt=prompt).prompts == prompts
 
@@ -114,6 +121,13 @@ def test_what_is_refused_here(values: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as error:
         chat(**values).check()
     assert (error.value.status, error.value.param) == (400, param)
+
+
+def test_a_stream_has_no_place_for_prompt_logprobs() -> None:
+    completion(prompt_logprobs=1).check()
+    with pytest.raises(ApiError) as error:
+        completion(prompt_logprobs=1, stream=True).check()
+    assert (error.value.status, error.value.param) == (400, "prompt_logprobs")
 
 
 @pytest.mark.parametrize(
@@ -187,6 +201,9 @@ def test_log_probabilities() -> None:
     assert first["text_offset"] == [0, 3]
     assert first["top_logprobs"] == [None, {"a": -0.5, "b": -1.5}]
     assert shape.encode([{"2": b}])["text_offset"] == [4]
+    # The prompt's may hold more than is asked for here.
+    assert CompletionLogprobs(1).encode([{"3": c, "1": a, "2": b}])["top_logprobs"] == [{"a": -0.5, "\ufffd": -9.0}]
+    assert [list(one or ()) for one in prompt_logprobs([{"3": c, "1": a, "2": b}], 1)] == [[], ["3", "1"]]
 
 
 @pytest.mark.parametrize(
