@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -33,7 +34,7 @@ class ServedModel:
         self._settings = settings
         self._info: ModelInfo | None = None
         self._created = int(time.time())
-        self._opens_thoughts: dict[str, bool] = {}  # by the chat template's arguments as JSON
+        self._opens_thoughts: dict[bytes, bool] = {}  # by the digest of the chat template's arguments
 
     async def info(self) -> ModelInfo:
         """Raises ApiError where the server does not answer."""
@@ -98,7 +99,7 @@ class ServedModel:
 
     async def _prompt_opens_thoughts(self, template_kwargs: Mapping[str, Any]) -> bool:
         """Whether the chat template ends with `<think>`, as some do, or only with certain arguments."""
-        key = json.dumps(template_kwargs, sort_keys=True)
+        key = hashlib.sha256(json.dumps(template_kwargs, sort_keys=True).encode()).digest()  # they may be megabytes
         if key not in self._opens_thoughts:
             prompt = Prompt(messages=_PROBE, template_kwargs=template_kwargs)
             names = {"messages": "chat_template_kwargs"}

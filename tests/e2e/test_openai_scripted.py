@@ -66,7 +66,7 @@ TEMPLATE = """
 {%- endfor %}
 {%- if add_generation_prompt %}
 {{- '<|im_start|>assistant\n' }}
-{%- if thinking %}{{- '<think>\n' }}{%- endif %}
+{%- if thinking or reasoning_effort == 'high' %}{{- '<think>\n' }}{%- endif %}
 {%- endif %}
 """
 
@@ -161,7 +161,12 @@ def test_a_template_that_opens_the_thoughts_when_it_is_told_to(endpoint: Endpoin
     options = {"extra_body": {"chat_template_kwargs": {"thinking": True}}}
     found = message_of(endpoint.client(), OPENED, stream=stream, **options)
     assert (found["thoughts"], found["content"]) == ("Two and two, that is four.", "It is 4.")
+    found = message_of(endpoint.client(), OPENED, stream=stream, reasoning_effort="high")
+    assert (found["thoughts"], found["content"]) == ("Two and two, that is four.", "It is 4.")
     found = message_of(endpoint.client(), OPENED, stream=stream)
+    assert (found["thoughts"], found["content"]) == ("", OPENED)
+    bare = {"add_generation_prompt": False, **options["extra_body"]}
+    found = message_of(endpoint.client(), OPENED, stream=stream, extra_body=bare)
     assert (found["thoughts"], found["content"]) == ("", OPENED)
     options["extra_body"]["include_reasoning"] = False  # type: ignore[assignment]
     found = message_of(endpoint.client(), OPENED, stream=stream, **options)

@@ -75,12 +75,19 @@ class ChatRequest(Generating):
                 reason = "is given beside tool_choice, which constrains the answer, too; allowed: one"
                 raise invalid(guided[0], f"{guided[0]} {reason}")
 
-    def template_kwargs(self) -> dict[str, Any]:
-        """What the chat template gets beside the messages."""
+    def switches(self) -> dict[str, Any]:
+        """What tells the chat template how the answer begins."""
         kwargs = dict(self.chat_template_kwargs or {})
-        for name in ("add_generation_prompt", "continue_final_message", "documents", "reasoning_effort"):
+        for name in ("add_generation_prompt", "continue_final_message", "reasoning_effort"):
             if (value := getattr(self, name)) is not None:
                 kwargs[name] = value
+        return kwargs
+
+    def template_kwargs(self) -> dict[str, Any]:
+        """What the chat template gets beside the messages."""
+        kwargs = self.switches()
+        if self.documents is not None:
+            kwargs["documents"] = self.documents
         if self.tools and self.choice != "none":
             kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
         return kwargs
