@@ -187,7 +187,7 @@ class AsyncClient:
         priority: int = 0,
         **options: Unpack[SamplingOptions],
     ) -> Result:
-        """The whole answer to a prompt or to chat messages. Cancelling the task cancels the request."""
+        """The whole answer to a prompt or to chat messages. Cancelling the task gives it up; the server computes on."""
         request = self._settings.request(prompt, messages, False, request_id, timeout, priority, options)
         async with AsyncTextStream(self._transport.start(request), request.request_id) as answer:
             async for _ in answer:
