@@ -115,6 +115,7 @@ def _flag(parameters: dict[str, str], name: str, automatic: bool) -> bool:
 
 def _deadline(timeout_us: object) -> float | None:
     """time.monotonic() seconds; the clock is the same in every process of a machine."""
-    if not isinstance(timeout_us, int):
-        raise InvalidRequestError(f"timeout is {shown(timeout_us)}; allowed: a whole number of microseconds")
-    return time.monotonic() + timeout_us / 1e6 if timeout_us > 0 else None
+    if not isinstance(timeout_us, int) or isinstance(timeout_us, bool) or timeout_us < 0:
+        allowed = "a whole number of microseconds, 0: no limit"
+        raise InvalidRequestError(f"timeout is {shown(timeout_us)}; allowed: {allowed}")
+    return time.monotonic() + timeout_us / 1e6 if timeout_us else None

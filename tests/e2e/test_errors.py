@@ -47,6 +47,8 @@ QUESTION = {"text_input": "What is 1 + 1?", "max_tokens": 8}
         ("sampling_parameters", "[1]"),
         ("chat_template_kwargs", "7"),
         ("chat_template_kwargs", '{"chat_template": "{{ 1 }}"}'),
+        ("timeout", -5),
+        ("timeout", True),
         ("lora_task_id", 3),
         ("decoder_text_input", "x"),
         ("return_context_logits", True),
