@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import struct
 import urllib.request
 from collections.abc import Iterator
@@ -132,3 +133,37 @@ def test_options(listener: tuple[Listener, int], path: str, values: dict[str, An
         options = json.loads(packed.contents.bytes_contents[0])
         assert sent.items() <= options.items()
         assert options["stream"] is True
+
+
+def raw(port: int, head: str, body: bytes = b"") -> bytes:
+    """All that is answered to these bytes until the connection ends."""
+    answer = b""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.settimeout(60)
+        try:
+            connection.sendall(head.encode() + body)
+            while piece := connection.recv(65536):
+                answer += piece
+        except ConnectionError:  # it is not read to its end
+            pass
+    return answer
+
+
+def test_an_offer_of_another_protocol_is_ignored(listener: tuple[Listener, int]) -> None:
+    """Java's clients offer HTTP/2 with every request."""
+    body = json.dumps(PATHS["/v1/completions"]).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, HTTP2-Settings, close\r\nUpgrade: h2c\r\n"
+        "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAAAAUAAEAA\r\nContent-Type: application/json\r\n"
+    )
+    answer = raw(listener[1], f"{head}Content-Length: {len(body)}\r\n\r\n", body)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+    chunked = f"{len(body):x}\r\n".encode() + body + b"\r\n0\r\n\r\n"
+    answer = raw(listener[1], f"{head}Transfer-Encoding: chunked\r\n\r\n", chunked)
+    assert answer.startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("line", ["GET /" + "a" * 10_000_000, "GET / HTTP/1.1\r\n" + "x: y\r\n" * 2_000_000])
+def test_a_head_without_an_end_is_not_kept(listener: tuple[Listener, int], line: str) -> None:
+    answer = raw(listener[1], line)
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
