@@ -227,6 +227,7 @@ def create_app(settings: EndpointSettings) -> FastAPI:
     app.add_exception_handler(ApiError, _answer_error)
     app.add_exception_handler(RequestValidationError, _answer_wrong_body)
     app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RecursionError, _answer_nested_body)
     app.add_exception_handler(Exception, _answer_unforeseen)
     # The last one added is the first one asked.
     app.add_middleware(BodyLimit, most_bytes=settings.max_body_bytes)
@@ -332,6 +333,11 @@ async def _answer_unforeseen(request: Request, error: Exception) -> Response:
 async def _answer_wrong_body(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     return await _answer_error(request, from_validation(error.errors()))
+
+
+async def _answer_nested_body(request: Request, error: Exception) -> Response:
+    """JSON that was read a few levels short of the limit cannot be written again, from deeper in the code."""
+    return await _answer_error(request, invalid("body", "the body is nested too deeply; allowed: fewer levels"))
 
 
 async def _answer_http_error(request: Request, error: Exception) -> Response:

@@ -167,3 +167,13 @@ def test_an_offer_of_another_protocol_is_ignored(listener: tuple[Listener, int])
 def test_a_head_without_an_end_is_not_kept(listener: tuple[Listener, int], line: str) -> None:
     answer = raw(listener[1], line)
     assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+
+
+def test_no_depth_of_a_body_is_a_fault(listener: tuple[Listener, int]) -> None:
+    """Near the limit of the interpreter's stack a body can be read but not handed on."""
+    for depth in range(800, 1010):
+        nested = '{"messages":[{"role":"user","content":"x"}],"documents":[{"a":' + "[" * depth + "]" * depth + "}]}"
+        body = nested.encode()
+        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        answer = raw(listener[1], f"{head}Content-Length: {len(body)}\r\n\r\n", body)
+        assert answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 400 ")), (depth, answer)
