@@ -18,9 +18,13 @@ from minisgl_backend.openai.triton import Delta
 class MessageParser:
     """The text of one choice -> its parts, in order."""
 
-    def __init__(self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None) -> None:
+    def __init__(
+        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, *, parallel: bool = True
+    ) -> None:
+        """`parallel`: false leaves out all calls but the first."""
         self._reasoning = reasoning
         self._tools = tools
+        self._parallel = parallel
         self.has_calls = False
         self.num_thought_tokens = 0  # exact where every token is a delta of its own, else to within the last of them
 
@@ -36,6 +40,8 @@ class MessageParser:
             parts += [piece] if piece.kind == "reasoning" else self._tools.feed(piece.text)
         if delta.reason is not None:
             parts += self._tools.finish(delta.reason)
+        if not self._parallel:
+            parts = [part for part in parts if part.number == 0]
         self.has_calls = self.has_calls or any(part.kind == "call" for part in parts)
         return parts
 
@@ -74,7 +80,11 @@ def message_parsers(
     if new_reasoning is None and new_tools is None:
         return None
     return [
-        MessageParser(new_reasoning() if new_reasoning else None, new_tools() if new_tools else None)
+        MessageParser(
+            new_reasoning() if new_reasoning else None,
+            new_tools() if new_tools else None,
+            parallel=request.parallel_tool_calls is not False,
+        )
         for _ in range(request.num_choices)
     ]
 

@@ -122,6 +122,9 @@ def test_tool_calls(endpoint: Endpoint, stream: bool) -> None:
     found = message_of(endpoint.client(), HERMES, stream=stream, tools=TOOLS)
     assert [(name, json.loads(arguments)) for name, arguments in found["calls"]] == CALLS
     assert (found["content"], found["reason"]) == ("Let me look.", "tool_calls")
+    single = message_of(endpoint.client(), HERMES, stream=stream, tools=TOOLS, parallel_tool_calls=False)
+    assert [(name, json.loads(arguments)) for name, arguments in single["calls"]] == CALLS[:1]
+    assert (single["content"], single["reason"]) == ("Let me look.", "tool_calls")
     untouched = message_of(endpoint.client(), HERMES, stream=stream, tools=TOOLS, tool_choice="none")
     assert (untouched["content"], untouched["reason"]) == (HERMES, "stop")
 
