@@ -101,12 +101,14 @@ def generate(
     """Print the answer to one prompt."""
     text = sys.stdin.read() if prompt == "-" else prompt
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
-    options.update({"n": n} if n > 1 else {}, **({"ignore_eos": True} if ignore_eos else {}))
+    options.update({"n": n} if n != 1 else {}, **({"ignore_eos": True} if ignore_eos else {}))
     if chat is not None and system is None:
         options["apply_chat_template"] = chat
     messages = None if system is None else [{"role": "system", "content": system}, {"role": "user", "content": text}]
     question = text if system is None else None
     with errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
+        if system is not None and chat is False:
+            raise ValueError("--system is given with --raw; allowed: one of them")
         started = time.monotonic()
         if stream and n == 1 and not as_json:
             with client.stream(question, messages=messages, **options) as answer:

@@ -13,7 +13,7 @@ from .connection import Address, parse_url
 from .connection import Protocol as WireProtocol
 from .errors import ClientError, ServerError, Unavailable
 from .metrics import Metrics, fetch_metrics
-from .request import InferenceRequest, Message, SamplingOptions, build_tensors, check_request
+from .request import InferenceRequest, Message, SamplingOptions, build_tensors, check_request_id, check_timeout
 from .results import Result
 from .stream import AsyncCall, AsyncTextStream, Call, TextStream
 
@@ -53,14 +53,17 @@ class _Settings:
         priority: int,
         options: SamplingOptions,
     ) -> InferenceRequest:
-        check_request(request_id, timeout)
+        check_request_id(request_id)
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        timeout = self.timeout if timeout is None else timeout
+        check_timeout(timeout, request_id)
         return InferenceRequest(
             model=self.model,
             model_version=self.model_version,
-            request_id=uuid.uuid4().hex if request_id is None else request_id,
+            request_id=request_id,
             tensors=build_tensors(prompt, messages, stream, priority, options),
             stream=stream,
-            timeout=self.timeout if timeout is None else timeout,
+            timeout=timeout,
         )
 
 

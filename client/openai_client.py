@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from .errors import ClientError, ServerError, Unavailable, from_http, from_message
 from .http_transport import AsyncHttpCall, HttpCall, Post, new_session, parse_body
-from .request import Message, SamplingOptions
+from .request import Message, SamplingOptions, check_timeout
 from .results import Reply
 from .stream import AsyncTextStream, TextStream
 
@@ -240,6 +240,7 @@ def _post(
     timeout: float | None,
 ) -> Post:
     request_id = uuid.uuid4().hex
+    check_timeout(timeout, request_id)
     body: dict[str, Any] = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **options}
     if messages is None:
         path, body["prompt"] = f"{server.path}/completions", prompt or ""

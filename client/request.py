@@ -10,11 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
-from .errors import InvalidRequest
+from .errors import InvalidRequest, timed_out
 
 Message = Mapping[str, Any]  # {"role": ..., "content": ...}, and what else the chat template reads
 Datatype = Literal["BYTES", "BOOL", "INT32", "UINT64", "FP32"]
 Scalar = str | bool | int | float
+
+MAX_TIMEOUT = 1e9  # seconds
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -131,12 +133,21 @@ def build_tensors(
     return tensors
 
 
-def check_request(request_id: Any, timeout: Any) -> None:
-    """Raises InvalidRequest where what accompanies a request has a wrong type; None is right."""
+def check_request_id(request_id: Any) -> None:
+    """Raises InvalidRequest where it has a wrong type; None is right."""
     if request_id is not None:
         _check("request_id", "BYTES", request_id)
-    if timeout is not None:
-        _check("timeout", "FP32", timeout)
+
+
+def check_timeout(timeout: Any, request_id: str) -> None:
+    """Raises InvalidRequest for what is no time, or longer than sockets wait, and TimedOut where none is left."""
+    if timeout is None:
+        return
+    seconds = _check("timeout", "FP32", timeout)
+    if not float(seconds) <= MAX_TIMEOUT:
+        raise InvalidRequest(f"timeout is {timeout!r}; allowed: at most {MAX_TIMEOUT:g} seconds; None: no limit")
+    if float(seconds) <= 0:
+        raise timed_out(float(seconds), request_id)
 
 
 def _encode_option(name: str, value: Any) -> tuple[str, Tensor]:

@@ -52,10 +52,16 @@ def test_generate_json_and_several_answers(url: str) -> None:
     assert several.count(FULL_TEXT) == 2
 
 
+def test_generate_leaves_the_number_of_answers_to_the_server(url: str, record: Record) -> None:
+    run("generate", "Hallo", "--url", url, "--n", "0")
+    assert record.requests[0]["num_return_sequences"] == [0]
+
+
 @pytest.mark.parametrize(
     ("arguments", "exit_status", "message"),
     [
         (("invalid",), 1, "InvalidRequest: top_p is 7"),
+        (("Hallo", "--system", "x", "--raw"), 2, "--system is given with --raw; allowed: one of them"),
         (("Hallo", "--protocol", "smtp"), 2, "protocol is 'smtp'; allowed: grpc, http"),
         (("Hallo", "--url", "grpc://127.0.0.1:1"), 1, "Unavailable:"),
         (("Hallo", "--url", "ftp://x"), 2, "allowed schemes"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from typing import Any
 
 import pytest
@@ -41,6 +42,9 @@ def test_wrong_types_are_named(name: str, value: Any, allowed: str) -> None:
     ("values", "message"),
     [
         ({"timeout": "5"}, "timeout is '5'; allowed: a number"),
+        ({"timeout": float("nan")}, "timeout is nan; allowed: at most 1e+09 seconds; None: no limit"),
+        ({"timeout": float("inf")}, "timeout is inf; allowed: at most 1e+09 seconds; None: no limit"),
+        ({"timeout": 1e12}, "timeout is 1000000000000.0; allowed: at most 1e+09 seconds; None: no limit"),
         ({"request_id": 5}, "request_id is 5; allowed: a string"),
         ({"messages": "Hallo"}, "messages is a str; allowed: a list of chat messages"),
         ({"messages": {"role": "user", "content": "Hallo"}}, "messages is a dict; allowed: a list of chat messages"),
@@ -50,6 +54,13 @@ def test_wrong_types_beside_the_options_are_named(values: dict[str, Any], messag
     with Client("127.0.0.1:9") as client, pytest.raises(InvalidRequest) as caught:  # nothing is sent
         client.generate(None if "messages" in values else "Hallo", **values)
     assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("scheme", ["grpc", "http"])
+@pytest.mark.parametrize("timeout", [0, -1.5, -math.inf])
+def test_a_time_that_is_over_is_not_waited_for(scheme: str, timeout: float) -> None:
+    with Client(f"{scheme}://127.0.0.1:9", timeout=timeout) as client, pytest.raises(errors.TimedOut):
+        client.generate("Hallo")
 
 
 def test_unknown_options_are_named() -> None:

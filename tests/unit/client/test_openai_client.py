@@ -127,3 +127,8 @@ def test_nobody_answers() -> None:
         OpenAIClient("127.0.0.1:1")
     with pytest.raises((Unavailable, InvalidRequest)):
         list(OpenAIClient("127.0.0.1:1", "named").stream("Hallo"))
+
+
+def test_a_time_that_nobody_can_wait(openai_url: str) -> None:
+    with OpenAIClient(openai_url, timeout=1e12) as client, pytest.raises(InvalidRequest, match="timeout"):
+        client.stream("Hallo")

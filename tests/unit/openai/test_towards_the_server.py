@@ -174,6 +174,8 @@ def test_no_depth_of_a_body_is_a_fault(listener: tuple[Listener, int]) -> None:
     for depth in range(800, 1010):
         nested = '{"messages":[{"role":"user","content":"x"}],"documents":[{"a":' + "[" * depth + "]" * depth + "}]}"
         body = nested.encode()
-        head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        head = (
+            "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Type: application/json\r\n"
+        )
         answer = raw(listener[1], f"{head}Content-Length: {len(body)}\r\n\r\n", body)
         assert answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 400 ")), (depth, answer)
