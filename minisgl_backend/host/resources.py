@@ -25,6 +25,9 @@ ONE_CORE_WEIGHT_BYTES = 32 << 20
 SERVER_STACK_BYTES = 1 << 30
 USUAL_STACK_BYTES = 8 << 20
 
+# Each connection of a client is a file. What a shell gives, 1024 as a rule, is for programs that still ask by `select`.
+MOST_FILES = 1 << 16
+
 _STRICT_OVERCOMMIT = "2"  # vm.overcommit_memory: address space counts as memory
 
 
@@ -71,6 +74,14 @@ def set_torch_defaults() -> None:
     """For this process. In vain once torch is loaded: the variables are read then."""
     if "torch" not in sys.modules:
         os.environ.update(torch_defaults(os.environ))
+
+
+def raise_file_limit() -> None:
+    """Let this process, and what it becomes or starts, have MOST_FILES open, or as many as it may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MOST_FILES if hard == resource.RLIM_INFINITY else min(MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def raise_stack_limit() -> None:

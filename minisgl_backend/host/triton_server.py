@@ -24,7 +24,7 @@ from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.installed import version_of
-from minisgl_backend.host.resources import raise_stack_limit, torch_defaults
+from minisgl_backend.host.resources import raise_file_limit, raise_stack_limit, torch_defaults
 from minisgl_backend.ipc.private import make_private
 
 DIE_WITH_PARENT = "--die-with-parent"
@@ -161,6 +161,7 @@ def main() -> None:
     if arguments[:1] == [DIE_WITH_PARENT]:
         arguments = arguments[1:]
         _die_with_parent()
+    raise_file_limit()
     raise_stack_limit()
     command = install.command(arguments)
     os.execvpe(command[0], command, install.environment({**torch_defaults(os.environ), **os.environ}))

@@ -11,6 +11,7 @@ import uvicorn
 
 from minisgl_backend.config import Environment
 from minisgl_backend.host.openai_endpoint import SETTINGS_VARIABLE, EndpointSettings
+from minisgl_backend.host.resources import raise_file_limit
 from minisgl_backend.host.spawn import TIED, begin_child
 from minisgl_backend.openai.app import create_app
 
@@ -21,6 +22,7 @@ _MAX_HEADER_BYTES = 64 << 10
 def main() -> None:
     """Serves until SIGTERM; then finishes the requests in flight."""
     begin_child("openai", Environment.read().log_level, tied=TIED in sys.argv)
+    raise_file_limit()
     settings = EndpointSettings.from_json(os.environ.pop(SETTINGS_VARIABLE))
     app = create_app(settings)
     gc.collect()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.host.resources import (
+    MOST_FILES,
     ONE_CORE_WEIGHT_BYTES,
     SERVER_STACK_BYTES,
     SPINS,
@@ -100,6 +102,21 @@ def test_cores_are_those_of_the_container(tmp_path: Path, monkeypatch: pytest.Mo
     assert usable_cores(sys_folder(tmp_path / "little", "5000 100000\n")) == 1
     pairs = {0: "0,2\n", 1: "1,3\n", 2: "0,2\n", 3: "1,3\n"}
     assert usable_cores(sys_folder(tmp_path / "hyperthreads", siblings=pairs)) == 2
+
+
+def test_a_shells_limit_of_files_is_none_of_the_servers() -> None:
+    code = """
+import resource
+from minisgl_backend.host.resources import raise_file_limit
+hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+for limits in ((128, hard), (128, 512), (128, 128)):
+    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    raise_file_limit()
+    print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], hard)
+"""
+    raised, hard, *others = map(int, child_says(code).split())
+    assert raised == (MOST_FILES if hard == resource.RLIM_INFINITY else min(hard, MOST_FILES))
+    assert others[::2] == [512, 128]
 
 
 def test_stacks_are_large_for_the_server_and_usual_for_its_children() -> None:

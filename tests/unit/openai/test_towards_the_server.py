@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import resource
 import socket
 import struct
+import time
 import urllib.request
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -179,3 +183,27 @@ def test_no_depth_of_a_body_is_a_fault(listener: tuple[Listener, int]) -> None:
         )
         answer = raw(listener[1], f"{head}Content-Length: {len(body)}\r\n\r\n", body)
         assert answer.startswith((b"HTTP/1.1 200 ", b"HTTP/1.1 400 ")), (depth, answer)
+
+
+def test_more_connections_than_a_shell_allows_files(listener: tuple[Listener, int]) -> None:
+    (port,) = free_ports(1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = len(os.listdir("/proc/self/fd")) + 60
+    if hard != resource.RLIM_INFINITY and hard < 2 * few + 100:
+        pytest.skip("this machine allows few open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
+    try:
+        endpoint = OpenAIEndpoint(EndpointSettings(port=port, served_model_names=("one",)))
+        while not endpoint.process_ids:
+            time.sleep(0.01)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    try:
+        with contextlib.ExitStack() as stack:
+            connections = [stack.enter_context(socket.create_connection(("127.0.0.1", port))) for _ in range(few)]
+            for connection in connections:
+                connection.settimeout(60)
+                connection.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert all(connection.recv(100).startswith(b"HTTP/1.1 200 ") for connection in connections)
+    finally:
+        endpoint.stop()
