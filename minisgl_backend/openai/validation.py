@@ -15,6 +15,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     """The first field's error, with all that pydantic says of it."""
     first = errors[0]
     place = [part for part in first["loc"] if part != "body"]
+    if first["type"] == "too_long" and not place:
+        return invalid("body", f"the body has too many fields; allowed: {_allowed(first)}")
     if first["type"] in ("json_invalid", "json_type") or not place or isinstance(place[0], int):
         if isinstance(first.get("input"), bytes):  # FastAPI reads no JSON where the header does not say so
             return invalid("body", "the body has another content type; allowed: Content-Type: application/json")
@@ -51,5 +53,5 @@ def _path(place: Sequence[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = repr(value[:_MAX_SHOWN] if isinstance(value, (str, list)) else value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

@@ -3,20 +3,39 @@
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from minisgl_backend.openai.errors import invalid
-from minisgl_backend.request import MAX_SEQUENCES_PER_REQUEST
+from minisgl_backend.request import MAX_LOGIT_BIAS, MAX_SEQUENCES_PER_REQUEST
 
-TokenIds = list[int]
+MAX_FIELDS = 256  # of an object with named fields; none has so many
+
+
+def check_entries(values: Any, most: int) -> Any:
+    """Before they are looked at one by one: of millions that are wrong, each would become an error of its own."""
+    if isinstance(values, dict) and len(values) > most:
+        raise PydanticCustomError("too_long", "at most {max_length} entries", {"max_length": most})
+    return values
+
+
+# All lists of a request end at their first wrong entry, for the same reason.
+Texts = Annotated[list[str], Field(fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+Biases = Annotated[dict[str, float], BeforeValidator(lambda values: check_entries(values, MAX_LOGIT_BIAS))]
 
 
 class Model(BaseModel):
     """An object with these fields and no others."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_entries(cls, values: Any) -> Any:
+        return check_entries(values, MAX_FIELDS)
 
 
 class StreamOptions(Model):
@@ -42,7 +61,7 @@ class StructuredOutputs(Model):
 
     json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: Texts | None = None
     grammar: str | None = None
     json_object: bool | None = None
 
@@ -54,11 +73,11 @@ class Sampling(Model):
     stream: bool | None = None
     temperature: float | None = None
     top_p: float | None = None
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     seed: int | None = None
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
-    logit_bias: dict[str, float] | None = None
+    logit_bias: Biases | None = None
     # Beyond OpenAI, by vLLM's names.
     top_k: int | None = None
     min_p: float | None = None
@@ -66,14 +85,14 @@ class Sampling(Model):
     min_tokens: int | None = None
     ignore_eos: bool | None = None
     stop_token_ids: TokenIds | None = None
-    bad_words: list[str] | None = None
+    bad_words: Texts | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Texts | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_decoding_backend: str | None = None  # without a meaning here: there is one

@@ -18,7 +18,12 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 class CompletionRequest(Generating):
     """POST /v1/completions."""
 
-    prompt: str | Annotated[list[str], Field(max_length=MAX_PROMPTS)] | TokenIds | list[TokenIds]
+    prompt: (
+        str
+        | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+    )
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None

@@ -29,6 +29,7 @@ WORDS: Mapping[str, str] = {
     "response_format": "text.format",
 }
 _REPEATED = {"instructions", "metadata", "reasoning", "text", "tool_choice", "tools", "user"}  # in the answer
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
 
 
@@ -79,15 +80,15 @@ class ResponsesStreamOptions(Model):
 class ResponsesRequest(Sampling):
     """A conversation as items."""
 
-    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | Annotated[list[dict[str, Any]], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: Text | None = None
-    tools: Annotated[list[Function], Field(max_length=MAX_TOOLS)] | None = None
+    tools: Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
-    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] | None = None
+    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = None
     stream_options: ResponsesStreamOptions | None = None
     truncation: Literal["disabled"] | None = None

@@ -14,6 +14,8 @@ from minisgl_backend.openai.model import tool_format, writes_thoughts
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.messages import Message
+from minisgl_backend.openai.requests.responses import ResponsesRequest
+from minisgl_backend.openai.requests.tokenize import DetokenizeRequest
 from minisgl_backend.openai.triton import ModelInfo, TokenLogprob
 from minisgl_backend.openai.validation import from_validation
 
@@ -220,3 +222,41 @@ def test_log_probabilities() -> None:
 def test_formats_are_known_only_where_certain(template: str, tokens: list[str], form: str, thoughts: bool) -> None:
     info = ModelInfo("m", 1, 1, template, tokens)
     assert (tool_format(info), writes_thoughts(info)) == (form, thoughts)
+
+
+MANY = 100_000
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        (CompletionRequest, {"prompt": [*([1] * MANY), "a"]}),
+        (CompletionRequest, {"prompt": [["a"]] * MANY}),
+        (CompletionRequest, {"prompt": [[]] * MANY}),
+        (ChatRequest, {"stop": [1] * MANY}),
+        (ChatRequest, {"guided_choice": [1] * MANY}),
+        (ChatRequest, {"structured_outputs": {"choice": [1] * MANY}}),
+        (ChatRequest, {"stop_token_ids": ["a"] * MANY}),
+        (ChatRequest, {"logit_bias": {str(number): "a" for number in range(MANY)}}),
+        (ChatRequest, {"messages": [1] * MANY}),
+        (ChatRequest, {"tools": [1] * MANY}),
+        (ChatRequest, {"tools": [{"type": "function", "function": {f"x{number}": 1 for number in range(MANY)}}]}),
+        (ChatRequest, {"documents": [1] * MANY}),
+        (ChatRequest, {"modalities": [1] * MANY}),
+        (ChatRequest, {f"x{number}": 1 for number in range(MANY)}),
+        (ResponsesRequest, {"input": [1] * MANY}),
+        (ResponsesRequest, {"include": [1] * MANY}),
+        (DetokenizeRequest, {"tokens": ["a"] * MANY}),
+    ],
+)
+def test_what_is_wrong_a_million_times_is_a_few_errors(kind: Any, values: dict[str, Any]) -> None:
+    """Each error is an object: a body of 16 MB had eight million of them and took the endpoint minutes and 10 GB."""
+    needed = {ChatRequest: {"messages": HELLO}, CompletionRequest: {"prompt": "x"}, ResponsesRequest: {"input": "x"}}
+    with pytest.raises(ValidationError) as wrong:
+        kind.model_validate({**needed.get(kind, {}), **values})
+    assert wrong.value.error_count() < 10
+    error = from_validation(wrong.value.errors())
+    assert error.status == 400
+    name = next(iter(values))
+    assert (error.param or "").startswith("body" if name.startswith("x") else name)
+    assert len(error.message) < 700
