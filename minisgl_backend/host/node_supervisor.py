@@ -113,6 +113,7 @@ class NodeSupervisor:
         self._abandon = threading.Event()
         self._said = ""
         self._not_ready: str | None = "waiting for node 0"
+        self._was_ready = False  # a group of before, or this one: these options can be served
 
     def not_ready_reason(self) -> str | None:
         """None while the whole group is ready; any thread may ask."""
@@ -207,12 +208,12 @@ class NodeSupervisor:
                 if not said:
                     return NODE_0_ENDED
                 if said.endswith(READY) and not ready:
-                    ready, self._not_ready = True, None
+                    ready, self._was_ready, self._not_ready = True, True, None
             if (ended := group.ended_rank()) is not None:
                 rank, status = ended
                 if status == ORDERLY_END:
                     return NODE_0_ENDED
-                if status == WRONG_OPTIONS and not ready:
+                if status == WRONG_OPTIONS and not self._was_ready:
                     raise ConfigError(f"rank {rank} cannot be served with these options; its log says why")
                 return f"rank {rank} ended (status {status}); meeting again"
         return "stopped"

@@ -34,7 +34,7 @@ def wait_for(condition: Callable[[], object], seconds: float = 10.0) -> None:
 
 
 class Group:
-    """Node 0 of a group and a node beside it."""
+    """Node 0 of a group, which may begin anew, and a node beside it."""
 
     def __init__(self, nodes: int = 2, start_timeout_s: float = 0.0, exit_timeout_s: float = 30.0) -> None:
         with socket.socket() as probe:
@@ -43,7 +43,7 @@ class Group:
         self.config = EngineConfig(tp=nodes, nodes=nodes, rendezvous=address)
         self.environment = Environment.read({})
         self.store = socket.create_server(("127.0.0.1", 0))
-        self.node_0 = Nodes(self.config, self.environment, DEMO, self.store.getsockname()[1], SECRET)
+        self.node_0 = self.make_node_0()
         self.said: list[str] = []
         self.ranks: list[subprocess.Popen[bytes]] = []
         self.store_ports: list[int] = []
@@ -51,6 +51,9 @@ class Group:
         node = Node(self.config, self.environment, 1, SECRET, DEMO)
         self.supervisor = NodeSupervisor(node, self.said.append, start_timeout_s, exit_timeout_s)
         self._thread = threading.Thread(target=lambda: self.codes.append(self.supervisor.run()))
+
+    def make_node_0(self) -> Nodes:
+        return Nodes(self.config, self.environment, DEMO, self.store.getsockname()[1], SECRET)
 
     def start_rank(self, _: str, arguments: list[str], **__: Any) -> subprocess.Popen[bytes]:
         self.store_ports.append(int(arguments[arguments.index("--port") + 1]))
@@ -170,6 +173,22 @@ def test_what_a_ranks_end_means(make_group: Callable[..., Group], status: int, s
     wait_for(lambda: any(text.startswith(said) for text in group.said))
     if status == WRONG_OPTIONS:
         assert group.ended() == WRONG_OPTIONS
+
+
+def test_a_node_that_has_served_does_not_give_up(make_group: Callable[..., Group]) -> None:
+    """What a rank refuses then is not its options: a device that has no room yet, a folder that is away."""
+    group = make_group()
+    group.serve()
+    group.node_0.close()
+    group.node_0 = group.make_node_0()
+    group.node_0.gather()
+    group.node_0.links()
+    wait_for(lambda: len(group.ranks) == 2)
+    stdin = group.ranks[1].stdin
+    assert stdin is not None
+    stdin.write(b"%d\n" % WRONG_OPTIONS)
+    stdin.flush()
+    wait_for(lambda: f"rank 1 ended (status {WRONG_OPTIONS}); meeting again" in group.said)
 
 
 def test_the_start_timeout_counts_while_other_nodes_are_missing(make_group: Callable[..., Group]) -> None:
