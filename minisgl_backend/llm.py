@@ -12,14 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
+import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -319,12 +321,15 @@ class LLM:
         self._generating = True
         try:
             while waiting or open_streams:
-                self._feed(waiting, open_streams)
-                if not self._step() and core.waits_for_compiler:
-                    time.sleep(COMPILER_WAIT_S)
-                self._raise_rejected()
-                yield self._take(core.take_outputs(), open_streams)
-            self._drain()
+                with _interrupted_at_the_end():
+                    self._feed(waiting, open_streams)
+                    if not self._step() and core.waits_for_compiler:
+                        time.sleep(COMPILER_WAIT_S)
+                    self._raise_rejected()
+                    ended = self._take(core.take_outputs(), open_streams)
+                yield ended
+            with _interrupted_at_the_end():
+                self._drain()
         except BaseException:
             self._abandon(open_streams)
             raise
@@ -375,6 +380,9 @@ class LLM:
         except EngineDeadError as error:
             self._dead = self._dead or str(error)
             raise EngineDeadError(self._dead) from error
+        except BaseException as error:  # of whoever was too impatient for the step's end, above all
+            self._dead = self._dead or f"a step was broken off: {error!r}"
+            raise
         if self._dead:  # what a step computes without its other ranks is no answer
             raise EngineDeadError(self._dead)
         return busy
@@ -383,11 +391,12 @@ class LLM:
         """Leaves an engine that the next call can use."""
         if self._engine is None or self._dead:
             return
-        self._engine.core.abort(list(open_streams), FinishReason.CANCELLED)
-        try:
-            self._drain()
-        except EngineDeadError as error:
-            self._dead = str(error)
+        with _interrupted_at_the_end():
+            self._engine.core.abort(list(open_streams), FinishReason.CANCELLED)
+            try:
+                self._drain()
+            except EngineDeadError as error:
+                self._dead = str(error)
 
     def _drain(self) -> None:
         """Commits what is in flight of sequences that have ended, so that they hold no pages until the next call."""
@@ -399,6 +408,30 @@ class LLM:
 
     def _note_loss(self, reason: str) -> None:
         self._dead = reason
+
+
+@contextlib.contextmanager
+def _interrupted_at_the_end() -> Iterator[None]:
+    """What Ctrl-C raises comes when this is over: in the middle of a step it would leave an engine that nobody can use,
+    and other ranks that wait for this one. The second Ctrl-C waits for nothing."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[FrameType | None] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(frame)
+        if len(came) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(came) == 1:
+            handler(signal.SIGINT, came[0])
 
 
 def _refuse_what_needs_a_server(config: EngineConfig) -> None:

@@ -6,6 +6,7 @@ collectives, on the CPU.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -102,3 +103,22 @@ def test_a_request_that_rank_0_cannot_prepare_leaves_the_ranks_in_step(
     for _ in range(2):
         (after,) = pair.generate([PROMPT], plain)
         assert after.token_ids == before.token_ids
+
+
+def test_an_interrupt_leaves_the_ranks_in_step(pair: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C once the other rank has the step and waits for this one in its first sum."""
+    plain = SamplingParams(temperature=0.0, max_tokens=12)
+    (before,) = pair.generate([PROMPT], plain)
+    runner: Any = pair.engine.core._runner  # type: ignore[attr-defined]
+    execute = runner.execute
+
+    def interrupted(batch: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        return execute(batch)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "execute", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pair.generate([PROMPT], plain)
+    (after,) = pair.generate([PROMPT], plain)
+    assert after.token_ids == before.token_ids

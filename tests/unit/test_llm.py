@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -229,6 +230,44 @@ def test_the_same_answers_with_every_way_to_run(llm: LLM, overlap: bool, cache_t
         outputs = other.generate(prompts, max_tokens=16, temperature=0, ignore_eos=True)
         assert [output.token_ids for output in outputs] == expected
         assert other.stats.pages_leased == 0
+
+
+@pytest.mark.parametrize("stage", ["execute", "prepare"])
+def test_an_interrupted_call_leaves_an_engine_that_serves(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    expected = llm.generate([[5, 6]], max_tokens=20, temperature=0)[0].token_ids
+    runner: Any = llm.engine.core._runner  # type: ignore[attr-defined]
+    real, calls = getattr(runner, stage), [0]
+
+    def interrupted(given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == 5:
+            signal.raise_signal(signal.SIGINT)
+        return real(given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, stage, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6], [7, 8, 9]], max_tokens=20, ignore_eos=True)
+    assert calls[0] <= 7, "it ends with the step"
+    assert (llm.stats.num_running, llm.stats.num_waiting, llm.stats.pages_leased) == (0, 0, 0)
+    assert llm.generate([[5, 6]], max_tokens=20, temperature=0)[0].token_ids == expected
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_a_second_interrupt_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    with LLM("demo", **OPTIONS) as llm:
+
+        def hang(_: Any) -> Any:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+
+        monkeypatch.setattr(llm.engine.core._runner, "execute", hang)  # type: ignore[attr-defined]
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5, 6]], max_tokens=20)
+        with pytest.raises(EngineDeadError, match="a step was broken off: KeyboardInterrupt"):
+            llm.generate([[5, 6]], max_tokens=20)
 
 
 def test_a_closed_engine_says_so() -> None:
