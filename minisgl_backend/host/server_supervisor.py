@@ -87,13 +87,14 @@ class Supervisor:
             server = self._server = ServerProcess(self._settings, self._install)
         except ConfigError as error:
             return None, str(error)
+        ready_since = None
         try:
             ready_since, problem = self._wait_until_ready(server)
             if ready_since is not None:
                 self._watch(server)
         finally:
             self._busy = "stopping" if self._stop.is_set() else "restarting"
-            self._end(server)
+            self._end(server, was_ready=ready_since is not None)
         return ready_since, problem or server.refusal
 
     def _wait_until_ready(self, server: ServerProcess) -> tuple[float | None, str | None]:
@@ -159,15 +160,16 @@ class Supervisor:
         say(f"model {model} is back")
         return True
 
-    def _end(self, server: ServerProcess) -> None:
-        if self._stop.is_set():
+    def _end(self, server: ServerProcess, *, was_ready: bool) -> None:
+        if self._stop.is_set() and was_ready:
             say("stopping: requests in flight are finished first; Ctrl-C again ends them")
             if self._endpoint is not None:
                 self._endpoint.begin_stop()  # what it still answers ends with the server's requests
             server.stop(self._abandon)
-            say("stopped")
-        else:
+        else:  # nobody waits for an answer, and a model that is being loaded would end neither soon nor by itself
             server.clean_up()
+        if self._stop.is_set():
+            say("stopped")
 
     def _start_endpoint(self) -> None:
         """Once, behind the first server that is ready: it outlives those that are restarted."""

@@ -18,7 +18,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,7 +27,8 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.processes import descendants, environment_folder, process_table
+from minisgl_backend.host.node_options import SECRET
+from minisgl_backend.host.processes import Process, descendants, environment_folder, process_table
 from minisgl_backend.host.triton_server import find_triton_server
 from tests.e2e.wire import DEATH, HOSTILE_BODIES, post_raw
 
@@ -251,9 +252,13 @@ def test_a_signal_ends_everything_and_leaves_nothing(service: Service, stub_died
     everything = descendants(service.process.pid, process_table())
     service.process.send_signal(signal.SIGINT)
     assert service.process.wait(PATIENCE_SECONDS) == 0
+    assert_gone(everything, regions)
+
+
+def assert_gone(processes: Iterable[Process], regions: Iterable[str]) -> None:
     # Who outlives its parent has another one.
     alive = {(process.pid, process.start_ticks) for process in process_table().values() if not process.dead}
-    assert [process.pid for process in everything if (process.pid, process.start_ticks) in alive] == []
+    assert [process.pid for process in processes if (process.pid, process.start_ticks) in alive] == []
     assert [region for region in regions if Path("/dev/shm", region).exists()] == []
 
 
@@ -334,6 +339,20 @@ def test_a_start_that_takes_for_ever_ends(tmp_path: Path) -> None:
     with running(make_slow_repository(tmp_path / "repository"), tmp_path / "log", "--start-timeout", "8") as service:
         assert "not ready after 8 s" in end_of_start(service)
     assert not service.stubs("slow")
+
+
+def test_a_server_that_is_not_ready_stops_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its engine waits for another node, and would for ever."""
+    monkeypatch.setenv(SECRET, "the secret of two nodes")
+    rendezvous = f"127.0.0.1:{free_ports(1)[0]}"
+    options = ("--tp", "2", "--nodes", "2", "--node-rank", "0", "--rendezvous", rendezvous, "--exit-timeout", "100")
+    with running(ROOT / "model_repository", tmp_path / "log", *options) as service:
+        service.wait(lambda: "for node 1" in service.log.read_text(errors="replace"))
+        regions, everything = shared_memory_of(service), descendants(service.process.pid, process_table())
+        service.process.terminate()
+        assert service.process.wait(30) == 0
+    assert regions
+    assert_gone(everything, regions)
 
 
 def test_options_that_cannot_be_served_end_the_start_with_one_line(tmp_path: Path) -> None:
