@@ -60,9 +60,10 @@ class Engine:
     _close: Callable[[], None]
 
     def close(self) -> None:
-        """Ends the core and the followers."""
+        """Ends the core, the followers and the signs of life."""
         self.core.close()
         self._close()
+        self.heartbeat.close()
 
 
 def build_engine(

@@ -58,10 +58,11 @@ class Heartbeat:
         self._looked_at: float | None = None
         self.sign = Sign.LOADING  # the latest
         self._on_sign: Callable[[Sign], None] | None = None
+        self._closed = threading.Event()
 
     def start(self, on_sign: Callable[[Sign], None] = lambda sign: None) -> None:
-        """Calls `on_sign` about every second from now on, on a thread of its own, as long as the process lives; and on
-        the main thread where that begins or ends what may take long.
+        """Calls `on_sign` about every second from now on, on a thread of its own, until `close`; and on the main thread
+        where that begins or ends what may take long.
 
         Where that is so already, it stays so, and this changes nothing.
         """
@@ -69,6 +70,10 @@ class Heartbeat:
             self._on_sign = on_sign
             on_sign(self.sign)
             threading.Thread(target=self._beat, args=(on_sign,), name="heartbeat", daemon=True).start()
+
+    def close(self) -> None:
+        """Ends the thread: nobody listens any more."""
+        self._closed.set()
 
     def ready(self, *, on_cpu: bool) -> None:
         """The process has started. `on_cpu`: it computes its steps itself, which may take long."""
@@ -143,13 +148,13 @@ class Heartbeat:
         return self.sign
 
     def _beat(self, on_sign: Callable[[Sign], None]) -> None:
-        while True:
+        while not self._closed.is_set():
             before = self.sign
             sign = self.look(time.monotonic())
             if sign is Sign.STUCK and before is not Sign.STUCK:
                 faulthandler.dump_traceback(sys.stderr)  # says where
             on_sign(sign)
-            time.sleep(PERIOD_S)
+            self._closed.wait(PERIOD_S)
 
 
 class Liveness:

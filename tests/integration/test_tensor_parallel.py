@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,7 @@ def test_options_that_the_device_refuses_leave_no_rank() -> None:
 
 
 def test_an_engine_in_process_says_that_a_rank_died() -> None:
+    before = set(threading.enumerate())
     with LLM("demo", tp=2, **OPTIONS) as llm:
         (follower,) = followers_of(os.getpid())
         os.kill(follower, signal.SIGKILL)
@@ -85,6 +87,7 @@ def test_an_engine_in_process_says_that_a_rank_died() -> None:
             llm.generate("hello", max_tokens=5)
         with pytest.raises(EngineDeadError):
             llm.generate("hello", max_tokens=5)
+    wait_for(lambda: set(threading.enumerate()) <= before, 10)
 
 
 def test_a_stopped_follower_counts_as_dead(
