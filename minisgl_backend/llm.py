@@ -338,8 +338,10 @@ class LLM:
 
     def _feed(self, waiting: deque[_Answer], open_streams: dict[int, _Stream]) -> None:
         """Submits as many requests as the engine's queue and its compilers of grammars take, and leaves the rest."""
-        engine, limit = self.engine, self.config.max_waiting_requests
-        room = limit - engine.core.stats().num_waiting if waiting else 0
+        engine, room = self.engine, 0
+        if waiting:  # those whose grammar is being compiled join the queue, all at once perhaps
+            taken = engine.core.stats().num_waiting + engine.core.num_compiling
+            room = self.config.max_waiting_requests - taken
         while waiting and room > 0:
             is_guided = waiting[0].request.params.grammar is not None
             if is_guided and engine.core.waits_for_compiler and engine.core.room_for_grammars <= 0:

@@ -195,9 +195,14 @@ class EngineCore:
         return self._scheduler.stats()
 
     @property
+    def num_compiling(self) -> int:
+        """Requests that wait for their grammar to be compiled; the scheduler has not seen them yet."""
+        return 0 if self._grammars is None else self._grammars.num_compiling
+
+    @property
     def waits_for_compiler(self) -> bool:
         """True while a grammar is being compiled: `step` will have something to do without a command."""
-        return self._grammars is not None and self._grammars.num_compiling > 0
+        return self.num_compiling > 0
 
     @property
     def room_for_grammars(self) -> int:

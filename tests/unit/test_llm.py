@@ -333,3 +333,11 @@ def test_a_batch_may_have_more_grammars_than_wait_at_a_time(llm: LLM, monkeypatc
     params = [SamplingParams(max_tokens=16, grammar=guide) for guide in guides]
     answers = llm.generate(["a"] * len(guides), params)
     assert [len(answer.text) for answer in answers] == list(range(1, 9))
+
+
+def test_a_batch_may_have_more_grammars_than_the_queue_takes(llm: LLM) -> None:
+    """They leave the compilers together, and others wait already."""
+    guided = SamplingParams(max_tokens=8, temperature=0, grammar=Grammar(kind="regex", text="[d-f]{3}"))
+    params = [guided, SamplingParams(max_tokens=8, temperature=0)] * OPTIONS["max_waiting_requests"] * 2
+    answers = llm.generate([f"prompt number {index}" for index in range(len(params))], params)
+    assert all(len(answer.text) == 3 and set(answer.text) <= set("def") for answer in answers[::2])
