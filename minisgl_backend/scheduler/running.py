@@ -8,14 +8,14 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.cache.kv_manager import KVManager, Swap
+from minisgl_backend.cache.kv_manager import KVManager
 from minisgl_backend.cache.prefix_cache import NO_PAGES, PrefixMatch
 from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import RowState
 from minisgl_backend.scheduler.sequence import Sequence, SequenceState
 from minisgl_backend.scheduler.step_plan_builder import NONE32, NONE64, StepPlanBuilder
-from minisgl_backend.step import AdmittedRow
+from minisgl_backend.step import AdmittedRow, StepPlan
 
 Int32Array = npt.NDArray[np.int32]
 IndexArray = npt.NDArray[np.intp]
@@ -47,7 +47,8 @@ class RunningSet:
         self._queue = queue
         self._decode_index: IndexArray = np.empty(0, dtype=np.intp)  # rows whose prompt is planned, oldest first
         self._decode_arrays: tuple[Int32Array, npt.NDArray[np.int64]] | None = (NONE32, NONE64)  # None: out of date
-        self._swaps: list[tuple[Sequence, Swap]] = []  # the next plan tells the runner
+        # Columns of a row's page table and their new pages: the next plan tells the runner.
+        self._swaps: list[tuple[Sequence, Int32Array, Int32Array]] = []
         self._retiring: list[tuple[int, Int32Array]] = []  # (step after which they are free, pages)
         self._matched_pages = np.zeros(max_rows, dtype=np.int32)  # shared at admission: not freed by this row's end
 
@@ -129,7 +130,7 @@ class RunningSet:
         self.capacity_changed = True
         if swap is None:
             return
-        self._swaps.append((sequence, swap))
+        self._swaps.append((sequence, swap.columns, swap.new))
         # A plan made before this commit still reads the old pages. What is planned from now on reads the new ones.
         self._retiring.append((last_planned, swap.old))
 
@@ -146,9 +147,17 @@ class RunningSet:
 
     def send_swaps(self, builder: StepPlanBuilder) -> None:
         """Tells the runner of pages that were exchanged since the last plan."""
-        for sequence, swap in self._swaps:
-            builder.write_pages(sequence.row, swap.columns, swap.new)
+        for sequence, columns, pages in self._swaps:
+            builder.write_pages(sequence.row, columns, pages)
         self._swaps = []
+
+    def send_again(self, plan: StepPlan) -> None:
+        """Tells the runner once more what a plan that was not executed said of the pages of sequences that go on."""
+        goes_on = self.rows.active[plan.page_rows]
+        for row in np.unique(plan.page_rows[goes_on]):
+            sequence, entries = self.rows.sequences[row], plan.page_rows == row
+            assert sequence is not None, "an active row has a sequence"
+            self._swaps.append((sequence, plan.page_columns[entries], plan.page_ids[entries]))
 
     def freed_pages(self, rows: IndexArray) -> npt.NDArray[np.int64]:
         """Pages that become available when each of these rows ends, estimated; int64 [num_rows]."""

@@ -146,6 +146,8 @@ class Scheduler:
             first_decode += chunk.samples
         if len(plan.decode_rows):
             self._commit_decode(plan, first_decode, result)
+        if not result.executed:  # those of its rows have ended by now
+            self._running.send_again(plan)
         self._running.committed = plan.step
         self._running.free_retired()
         self._running.release_finished()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import msgspec
@@ -60,9 +61,9 @@ class FailingRunner(FakeRunner):
 
 
 class Harness:
-    def __init__(self, overlap: bool) -> None:
-        self.scheduler = Scheduler(LIMITS, seed=0)
-        self.runner = FailingRunner(LIMITS)
+    def __init__(self, overlap: bool, limits: SchedulerLimits = LIMITS) -> None:
+        self.scheduler = Scheduler(limits, seed=0)
+        self.runner = FailingRunner(limits)
         self.core = EngineCore(self.scheduler, self.runner, overlap=overlap, trial_plan=TRIAL)
         self.records = Records()
 
@@ -226,6 +227,27 @@ def test_pages_are_cleared_even_where_the_step_that_was_to_do_it_failed(harness:
     harness.runner.fails_execute = lambda plan: False
     harness.core.submit(make_request(2, range(5, 55), max_tokens=9, ignore_eos=True))
     assert harness.run().reasons[2] == FinishReason.LENGTH
+
+
+def test_pages_change_hands_even_where_the_step_that_was_to_say_so_failed() -> None:
+    """Equal prompts share pages once they are computed; a prompt comes before either goes on, and breaks its step."""
+    for overlap in (False, True):
+        harness = Harness(overlap, dataclasses.replace(LIMITS, max_prefill_length=64, mixed_prefill_length=0))
+        equal = [make_request(uid, range(10, 30), max_tokens=20, ignore_eos=True) for uid in range(2)]
+        for request in equal:
+            harness.core.submit(request)
+        for _ in range(1 + overlap):
+            harness.core.step()
+        harness.runner.fails_execute = lambda plan: True
+        harness.core.submit(make_request(2, range(40, 50), max_tokens=3))
+        harness.core.step()
+        harness.runner.fails_execute = lambda plan: False
+        harness.core.submit(make_request(3, range(50, 80), max_tokens=3, ignore_eos=True))
+        records = harness.run()
+        assert records.reasons[2] == FinishReason.ERROR
+        for request in equal:
+            answer = expected_answer(request, LIMITS.max_seq_len, LIMITS.eos_token_ids)
+            assert (records.tokens[request.uid], records.reasons[request.uid]) == answer
 
 
 def test_the_engine_gives_up_when_every_step_fails(harness: Harness) -> None:
