@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import time
 from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol
 
@@ -223,6 +224,7 @@ class EngineCore:
     def _admit_compiled(self) -> None:
         if self._grammars is None or not self._guides or not self._grammars.num_compiling:
             return
+        self.abort(self._grammars.overdue(time.monotonic()), FinishReason.CANCELLED)
         for compiled in self._grammars.take_compiled():
             try:
                 if compiled.error is not None:

@@ -44,7 +44,7 @@ class Grammars:
         """`close` closes the compilers."""
         self._compilers = compilers
         self._done: queue.SimpleQueue[tuple[Request, Any, MinisglError | None]] = queue.SimpleQueue()
-        self._compiling: dict[int, int] = {}  # uid -> n, of requests
+        self._compiling: dict[int, Request] = {}  # by uid
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
         self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar
         self._complete: set[int] = set()  # uids whose answer is complete: their matchers take nothing more
@@ -82,7 +82,7 @@ class Grammars:
             )
         if self.room <= 0:
             raise CapacityError(f"{MAX_COMPILING} requests wait for their grammars to be compiled; try again later")
-        self._compiling[request.uid] = request.params.n
+        self._compiling[request.uid] = request
         job = Job(
             grammar=grammar,
             is_wanted=lambda: request.uid in self._compiling,
@@ -115,7 +115,12 @@ class Grammars:
 
     def cancel(self, uid: int) -> int:
         """Forgets a request that is still being compiled; returns how many sequences it had, 0 where there is none."""
-        return self._compiling.pop(uid, 0)
+        request = self._compiling.pop(uid, None)
+        return 0 if request is None else request.params.n
+
+    def overdue(self, now: float) -> list[int]:
+        """Uids of requests that are still being compiled although their deadline has passed."""
+        return [uid for uid, one in self._compiling.items() if one.deadline is not None and one.deadline <= now]
 
     def drop(self, uid: int) -> None:
         """The sequence has ended."""

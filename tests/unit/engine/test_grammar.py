@@ -300,6 +300,18 @@ def test_an_abort_during_compilation_still_ends_every_sequence(harness: Harness)
     assert harness.grammars.num_compiling == 0
 
 
+def test_a_deadline_that_passes_during_compilation_ends_every_sequence(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness.grammars._compilers, "submit", lambda job: None)  # it never comes to an end
+    harness.core.submit(guided(1, "regex", "[a-z]{3}", n=2, deadline=time.monotonic() - 1))
+    harness.core.submit(guided(3, "regex", "[a-z]{3}", deadline=time.monotonic() + 3600))
+    harness.core.step()
+    harness.records.take(harness.core)  # type: ignore[arg-type]
+    assert harness.records.reasons == {1: FinishReason.CANCELLED, 2: FinishReason.CANCELLED}
+    assert harness.grammars.num_compiling == 1
+
+
 def test_what_was_cancelled_counts_until_the_compilers_have_passed_over_it(monkeypatch: pytest.MonkeyPatch) -> None:
     class Compilers:
         """Has taken the first job only."""
