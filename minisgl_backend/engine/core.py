@@ -122,6 +122,7 @@ class EngineCore:
         self._trial_plan = trial_plan
         self._in_flight: _Launched | None = None
         self._failed_steps = 0  # in a row
+        self._last_error: Exception | None = None  # of a step
         self._rejected: list[Rejected] = []
         self._names: dict[int, str] = {}  # by uid of every sequence that has not ended: its request, for the log
         self._early_aborts: list[tuple[int, FinishReason]] = []  # of sequences that the scheduler never saw
@@ -167,6 +168,8 @@ class EngineCore:
         if launched is not None and (launched.failed_rows or not self._overlap):
             self._commit(launched)
             self._in_flight = None
+        if self._failed_steps >= MAX_FAILED_STEPS:  # now that no step waits for its sampling
+            self._try_out()
         return ready is not None or launched is not None
 
     def take_outputs(self) -> SequenceOutputs | None:
@@ -310,8 +313,9 @@ class EngineCore:
             self._scheduler.abort(uid, reason)
 
     def _note_failure(self, plan: StepPlan, error: Exception, *, counts: bool = True) -> str:
-        """Logs a failure and gives up where it is one too many; else returns what the clients are to hear."""
+        """Logs a failure and gives up where the device is lost; else returns what the clients are to hear."""
         self._failed_steps += counts
+        self._last_error = error
         log.error(
             "step %d failed (%d prompt tokens, %d running sequences)",
             plan.step,
@@ -321,13 +325,16 @@ class EngineCore:
         )
         if isinstance(error, EngineDeadError) or any(text in str(error) for text in FATAL_DEVICE_ERRORS):
             self._give_up(f"the device failed: {error}", error)
-        if self._failed_steps >= MAX_FAILED_STEPS:
-            if self._trial_plan is None or not self._computes(self._trial_plan):
-                self._give_up(f"{self._failed_steps} steps in a row failed; the last error: {error}", error)
-            log.warning("%d steps in a row failed because of their requests: the engine computes", self._failed_steps)
-            self._failed_steps = 0
         cause = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {error}"
         return f"the engine failed to compute this answer: {cause}"[:500]
+
+    def _try_out(self) -> None:
+        """Gives up unless the engine computes a step of nobody's."""
+        if self._trial_plan is None or not self._computes(self._trial_plan):
+            reason = f"{self._failed_steps} steps in a row failed; the last error: {self._last_error}"
+            self._give_up(reason, self._last_error)
+        log.warning("%d steps in a row failed because of their requests: the engine computes", self._failed_steps)
+        self._failed_steps = 0
 
     def _computes(self, trial: StepPlan) -> bool:
         try:
@@ -337,7 +344,7 @@ class EngineCore:
             return False
         return True
 
-    def _give_up(self, reason: str, cause: Exception) -> NoReturn:
+    def _give_up(self, reason: str, cause: Exception | None) -> NoReturn:
         log.error("lost with the engine: %s", _request_list(self._names.values()))
         raise EngineDeadError(reason) from cause
 

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.engine import grammar as grammar_module
-from minisgl_backend.engine.core import EngineCore
+from minisgl_backend.engine.core import MAX_FAILED_STEPS, EngineCore
 from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
 from minisgl_backend.errors import CapacityError, InvalidRequestError
@@ -26,7 +26,7 @@ from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan, StepResult
 from tests.fakes import Records, make_request
-from tests.unit.engine.test_core import LIMITS
+from tests.unit.engine.test_core import LIMITS, TRIAL
 
 pytest.importorskip("xgrammar")
 
@@ -70,8 +70,10 @@ class RandomRunner:
         self.fails_sample = False
         self.steps: dict[int, list[int]] = {}  # those that name a row with a grammar
         self._guided: dict[int, bool] = {}
+        self._unsampled = False  # a step waits for `sample`, with tensors that the next `prepare` overwrites
 
     def prepare(self, plan: StepPlan) -> StepPlan:
+        assert not self._unsampled, "the step before is not sampled yet"
         self._guided |= {admitted.row: admitted.params.grammar is not None for admitted in plan.admitted}
         return plan
 
@@ -80,6 +82,7 @@ class RandomRunner:
         guided = [row for row in plan.sampled_rows.tolist() if self._guided[row]]
         for row in guided:
             self.steps.setdefault(row, []).append(plan.step)
+        self._unsampled = bool(guided)
         return MaskedPending(plan, tokens, bool(guided))
 
     def mask_lines(self, count: int) -> np.ndarray:
@@ -88,6 +91,7 @@ class RandomRunner:
 
     def sample(self, pending: MaskedPending, masks: Any) -> None:
         assert masks is None or masks[1] is self.lines
+        self._unsampled = False
         if self.fails_sample:
             raise RuntimeError("no memory for that")
         pending.unsampled = None
@@ -126,7 +130,7 @@ class Harness:
         limits = dataclasses.replace(LIMITS, eos_token_ids=model.eos_token_ids)
         self.scheduler = Scheduler(limits, seed=0)
         self.runner = RandomRunner(model.vocab_size, seed=1)
-        self.core = EngineCore(self.scheduler, self.runner, overlap=overlap, grammars=self.grammars)
+        self.core = EngineCore(self.scheduler, self.runner, overlap=overlap, grammars=self.grammars, trial_plan=TRIAL)
         self.records = Records()
 
     def run(self) -> Records:
@@ -242,6 +246,20 @@ def test_a_step_that_cannot_be_sampled_fails_its_sequences(harness: Harness) -> 
     harness.runner.fails_sample = False
     harness.core.submit(guided(2, "regex", "[0-9]{4}"))
     assert harness.run().reasons[2] == FinishReason.STOP
+
+
+def test_an_engine_is_tried_out_when_no_step_waits_for_its_sampling(harness: Harness) -> None:
+    """Each prompt comes while the step before it is about to fail."""
+    harness.runner.fails_sample = True
+    for uid in range(1, 4 * MAX_FAILED_STEPS):
+        harness.core.submit(guided(uid, "regex", "[0-9]{4}"))
+        while harness.core.waits_for_compiler:
+            harness.core.step()
+            harness.records.take(harness.core)  # type: ignore[arg-type]
+    assert set(harness.run().reasons.values()) == {FinishReason.ERROR}
+    harness.runner.fails_sample = False
+    harness.core.submit(guided(99, "regex", "[0-9]{4}"))
+    assert harness.run().reasons[99] == FinishReason.STOP
 
 
 def test_a_complete_answer_ends_even_where_eos_is_ignored(harness: Harness, tokenizer: Any) -> None:
