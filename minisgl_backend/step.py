@@ -84,6 +84,7 @@ class StepPlan:
     # [num_cleared]  pages to be set to zero before anything of the step is written: a sequence that failed has left
     # what may be no number in them, and kernels may read a page beyond the end of the next one.
     cleared_pages: Int32Array = field(default_factory=lambda: NO_PAGES)
+    is_retry: bool = False  # an attempt at it has failed, which may have sampled and counted tokens
 
     @property
     def num_tokens(self) -> int:
@@ -107,6 +108,7 @@ class StepPlan:
             decode_rows=self.decode_rows[kept],
             decode_lengths=self.decode_lengths[kept],
             decode_uids=self.decode_uids[kept],
+            is_retry=True,
         )
 
 

@@ -44,6 +44,15 @@ class PrefillHost:
 
 
 @dataclass(frozen=True)
+class PenaltyReset:
+    """A row whose penalties count the first `num_tokens` of its tokens anew."""
+
+    row: int
+    num_tokens: int
+    prompt_len: int
+
+
+@dataclass(frozen=True)
 class HostBatch:
     """A plan in a staging buffer: what `build_host` made and `upload` takes."""
 
@@ -56,7 +65,7 @@ class HostBatch:
     checked_rows: tuple[int, ...]
     decisions: StepDecisions
     needs: SamplingMetadata  # NOTHING on ranks that do not sample
-    penalised: tuple[AdmittedRow, ...]  # whose counts begin anew
+    penalised: tuple[PenaltyReset, ...]
 
 
 @dataclass(frozen=True)
@@ -118,7 +127,18 @@ class BatchBuilder:
                 self._sampling.admit(admitted)
             except Exception as error:
                 raise RowError(admitted.row, error) from error
-        penalised = tuple(admitted for admitted in plan.admitted if admitted.params.has_penalties)
+        penalised = tuple(
+            PenaltyReset(admitted.row, len(admitted.token_ids), admitted.prompt_len)
+            for admitted in plan.admitted
+            if admitted.params.has_penalties
+        )
+        if plan.is_retry:
+            decoding = zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), strict=True)
+            penalised += tuple(
+                PenaltyReset(row, length, prompt_len)
+                for row, length in decoding
+                if (prompt_len := self._sampling.penalised_prompt(row))
+            )
         if prompt_sizes and self._prompts.serves(plan):
             needs = self._sampling.metadata_of(plan, _sampled_of_prompt(plan)[0])
             prompt_size = _graph_size(len(plan.prefill[0].token_ids), prompt_sizes)
@@ -144,7 +164,7 @@ class BatchBuilder:
         return self._stage(plan, prefill, _sampled(plan, prefill), decisions, NOTHING, ())
 
     def _stage_prompt(
-        self, plan: StepPlan, decisions: StepDecisions, needs: SamplingMetadata, penalised: tuple[AdmittedRow, ...]
+        self, plan: StepPlan, decisions: StepDecisions, needs: SamplingMetadata, penalised: tuple[PenaltyReset, ...]
     ) -> HostBatch:
         rows, positions = _sampled_of_prompt(plan)
         (admitted,), (chunk,) = plan.admitted, plan.prefill
@@ -175,7 +195,7 @@ class BatchBuilder:
         sampled: tuple[Int32Array, Int32Array, Int32Array],
         decisions: StepDecisions,
         needs: SamplingMetadata,
-        penalised: tuple[AdmittedRow, ...],
+        penalised: tuple[PenaltyReset, ...],
     ) -> HostBatch:
         rows, positions, lines = sampled
         arrays = _update_arrays(plan, self._sampling.vocab_size)
@@ -286,7 +306,7 @@ class BatchBuilder:
         return self.decode_inputs(rows, np.ones(size, dtype=np.int32))
 
     def _apply(self, host: HostBatch, arrays: dict[str, torch.Tensor]) -> None:
-        if "page_ids" not in arrays and not host.plan.admitted:
+        if "page_ids" not in arrays and not host.plan.admitted and not host.penalised:
             return
         none = self.staging.rows[:0]
         self._table.apply(
@@ -304,9 +324,9 @@ class BatchBuilder:
         self._reset_sampling(host)
 
     def _reset_sampling(self, host: HostBatch) -> None:
-        for admitted in host.penalised:
-            tokens = self._table.tokens[admitted.row, : len(admitted.token_ids)]
-            self._sampling.penalties.reset(admitted.row, tokens, admitted.prompt_len)
+        for reset in host.penalised:
+            tokens = self._table.tokens[reset.row, : reset.num_tokens]
+            self._sampling.penalties.reset(reset.row, tokens, reset.prompt_len)
         self._sampling.rules.upload()
 
     def _prefill_inputs(self, prefill: PrefillHost, arrays: dict[str, torch.Tensor]) -> PrefillInputs:

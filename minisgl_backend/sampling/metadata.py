@@ -105,6 +105,10 @@ class SamplingRows:
         if flags & layout.RULES:
             self.rules.admit(row, params, admitted.prompt_len)
 
+    def penalised_prompt(self, row: int) -> int:
+        """Prompt tokens of a row with penalties; 0 of others."""
+        return int(self._prompt_len[row]) if self._flags[row] & layout.PENALTIES else 0
+
     def metadata_of(self, plan: StepPlan, rows: Int32Array) -> SamplingMetadata:
         """For the sampled `rows` [n] of a plan."""
         flags = self._flags[rows]

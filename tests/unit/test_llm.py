@@ -341,3 +341,26 @@ def test_a_batch_may_have_more_grammars_than_the_queue_takes(llm: LLM) -> None:
     params = [guided, SamplingParams(max_tokens=8, temperature=0)] * OPTIONS["max_waiting_requests"] * 2
     answers = llm.generate([f"prompt number {index}" for index in range(len(params))], params)
     assert all(len(answer.text) == 3 and set(answer.text) <= set("def") for answer in answers[::2])
+
+
+def test_a_step_that_fails_behind_its_sampling_counts_no_penalty_twice(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts come beside the stream and break their step, which is then computed without them."""
+    options: dict[str, Any] = {"max_tokens": 24, "temperature": 0, "ignore_eos": True}
+    penalties = {"frequency_penalty": 2.0, "presence_penalty": 1.0, "repetition_penalty": 1.5}
+    penalised, plain = llm.sampling_params(**options, **penalties), llm.sampling_params(**options)
+    expected = llm.generate("Count from 1 to 20.", penalised)[0].token_ids
+    reader: Any = llm.engine.core._runner._reader
+    start = reader.start
+
+    def fails_beside_prompts(step: Any, *sampled: Any) -> Any:
+        if step.prefill is not None and step.decode is not None:
+            raise MemoryError
+        return start(step, *sampled)
+
+    monkeypatch.setattr(reader, "start", fails_beside_prompts)
+    prompts = ["Count from 1 to 20.", *(f"prompt number {index}" for index in range(20))]
+    answers = llm.generate(prompts, [penalised, *[plain] * 20])
+    assert "error" in [answer.finish_reason for answer in answers]
+    assert answers[0].token_ids == expected

@@ -37,6 +37,7 @@ def test_round_trip() -> None:
         decode_lengths=ints(10, 11),
         decode_uids=np.array([1 << 50, 4], dtype=np.int64),
         cleared_pages=ints(3, 7),
+        is_retry=True,
     )
     decisions = StepDecisions(
         graph_size=8,
@@ -47,10 +48,10 @@ def test_round_trip() -> None:
     )
     copy, same = unpack_step(pack_step(plan, decisions))
     assert same == decisions
-    assert (copy.step, copy.num_tokens) == (plan.step, plan.num_tokens)
+    assert (copy.step, copy.num_tokens, copy.is_retry) == (plan.step, plan.num_tokens, True)
     assert copy.sampled_rows.tolist() == plan.sampled_rows.tolist()
     arrays = [field.name for field in dataclasses.fields(StepPlan) if isinstance(getattr(plan, field.name), np.ndarray)]
-    assert len(arrays) == len(dataclasses.fields(StepPlan)) - 3, "the others are compared one by one"
+    assert len(arrays) == len(dataclasses.fields(StepPlan)) - 4, "the others are compared one by one"
     for name in arrays:
         assert len(getattr(plan, name)), f"{name}: only what is there can be lost"
         assert getattr(copy, name).dtype == getattr(plan, name).dtype
