@@ -424,6 +424,8 @@ def _interrupted_at_the_end() -> Iterator[None]:
 
     def note(number: int, frame: FrameType | None) -> None:
         came.append(frame)
+        if len(came) == 2:
+            handler(number, came[0])  # asyncio's, for one, only notes the first
         if len(came) > 1:
             handler(number, frame)
 

@@ -5,6 +5,7 @@ The build order is in the calls: the page count comes out of the runner and goes
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import gc
 import json
@@ -61,9 +62,11 @@ class Engine:
 
     def close(self) -> None:
         """Ends the core, the followers and the signs of life."""
-        self.core.close()
-        self._close()
-        self.heartbeat.close()
+        try:
+            self.core.close()
+            self._close()
+        finally:
+            self.heartbeat.close()
 
 
 def build_engine(
@@ -81,18 +84,19 @@ def build_engine(
     reason, when a step does not come to an end or a tensor-parallel follower has died. `heartbeat`: this process's,
     where it has one already. `owns_process`: nothing else in it computes, so that it may choose torch's threads.
     """
-    heartbeat = heartbeat or Heartbeat(environment.hang_s)
-    model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
-    model = ModelConfig.load(model_dir)
-    if config.runner == "null":
-        runner, limits, description, close = _null_runner(config, environment, model_dir, model)
-        heartbeat.ready(on_cpu=False)
-    else:
-        runner, limits, description, close = _model_runner(
-            config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat, owns_process
-        )
-    overlap = environment.overlap
-    try:
+    heartbeat, overlap = heartbeat or Heartbeat(environment.hang_s), environment.overlap
+    with contextlib.ExitStack() as undo:
+        undo.callback(heartbeat.close)
+        model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
+        model = ModelConfig.load(model_dir)
+        if config.runner == "null":
+            runner, limits, description, close = _null_runner(config, environment, model_dir, model)
+            heartbeat.ready(on_cpu=False)
+        else:
+            runner, limits, description, close = _model_runner(
+                config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat, owns_process
+            )
+        undo.callback(close)
         compilers = GrammarCompilers(
             lambda: _load_tokenizer(config, model_dir), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
         )
@@ -100,9 +104,7 @@ def build_engine(
         scheduler = Scheduler(limits)
         trial = None if config.runner == "null" else _trial_plan(config)
         core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, trial_plan=trial)
-    except BaseException:
-        close()
-        raise
+        undo.pop_all()
     welcome = Welcome(
         pid=os.getpid(),
         max_seq_len=scheduler.max_length,

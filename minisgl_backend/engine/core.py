@@ -122,7 +122,7 @@ class EngineCore:
         self._trial_plan = trial_plan
         self._in_flight: _Launched | None = None
         self._failed_steps = 0  # in a row
-        self._last_error: Exception | None = None  # of a step
+        self._last_error = ""  # of a step; the exception would keep what the step had allocated
         self._rejected: list[Rejected] = []
         self._names: dict[int, str] = {}  # by uid of every sequence that has not ended: its request, for the log
         self._early_aborts: list[tuple[int, FinishReason]] = []  # of sequences that the scheduler never saw
@@ -315,7 +315,7 @@ class EngineCore:
     def _note_failure(self, plan: StepPlan, error: Exception, *, counts: bool = True) -> str:
         """Logs a failure and gives up where the device is lost; else returns what the clients are to hear."""
         self._failed_steps += counts
-        self._last_error = error
+        self._last_error = str(error)
         log.error(
             "step %d failed (%d prompt tokens, %d running sequences)",
             plan.step,
@@ -331,8 +331,7 @@ class EngineCore:
     def _try_out(self) -> None:
         """Gives up unless the engine computes a step of nobody's."""
         if self._trial_plan is None or not self._computes(self._trial_plan):
-            reason = f"{self._failed_steps} steps in a row failed; the last error: {self._last_error}"
-            self._give_up(reason, self._last_error)
+            self._give_up(f"{self._failed_steps} steps in a row failed; the last error: {self._last_error}")
         log.warning("%d steps in a row failed because of their requests: the engine computes", self._failed_steps)
         self._failed_steps = 0
 
@@ -344,7 +343,7 @@ class EngineCore:
             return False
         return True
 
-    def _give_up(self, reason: str, cause: Exception | None) -> NoReturn:
+    def _give_up(self, reason: str, cause: Exception | None = None) -> NoReturn:
         log.error("lost with the engine: %s", _request_list(self._names.values()))
         raise EngineDeadError(reason) from cause
 

@@ -213,8 +213,10 @@ class NodeSupervisor:
                 rank, status = ended
                 if status == ORDERLY_END:
                     return NODE_0_ENDED
-                if status == WRONG_OPTIONS and not self._was_ready:
-                    raise ConfigError(f"rank {rank} cannot be served with these options; its log says why")
+                if status == WRONG_OPTIONS:
+                    if not self._was_ready:
+                        raise ConfigError(f"rank {rank} cannot be served with these options; its log says why")
+                    return f"rank {rank} could not be served; its log says why; meeting again"
                 return f"rank {rank} ended (status {status}); meeting again"
         return "stopped"
 

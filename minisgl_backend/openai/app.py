@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import time
 import uuid
@@ -37,6 +38,8 @@ from minisgl_backend.openai.responses import ResponseAnswer
 from minisgl_backend.openai.sse import EventStream, encode
 from minisgl_backend.openai.triton import Generation, Prompt, RequestContext, TritonServer
 from minisgl_backend.openai.validation import from_validation
+
+log = logging.getLogger(__name__)
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -337,6 +340,7 @@ async def _answer_wrong_body(request: Request, error: Exception) -> Response:
 
 async def _answer_nested_body(request: Request, error: Exception) -> Response:
     """JSON that was read a few levels short of the limit cannot be written again, from deeper in the code."""
+    log.warning("a body was nested too deeply, or the code calls itself without an end", exc_info=error)
     return await _answer_error(request, invalid("body", "the body is nested too deeply; allowed: fewer levels"))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from minisgl_backend.openai.triton import Position, TokenLogprob
@@ -98,10 +98,10 @@ class CompletionLogprobs:
                 values.append(None)
                 top.append(None)
             else:
-                entries = list(position.values())
+                entries = [entry for _, entry in _asked(position.items(), self._num_top)]
                 tokens.append(entries[0].decoded_token)
                 values.append(entries[0].logprob)
-                top.append({e.decoded_token: e.logprob for e in _asked(entries, self._num_top)[::-1]})
+                top.append({entry.decoded_token: entry.logprob for entry in reversed(entries)})
             self._offset += len(tokens[-1])
         return {
             "tokens": tokens,
@@ -117,14 +117,14 @@ def prompt_logprobs(positions: Sequence[Position], num_top: int) -> list[dict[st
 
 
 def _prompt_entry(position: Position, num_top: int) -> dict[str, Any]:
-    asked = _asked(list(position.values()), num_top)
-    return {key: _plain(entry) for key, entry in position.items() if entry in asked}
+    asked = _asked(position.items(), num_top)
+    return {key: _plain(entry) for key, entry in asked}
 
 
-def _asked(entries: Sequence[TokenLogprob], num_top: int) -> Sequence[TokenLogprob]:
-    """The token's own and the `num_top` most likely ones; echoed and prompt log-probabilities may ask for fewer each
-    than the other."""
-    return [entries[0], *(entry for entry in entries[1:] if entry.rank <= num_top)]
+def _asked(entries: Iterable[tuple[str, TokenLogprob]], num_top: int) -> Iterator[tuple[str, TokenLogprob]]:
+    """The token's own, which is the first, and the `num_top` most likely ones; echoed and prompt log-probabilities may
+    ask for fewer each than the other."""
+    return (item for number, item in enumerate(entries) if number == 0 or item[1].rank <= num_top)
 
 
 def _plain(entry: TokenLogprob) -> dict[str, Any]:

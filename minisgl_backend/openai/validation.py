@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,5 +54,7 @@ def _path(place: Sequence[Any]) -> str:
 
 
 def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        value = dict(itertools.islice(value.items(), _MAX_SHOWN))
     text = repr(value[:_MAX_SHOWN] if isinstance(value, (str, list)) else value)
     return text if len(text) <= _MAX_SHOWN else f"{text[:_MAX_SHOWN]}..."

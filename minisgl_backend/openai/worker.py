@@ -30,7 +30,7 @@ def main() -> None:
     config = uvicorn.Config(
         app,
         access_log=False,
-        log_level="error",  # each offer of HTTP/2 would be a warning
+        log_level="error",  # each offer of HTTP/2 would be a warning; of what is no HTTP the client hears
         server_header=False,
         # httptools, a little quicker, drops the body of a request that offers HTTP/2 (Java's clients all do) and reads
         # heads of any length.

@@ -115,7 +115,8 @@ def _flag(parameters: dict[str, str], name: str, automatic: bool) -> bool:
 
 def _deadline(timeout_us: object) -> float | None:
     """time.monotonic() seconds; the clock is the same in every process of a machine."""
-    if not isinstance(timeout_us, int) or isinstance(timeout_us, bool) or timeout_us < 0:
+    # Over gRPC a negative number has become one of 2^63 or more.
+    if not isinstance(timeout_us, int) or isinstance(timeout_us, bool) or not 0 <= timeout_us < 1 << 63:
         allowed = "a whole number of microseconds, 0: no limit"
         raise InvalidRequestError(f"timeout is {shown(timeout_us)}; allowed: {allowed}")
     return time.monotonic() + timeout_us / 1e6 if timeout_us else None

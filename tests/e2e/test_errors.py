@@ -146,6 +146,12 @@ def test_a_stream_without_its_text_says_what_is_missing(null_server: Server, tim
     assert ("timeout" if too_late else "text_output") in answers[-1].error
 
 
+def test_a_negative_timeout_is_refused_over_grpc_too(server: Server) -> None:
+    with GrpcStream(server) as stream:
+        stream.send(batched(text_input="x"), timeout=-5)
+        assert "timeout is" in list(stream.answers())[-1].error
+
+
 def test_a_batch_of_two_is_refused(server: Server) -> None:
     chunks = list(server.stream([Tensor("text_input", "BYTES", [["a"], ["b"]])]))
     assert "batch" in chunks[-1].error

@@ -77,6 +77,18 @@ def test_options_that_the_device_refuses_leave_no_rank() -> None:
     assert followers_of(os.getpid()) == []
 
 
+def test_a_start_that_fails_late_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise ConfigError("there is no room")
+
+    monkeypatch.setattr("minisgl_backend.engine.build._limits", refuse)
+    before = set(threading.enumerate())
+    with pytest.raises(ConfigError, match="no room"):
+        LLM("demo", tp=2, **OPTIONS)
+    assert followers_of(os.getpid()) == []
+    wait_for(lambda: set(threading.enumerate()) <= before, 10)
+
+
 def test_an_engine_in_process_says_that_a_rank_died() -> None:
     before = set(threading.enumerate())
     with LLM("demo", tp=2, **OPTIONS) as llm:

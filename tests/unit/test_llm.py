@@ -270,6 +270,27 @@ def test_a_second_interrupt_waits_for_no_step(monkeypatch: pytest.MonkeyPatch) -
             llm.generate([[5, 6]], max_tokens=20)
 
 
+def test_two_interrupts_are_two_for_a_program_that_counts_them(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio cancels its task at the first and raises at the second."""
+    heard: list[int] = []
+    runner: Any = llm.engine.core._runner  # type: ignore[attr-defined]
+    real = runner.execute
+
+    def interrupted(batch: Any) -> Any:
+        if not heard:
+            signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)
+        return real(batch)
+
+    before = signal.signal(signal.SIGINT, lambda number, frame: heard.append(number))
+    try:
+        monkeypatch.setattr(runner, "execute", interrupted)
+        assert len(llm.generate([[5, 6]], max_tokens=5, ignore_eos=True)[0].token_ids) == 5
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert len(heard) == 2
+
+
 def test_a_closed_engine_says_so() -> None:
     llm = LLM("demo", runner="null", num_pages=64)
     assert "null runner" in llm.generate("x", max_tokens=40)[0].text.lower()

@@ -22,7 +22,7 @@ class CompletionRequest(Generating):
         str
         | Annotated[list[str], Field(max_length=MAX_PROMPTS, fail_fast=True)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(max_length=MAX_PROMPTS, fail_fast=True)]
+        | Annotated[list[TokenIds], Field(fail_fast=True)]
     )
     logprobs: int | None = None
     echo: bool | None = None
@@ -51,7 +51,7 @@ class CompletionRequest(Generating):
         if len(self.prompts) * self.num_choices > MAX_CHOICES and len(self.prompts) > 1:
             choices = f"{len(self.prompts)} prompts times n are more than {MAX_CHOICES} choices"
             raise invalid("prompt", f"prompt: {choices}; allowed: at most {MAX_CHOICES}")
-        if self.stream and self.prompt_logprobs is not None:
+        if self.stream and self.prompt_logprobs:
             reason = "allowed: only with stream=false"
             raise invalid("prompt_logprobs", f"prompt_logprobs is {self.prompt_logprobs}; {reason}")
         if self.suffix:

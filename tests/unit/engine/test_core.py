@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from typing import Any
 
 import msgspec
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 
 from minisgl_backend.config import SchedulerLimits
+from minisgl_backend.engine import core
 from minisgl_backend.engine.core import MAX_FAILED_STEPS, EngineCore
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.request import FinishReason, Grammar, SamplingParams
@@ -248,6 +250,35 @@ def test_pages_change_hands_even_where_the_step_that_was_to_say_so_failed() -> N
         for request in equal:
             answer = expected_answer(request, LIMITS.max_seq_len, LIMITS.eos_token_ids)
             assert (records.tokens[request.uid], records.reasons[request.uid]) == answer
+
+
+class Activations:
+    """What a forward pass allocates."""
+
+
+def test_what_a_failed_step_had_allocated_is_free_when_it_is_tried_again(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core.log, "disabled", True)  # pytest keeps records, and with them exceptions
+    seen: list[weakref.ref[Activations]] = []
+    alive: list[bool] = []
+
+    def fails_on_prompts(plan: StepPlan) -> bool:
+        alive.extend(one() is not None for one in seen)
+        if len(plan.decode_rows) and plan.prefill:
+            activations = Activations()
+            seen.append(weakref.ref(activations))
+            raise MemoryError("none is left")
+        return False
+
+    harness.core.submit(make_request(0, [5, 6], max_tokens=20, ignore_eos=True))
+    for _ in range(4):
+        harness.core.step()
+    harness.runner.fails_execute = fails_on_prompts
+    harness.core.submit(make_request(1, [7, 8, 9], max_tokens=5))
+    assert harness.run().reasons == {0: FinishReason.LENGTH, 1: FinishReason.ERROR}
+    assert seen
+    assert not any(alive)
 
 
 def test_the_engine_gives_up_when_every_step_fails(harness: Harness) -> None:

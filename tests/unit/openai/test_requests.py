@@ -232,7 +232,6 @@ MANY = 100_000
     [
         (CompletionRequest, {"prompt": [*([1] * MANY), "a"]}),
         (CompletionRequest, {"prompt": [["a"]] * MANY}),
-        (CompletionRequest, {"prompt": [[]] * MANY}),
         (ChatRequest, {"stop": [1] * MANY}),
         (ChatRequest, {"guided_choice": [1] * MANY}),
         (ChatRequest, {"structured_outputs": {"choice": [1] * MANY}}),

@@ -194,7 +194,8 @@ def test_more_connections_than_a_shell_allows_files(listener: tuple[Listener, in
     resource.setrlimit(resource.RLIMIT_NOFILE, (few, hard))
     try:
         endpoint = OpenAIEndpoint(EndpointSettings(port=port, served_model_names=("one",)))
-        while not endpoint.process_ids:
+        deadline = time.monotonic() + 30
+        while not endpoint.process_ids and time.monotonic() < deadline:
             time.sleep(0.01)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
