@@ -18,6 +18,7 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels import moe_few, moe_wide
 from minisgl_backend.kernels.fused import combine
 from minisgl_backend.kernels.moe_tiles import ALIGN_BLOCK, FEW_BLOCKS, align, launch
+from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 MAX_PDL_TOKENS = 256  # of a decode step
 MEAN_PAIRS = (12, 24, 48)  # of an expert: up to each of them, another cut is best
@@ -85,8 +86,22 @@ class MoeShape:
     down: tuple[int, int, int, int]
 
 
-def moe_shape(pairs: int, num_experts: int) -> MoeShape:
-    """The cut that was measured best on an H200 (128 experts of 2,048 x 768, 8 a token), by the pairs of an expert."""
+def moe_shape(pairs: int, num_experts: int, element_size: int = 2, shared: int = LARGEST) -> MoeShape:
+    """The cut that was measured best on an H200 (128 experts of 2,048 x 768, 8 a token), by the pairs of an expert.
+
+    It has fewer stages where numbers of element_size bytes would need more than `shared` bytes of shared memory.
+    """
+    shape = _measured_shape(pairs, num_experts)
+
+    def fitted(cut: tuple[int, int, int, int], tiles: int) -> tuple[int, int, int, int]:
+        tile_out, tile_in, num_warps, num_stages = cut
+        stage_bytes = element_size * tile_in * (shape.tile_pairs + tiles * tile_out)
+        return tile_out, tile_in, num_warps, stages_that_fit(num_stages, stage_bytes, shared)
+
+    return MoeShape(shape.tile_pairs, fitted(shape.gate_up, 2), fitted(shape.down, 1))
+
+
+def _measured_shape(pairs: int, num_experts: int) -> MoeShape:
     few, some, many = (mean * num_experts for mean in MEAN_PAIRS)
     if pairs <= few:
         return MoeShape(16, (32, 128, 4, 4), (64, 128, 4, 4))
@@ -124,12 +139,13 @@ def moe(
     activated = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
     result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
     ids, weights = expert_ids.contiguous(), expert_weights.contiguous()
-    if tma and moe_wide.serves(x, gate_up, down, pairs):
+    shared = shared_memory(x.device)
+    if tma and moe_wide.serves(x, gate_up, down, pairs, shared):
         tiles = align(ids, num_experts, moe_wide.TILE_PAIRS)
         moe_wide.gate_up_product(x, gate_up, activated, tiles, k)
         moe_wide.down_product(activated, down, result, tiles, weights)
         return combine(result, k, residual)
-    shape = shape or moe_shape(pairs, num_experts)
+    shape = shape or moe_shape(pairs, num_experts, x.element_size(), shared)
     tiles = align(ids, num_experts, shape.tile_pairs, pdl)
     count = tiles.expert.numel()
     arguments = (tiles.order, tiles.expert, tiles.first, tiles.end, weights)

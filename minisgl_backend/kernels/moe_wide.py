@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels.moe_tiles import Tiles
+from minisgl_backend.kernels.shared_memory import LARGEST
 
 TILE_PAIRS = 128
 MIN_PAIRS = 48  # of an expert, on average; of fewer, half a tile would be empty
@@ -37,13 +38,14 @@ GATE_UP = WideShape(128, 64, 8, 4)
 DOWN = WideShape(256, 64, 8, 4)
 
 
-def serves(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: int) -> bool:
-    """Whether the tiles fit: they were chosen for numbers of two bytes, and inputs are not padded. And whether this
-    Triton has descriptors (3.4 and later)."""
+def serves(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: int, shared: int = LARGEST) -> bool:
+    """Whether the tiles fit: they were chosen for numbers of two bytes and for all the shared memory of an H200, and
+    inputs are not padded. And whether this Triton has descriptors (3.4 and later)."""
     num_experts, hidden, size = down.shape
     return (
         importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
         and pairs > MIN_PAIRS * num_experts
+        and shared >= LARGEST
         and x.element_size() == 2
         and x.stride(1) == 1
         and hidden % GATE_UP.tile_in == 0

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels.decode_attention import for_cache
+from minisgl_backend.kernels.shared_memory import shared_memory
 from minisgl_backend.kv.layout import FP8, ONE, KVScales
 
 
@@ -35,7 +36,8 @@ def prefill_attention(
     _, num_kv_heads, page_size, _ = k_cache.shape
     out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
     half_precision = q.element_size() == 2
-    tile_q = 128 if half_precision and max_q_len > 64 else 32
+    long = half_precision and max_q_len > 64 and long_tiles_fit(head_dim, shared_memory(q.device))
+    tile_q = 128 if long else 32
     tile_kv = 64 if half_precision else 32
     _prefill_kernel[(triton.cdiv(max_q_len, tile_q), num_q_heads, kv_lens.shape[0])](
         q, k_cache, v_cache, out, cu_seqlens_q, kv_lens, rows, page_table,
@@ -47,6 +49,11 @@ def prefill_attention(
         num_warps=8 if tile_q == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
+
+
+def long_tiles_fit(head_dim: int, shared: int) -> bool:
+    """Whether 128 queries, keys and values of 64 tokens, and their scores, of 16 bits, are at most `shared` bytes."""
+    return 2 * ((128 + 2 * 64) * triton.next_power_of_2(head_dim) + 128 * 64) <= shared
 
 
 @triton.jit

@@ -23,12 +23,14 @@ the wait. Pulling all weights into the L2 cache before the wait was tried: no ga
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 MAX_ROWS = 64
 MAX_VECTOR_ROWS = 2
@@ -64,10 +66,21 @@ class LinearWorkspace:
         self.max_split = max_split
 
 
-def linear_shape(rows: int, size_out: int, size_in: int, gated: bool = False, num_sms: int = 132) -> LinearShape:
+def linear_shape(
+    rows: int, size_out: int, size_in: int, gated: bool = False, num_sms: int = 132, shared: int = LARGEST
+) -> LinearShape:
     """The cut that was measured best on an H200, inside a whole decode step: what a kernel leaves free of a
     multiprocessor counts as much as its own time, since the next one's first weights are on their way there. See
-    benchmarks/kernels.py."""
+    benchmarks/kernels.py. `shared`: bytes of shared memory that a program may have."""
+    shape = _measured_shape(rows, size_out, size_in, gated, num_sms)
+    if shape.vector or shape.slices > 1:
+        return shape
+    lines = shape.tile_out * (2 if gated else 1) + max(16, triton.next_power_of_2(rows))
+    num_stages = stages_that_fit(shape.num_stages, 2 * shape.tile_in * lines, shared)
+    return shape if num_stages == shape.num_stages else replace(shape, num_stages=num_stages)
+
+
+def _measured_shape(rows: int, size_out: int, size_in: int, gated: bool, num_sms: int) -> LinearShape:
     sliced = _sliced_shape(rows, size_out, size_in, gated)
     if sliced is not None:
         return sliced
@@ -159,7 +172,7 @@ def linear(
     """
     rows, size_in = x.shape
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]
-    shape = shape or linear_shape(rows, size_out, size_in, gated)
+    shape = shape or linear_shape(rows, size_out, size_in, gated, shared=shared_memory(x.device))
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device) if out is None else out
     arguments = (
         x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,

@@ -59,8 +59,9 @@ def free_bytes(device: torch.device) -> int:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True for torch's ways of saying that an allocation failed, on either kind of device."""
-    ways = ("can't allocate memory", "CUDA error: out of memory")  # the second: a graph, outside of torch's allocator
+    """True for the ways of saying that an allocation failed, on either kind of device: torch's, also that of a graph
+    outside of its allocator, Triton's where it loads a kernel, and NCCL's."""
+    ways = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "failure 2 'out of memory'")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(way in str(error) for way in ways)
 
 

@@ -19,7 +19,7 @@ from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner import build, memory
 from minisgl_backend.runner.build import StartProgress, build_runner
 from minisgl_backend.runner.cuda_graph import EagerGraphRunner
-from minisgl_backend.runner.device import DeviceFacts
+from minisgl_backend.runner.device import DeviceFacts, is_out_of_memory
 from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages, prompt_plan, worst_plans
 from minisgl_backend.runner.piecewise import EagerPieces
 from minisgl_backend.runner.resolve import resolve
@@ -56,6 +56,20 @@ def test_an_impossible_pool_is_refused_with_a_remedy(tiny_model_dir: Path) -> No
     runtime, model = runtime_for(tiny_model_dir, num_pages=2**26)
     with pytest.raises(ConfigError, match=r"out of memory.*num_pages \(67108864\).*max_prefill_length"):
         build_runner(runtime, model)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "CUDA error: out of memory",
+        "Triton Error [CUDA]: out of memory",
+        "NCCL error: unhandled cuda error. Last error: Cuda failure 2 'out of memory'",
+        "[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes",
+    ],
+)
+def test_who_has_no_memory_is_understood(said: str) -> None:
+    assert is_out_of_memory(RuntimeError(said))
+    assert not is_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def test_pages_follow_from_memory(tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

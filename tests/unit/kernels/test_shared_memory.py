@@ -1,0 +1,97 @@
+"""That kernels with many stages fit the GPUs that the documents promise, as the compiler makes them: without a GPU."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("triton", minversion="3.3", reason="how a kernel is compiled for another machine has changed")
+
+LIMITS = {80: 163 << 10, 89: 99 << 10, 90: 227 << 10, 120: 99 << 10}  # bytes of a program, by compute capability
+COMPILES = """
+import json, sys
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from minisgl_backend.kernels import moe, prefill_attention, small_linear
+
+POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr"}
+COUNTS = {"counters_ptr", "order_ptr", "expert_ptr", "first_ptr", "end_ptr", "cu_seqlens_ptr", "kv_lens_ptr",
+          "rows_ptr", "table_ptr"}
+FLOATS = {"partial_ptr", "pair_weight_ptr"}
+
+def shared(kernel, capability, number, num_warps, num_stages, **constants):
+    def kind(name):
+        if name in constants:
+            return "constexpr"
+        if name in POINTERS:
+            return "*" + number
+        if name in FLOATS:
+            return "*fp32"
+        return "*i32" if name in COUNTS else "fp32" if name in ("eps", "scale_log2", "v_scale") else "i32"
+    names = kernel.arg_names
+    signature = {name: kind(name) for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+               if signature[name].startswith("*") or "stride" in name}
+    source = ASTSource(fn=kernel, signature=signature, attrs=aligned,
+                       constexprs={(names.index(name),): value for name, value in constants.items()})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options).metadata.shared
+
+def linear(capability, limit, rows, size_out, size_in):
+    cut = small_linear.linear_shape(rows, size_out, size_in, shared=limit)
+    assert not cut.vector and cut.slices == 1
+    return shared(small_linear._linear_kernel, capability, "bf16", cut.num_warps, cut.num_stages, NORM_FIRST=False,
+                  SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=1, PART=size_in, ROWS=16, TILE_OUT=cut.tile_out,
+                  TILE_IN=cut.tile_in, NORM=False, BIAS=False, RESIDUAL=True, GATED=False, PDL=False)
+
+def grouped(capability, limit, number, pairs, gated):
+    shape = moe.moe_shape(128 * pairs, 128, 2 if number == "bf16" else 4, limit)
+    tile_out, tile_in, num_warps, num_stages = shape.gate_up if gated else shape.down
+    return shared(moe._grouped_kernel, capability, number, num_warps, num_stages, K=8, SIZE_OUT=768 if gated else 2048,
+                  SIZE_IN=2048 if gated else 768, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
+                  GATED=bool(gated), PDL=False)
+
+def prefill(capability, limit, head_dim):
+    fits = prefill_attention.long_tiles_fit(head_dim, limit)
+    return shared(prefill_attention._prefill_kernel, capability, "bf16", 8 if fits else 4, 2, GROUP=2, NUM_Q_HEADS=8,
+                  PAGE_SIZE=64, HEAD_DIM=head_dim, HEAD_PADDED=triton.next_power_of_2(head_dim),
+                  TILE_Q=128 if fits else 32, TILE_KV=64, WINDOW=0, FP8=False)
+
+ways = {"linear": linear, "grouped": grouped, "prefill": prefill}
+print(json.dumps([ways[way](*arguments) for way, *arguments in json.loads(sys.argv[1])]))
+"""
+
+
+def test_kernels_fit_the_gpus_that_are_served() -> None:
+    kernels = [
+        *(("linear", capability, 16, 4096, 12288) for capability in (80, 89, 120)),
+        *(("grouped", capability, "bf16", 100, 1) for capability in (80, 89, 120)),
+        ("grouped", 89, "bf16", 100, 0),
+        *(("grouped", capability, "fp32", 100, 0) for capability in (89, 90)),
+        *(("prefill", capability, 256) for capability in (89, 120)),
+    ]
+    calls = [(way, capability, LIMITS[capability], *rest) for way, capability, *rest in kernels]
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-W", "ignore", "-c", COMPILES, json.dumps(calls)]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stderr
+    taken = dict(zip(kernels, json.loads(done.stdout), strict=True))
+    assert {kernel: taken[kernel] for kernel in kernels if taken[kernel] > LIMITS[kernel[1]]} == {}
+
+
+def test_a_gpu_with_room_takes_what_was_measured() -> None:
+    from minisgl_backend.kernels import moe, small_linear
+    from minisgl_backend.kernels.prefill_attention import long_tiles_fit
+
+    for rows in (2, 3, 8, 16):
+        for size_out, size_in in ((1024, 3072), (4096, 4096), (5120, 5120), (4096, 12288), (5120, 25600), (2048, 4096)):
+            measured = small_linear._measured_shape(rows, size_out, size_in, False, 132)
+            assert small_linear.linear_shape(rows, size_out, size_in) == measured
+    for pairs in (4, 16, 30, 100):
+        assert moe.moe_shape(128 * pairs, 128) == moe._measured_shape(128 * pairs, 128)
+    assert long_tiles_fit(256, LIMITS[90])
