@@ -23,24 +23,37 @@ _TOOL_PARSERS: Mapping[str, Callable[[Mapping[str, Mapping[str, Any]]], ToolPars
 }
 _PROBE = ({"role": "user", "content": "x"},)
 _MAX_PROBES = 256
+_INFO_SECONDS = 10.0  # a server elsewhere may have come back with another model
 _ARGUMENTS = re.compile(r"[\"']arguments[\"']|\barguments\b")
 
 
 class ServedModel:
-    """What is known of the model; asked for once it is needed, since the server may start later."""
+    """What is known of the model; asked for when it is needed, since the server may start later."""
 
     def __init__(self, triton: TritonServer, settings: EndpointSettings) -> None:
         self._triton = triton
         self._settings = settings
         self._info: ModelInfo | None = None
+        self._asked_at = 0.0  # time.monotonic()
         self._created = int(time.time())
         self._opens_thoughts: dict[bytes, bool] = {}  # by the digest of the chat template's arguments
 
     async def info(self) -> ModelInfo:
-        """Raises ApiError where the server does not answer."""
-        if self._info is None:
-            self._info = await self._triton.model_info()
-        return self._info
+        """Raises ApiError where the server has never answered."""
+        known, now = self._info, time.monotonic()
+        if known is not None and now - self._asked_at < _INFO_SECONDS:
+            return known
+        self._asked_at = now  # who comes meanwhile takes what is known
+        try:
+            info = await self._triton.model_info()
+        except ApiError:
+            if known is None:
+                raise
+            return known
+        if info != known:
+            self._info = info
+            self._opens_thoughts.clear()
+        return info
 
     async def names(self) -> Sequence[str]:
         return self._settings.served_model_names or ((await self.info()).model,)
