@@ -24,6 +24,7 @@ the wait. Pulling all weights into the L2 cache before the wait was tried: no ga
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -66,6 +67,7 @@ class LinearWorkspace:
         self.max_split = max_split
 
 
+@cache
 def linear_shape(
     rows: int, size_out: int, size_in: int, gated: bool = False, num_sms: int = 132, shared: int = LARGEST
 ) -> LinearShape:
