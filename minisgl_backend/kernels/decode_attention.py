@@ -44,6 +44,7 @@ class DecodeShape:
     # Programs of a KV head that run at once and share all tiles evenly; 0, or with a window: one for each part.
     workers: int = 0
     registers: int = 0  # of a thread of theirs, at most, so that they do run at once
+    merged_at_once: int = 4  # parts on their way when they are merged, each of which takes registers
 
     def workers_of(self, batch: int, parts: int) -> int:
         """Workers for so many sequences, where the workspace has room for `parts` parts; each sequence may add one."""
@@ -111,12 +112,14 @@ def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, 
         splits *= 2
     if batch == 1:  # alone, a sequence leaves most multiprocessors one program or none
         early = programs * splits <= 2 * num_sms
-        return DecodeShape(splits, min_part=64, tile=64, num_warps=8, num_stages=3, early=early)
+        return DecodeShape(
+            splits, min_part=64, tile=64, num_warps=8, num_stages=3, early=early, merged_at_once=16 if early else 4
+        )
     # A first tile in registers costs room on the multiprocessor: it pays where all programs run at once anyway.
     if programs * splits > 2 * num_sms:
         return DecodeShape(splits, min_part=64, tile=64, num_warps=4, num_stages=3)
     part = 128 if batch >= 8 else 64
-    return DecodeShape(splits, min_part=part, tile=64, num_warps=4, num_stages=5, early=True)
+    return DecodeShape(splits, min_part=part, tile=64, num_warps=4, num_stages=5, early=True, merged_at_once=8)
 
 
 def distinct_batches(
@@ -253,7 +256,8 @@ def _launch(
         "GROUP_PADDED": max(16, triton.next_power_of_2(group)), "NUM_Q_HEADS": num_q_heads,
         "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "HEAD_PADDED": triton.next_power_of_2(head_dim),
         "HEADS_MERGED": triton.next_power_of_2(group), "ROTATE": rotate, "NORM": norm, "FP8": is_fp8,
-        "LARGEST": largest_number(k_cache.dtype), "NATIVE": k_cache.is_cuda, "PDL": pdl,
+        "LARGEST": largest_number(k_cache.dtype), "NATIVE": k_cache.is_cuda, "AT_ONCE": shape.merged_at_once,
+        "PDL": pdl,
         "num_warps": shape.num_warps, "num_stages": stages, **({"launch_pdl": True} if pdl else {}),
     }  # fmt: skip
     workers = shape.workers_of(batch, workspace.parts)
@@ -372,7 +376,7 @@ def _decode_kernel(
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, HEADS_MERGED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
     WINDOW: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
-    NATIVE: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    NATIVE: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each part of a sequence."""
     if PDL:
@@ -398,7 +402,7 @@ def _decode_kernel(
         kv_stride_token, table_stride, kv_head, b, kv_len, lowest, begin, tl.minimum(begin + part, kv_len), split,
         active, b * NUM_SPLITS,
         TILE, PAGE_SIZE, GROUP, GROUP_PADDED, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, HEADS_MERGED,
-        SPLITS_PADDED, WINDOW, ROTATE, NORM, FP8, LARGEST, NATIVE, EARLY, PDL,
+        SPLITS_PADDED, WINDOW, ROTATE, NORM, FP8, LARGEST, NATIVE, EARLY, AT_ONCE, PDL,
     )  # fmt: skip
 
 
@@ -412,7 +416,7 @@ def _balanced_decode_kernel(
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, HEADS_MERGED: tl.constexpr, WORKERS_PADDED: tl.constexpr,
     ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr,
-    PDL: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each with an equal share of the tiles of all sequences, which lie one behind the
     other for this: it ends one sequence's part, computes whole sequences, and begins another's."""
@@ -443,7 +447,7 @@ def _balanced_decode_kernel(
             tl.minimum((part_stop - before) * TILE, kv_len), worker - first, (after - 1) // share - first + 1,
             first + b,  # of two sequences that one worker meets, the parts have lines of their own
             TILE, PAGE_SIZE, GROUP, GROUP_PADDED, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, HEADS_MERGED,
-            WORKERS_PADDED, 0, ROTATE, NORM, FP8, LARGEST, NATIVE, False, PDL,
+            WORKERS_PADDED, 0, ROTATE, NORM, FP8, LARGEST, NATIVE, False, AT_ONCE, PDL,
         )  # fmt: skip
         tile = part_stop
         before = after
@@ -459,7 +463,7 @@ def _attend_part(
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr,
     HEADS_MERGED: tl.constexpr, SPLITS_PADDED: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr,
     NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr,
-    PDL: tl.constexpr,
+    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tokens `begin` to `end` of sequence `b`, its part `split` of `active`, whose results go to the lines of the
     workspace from `first_line` on. `lowest`: the first token that a window leaves."""
@@ -560,7 +564,7 @@ def _attend_part(
             tl.store(counter, 0)
             _merge_parts(
                 partial_ptr, lse_ptr, out_ptr, b, kv_head, active, first_line, NUM_Q_HEADS, HEAD_DIM, GROUP,
-                HEADS_MERGED, HEAD_PADDED, SPLITS_PADDED,
+                HEADS_MERGED, HEAD_PADDED, SPLITS_PADDED, AT_ONCE,
             )  # fmt: skip
 
 
@@ -568,11 +572,11 @@ def _attend_part(
 def _merge_parts(
     partial_ptr, lse_ptr, out_ptr, b, kv_head, active, first_part,
     NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
-    HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
+    HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
     """The weighted mean of a sequence's parts, in part order, for the query heads of one KV head.
 
-    Four parts are on their way at the same time. They take few registers, since heads are padded to a power of two
+    AT_ONCE parts are on their way at the same time. They take few registers, since heads are padded to a power of two
     here and not to the 16 of tensor cores. No step of the loop needs another thread's numbers.
     """
     g = tl.arange(0, HEADS)
@@ -582,21 +586,20 @@ def _merge_parts(
     g_ok = g < GROUP
     ok = g_ok[:, None] & (d < HEAD_DIM)[None, :]
     lse_ok = (s[None, :] < active) & g_ok[:, None]
-    lse = tl.load(
+    every = tl.load(
         lse_ptr + first_line[:, None] + s[None, :] * NUM_Q_HEADS, mask=lse_ok, other=-float("inf"), cache_modifier=".cg"
     )
-    top = tl.maximum(tl.max(lse, 1), -1e30)
-    weight_sum = tl.sum(tl.exp2(lse - top[:, None]), 1)
+    top = tl.maximum(tl.max(every, 1), -1e30)
+    weight_sum = tl.sum(tl.exp2(every - top[:, None]), 1)
     merged = tl.zeros([HEADS, HEAD_PADDED], tl.float32)
-    for i in tl.range(0, active, 4):
-        lse0, part0 = _part(partial_ptr, lse_ptr, first_line, i, active, g, d, NUM_Q_HEADS, HEAD_DIM, GROUP)
-        lse1, part1 = _part(partial_ptr, lse_ptr, first_line, i + 1, active, g, d, NUM_Q_HEADS, HEAD_DIM, GROUP)
-        lse2, part2 = _part(partial_ptr, lse_ptr, first_line, i + 2, active, g, d, NUM_Q_HEADS, HEAD_DIM, GROUP)
-        lse3, part3 = _part(partial_ptr, lse_ptr, first_line, i + 3, active, g, d, NUM_Q_HEADS, HEAD_DIM, GROUP)
-        merged += tl.exp2(lse0 - top)[:, None] * part0
-        merged += tl.exp2(lse1 - top)[:, None] * part1
-        merged += tl.exp2(lse2 - top)[:, None] * part2
-        merged += tl.exp2(lse3 - top)[:, None] * part3
+    for i in tl.range(0, active, AT_ONCE):
+        # All are loaded before any is used: else each load waits for the one before it.
+        parts: tl.tuple = ()
+        for j in tl.static_range(AT_ONCE):
+            part = _part(partial_ptr, lse_ptr, first_line, i + j, active, g, d, NUM_Q_HEADS, HEAD_DIM, GROUP)
+            parts += (part,)
+        for j in tl.static_range(AT_ONCE):
+            merged += tl.exp2(parts[j][0] - top)[:, None] * parts[j][1]
     weight_sum = tl.where(weight_sum > 0, weight_sum, 1.0)
     address = (b * NUM_Q_HEADS + kv_head * GROUP + g)[:, None] * HEAD_DIM + d[None, :]
     tl.store(out_ptr + address, (merged / weight_sum[:, None]).to(out_ptr.dtype.element_ty), mask=ok)

@@ -71,6 +71,7 @@ class PagedCase:
         return kv
 
 
+EARLY = DecodeShape(32, 32, 32, 4, 3, early=True, merged_at_once=16)
 BALANCED = [DecodeShape(4, 64, 32, 4, 3, workers=5), DecodeShape(4, 64, 64, 4, 3, workers=1)]
 
 
@@ -150,7 +151,7 @@ def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
     ("page_size", "normed", "window"),
     [(1, True, 0), (16, False, 0), (64, True, 0), (1, True, 40), (16, False, 1), (64, True, 2), (64, True, 100)],
 )
-@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(32, 32, 32, 4, 3, early=True), *BALANCED])
+@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), EARLY, *BALANCED])
 def test_rotating_decode_attention(page_size, shape, normed, window):
     heads, kv_heads, dim = 6, 2, 48
     case = PagedCase([1, 64, 65, 200], page_size, heads, kv_heads, dim, window)
@@ -231,7 +232,7 @@ def test_attention_over_an_fp8_cache(page_size, window, dtype, tolerance):
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(32, 32, 32, 4, 3, early=True), *BALANCED])
+@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), EARLY, *BALANCED])
 @pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 24), (64, 0)])
 def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
     """The new token is attended to as it is stored: quantized."""
