@@ -167,6 +167,10 @@ class AttentionBackend(ABC):
     def decode(self, q: torch.Tensor, kv: LayerKV, plan: Plan) -> torch.Tensor:
         """q [batch, num_q_heads, head_dim] -> attention output of the same shape. Never plans, never syncs."""
 
+    def decode_into(self, q: torch.Tensor, kv: LayerKV, plan: Plan, out: torch.Tensor) -> None:
+        """`decode` with its result in `out`, of the shape of q."""
+        out.copy_(self.decode(q, kv, plan))
+
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
         """Batches of up to max_batch sequences, ascending: the first of those for which other kernels are compiled."""
         return (1,)

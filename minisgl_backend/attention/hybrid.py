@@ -51,12 +51,15 @@ class HybridAttention:
 
     def attend(self, layer_index: int, q: torch.Tensor, kv: LayerKV, plan: HybridPlan) -> torch.Tensor:
         """q [num_tokens, num_q_heads, head_dim] -> output of the same shape, for one layer."""
-        group, first, parts = self._group_of_layer[layer_index], plan.num_prefill_tokens, []
-        if plan.prefill is not None:
-            parts.append(self._prefill[group].prefill(q[:first], kv, plan.prefill[group]))
-        if plan.decode is not None:
-            parts.append(self._decode[group].decode(q[first:], kv, plan.decode[group]))
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        group = self._group_of_layer[layer_index]
+        if plan.decode is None:
+            assert plan.prefill is not None, "at least one part is given"
+            return self._prefill[group].prefill(q, kv, plan.prefill[group])
+        if plan.prefill is None:
+            return self._decode[group].decode(q, kv, plan.decode[group])
+        out = torch.empty(q.shape, dtype=self.spec.dtype, device=q.device)
+        self.attend_into(layer_index, q, kv, plan, out)
+        return out
 
     def attend_into(self, layer_index: int, q: torch.Tensor, kv: LayerKV, plan: HybridPlan, out: torch.Tensor) -> None:
         """`attend` with its result in `out`, of the shape of q."""
@@ -64,7 +67,7 @@ class HybridAttention:
         if plan.prefill is not None:
             self._prefill[group].prefill_into(q[:first], kv, plan.prefill[group], out[:first])
         if plan.decode is not None:
-            out[first:].copy_(self._decode[group].decode(q[first:], kv, plan.decode[group]))
+            self._decode[group].decode_into(q[first:], kv, plan.decode[group], out[first:])
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
         """See AttentionBackend."""

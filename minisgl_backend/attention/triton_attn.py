@@ -64,10 +64,15 @@ class TritonBackend(AttentionBackend):
         return _PrefillPlan(inputs, int(lengths.max()))
 
     def prefill(self, q: torch.Tensor, kv: LayerKV, plan: _PrefillPlan) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.prefill_into(q, kv, plan, out)
+        return out
+
+    def prefill_into(self, q: torch.Tensor, kv: LayerKV, plan: _PrefillPlan, out: torch.Tensor) -> None:
         i = plan.inputs
-        return prefill_attention(
+        prefill_attention(
             q, kv.k, kv.v, i.cu_seqlens_q, i.kv_lens, i.rows, i.page_table, plan.max_q_len, self.group.softmax_scale,
-            window=self._window, scales=kv.scales,
+            window=self._window, scales=kv.scales, out=out,
         )  # fmt: skip
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
@@ -77,10 +82,15 @@ class TritonBackend(AttentionBackend):
         return _DecodePlan(inputs, shape)
 
     def decode(self, q: torch.Tensor, kv: LayerKV, plan: _DecodePlan) -> torch.Tensor:
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        self.decode_into(q, kv, plan, out)
+        return out
+
+    def decode_into(self, q: torch.Tensor, kv: LayerKV, plan: _DecodePlan, out: torch.Tensor) -> None:
         i = plan.inputs
-        return decode_attention(
+        decode_attention(
             q, kv.k, kv.v, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, self.group.softmax_scale,
-            pdl=self._overlaps(plan), window=self._window, scales=kv.scales,
+            out=out, pdl=self._overlaps(plan), window=self._window, scales=kv.scales,
         )  # fmt: skip
 
     def supports_fused_rope(self, plan: _DecodePlan) -> bool:

@@ -26,15 +26,16 @@ def prefill_attention(
     scale: float,
     window: int = 0,
     scales: KVScales = ONE,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape.
+    """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape, in `out` if given.
 
     Sequence i owns queries cu_seqlens_q[i] to cu_seqlens_q[i+1], the last of its kv_lens[i] cached tokens.
     max_q_len: the longest query part, a host integer. window: tokens that a query sees, itself included; 0: all.
     """
-    num_tokens, num_q_heads, head_dim = q.shape
+    _, num_q_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
-    out = torch.empty((num_tokens, num_q_heads, head_dim), dtype=q.dtype, device=q.device)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     half_precision = q.element_size() == 2
     long = half_precision and max_q_len > 64 and long_tiles_fit(head_dim, shared_memory(q.device))
     tile_q = 128 if long else 32
