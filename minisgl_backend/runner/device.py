@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -21,6 +22,7 @@ class DeviceFacts:
     capability: tuple[int, int] | None  # (9, 0) for Hopper; None on the CPU
     count: int  # devices of this kind that the process sees; 1 on the CPU
     bfloat16: Callable[[], bool]  # computes in it at full speed; of a CPU the first answer compiles its kernels
+    triton: str | None = None  # the version of the package that compiles a GPU's kernels; None: there is none
 
     @property
     def compute_capability(self) -> int | None:
@@ -43,7 +45,16 @@ class DeviceFacts:
             capability=(major, minor),
             count=torch.cuda.device_count(),
             bfloat16=lambda: (major, minor) >= (8, 0),
+            triton=_triton_version(),
         )
+
+
+def _triton_version() -> str | None:
+    with suppress(ImportError):
+        import triton
+
+        return str(triton.__version__)
+    return None
 
 
 def _cpu_has_kernels() -> bool:

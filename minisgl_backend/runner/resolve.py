@@ -19,6 +19,7 @@ log = logging.getLogger(__name__)
 # first token after 2,048 takes 6.3 ms in pieces and 11.7 kernel by kernel on an H200, after 4,096 12 either way.
 DEFAULT_GRAPH_TOKENS = 2048
 _KV_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp8_e4m3": "float8_e4m3fn"}
+LEAST_TRITON = (3, 5)  # 3.4 compiles neither gdc_wait nor a load whose mask has more lines than its pointers
 EAGER_GRAPH_MAX_BS = 32  # on the CPU, where there is no memory of graphs to choose it from
 
 
@@ -37,6 +38,7 @@ def resolve(
     backend cannot be imported; None: it can.
     """
     _check_num_devices(config, model, device)
+    _check_triton(device)
     dtype = _dtype(config.dtype, model.dtype, device)
     kv_dtype = _KV_DTYPES.get(config.kv_cache_dtype, dtype)
     attention = choose_attention(
@@ -102,6 +104,16 @@ def _graph_max_tokens(config: EngineConfig, device: DeviceFacts, eager: bool) ->
     if wanted is None:
         wanted = 0 if config.cuda_graph_max_bs == 0 else DEFAULT_GRAPH_TOKENS
     return min(wanted, config.max_prefill_length + config.max_running_requests)  # the most that a step can have
+
+
+def _check_triton(device: DeviceFacts) -> None:
+    if device.triton is None or tuple(int(part) for part in device.triton.split(".")[:2]) >= LEAST_TRITON:
+        return
+    least = ".".join(map(str, LEAST_TRITON))
+    raise ConfigError(
+        f"triton is {device.triton}; needed on a GPU: {least} or newer, which comes with torch 2.9: "
+        "pip install 'torch>=2.9'"
+    )
 
 
 def _check_num_devices(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:

@@ -163,3 +163,11 @@ def test_this_machine_has_facts() -> None:
     facts = DeviceFacts.detect()
     assert facts.kind in ("cpu", "cuda")
     assert free_bytes(torch.device(facts.kind)) > 0
+
+
+def test_a_triton_too_old_for_the_kernels_is_refused_by_name() -> None:
+    """It ended in a traceback of its compiler."""
+    with pytest.raises(ConfigError, match=r"triton is 3\.4\.0; needed on a GPU: 3\.5 or newer.*torch>=2\.9"):
+        resolved(dataclasses.replace(HOPPER, triton="3.4.0"))
+    for version in ("3.5.0", "3.10.0+git1234", "4.0.0"):
+        assert resolved(dataclasses.replace(HOPPER, triton=version)).device == "cuda"
