@@ -295,6 +295,11 @@ class EngineConfig:
                 f"kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r} beside kv_events_endpoint "
                 f"{self.kv_events_endpoint!r}; allowed with dp={self.dp}: a port {self.dp} or more away from it"
             )
+        if None not in addresses and addresses[0] == addresses[1]:
+            raise ConfigError(
+                f"kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r}, as kv_events_endpoint is; allowed: "
+                "an address of its own"
+            )
 
     @classmethod
     def from_parameters(cls, parameters: Mapping[str, str]) -> EngineConfig:

@@ -70,6 +70,15 @@ class _Untold:
     numbers: array.array[int] = field(default_factory=lambda: array.array("i"))
     found_at: float = 0.0
 
+    def shorten(self) -> None:
+        """Keeps the last number of each stream, and of one whose client was found gone, that: at most MOST_UNTOLD."""
+        last: dict[int, int] = {}
+        for uid, number in zip(self.uids, self.numbers, strict=True):
+            if last.get(uid) != CANCELLED:
+                last[uid] = number
+        self.uids = array.array("q", list(last)[-MOST_UNTOLD:])
+        self.numbers = array.array("i", list(last.values())[-MOST_UNTOLD:])
+
 
 class AckSender:
     """The detokenizer's side: notes what was handled for each front (the upper bits of a uid), and tells it when asked.
@@ -107,14 +116,14 @@ class AckSender:
     def tell(self) -> bool:
         """Sends one Ack to each front that has something to hear; True where all went out.
 
-        What a front has no room for now goes with the next one to it, the oldest dropped beyond MOST_UNTOLD pairs:
-        later confirmations say the same and more. What a front that is gone should hear is dropped.
+        What a front has no room for now goes with the next one to it; beyond MOST_UNTOLD pairs one a stream is kept,
+        which says what those before it said. What a front that is gone should hear is dropped.
         """
         for front, untold in tuple(self._untold.items()):
             if self._send(front, untold):
                 del self._untold[front]
-            else:
-                del untold.uids[:-MOST_UNTOLD], untold.numbers[:-MOST_UNTOLD]
+            elif len(untold.uids) > MOST_UNTOLD:
+                untold.shorten()
         return not self._untold
 
     def _send(self, front: int, untold: _Untold) -> bool:

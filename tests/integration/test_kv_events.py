@@ -155,6 +155,8 @@ def test_ports_of_several_cores_do_not_meet() -> None:
     assert EngineConfig(**ports).dp == 1  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"kv_events_replay_endpoint is .*allowed with dp=2: a port 2 or more away"):
         EngineConfig(dp=2, **ports)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"kv_events_replay_endpoint is 'ipc:///a', as .*allowed: an address of its"):
+        EngineConfig(kv_events_endpoint="ipc:///a", kv_events_replay_endpoint="ipc:///a")
 
 
 @pytest.mark.parametrize("address", ["5557", "tcp://*", "tcp://*:99999", "ipc://", "inproc://here"])

@@ -76,14 +76,22 @@ def test_what_finds_no_room_comes_later_and_in_order(sender: AckSender, receiver
     assert len(sender) == 0
 
 
-def test_what_waits_for_a_front_is_bounded(sender: AckSender, receiver: AckReceiver) -> None:
+def test_what_waits_for_a_front_is_bounded_and_says_all_that_counts(sender: AckSender, receiver: AckReceiver) -> None:
     while send(sender, (1, 0)):
         pass
-    assert not send(sender, *((1, number) for number in range(2 * MOST_UNTOLD)))
-    assert len(sender) == MOST_UNTOLD
+    sender.note_gone(2, 7.0)
+    sender.note(2, 1)  # of a sibling's chunk that came with it
+    assert not send(sender, *((uid, number) for number in range(1, MOST_UNTOLD) for uid in (1, 3)))
     pairs(receiver)
-    assert send(sender, (1, -5))
-    assert [number for _, number in pairs(receiver)] == [*range(MOST_UNTOLD, 2 * MOST_UNTOLD), -5]
+    assert send(sender, (1, MOST_UNTOLD))
+    assert pairs(receiver) == [(1, MOST_UNTOLD - 1), (2, CANCELLED), (3, MOST_UNTOLD - 1), (1, MOST_UNTOLD)]
+
+
+def test_streams_beyond_any_number_do_not_fill_memory(sender: AckSender, receiver: AckReceiver) -> None:
+    while send(sender, (1, 0)):
+        pass
+    assert not send(sender, *((uid, 1) for uid in range(2 * MOST_UNTOLD)))
+    assert len(sender) == MOST_UNTOLD
 
 
 def test_a_front_that_is_not_there_or_has_gone_holds_nothing_up(sender: AckSender, tmp_path: Path) -> None:
