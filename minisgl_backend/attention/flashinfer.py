@@ -6,7 +6,13 @@ nothing waits for the device.
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +22,43 @@ from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, Deco
 from minisgl_backend.kv.layout import LayerKV
 
 _WORKSPACE_BYTES = 256 << 20
+_PREBUILT = "flashinfer_jit_cache"  # a package that has its kernels compiled
+
+
+def prepare_kernels() -> bool:
+    """Sees to it that FlashInfer's kernels can be had, which it compiles at their first use: in the first step.
+
+    True where they are installed, were compiled before, or can be. Else raises FileNotFoundError naming what is
+    missing, by the rules of FlashInfer's jit/cpp_ext.py.
+    """
+    if importlib.util.find_spec(_PREBUILT) is not None:
+        return True
+    _let_ninja_be_found()
+    if any(_cache().rglob("*.so")):
+        return True
+    for program in (_nvcc(), os.environ.get("CXX", "c++"), "ninja"):
+        if shutil.which(shlex.split(program)[0]) is None:
+            raise FileNotFoundError(f"they are compiled at first use, and there is no {program}")
+    return True
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("FLASHINFER_WORKSPACE_BASE") or Path.home()) / ".cache" / "flashinfer"
+
+
+def _nvcc() -> str:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    if home is None:
+        found = shutil.which("nvcc")
+        home = str(Path(found).parent.parent) if found is not None else "/usr/local/cuda"
+    return os.environ.get("FLASHINFER_NVCC", f"{home}/bin/nvcc")
+
+
+def _let_ninja_be_found() -> None:
+    """FlashInfer's requirements install it beside this Python, which is on PATH where the environment was activated."""
+    beside = str(Path(sys.executable).parent)
+    if shutil.which("ninja") is None and shutil.which("ninja", path=beside) is not None:
+        os.environ["PATH"] = os.pathsep.join([*filter(None, [os.environ.get("PATH")]), beside])
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,11 @@ _SGL_KERNEL = (
     "pip install sgl-kernel, or sglang-kernel where torch is built for CUDA 13 (and, where its import names libnuma, "
     "apt-get install libnuma1)"
 )
-_FLASHINFER = "pip install flashinfer-python"
+_FLASHINFER = (
+    "pip install flashinfer-python, and the CUDA toolkit (nvcc) and g++, which compile its kernels, or "
+    "flashinfer-jit-cache, which has them"
+)
+_FLASHINFER_KERNELS = "minisgl_backend.attention.flashinfer:prepare_kernels"
 
 # Default page sizes: measured ones: docs/performance.md. On CPU 16 keeps gathered chunks large
 # enough to copy fast and wastes little of a short sequence's last page.
@@ -84,6 +88,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             remedy=_FLASHINFER,
             device="cuda",
             default_page_size=64,
+            kernels=_FLASHINFER_KERNELS,
             half_only=True,
             head_sizes=(64, 128, 256),
         ),
@@ -94,6 +99,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             remedy=_FLASHINFER,
             device="cuda",
             default_page_size=64,
+            kernels=_FLASHINFER_KERNELS,
             page_sizes=(16, 32, 64),
             fp8_capabilities=range(90, 100),  # the kernels of later GPUs want the queries in FP8 too
             prefill_capability=100,

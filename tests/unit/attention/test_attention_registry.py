@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -217,3 +218,68 @@ def test_one_object_serves_both_parts() -> None:
     (prefill,), (decode,) = attention.backends
     assert isinstance(prefill, TorchBackend)
     assert decode is prefill
+
+
+@pytest.fixture
+def bare_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A machine with FlashInfer and without anything that compiles: the folder of its programs."""
+    for name in ("CUDA_HOME", "CUDA_PATH", "CXX", "FLASHINFER_NVCC"):
+        monkeypatch.delenv(name, raising=False)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    monkeypatch.setenv("PATH", str(programs))
+    monkeypatch.setenv("FLASHINFER_WORKSPACE_BASE", str(tmp_path))
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "venv" / "python"))
+    for package in ("flashinfer", "triton"):
+        monkeypatch.setitem(sys.modules, package, ModuleType(package))
+    return programs
+
+
+def install(folder: Path, *programs: str) -> None:
+    folder.mkdir(exist_ok=True)
+    for program in programs:
+        (folder / program).touch(mode=0o755)
+
+
+@pytest.mark.parametrize(
+    ("programs", "lacks"), [(["c++", "ninja"], "nvcc"), (["nvcc", "ninja"], "c++"), (["nvcc", "c++"], "ninja")]
+)
+def test_flashinfer_is_left_where_its_kernels_cannot_be_compiled(
+    bare_machine: Path, monkeypatch: pytest.MonkeyPatch, programs: list[str], lacks: str
+) -> None:
+    """The start ended in its compiler's error."""
+    install(bare_machine, *programs)
+    if lacks == "nvcc":
+        monkeypatch.setenv("CUDA_HOME", str(bare_machine / "nowhere"))
+    choice = choose_attention("auto", None, compute_capability=80)
+    assert (choice.prefill, choice.decode) == ("triton", "triton")
+    assert re.search(rf"there is no \S*{re.escape(lacks)}\).*CUDA toolkit.*flashinfer-jit-cache", choice.warnings[0])
+    with pytest.raises(ConfigError, match=rf"'fi', but fi needs kernels .* there is no \S*{re.escape(lacks)}\)"):
+        choose_attention("fi", None, compute_capability=80)
+
+
+@pytest.mark.parametrize("where", ["there", "beside Python", "compiled before", "built by others", "by variables"])
+def test_flashinfer_serves_where_its_kernels_can_be_had(
+    bare_machine: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    if where == "there":
+        install(bare_machine, "nvcc", "c++", "ninja")
+    elif where == "beside Python":  # its environment is not activated
+        install(bare_machine, "nvcc", "c++")
+        install(tmp_path / "venv", "ninja")
+    elif where == "compiled before":
+        kernels = tmp_path / ".cache" / "flashinfer" / "0.6.8" / "90a"
+        kernels.mkdir(parents=True)
+        (kernels / "decode.so").touch()
+    elif where == "built by others":
+        (tmp_path / "flashinfer_jit_cache.py").touch()
+        monkeypatch.syspath_prepend(tmp_path)
+    else:
+        install(tmp_path / "cuda", "compiler")
+        install(bare_machine, "ninja", "clang++")
+        monkeypatch.setenv("FLASHINFER_NVCC", str(tmp_path / "cuda" / "compiler"))
+        monkeypatch.setenv("CXX", "clang++ -v")
+    choice = choose_attention("auto", None, compute_capability=80)
+    assert (choice.prefill, choice.decode, choice.warnings) == ("fi", "fi", ())
+    if where == "beside Python":
+        assert shutil.which("ninja") == str(tmp_path / "venv" / "ninja")
