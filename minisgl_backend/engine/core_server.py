@@ -6,15 +6,17 @@ import dataclasses
 import gc
 import logging
 import time
-from collections.abc import Callable
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable
 
 from minisgl_backend.config import HANG_S
-from minisgl_backend.engine.cancellations import Cancellations
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.engine.kv_events import KVEventPublisher
 from minisgl_backend.host.liveness import Heartbeat
 from minisgl_backend.ipc.channel import ALL, CoreChannel, Entries, split_by_front
+from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S, Histogram
 from minisgl_backend.ipc.messages import (
     Abort,
     Command,
@@ -36,6 +38,9 @@ log = logging.getLogger(__name__)
 IDLE_WAIT_MS = 500  # how long an idle core sleeps without a command
 STALLED_WAIT_MS = 2  # the same while something waits for what no command will bring
 COLLECT_EVERY_S = 60.0
+ALLOWED_STEPS = 2  # that a sequence may stay after its client was found gone,
+ALLOWED_S = 0.05  # and beside them
+REMEMBERED_STEPS = 1024  # ends of steps
 
 
 class CoreServer:
@@ -216,3 +221,44 @@ def _describe(stats: StepStats, last: StepStats | None, seconds: float) -> str:
         f"free pages {free} of {stats.pages_total}, finished {stats.total_finished}"
         + "".join(f", {name} {count}" for name, count in rare.items() if count)
     )
+
+
+class Cancellations:
+    """How long sequences stay after their client was found gone, and which of them stayed too long.
+
+    All times are time.monotonic() seconds, which the processes of one machine share.
+    """
+
+    def __init__(self) -> None:
+        self.seconds = Histogram(CANCELLATION_BOUNDS_S)  # from the finding to the return of the sequence's pages
+        self.num_late = 0  # more than ALLOWED_STEPS steps and ALLOWED_S
+        self._found: dict[int, float] = {}  # by uid, until the engine loop's turn ends
+        self._step_ends: deque[float] = deque(maxlen=REMEMBERED_STEPS)
+
+    def begin(self, uids: Iterable[int], found_at: float) -> None:
+        """The core has heard that the client of these was found gone at that time."""
+        for uid in uids:
+            self._found.setdefault(uid, found_at)
+
+    def end_turn(self, ended: Iterable[int], now: float, *, stepped: bool) -> None:
+        """A turn of the engine loop is over; `ended` are those whose last record is among its outputs.
+
+        The step that was in flight when they were ended has been committed in this turn: nothing names their pages.
+        """
+        if stepped:
+            self._step_ends.append(now)
+        if not self._found:
+            return
+        for uid in ended:
+            if (found_at := self._found.pop(uid, None)) is not None:
+                self._observe(found_at, now)
+        self._found.clear()  # the others were gone before
+
+    def _observe(self, found_at: float, now: float) -> None:
+        self.seconds.observe(max(0.0, now - found_at))
+        if now - found_at <= ALLOWED_S:
+            return
+        ends = list(self._step_ends)
+        last_allowed = bisect_right(ends, found_at) + ALLOWED_STEPS - 1
+        if last_allowed < len(ends) and now - ends[last_allowed] > ALLOWED_S:
+            self.num_late += 1

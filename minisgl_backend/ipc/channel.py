@@ -150,7 +150,7 @@ class CoreChannel:
         self._commands.setsockopt(zmq.RCVHWM, COMMAND_QUEUE)
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.setblocking(False)
-        # Fronts that reach the second take the first for granted.
+        # First: a front connects to it as soon as it reaches the socket of commands.
         self._listener.bind(str(_unbound(socket_path(socket_dir, f"{EVENTS}-{core}"))))
         self._listener.listen(MAX_UNGREETED)
         self._commands.bind(f"ipc://{_unbound(socket_path(socket_dir, f'{COMMANDS}-{core}'))}")

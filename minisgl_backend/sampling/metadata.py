@@ -61,7 +61,7 @@ class SamplingMetadata:
     @property
     def sampling_graph(self) -> int:
         """See sampling_layout.SAMPLING_GRAPHS."""
-        return layout.sampling_graph(self.flags, self.searches)
+        return layout.sampling_graph(self.flags, self.searches) if self.flags & layout.EXTENDED else 0
 
     @property
     def waits_for_masks(self) -> bool:

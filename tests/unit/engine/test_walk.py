@@ -11,12 +11,15 @@ from types import FrameType
 from typing import Any
 
 import numpy as np
+import pytest
+import zmq
 
 import minisgl_backend
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import build_engine
 from minisgl_backend.engine.core_server import CoreServer
-from minisgl_backend.ipc.messages import Submit
+from minisgl_backend.ipc.channel import CoreChannel, FrontChannel
+from minisgl_backend.ipc.messages import Outputs, Submit
 from minisgl_backend.request import Request, SamplingParams
 from minisgl_backend.runner.cuda_graph import EagerGraphRunner
 
@@ -25,27 +28,16 @@ MOST_FILES = 20
 CAPTURED = "_decode"  # the first function of what a captured graph holds: a replay runs none of its Python
 
 
-class FakeChannel:
-    """Fronts that sent three requests and only listen from then on."""
-
-    has_backlog = False
-
-    def __init__(self, requests: list[Request]) -> None:
-        self._commands: list[Any] = [Submit(request=request) for request in requests]
-        self.sent = 0
-
-    def receive(self, timeout_ms: int) -> list[Any]:
-        commands, self._commands = self._commands, []
-        return commands
-
-    def is_attached(self, front: int) -> bool:
-        return True
-
-    def take_lost(self) -> tuple[()]:
-        return ()
-
-    def send(self, front: int, event: Any) -> None:
-        self.sent += 1
+@pytest.fixture
+def channels(tmp_path: Path) -> Iterator[tuple[CoreChannel, FrontChannel]]:
+    """Both ends of the core's sockets; the front has said Hello."""
+    context: zmq.Context[Any] = zmq.Context()
+    core, front = CoreChannel(tmp_path), FrontChannel(context, tmp_path)
+    assert front.greet(0, timeout_ms=5000)
+    yield core, front
+    front.close()
+    core.close()
+    context.term()
 
 
 @contextmanager
@@ -71,21 +63,39 @@ def tracing() -> Iterator[list[str]]:
         sys.setprofile(None)
 
 
-def test_a_decode_step_enters_few_files() -> None:
+def test_a_decode_step_enters_few_files(channels: tuple[CoreChannel, FrontChannel]) -> None:
     config = EngineConfig(num_pages=200, max_running_requests=8, mixed_prefill_length=64)
     engine = build_engine(config, Environment.read({}))
     engine.core._runner.use_graphs(EagerGraphRunner((1, 2, 4, 8)))  # type: ignore[attr-defined]
+    core, front = channels
+    server = CoreServer(engine.core, core, engine.welcome)
+    server._heartbeat.ready(on_cpu=False)
     prompt = np.arange(5, 25, dtype="<i4").tobytes()
-    params = [SamplingParams(max_tokens=100, temperature=0.7, ignore_eos=True, seed=seed) for seed in range(3)]
-    channel = FakeChannel([Request(uid=uid, token_ids=prompt, params=one) for uid, one in enumerate(params)])
-    server = CoreServer(engine.core, channel, engine.welcome)  # type: ignore[arg-type]
-    busy = False
-    for _ in range(6):
-        busy = server.turn(busy)
+    busy, tokens = False, 0
+    while not core.is_attached(0):
+        turn(server, busy)
+    for seed in range(3):
+        params = SamplingParams(max_tokens=100, temperature=0.7, ignore_eos=True, seed=seed)
+        front.send(Submit(request=Request(uid=seed + 1, token_ids=prompt, params=params)))
+    while tokens < 12:
+        busy = turn(server, busy)
+        tokens += num_tokens(front)
     with tracing() as entered:
-        server.turn(busy)
+        turn(server, busy)
+    assert num_tokens(front) == 3
     engine.close()
     files = list(dict.fromkeys(entered))
     hops = sum(one != other for one, other in itertools.pairwise(entered))
     print(f"{hops} hops, {len(files)} files: {', '.join(files)}")
     assert len(files) <= MOST_FILES, files
+
+
+def turn(server: CoreServer, busy: bool) -> bool:
+    """One round of `CoreServer.run`."""
+    with server._heartbeat.step():
+        return server.turn(busy)
+
+
+def num_tokens(front: FrontChannel) -> int:
+    """Of the records that have come."""
+    return sum(len(event.uids) // 8 for event in front.receive() if isinstance(event, Outputs))

@@ -1,0 +1,53 @@
+"""How far a reader of one request has to walk: the files that each process enters for it."""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.conftest import RunningServer
+from tests.e2e.wire import Server
+
+WALK = Path(__file__).parent / "walk"
+# By the file that only this process enters; what it enters in the background meanwhile is counted too.
+MOST_FILES = {
+    "serving/tokenizer_model.py": 10,
+    "serving/engine_model.py": 23,
+    "engine/core_server.py": 50,
+    "serving/detokenizer_model.py": 12,
+}
+
+
+def ask(server: Server) -> str:
+    body = {"text_input": "What is 17 + 25?", "max_tokens": 16, "stream": True}
+    url = f"http://127.0.0.1:{server.http}/v2/models/ensemble/generate_stream"
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return str(response.read().decode())
+
+
+def record_models(repository: Path) -> None:
+    for model in repository.glob("*/1/model.py"):
+        lines = f"import sys\n\nsys.path.insert(0, {str(WALK)!r})\nimport walk_recorder\n\n"
+        model.write_text(lines + model.read_text(encoding="utf-8"), encoding="utf-8")
+
+
+def test_a_request_enters_few_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(WALK))
+    monkeypatch.setenv("WALK", str(tmp_path))
+    with RunningServer(tmp_path, {}, prepare=record_models) as server:
+        ask(server)  # what is made at the first one is not counted
+        (tmp_path / "record").touch()
+        time.sleep(0.2)
+        assert ask(server).count("text_output") > 1
+        (tmp_path / "record").unlink()
+        time.sleep(0.5)
+    found = [path.read_text(encoding="utf-8").split() for path in tmp_path.glob("*.files")]
+    for own, most in MOST_FILES.items():
+        files = next(files for files in found if own in files)
+        print(f"{own}: {len(files)} files: {', '.join(files)}")
+        assert len(files) <= most, files

@@ -1,0 +1,3 @@
+"""Imported by every Python that has this folder on PYTHONPATH."""
+
+import walk_recorder  # noqa: F401
