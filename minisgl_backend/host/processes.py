@@ -1,6 +1,8 @@
 """Which processes belong to a running tritonserver, which of its Python stubs have died, and what killed ones leave.
 
-Reads /proc, so Linux only.
+Reads /proc, so Linux only. psutil would not do: it knows no sessions, and says when a process began by the wall clock,
+up to a second off and elsewhere once the clock is set. Ticks since boot tell one server's processes and folder from
+another's; one read of a file has them and all else.
 """
 
 from __future__ import annotations

@@ -94,7 +94,10 @@ def _remove_stale(base: Path, prefix: str) -> None:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When the process began, in ticks since the machine did; None where there is none."""
+    """When the process began, in ticks since the machine did; None where there is none.
+
+    psutil has it by the wall clock, and a server whose clock is set while it starts would have two directories.
+    """
     try:
         stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
     except OSError:
