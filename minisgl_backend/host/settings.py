@@ -13,6 +13,8 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.folder import DEMO, find_model_dir
 
+# Here and in `host.repository` by regexes, not by protobuf's text format: that wants the message's description, which
+# comes with tritonclient, and neither Triton's Python nor `minisgl init` needs that. It would drop comments, too.
 _ENTRY = re.compile(r'key\s*:?\s*"([^"]*)"\s*[,;]?\s*value\s*:?\s*\{\s*string_value\s*:?\s*("(?:[^"\\]|\\.)*")\s*\}')
 
 
