@@ -5,16 +5,12 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 
 from __future__ import annotations
 
-import re
+import contextlib
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from .errors import Unavailable
-
-_SAMPLE = re.compile(r"^(?P<name>[A-Za-z_:][\w:]*)(?:\{(?P<labels>.*)\})?\s+(?P<value>\S+)(?:\s+-?\d+)?$")
-_LABEL = re.compile(r'([A-Za-z_]\w*)="((?:[^"\\]|\\.)*)"')
-_ESCAPE = re.compile(r"\\(.)")
 
 
 @dataclass(frozen=True)
@@ -49,16 +45,13 @@ class Metrics:
 
 def parse_metrics(text: str) -> Metrics:
     """Reads an exposition page; lines of no known form are skipped."""
+    from prometheus_client.parser import text_string_to_metric_families  # extra `client`: `minisgl serve` may lack it
+
     samples = []
-    for line in text.splitlines():
-        match = _SAMPLE.match(line.strip())
-        if match is None:
-            continue
-        labels = {name: _ESCAPE.sub(_unescape, value) for name, value in _LABEL.findall(match["labels"] or "")}
-        try:
-            samples.append(Sample(match["name"], labels, float(match["value"])))
-        except ValueError:
-            continue
+    for line in text.splitlines():  # by itself: after its TYPE a counter is renamed, and a wrong line ends the reading
+        with contextlib.suppress(ValueError, IndexError, OverflowError):
+            for family in text_string_to_metric_families(line):
+                samples += [Sample(found.name, found.labels, float(found.value)) for found in family.samples]
     return Metrics(samples)
 
 
@@ -70,7 +63,3 @@ def fetch_metrics(url: str, timeout: float = 5.0) -> Metrics:
             return parse_metrics(response.read().decode())
     except (OSError, ValueError) as error:
         raise Unavailable(f"no metrics from {url}: {error}") from None
-
-
-def _unescape(match: re.Match[str]) -> str:
-    return "\n" if match[1] == "n" else match[1]

@@ -114,7 +114,8 @@ def test_importing_the_package_loads_no_torch() -> None:
 
 def test_the_command_needs_no_extra_to_serve() -> None:
     """`minisgl serve`, `init` and `doctor` where the extra `client` is not installed."""
-    code = "import sys; sys.modules['tritonclient'] = sys.modules['aiohttp'] = None; import client.cli"
+    missing = ["aiohttp", "prometheus_client", "tritonclient"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({missing})); import client.cli"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 
 

@@ -19,6 +19,7 @@ from client import (
     TimedOut,
     Unavailable,
 )
+from client.metrics import parse_metrics
 
 FULL_TEXT = "".join(WORDS)
 WAIT = 10.0  # seconds; generous, nothing here measures time
@@ -251,6 +252,17 @@ def test_health_and_metrics(client: Client, http_url: str) -> None:
     assert metrics.value("minisgl_pages_leased") == 15
     assert metrics.value("absent") is None
     assert next(metrics.select("odd")).labels == {"text": 'a "b", c\\d'}
+
+
+def test_metrics_of_other_programs_are_tolerated() -> None:
+    page = """# HELP nothing\n# TYPE a counter\na 1\n# TYPE b histogram\nb_bucket{le="+Inf",} 2 1395066363000\nb_sum\t3
+    <html>\n{} 4\nc 5 # {trace="x"} .5\nd{x="y 6\ne{x="a\\nb}"} -Inf\nf HUGE\n# TYPE g\nh{i="ü"} 7\nb_count 8"""
+    samples = parse_metrics(page.replace("HUGE", "9" * 400)).samples
+    values = {sample.name: sample.value for sample in samples}
+    del values["c"]  # has an exemplar
+    assert values == {"a": 1, "b_bucket": 2, "b_sum": 3, "e": float("-inf"), "h": 7, "b_count": 8}
+    labels = [sample.labels for sample in samples if sample.labels]
+    assert labels == [{"le": "+Inf"}, {"x": "a\nb}"}, {"i": "ü"}]
 
 
 def test_not_ready() -> None:
