@@ -22,7 +22,7 @@ LPM_PATIENCE = 512
 
 
 class WaitingQueue(abc.ABC):
-    """Sequences in state WAITING. A sequence that ends while it waits needs no removal: it is dropped on the way."""
+    """Sequences in state WAITING."""
 
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}  # by uid, in order of arrival in the queue

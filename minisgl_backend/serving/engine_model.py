@@ -1,7 +1,6 @@
 """The Triton model `engine`: decoupled, a thin front of the engine cores.
 
-Each response is a chunk, which the detokenizer makes into text, and beside it all outputs that need no text. Knows
-nothing of steps or of pages.
+Each response is a chunk, which the detokenizer makes into text, and beside it all outputs that need no text.
 """
 
 from __future__ import annotations
