@@ -136,6 +136,26 @@ def test_a_group_of_pods_is_one_server(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {one["port"] for one in for_clients["ports"]} == {ports[name] for name in ports if name != "rendezvous"}
 
 
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_file_makes_the_volumes_that_it_claims(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    made = {one["metadata"]["name"] for one in yaml.safe_load_all(text) if one["kind"] == "PersistentVolumeClaim"}
+    assert set(re.findall(r"claimName: ([\w-]+)", text)) == made
+
+
+def test_the_page_says_how_long_a_start_may_take() -> None:
+    page = (FOLDER / "README.md").read_text(encoding="utf-8")
+    minutes = {}
+    for name in ("server.yaml", "nodes.yaml"):
+        found = re.search(
+            r"startupProbe:.*?periodSeconds: (\d+).*?failureThreshold: (\d+)", (FOLDER / name).read_text(), re.DOTALL
+        )
+        assert found is not None
+        minutes[name] = int(found[1]) * int(found[2]) / 60
+    assert minutes == {"server.yaml": 30, "nodes.yaml": 60}
+    assert "30 minutes in `server.yaml`, an hour in `nodes.yaml`, downloads included" in page
+
+
 def test_ports_are_those_of_the_server() -> None:
     container = server()
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
