@@ -48,6 +48,14 @@ bench_app = typer.Typer(invoke_without_command=True, add_completion=False, prett
 _LEVELS = "1,8,32"
 _OPEN_REQUESTS = 100  # of a Poisson run
 _STOPPED = 130
+# What the benchmark says of every request itself -> the option of it.
+_OWN_OPTIONS = {
+    "max_tokens": "--output-tokens",
+    "max_completion_tokens": "--output-tokens",
+    "model": "--model",
+    "prompt": "--input-tokens",
+    "messages": "--chat",
+}
 
 
 @bench_app.callback()
@@ -298,8 +306,10 @@ def _sampling_options(given: list[str] | None, known_only: bool) -> dict[str, An
         name, equals, value = text.partition("=")
         if not equals or not name:
             raise ValueError(f"--option is {text!r}; allowed: NAME=VALUE")
+        if name in _OWN_OPTIONS:
+            raise ValueError(f"--option is {text!r}; allowed: {_OWN_OPTIONS[name]} instead")
         if known_only and name not in SamplingOptions.__annotations__:
-            allowed = ", ".join(sorted(SamplingOptions.__annotations__))
+            allowed = ", ".join(sorted(SamplingOptions.__annotations__.keys() - _OWN_OPTIONS))
             raise ValueError(f"--option is {text!r}; allowed names: {allowed}")
         try:
             options[name] = json.loads(value)

@@ -365,6 +365,8 @@ def test_ctrl_c_shows_what_was_measured(openai_url: str, script: Script, tmp_pat
         (("--time-scale", "2", "--rate", "4"), "--time-scale is 2; allowed: only with --trace"),
         (("--option", "top_k"), "--option is 'top_k'; allowed: NAME=VALUE"),
         (("--option", "topk=3"), "--option is 'topk=3'; allowed names: add_special_tokens"),
+        (("--option", "max_tokens=5"), "--option is 'max_tokens=5'; allowed: --output-tokens instead"),
+        (("--openai", "b:2", "--option", "prompt=x"), "--option is 'prompt=x'; allowed: --input-tokens instead"),
         (("--no-stream",), "--no-stream goes with --perf-analyzer alone"),
         (("--perf-analyzer", "--rate", "4"), "--perf-analyzer goes with --concurrency"),
         (("--perf-analyzer", "--input-tokens", "3-4"), "no ranges"),
