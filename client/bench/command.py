@@ -219,7 +219,9 @@ async def _measure_all(target: Target, plan: _Plan) -> list[Figures]:
 
 
 async def _count(target: Target, client: StreamClient, prompt: str) -> int | None:
-    async with target.ask(client, prompt, 1) as stream:
+    # Servers refuse a least length above the one token that is asked for here.
+    options = {name: value for name, value in target.options.items() if name != "min_tokens"}
+    async with dataclasses.replace(target, options=options).ask(client, prompt, 1) as stream:
         return (await stream.result()).num_input_tokens
 
 

@@ -284,6 +284,16 @@ def test_openai_servers(openai_url: str, script: Script, tmp_path: Path) -> None
     assert json.loads(out.read_text())["server"]["model"] == "first"
 
 
+def test_a_least_length_is_not_asked_of_probes(openai_url: str, script: Script) -> None:
+    """A server refuses min_tokens above the one token that a probe asks for."""
+    done = run("--openai", openai_url, "--concurrency", 1, "--requests", 2, "--option", "min_tokens=16")
+    assert done.exit_code == 0, done.output
+    probes = [request for request in script.requests if request["max_tokens"] == 1]
+    assert probes
+    assert all("min_tokens" not in request for request in probes)
+    assert {request["min_tokens"] for request in script.requests if request["max_tokens"] > 1} == {16}
+
+
 def test_triton(url: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run("--url", url, "--rate", 200, "--requests", 20, "--json", out, "--chat")
