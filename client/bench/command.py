@@ -124,6 +124,9 @@ def bench(
                                  "--trace, --chat, --option")  # fmt: skip
             if inputs.low != inputs.high or outputs.low != outputs.high:
                 raise ValueError("--perf-analyzer takes one length of prompts and one of answers, no ranges")
+            if requests is not None and requests < max(levels):
+                raise ValueError(f"--requests is {requests}; allowed: with --perf-analyzer at least --concurrency, "
+                                 f"{max(levels)}")  # fmt: skip
             workload = Workload(inputs.low, outputs.low, stream)
             _run_perf_analyzer(url, model or "ensemble", workload, levels, requests, timeout, output)
             return
@@ -190,7 +193,7 @@ class _Plan:
                 yield poisson_load(rate, count, self.inputs, self.outputs, maker, self.seed)
         else:
             for level in self.levels:
-                count = max(self.requests or max(32, 8 * level), level)
+                count = _requests_at(level, self.requests)
                 yield closed_load(level, count, self.inputs, self.outputs, maker, self.seed)
 
     def about(self) -> dict[str, Any]:
@@ -291,6 +294,10 @@ def _parse_levels(text: str) -> list[int]:
     return levels
 
 
+def _requests_at(level: int, wanted: int | None) -> int:
+    return max(32, 8 * level) if wanted is None else wanted
+
+
 def _parse_rates(text: str) -> list[float]:
     try:
         rates = [float(part) for part in text.split(",")]
@@ -338,7 +345,7 @@ def _run_perf_analyzer(
             prompts = fit_prompts(client, workload)
         try:
             for level in levels:
-                count = max(requests or max(32, 8 * level), level)
+                count = _requests_at(level, requests)
                 with progress(f"{count} requests, {level} at once"):
                     rows.append(measure(analyzer, address.authority, model, prompts, workload, level, count, timeout))
         finally:

@@ -294,6 +294,13 @@ def test_a_least_length_is_not_asked_of_probes(openai_url: str, script: Script) 
     assert {request["min_tokens"] for request in script.requests if request["max_tokens"] > 1} == {16}
 
 
+def test_fewer_requests_than_would_be_in_flight(openai_url: str, script: Script, tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    done = run("--openai", openai_url, "--concurrency", 4, "--requests", 2, "--warm-up", 0, "--json", out)
+    assert done.exit_code == 0, done.output
+    assert (runs_of(out)[0]["sent"], sum(request["max_tokens"] > 1 for request in script.requests)) == (2, 2)
+
+
 def test_triton(url: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run("--url", url, "--rate", 200, "--requests", 20, "--json", out, "--chat")
@@ -380,6 +387,7 @@ def test_ctrl_c_shows_what_was_measured(openai_url: str, script: Script, tmp_pat
         (("--no-stream",), "--no-stream goes with --perf-analyzer alone"),
         (("--perf-analyzer", "--rate", "4"), "--perf-analyzer goes with --concurrency"),
         (("--perf-analyzer", "--input-tokens", "3-4"), "no ranges"),
+        (("--perf-analyzer", "--requests", "2", "--concurrency", "1,4"), "--requests is 2; allowed: with --perf-analy"),
     ],
 )
 def test_wrong_options(arguments: tuple[str, ...], message: str) -> None:
