@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 from .trace import Arrival
@@ -144,9 +145,11 @@ def trace_load(name: str, arrivals: Sequence[Arrival], maker: PromptMaker, seed:
 
 
 def warm_up_load(load: Load, requests: int, seed: int) -> Load:
-    """`requests` of the same lengths with other words, as many at once as the load has, or all."""
+    """`requests` of the same lengths (again and again where they are more) with other words.
+
+    As many at once as the load has, or all.
+    """
     source = random.Random(f"warm-up {seed}")
-    questions = [
-        Question(make_prompt(source, len(one.prompt.split())), one.output_tokens) for one in load.questions[:requests]
-    ]
+    like = islice(cycle(load.questions), requests)
+    questions = [Question(make_prompt(source, len(one.prompt.split())), one.output_tokens) for one in like]
     return Load(load.label, questions, load.concurrency or max(1, requests))

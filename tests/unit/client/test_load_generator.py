@@ -301,6 +301,14 @@ def test_fewer_requests_than_would_be_in_flight(openai_url: str, script: Script,
     assert (runs_of(out)[0]["sent"], sum(request["max_tokens"] > 1 for request in script.requests)) == (2, 2)
 
 
+@pytest.mark.parametrize("load", [("--concurrency", 2), ("--rate", 200)], ids=["closed", "poisson"])
+def test_more_requests_to_warm_up_than_count(openai_url: str, script: Script, load: tuple[str, int]) -> None:
+    done = run("--openai", openai_url, *load, "--requests", 2, "--warm-up", 9)
+    assert done.exit_code == 0, done.output
+    assert "9 requests to warm up" in done.stderr
+    assert sum(request["max_tokens"] > 1 for request in script.requests) == 11
+
+
 def test_triton(url: str, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run("--url", url, "--rate", 200, "--requests", 20, "--json", out, "--chat")
