@@ -7,7 +7,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -47,6 +47,7 @@ bench_app = typer.Typer(invoke_without_command=True, add_completion=False, prett
 
 _LEVELS = "1,8,32"
 _OPEN_REQUESTS = 100  # of a Poisson run
+_WARM_UP = 8
 _STOPPED = 130
 # What the benchmark says of every request itself -> the option of it.
 _OWN_OPTIONS = {
@@ -87,7 +88,9 @@ def bench(
         int | None,
         typer.Option(min=1, help="Of each run; default: 8 times the concurrency or 32; with --rate 100."),
     ] = None,
-    warm_up: Annotated[int, typer.Option(min=0, help="Requests before each run that do not count.")] = 8,
+    warm_up: Annotated[
+        int | None, typer.Option(min=0, help=f"Requests before each run that do not count; default: {_WARM_UP}.")
+    ] = None,
     seed: Annotated[int, typer.Option(help="Of lengths, arrival times and words.")] = 0,
     chat: Annotated[bool, typer.Option("--chat", help="Prompts as chat messages, not as plain text.")] = False,
     ignore_eos: Annotated[
@@ -119,15 +122,18 @@ def bench(
         inputs, outputs = Lengths.parse("--input-tokens", input_tokens), Lengths.parse("--output-tokens", output_tokens)
         levels = _parse_levels(_LEVELS if concurrency is None else concurrency)
         if perf_analyzer:
-            if openai is not None or rate is not None or trace is not None or chat or option:
-                raise ValueError("--perf-analyzer goes with --concurrency over gRPC, and none of --openai, --rate, "
-                                 "--trace, --chat, --option")  # fmt: skip
+            others = {
+                "--openai": openai, "--rate": rate, "--trace": trace, "--chat": chat or None,
+                "--option": option or None, "--no-ignore-eos": None if ignore_eos else True, "--warm-up": warm_up,
+                "--name": name,
+            }  # fmt: skip
+            _check_alone("--perf-analyzer", others)
             if inputs.low != inputs.high or outputs.low != outputs.high:
                 raise ValueError("--perf-analyzer takes one length of prompts and one of answers, no ranges")
             if requests is not None and requests < max(levels):
                 raise ValueError(f"--requests is {requests}; allowed: with --perf-analyzer at least --concurrency, "
                                  f"{max(levels)}")  # fmt: skip
-            workload = Workload(inputs.low, outputs.low, stream)
+            workload = Workload(inputs.low, outputs.low, stream, temperature, seed)
             _run_perf_analyzer(url, model or "ensemble", workload, levels, requests, timeout, output)
             return
         if not stream:
@@ -140,6 +146,7 @@ def bench(
             target = triton_target(url, model or "ensemble", chat, timeout, options)
         else:
             target = openai_target(openai, api_key, model, chat, timeout, options)
+        warm_up = _WARM_UP if warm_up is None else warm_up
         plan = _Plan(inputs, outputs, levels, rates, trace, arrivals, requests, warm_up, seed)
         allow_many_connections()
         runs = asyncio.run(_measure_all(target, plan))
@@ -285,6 +292,13 @@ def _check_together(
         raise ValueError(f"--time-scale is {time_scale:g}; allowed: above 0")
     if time_scale != 1 and trace is None:
         raise ValueError(f"--time-scale is {time_scale:g}; allowed: only with --trace")
+
+
+def _check_alone(option: str, others: Mapping[str, object]) -> None:
+    """Refuses options that would have no effect beside `option`; None: not given."""
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise ValueError(f"{', '.join(given)} {'is' if len(given) == 1 else 'are'} given; allowed: without {option}")
 
 
 def _parse_levels(text: str) -> list[int]:

@@ -29,6 +29,8 @@ class Workload:
     prompt_tokens: int  # aimed at
     max_tokens: int
     stream: bool = True
+    temperature: float = 0.0
+    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -39,11 +41,11 @@ class Prompts:
     num_input_tokens: int
     num_output_tokens: int
 
-    def write(self, path: Path, count: int, seed: int, workload: Workload) -> None:
+    def write(self, path: Path, count: int, concurrency: int, workload: Workload) -> None:
         """perf_analyzer's input file: `count` requests whose prompts differ from their first word on."""
-        draw = random.Random(seed)
+        draw = random.Random(f"{workload.seed} {concurrency}")
         fixed = {"max_tokens": [workload.max_tokens], "stream": [workload.stream]}
-        fixed |= {"temperature": [0.0], "ignore_eos": [True]}
+        fixed |= {"temperature": [workload.temperature], "ignore_eos": [True]}
         steps = [{"text_input": [make_prompt(draw, self.num_words)], **fixed} for _ in range(count)]
         path.write_text(json.dumps({"data": steps}), encoding="utf-8")
 

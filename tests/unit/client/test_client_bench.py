@@ -9,12 +9,14 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from client import Client
 from client.bench.figures import percentile
 from client.bench.perf_analyzer import ENVIRONMENT_VARIABLE, PerfAnalyzer, PerfAnalyzerError, find_perf_analyzer
 from client.bench.perf_runs import Prompts, Workload, fit_prompts, measure, read_reports
 from client.bench.workload import make_prompt
+from client.cli import app
 
 REPORT = (
     "Concurrency,Inferences/Second,Response Throughput,Client Send,p50 latency,p90 latency,p95 latency,p99 latency\n"
@@ -61,12 +63,25 @@ def test_percentile() -> None:
 
 def test_prompts_differ_from_the_first_word(tmp_path: Path) -> None:
     path = tmp_path / "input.json"
-    Prompts(6, 10, 4).write(path, 20, seed=1, workload=Workload(10, 4))
+    Prompts(6, 10, 4).write(path, 20, 1, Workload(10, 4))
     steps = json.loads(path.read_text())["data"]
     prompts = [step["text_input"][0] for step in steps]
     assert len({prompt.split()[0] for prompt in prompts}) == 20
     assert {len(prompt.split()) for prompt in prompts} == {6}
     assert all(step["max_tokens"] == [4] and step["stream"] == [True] for step in steps)
+
+
+def test_seed_and_temperature_reach_the_input(tmp_path: Path) -> None:
+    path = tmp_path / "input.json"
+
+    def words(workload: Workload) -> list[list[str]]:
+        Prompts(6, 10, 4).write(path, 20, 2, workload)
+        steps = json.loads(path.read_text())["data"]
+        assert all(step["temperature"] == [workload.temperature] for step in steps)
+        return [step["text_input"][0].split()[1:] for step in steps]
+
+    first = Workload(10, 4, temperature=0.7, seed=1)
+    assert words(first) == words(first) != words(Workload(10, 4, seed=2))
 
 
 def test_prompt_length_is_fitted_by_the_servers_counts(client: Client) -> None:
@@ -75,18 +90,36 @@ def test_prompt_length_is_fitted_by_the_servers_counts(client: Client) -> None:
     assert len(make_prompt(random.Random(0), prompts.num_words).split()) == prompts.num_words
 
 
-def test_measure_runs_the_binary_once(tmp_path: Path) -> None:
+@pytest.fixture
+def scripted(tmp_path: Path) -> Path:
+    """A perf_analyzer that writes the same reports in every run, and copies its input to input.json beside itself."""
     report, export = tmp_path / "report", tmp_path / "export"
     report.write_text(REPORT)
     export.write_text(_export([(0, [10, 20])]))
     body = f"""
     while [ $# -gt 0 ]; do
-      case "$1" in -f) cp {report} "$2";; --profile-export-file) cp {export} "$2";; esac; shift
+      case "$1" in
+        -f) cp {report} "$2";;
+        --profile-export-file) cp {export} "$2";;
+        --input-data) cp "$2" {tmp_path}/input.json;;
+      esac; shift
     done
     """
-    analyzer = PerfAnalyzer(_script(tmp_path / "perf_analyzer", body))
+    return _script(tmp_path / "perf_analyzer", body)
+
+
+def test_measure_runs_the_binary_once(scripted: Path) -> None:
+    analyzer = PerfAnalyzer(scripted)
     row = measure(analyzer, "127.0.0.1:1", "ensemble", Prompts(3, 4, 5), Workload(4, 5), 2, 4, timeout=30)
     assert (row.concurrency, row.requests) == (2, 1)
+
+
+def test_the_command(grpc_url: str, scripted: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENVIRONMENT_VARIABLE, str(scripted))
+    arguments = ["--url", grpc_url, "--perf-analyzer", "--concurrency", "1", "--temperature", "0.5"]
+    done = CliRunner().invoke(app, ["bench", *arguments])
+    assert done.exit_code == 0, done.output
+    assert json.loads((tmp_path / "input.json").read_text())["data"][0]["temperature"] == [0.5]
 
 
 @pytest.mark.parametrize(
