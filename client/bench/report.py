@@ -52,7 +52,8 @@ class Report:
         except (OSError, ValueError) as error:
             raise ValueError(f"{path} cannot be read as JSON: {error}") from None
         if not isinstance(content, dict) or content.get("format") != FORMAT or not content.get("runs"):
-            raise ValueError(f"{path} holds no figures of minisgl bench; allowed: what its --json wrote")
+            allowed = "what minisgl bench --json wrote without --perf-analyzer"
+            raise ValueError(f"{path} holds no figures to compare; allowed: {allowed}")
         about = {name: value for name, value in content.items() if name not in ("format", "name", "runs")}
         return cls(str(content["name"]), about, content["runs"])
 

@@ -436,7 +436,12 @@ def test_comparisons_are_of_the_runs_that_all_have(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "message"), [("", "cannot be read as JSON"), ("{}", "holds no figures of minisgl bench")]
+    ("content", "message"),
+    [
+        ("", "cannot be read as JSON"),
+        ("{}", "holds no figures to compare"),
+        ('{"tool": "perf_analyzer", "rows": [{}]}', "allowed: what minisgl bench --json wrote without --perf-ana"),
+    ],
 )
 def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> None:
     good, bad = written(tmp_path / "good", "good", 1.0, LEVELS), tmp_path / "bad"
