@@ -29,7 +29,7 @@ from .figures import Figures, figures_of
 from .generator import allow_many_connections, run_load
 from .perf_analyzer import find_perf_analyzer
 from .perf_runs import Measurement, Prompts, Workload, fit_prompts, measure
-from .report import Report, describe_machine, figures_table, label_of, number
+from .report import Report, check_writable, describe_machine, figures_table, label_of, number, write_json
 from .targets import StreamClient, Target, openai_target, triton_target
 from .trace import Arrival, read_trace
 from .workload import (
@@ -119,6 +119,8 @@ def bench(
         return
     with errors_in_one_line():
         _check_together(url, openai, api_key, concurrency, rate, trace, time_scale)
+        if output is not None:
+            check_writable(output)
         inputs, outputs = Lengths.parse("--input-tokens", input_tokens), Lengths.parse("--output-tokens", output_tokens)
         levels = _parse_levels(_LEVELS if concurrency is None else concurrency)
         if perf_analyzer:
@@ -368,7 +370,7 @@ def _run_perf_analyzer(
     if output is not None:
         figures = {"prompt_tokens": prompts.num_input_tokens, "output_tokens": prompts.num_output_tokens}
         content = {"tool": "perf_analyzer", **figures, "rows": [dataclasses.asdict(row) for row in rows]}
-        output.write_text(json.dumps(content, indent=2) + "\n")
+        write_json(output, content)
 
 
 def _perf_table(rows: Sequence[Measurement], prompts: Prompts) -> Table:

@@ -38,11 +38,7 @@ class Report:
 
     def write(self, path: Path) -> None:
         """Raises ValueError where the file cannot be written."""
-        content = {"format": FORMAT, "name": self.name, **self.about, "runs": list(self.runs)}
-        try:
-            path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise ValueError(f"{path} cannot be written: {error}") from None
+        write_json(path, {"format": FORMAT, "name": self.name, **self.about, "runs": list(self.runs)})
 
     @classmethod
     def read(cls, path: Path) -> Report:
@@ -56,6 +52,20 @@ class Report:
             raise ValueError(f"{path} holds no figures to compare; allowed: {allowed}")
         about = {name: value for name, value in content.items() if name not in ("format", "name", "runs")}
         return cls(str(content["name"]), about, content["runs"])
+
+
+def check_writable(path: Path) -> None:
+    """Before a measurement that would be lost. Raises ValueError."""
+    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise ValueError(f"--json is {str(path)!r}; allowed: a file that can be written, in a folder that is there")
+
+
+def write_json(path: Path, content: Mapping[str, Any]) -> None:
+    """Raises ValueError where the file cannot be written."""
+    try:
+        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ValueError(f"{path} cannot be written: {error}") from None
 
 
 def describe_machine() -> dict[str, Any]:

@@ -294,6 +294,15 @@ def test_a_least_length_is_not_asked_of_probes(openai_url: str, script: Script) 
     assert {request["min_tokens"] for request in script.requests if request["max_tokens"] > 1} == {16}
 
 
+@pytest.mark.parametrize("more", [(), ("--perf-analyzer",)], ids=["own", "perf_analyzer"])
+def test_a_file_that_cannot_be_written_is_refused_first(tmp_path: Path, more: tuple[str, ...]) -> None:
+    """No server is asked: none is there."""
+    done = run("--url", "127.0.0.1:1", "--json", tmp_path / "absent" / "x.json", *more)
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1)
+    assert "--json is" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_fewer_requests_than_would_be_in_flight(openai_url: str, script: Script, tmp_path: Path) -> None:
     out = tmp_path / "out.json"
     done = run("--openai", openai_url, "--concurrency", 4, "--requests", 2, "--warm-up", 0, "--json", out)
