@@ -5,18 +5,23 @@ from __future__ import annotations
 import contextlib
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import NoReturn
 
 import typer
+from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from .errors import ClientError, Unavailable
 
 # All control characters but tabs and line ends.
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+_ANY_WIDTH = 1_000_000
 
 
 class CommandError(Exception):
@@ -87,4 +92,57 @@ def progress(text: str) -> contextlib.AbstractContextManager[object]:
 
 def print_table(table: Table) -> None:
     """On a terminal as wide as that is; in a pipe nothing is folded."""
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    _stdout().print(table)
+
+
+@dataclass(frozen=True)
+class FigureTable:
+    """Figures of which none may be cut; the first column names the rows."""
+
+    title: str
+    headings: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    caption: str = ""
+    padding: int = 1  # on each side of a cell
+
+    def columns(self, chosen: Sequence[int]) -> Table:
+        """The first column and the chosen ones."""
+        table = Table(box=box.SIMPLE, padding=(0, self.padding))
+        for place in (0, *chosen):
+            # Text: a name in brackets is no markup.
+            table.add_column(Text(self.headings[place]), justify="right" if place else "left", no_wrap=True)
+        for row in self.rows:
+            table.add_row(*(Text(row[place]) for place in (0, *chosen)))
+        return table
+
+
+def print_figures(figures: FigureTable) -> None:
+    """On a terminal as many columns beside each other as fit; in a pipe all."""
+    console = _stdout()
+    console.print(Text(figures.title, "italic"), soft_wrap=True)
+    for group in _groups(figures, console.width):
+        table = figures.columns(group)
+        # A column wider than the terminal is left to that: rich would cut it.
+        _stdout(max(console.width, _width(table))).print(table)
+    if figures.caption:
+        console.print(Text(figures.caption, "dim"))
+
+
+def _groups(figures: FigureTable, width: int) -> Iterator[list[int]]:
+    group: list[int] = []
+    for place in range(1, len(figures.headings)):
+        if group and _width(figures.columns([*group, place])) > width:
+            yield group
+            group = []
+        group.append(place)
+    yield group
+
+
+def _width(table: Table) -> int:
+    return _stdout(_ANY_WIDTH).measure(table).maximum
+
+
+def _stdout(width: int | None = None) -> Console:
+    if width is None and sys.stdout.isatty():
+        return Console()
+    return Console(width=width or _ANY_WIDTH, height=25)  # without a height rich takes 80 columns where TERM is dumb

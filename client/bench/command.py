@@ -13,15 +13,13 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich import box
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from ..client import Client
 from ..connection import parse_url
-from ..console import CommandError, errors_in_one_line, print_table, progress, say_error
+from ..console import CommandError, FigureTable, errors_in_one_line, print_figures, progress, say_error
 from ..request import SamplingOptions
 from ..server_options import ApiKey, ModelOfEither, OpenAIUrl
 from .compare import compare_reports, draw_comparison
@@ -166,7 +164,7 @@ def compare(
             raise ValueError("one file is given; allowed: two or more")
         reports = [Report.read(file) for file in files]
         for table in compare_reports(reports):
-            print_table(table)
+            print_figures(table)
         if plot is not None:
             draw_comparison(reports, plot)
             typer.echo(f"wrote {plot}")
@@ -241,7 +239,7 @@ def _finish(target: Target, plan: _Plan, runs: Sequence[Figures], name: str | No
     """Shows and writes what there is, and ends the program with the status that fits."""
     if not runs:
         raise KeyboardInterrupt
-    print_table(figures_table(runs, f"{target.model} at {target.url}"))
+    print_figures(figures_table(runs, f"{target.model} at {target.url}"))
     for run in runs:
         for message, count in run.errors.items():
             say_error(f"[red]{label_of(run.load)}: {count:,} failed:[/red] {escape(message)}")
@@ -366,33 +364,32 @@ def _run_perf_analyzer(
                     rows.append(measure(analyzer, address.authority, model, prompts, workload, level, count, timeout))
         finally:
             if rows:  # also those before an error or Ctrl-C
-                print_table(_perf_table(rows, prompts))
+                print_figures(_perf_table(rows, prompts))
     if output is not None:
         figures = {"prompt_tokens": prompts.num_input_tokens, "output_tokens": prompts.num_output_tokens}
         content = {"tool": "perf_analyzer", **figures, "rows": [dataclasses.asdict(row) for row in rows]}
         write_json(output, content)
 
 
-def _perf_table(rows: Sequence[Measurement], prompts: Prompts) -> Table:
-    table = Table(
-        title=f"prompts of about {prompts.num_input_tokens} tokens, answers of {prompts.num_output_tokens}",
-        box=box.SIMPLE,
+def _perf_table(rows: Sequence[Measurement], prompts: Prompts) -> FigureTable:
+    return FigureTable(
+        f"prompts of about {prompts.num_input_tokens} tokens, answers of {prompts.num_output_tokens}",
+        ("concurrency", "requests", "req/s", "tokens/s", "latency", "first token", "per token"),
+        [
+            (
+                str(row.concurrency),
+                str(row.requests),
+                f"{row.requests_per_s:,.2f}",
+                f"{row.tokens_per_s:,.1f}",
+                _pair(row.latency_p50, row.latency_p99),
+                _pair(row.first_token_p50, row.first_token_p99),
+                _pair(row.per_token_p50, row.per_token_p99),
+            )
+            for row in rows
+        ],
+        "Times: p50 / p99 in ms. req/s and latency are perf_analyzer's figures, the rest is from its export.",
         padding=0,
-        caption="Times: p50 / p99 in ms. req/s and latency are perf_analyzer's figures, the rest is from its export.",
     )
-    for heading in ("concurrency", "requests", "req/s", "tokens/s", "latency", "first token", "per token"):
-        table.add_column(heading, justify="right")
-    for row in rows:
-        table.add_row(
-            str(row.concurrency),
-            str(row.requests),
-            f"{row.requests_per_s:,.2f}",
-            f"{row.tokens_per_s:,.1f}",
-            _pair(row.latency_p50, row.latency_p99),
-            _pair(row.first_token_p50, row.first_token_p99),
-            _pair(row.per_token_p50, row.per_token_p99),
-        )
-    return table
 
 
 def _pair(p50: float | None, p99: float | None) -> str:

@@ -7,10 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
-from ..console import CommandError
+from ..console import CommandError, FigureTable
 from .report import Report, label_of, number
 
 _FORMATS = ("svg", "png", "pdf")
@@ -60,23 +57,18 @@ _PANELS: dict[str, tuple[tuple[str, tuple[str, ...]], ...]] = {
 _X_LABELS = {"concurrency": "requests at once", "rate": "requests a second"}
 
 
-def compare_reports(reports: Sequence[Report]) -> Iterator[Table]:
+def compare_reports(reports: Sequence[Report]) -> Iterator[FigureTable]:
     """A table for each run that all reports have. Raises ValueError where there is none."""
     names = names_of(reports)
     common = _common_loads(reports)
     for load in common:
         runs = [_find(report, load) for report in reports]
-        table = Table(title=load, box=box.SIMPLE, padding=(0, 1))
-        table.add_column("")
-        for name in names:
-            table.add_column(name, justify="right")
-        for name in names[1:]:
-            table.add_column(f"{name} / {names[0]}", justify="right")
+        rows = []
         for row, path in _ROWS.items():
             values = [_value(run, path) for run in runs]
             if any(value is not None for value in values):
-                table.add_row(row, *map(number, values), *(_ratio(value, values[0]) for value in values[1:]))
-        yield table
+                rows.append([row, *map(number, values), *(_ratio(value, values[0]) for value in values[1:])])
+        yield FigureTable(load, ["", *names, *(f"{name} / {names[0]}" for name in names[1:])], rows)
 
 
 def names_of(reports: Sequence[Report]) -> list[str]:

@@ -10,9 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich import box
-from rich.table import Table
-
+from ..console import FigureTable
 from .figures import Figures
 
 FORMAT = "minisgl bench 1"
@@ -81,23 +79,21 @@ def label_of(load: Mapping[str, Any]) -> str:
     return f"{value:g} a second" if kind == "rate" else f"trace {value}"
 
 
-def figures_table(runs: Sequence[Figures], title: str) -> Table:
+def figures_table(runs: Sequence[Figures], title: str) -> FigureTable:
     """A column for each run."""
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1), caption=_caption(runs))
-    table.add_column("")
-    for run in runs:
-        table.add_column(label_of(run.load), justify="right")
-    table.add_row("requests", *(_requests(run) for run in runs))
-    table.add_row("requests/s", *(number(run.requests_per_s) for run in runs))
-    table.add_row("output tokens/s", *(number(run.output_tokens_per_s) for run in runs))
-    table.add_row("input tokens/s", *(number(run.input_tokens_per_s) for run in runs))
-    table.add_row("input tokens", *(_mean(run.input_tokens) for run in runs))
-    table.add_row("output tokens", *(_mean(run.output_tokens) for run in runs))
+    rows = [
+        ["requests", *(_requests(run) for run in runs)],
+        ["requests/s", *(number(run.requests_per_s) for run in runs)],
+        ["output tokens/s", *(number(run.output_tokens_per_s) for run in runs)],
+        ["input tokens/s", *(number(run.input_tokens_per_s) for run in runs)],
+        ["input tokens", *(_mean(run.input_tokens) for run in runs)],
+        ["output tokens", *(_mean(run.output_tokens) for run in runs)],
+    ]
     for row, name in _TIMES.items():
         values = [getattr(run, name) for run in runs]
         if any(value is not None for value in values):
-            table.add_row(f"{row} (ms)", *(_percentiles(value) for value in values))
-    return table
+            rows.append([f"{row} (ms)", *(_percentiles(value) for value in values)])
+    return FigureTable(title, ["", *(label_of(run.load) for run in runs)], rows, _caption(runs))
 
 
 def _caption(runs: Sequence[Figures]) -> str:
