@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -62,7 +63,7 @@ def compare_reports(reports: Sequence[Report]) -> Iterator[FigureTable]:
     names = names_of(reports)
     common = _common_loads(reports)
     for load in common:
-        runs = [_find(report, load) for report in reports]
+        runs = [_named_runs(report)[load] for report in reports]
         rows = []
         for row, path in _ROWS.items():
             values = [_value(run, path) for run in runs]
@@ -90,7 +91,7 @@ def draw_comparison(reports: Sequence[Report], out: Path) -> None:
     except ImportError:
         raise CommandError("a picture needs matplotlib: pip install 'minisgl-backend[bench]'") from None
     loads = _common_loads(reports)
-    kinds = {next(iter(run["load"])) for run in reports[0].runs if label_of(run["load"]) in loads}
+    kinds = {next(iter(_named_runs(reports[0])[load]["load"])) for load in loads}
     as_lines = len(loads) > 1 and len(kinds) == 1 and kinds <= set(_X_LABELS)
     with matplotlib.rc_context(STYLE):
         figure = figure_module.Figure(figsize=(10, 6.4), facecolor="white", layout="constrained")
@@ -114,7 +115,7 @@ def _draw_lines(
 ) -> None:
     ticks: set[float] = set()
     for name, report, color in zip(names_of(reports), reports, _colors(reports), strict=True):
-        runs = [_find(report, load) for load in loads]
+        runs = [_named_runs(report)[load] for load in loads]
         for style, (_, path) in zip(("-", "--"), lines, strict=False):
             points = [(next(iter(run["load"].values())), _value(run, path)) for run in runs]
             known = sorted((at, value) for at, value in points if value is not None)
@@ -136,7 +137,7 @@ def _draw_bars(
     groups = [(load, label, path) for load in loads for label, path in lines]
     thick = 0.8 / len(reports)
     for place, (name, report, color) in enumerate(zip(names_of(reports), reports, _colors(reports), strict=True)):
-        heights = [_value(_find(report, load), path) or 0.0 for load, _, path in groups]
+        heights = [_value(_named_runs(report)[load], path) or 0.0 for load, _, path in groups]
         at = [group + (place - (len(reports) - 1) / 2) * thick for group in range(len(groups))]
         bars = axes.bar(at, heights, 0.9 * thick, color=color, label=name)
         axes.bar_label(bars, [number(height) for height in heights], size=8, color=color)
@@ -149,17 +150,24 @@ def _colors(reports: Sequence[Report]) -> list[str]:
 
 
 def _common_loads(reports: Sequence[Report]) -> list[str]:
-    """Labels of the runs that all have, in the first one's order. Raises ValueError where there is none."""
-    labels = [[label_of(run["load"]) for run in report.runs] for report in reports]
-    common = [label for label in labels[0] if all(label in others for others in labels[1:])]
+    """Names of the runs that all have, in the first one's order. Raises ValueError where there is none."""
+    names = [list(_named_runs(report)) for report in reports]
+    common = [name for name in names[0] if all(name in others for others in names[1:])]
     if not common:
-        listed = "; ".join(f"{report.name}: {', '.join(of)}" for report, of in zip(reports, labels, strict=True))
+        listed = "; ".join(f"{report.name}: {', '.join(of)}" for report, of in zip(reports, names, strict=True))
         raise ValueError(f"no run is in all files ({listed})")
     return common
 
 
-def _find(report: Report, label: str) -> _Run:
-    return next(run for run in report.runs if label_of(run["load"]) == label)
+def _named_runs(report: Report) -> dict[str, _Run]:
+    """By label; a load that was measured before has a number behind it."""
+    counts: Counter[str] = Counter()
+    named: dict[str, _Run] = {}
+    for run in report.runs:
+        label = label_of(run["load"])
+        counts[label] += 1
+        named[label if counts[label] == 1 else f"{label} ({counts[label]})"] = run
+    return named
 
 
 def _value(run: _Run, path: Sequence[str]) -> float | None:

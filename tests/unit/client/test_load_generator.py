@@ -444,6 +444,17 @@ def test_comparisons_are_of_the_runs_that_all_have(tmp_path: Path) -> None:
     assert row.split()[-3:] == ["100", "200", "2.00"]
 
 
+def test_runs_of_one_load_are_compared_one_by_one(tmp_path: Path) -> None:
+    twice = [{"concurrency": 8}, {"concurrency": 8}]
+    ours, theirs = written(tmp_path / "a", "ours", 1.0, twice), written(tmp_path / "b", "theirs", 2.0, twice)
+    done = run("compare", ours, theirs)
+    assert done.exit_code == 0, done.output
+    assert "8 at once\n" in done.stdout
+    assert "8 at once (2)\n" in done.stdout
+    rows = [line for line in done.stdout.splitlines() if "between pieces p50" in line]
+    assert [row.split()[-3:] for row in rows] == [["100", "200", "2.00"], ["300", "600", "2.00"]]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -462,7 +473,7 @@ def test_other_files_are_refused(tmp_path: Path, content: str, message: str) -> 
     assert "no run is in all files (good: 1 at once, 8 at once; other: 1 a second)" in nothing.stderr
 
 
-@pytest.mark.parametrize("loads", [LEVELS, [{"trace": "t"}]], ids=["lines", "bars"])
+@pytest.mark.parametrize("loads", [LEVELS, [{"trace": "t"}], 2 * LEVELS], ids=["lines", "bars", "again"])
 def test_a_picture(tmp_path: Path, loads: list[dict[str, Any]]) -> None:
     pytest.importorskip("matplotlib")
     files = [written(tmp_path / name, name, factor, loads) for name, factor in (("ours", 1.0), ("theirs", 2.0))]
