@@ -27,7 +27,7 @@ from .figures import Figures, figures_of
 from .generator import allow_many_connections, run_load
 from .perf_analyzer import find_perf_analyzer
 from .perf_runs import Measurement, Prompts, Workload, fit_prompts, measure
-from .report import Report, check_writable, describe_machine, figures_table, label_of, number, write_json
+from .report import Report, check_writable, describe_machine, duration, figures_table, label_of, number, write_json
 from .targets import StreamClient, Target, openai_target, triton_target
 from .trace import Arrival, read_trace
 from .workload import (
@@ -75,7 +75,7 @@ def bench(
     trace: Annotated[
         Path | None, typer.Option(help="Replay arrival times and lengths from this file of JSON lines.")
     ] = None,
-    time_scale: Annotated[float, typer.Option(help="Multiplies the trace's times.")] = 1.0,
+    time_scale: Annotated[float, typer.Option(help="Multiplies the trace's times; 0.001 for milliseconds.")] = 1.0,
     input_tokens: Annotated[
         str, typer.Option("--input-tokens", "--prompt-tokens", help="Length of prompts, about: 128, or 64-256.")
     ] = "128",
@@ -139,7 +139,11 @@ def bench(
         if not stream:
             raise ValueError("--no-stream goes with --perf-analyzer alone")
         rates = None if rate is None else _parse_rates(rate)
-        arrivals = None if trace is None else read_trace(trace, limit=requests, time_scale=time_scale)
+        arrivals = None
+        if trace is not None:
+            arrivals = read_trace(trace, limit=requests, time_scale=time_scale)
+            # Shows times that were taken for another unit before they are waited for.
+            typer.echo(f"trace {trace.name}: {len(arrivals):,} requests over {duration(arrivals[-1].at)}", err=True)
         options = _sampling_options(option, known_only=openai is None)
         options = {"temperature": temperature, **({"ignore_eos": True} if ignore_eos else {}), **options}
         if openai is None:

@@ -1,7 +1,8 @@
 """Traces: when requests arrived somewhere, and how long they were.
 
 A JSON object a line, with `timestamp` (seconds), `input_length` and `output_length` (tokens); other keys are left
-alone. Published traces of serving use these names.
+alone. Published traces of serving use these names, some with other units: Mooncake's timestamps, which NVIDIA's tools
+read as well, are milliseconds, for which there is `--time-scale 0.001`.
 """
 
 from __future__ import annotations

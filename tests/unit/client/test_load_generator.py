@@ -352,6 +352,21 @@ def test_a_trace_is_replayed(openai_url: str, script: Script, tmp_path: Path) ->
     assert (found["load"], found["completed"]) == ({"trace": "my.jsonl"}, 5)
     assert found["seconds"] >= 0.15  # 0.2 by the plan
     assert [request["max_tokens"] for request in script.requests[-5:]] == [2, 3, 4, 5, 6]
+    assert "trace my.jsonl: 5 requests over 0.2 s" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("milliseconds", "scale", "told"),
+    [(3_599_999, 1.0, "1,000 h"), (3_599_999, 0.001, "60 min"), (61_000, 0.001, "61 s"), (0, 1.0, "0 s")],
+)
+def test_a_plan_shows_what_unit_the_times_were_taken_for(
+    tmp_path: Path, milliseconds: int, scale: float, told: str
+) -> None:
+    """Mooncake's traces have milliseconds."""
+    second = json.dumps({"timestamp": milliseconds, "input_length": 1, "output_length": 1})
+    path = write_trace(tmp_path / "my.jsonl", GOOD, second)
+    done = run("--openai", "127.0.0.1:1", "--model", "m", "--trace", path, "--time-scale", scale)
+    assert done.stderr.splitlines()[0] == f"trace my.jsonl: 2 requests over {told}"
 
 
 def test_ctrl_c_shows_what_was_measured(openai_url: str, script: Script, tmp_path: Path) -> None:
