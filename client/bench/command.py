@@ -44,6 +44,7 @@ from .workload import (
 bench_app = typer.Typer(invoke_without_command=True, add_completion=False, pretty_exceptions_enable=False)
 
 _LEVELS = "1,8,32"
+_INPUT_TOKENS, _OUTPUT_TOKENS = "128", "64"
 _OPEN_REQUESTS = 100  # of a Poisson run
 _WARM_UP = 8
 _STOPPED = 130
@@ -77,11 +78,12 @@ def bench(
     ] = None,
     time_scale: Annotated[float, typer.Option(help="Multiplies the trace's times; 0.001 for milliseconds.")] = 1.0,
     input_tokens: Annotated[
-        str, typer.Option("--input-tokens", "--prompt-tokens", help="Length of prompts, about: 128, or 64-256.")
-    ] = "128",
+        str | None,
+        typer.Option("--input-tokens", "--prompt-tokens", help="Length of prompts, about: 128 (default), or 64-256."),
+    ] = None,
     output_tokens: Annotated[
-        str, typer.Option("--output-tokens", "--max-tokens", help="Length of answers: 64, or 32-128.")
-    ] = "64",
+        str | None, typer.Option("--output-tokens", "--max-tokens", help="Length of answers: 64 (default), or 32-128.")
+    ] = None,
     requests: Annotated[
         int | None,
         typer.Option(min=1, help="Of each run; default: 8 times the concurrency or 32; with --rate 100."),
@@ -119,7 +121,10 @@ def bench(
         _check_together(url, openai, api_key, concurrency, rate, trace, time_scale)
         if output is not None:
             check_writable(output)
-        inputs, outputs = Lengths.parse("--input-tokens", input_tokens), Lengths.parse("--output-tokens", output_tokens)
+        if trace is not None:
+            _check_alone("--trace", {"--input-tokens": input_tokens, "--output-tokens": output_tokens})
+        inputs = Lengths.parse("--input-tokens", _INPUT_TOKENS if input_tokens is None else input_tokens)
+        outputs = Lengths.parse("--output-tokens", _OUTPUT_TOKENS if output_tokens is None else output_tokens)
         levels = _parse_levels(_LEVELS if concurrency is None else concurrency)
         if perf_analyzer:
             others = {

@@ -417,6 +417,8 @@ def test_ctrl_c_shows_what_was_measured(openai_url: str, script: Script, tmp_pat
         (("--option", "max_tokens=5"), "--option is 'max_tokens=5'; allowed: --output-tokens instead"),
         (("--openai", "b:2", "--option", "prompt=x"), "--option is 'prompt=x'; allowed: --input-tokens instead"),
         (("--no-stream",), "--no-stream goes with --perf-analyzer alone"),
+        (("--trace", str(TRACE), "--input-tokens", "9"), "--input-tokens is given; allowed: without --trace"),
+        (("--trace", str(TRACE), "--output-tokens", "9"), "--output-tokens is given; allowed: without --trace"),
         (("--perf-analyzer", "--rate", "4"), "--rate is given; allowed: without --perf-analyzer"),
         (("--perf-analyzer", "--chat", "--option", "top_k=1"), "--chat, --option are given; allowed: without --perf"),
         (("--perf-analyzer", "--no-ignore-eos"), "--no-ignore-eos is given; allowed: without --perf-analyzer"),
