@@ -15,11 +15,10 @@ import numpy.typing as npt
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.delivery.engine_client import EngineClient
-from minisgl_backend.delivery.latency import LatencyRecorder
 from minisgl_backend.delivery.output_fields import OutputFieldEncoder
 from minisgl_backend.delivery.prober import PROBE_AFTER_S, Prober
-from minisgl_backend.delivery.responder import Responder, streams_of
-from minisgl_backend.delivery.stream import Sender, SequenceStream, Stream
+from minisgl_backend.delivery.responder import Responder
+from minisgl_backend.delivery.stream import Sender, SequenceStream, Stream, append_outputs, streams_of
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, status_of
 from minisgl_backend.host.status_files import drain_deadline, drained_mark, lost_at
 from minisgl_backend.ipc.messages import CANCELLED, Outputs, Rejected, Welcome
@@ -60,7 +59,6 @@ class EngineFront:
         self._draining = False  # new requests are refused
         self._detokenizer_lost_at: float | None = None
         self._sequences: dict[int, SequenceStream] = {}  # by uid, those still wanted from the engine
-        self.latency = LatencyRecorder()
         # Probes answer within milliseconds; silence alone is no proof on a machine that is busy.
         self.credits = StreamCredits(num_workers, silence_s=SILENCE_S)
         self.client = make_client(
@@ -79,7 +77,6 @@ class EngineFront:
             credits=self.credits,
             abort=self.client.abort,
             on_closed=self._on_closed,
-            latency=self.latency,
             details=OutputFieldEncoder(vocabulary),
             num_workers=num_workers,
         )
@@ -106,8 +103,17 @@ class EngineFront:
             return
         uid = self.client.new_uid(spec.params.n)
         tail = self._vocabulary.tail(token_ids[-PROMPT_TAIL:].tolist())
-        stream = Stream(sender, spec, uid, len(token_ids), self._vocabulary, confirmed=confirmed, prompt_tail=tail)
-        self.responder.adopt(stream)
+        stream = Stream(
+            sender,
+            spec,
+            uid,
+            len(token_ids),
+            self._vocabulary,
+            self.responder.queue_for(uid),
+            confirmed=confirmed,
+            prompt_tail=tail,
+        )
+        self.responder.adopt()
         self._sequences.update((sequence.uid, sequence) for sequence in stream.sequences)
         request = Request(
             uid=uid,
@@ -120,7 +126,7 @@ class EngineFront:
         try:
             self.client.submit(request)
         except (EngineDeadError, CapacityError, InvalidRequestError) as error:
-            self.responder.fail(stream, status_of(error), str(error))
+            stream.fail(status_of(error), str(error))
         if stream.closed:
             # It was failed meanwhile, and the abort may have overtaken the request: the core would compute for nobody.
             self.client.abort(stream.uids, FinishReason.CANCELLED)
@@ -156,7 +162,7 @@ class EngineFront:
             time.sleep(0.02)
         self._stopping.set()
         for stream in streams_of(self._sequences):
-            self.responder.fail(stream, "UNAVAILABLE", SHUTTING_DOWN)
+            stream.fail("UNAVAILABLE", SHUTTING_DOWN)
         self.responder.close()
         if self._watcher.is_alive():
             self._watcher.join(2.0)
@@ -166,30 +172,13 @@ class EngineFront:
     # Callbacks of the client's receive thread.
 
     def _on_outputs(self, outputs: Outputs) -> None:
-        uids = np.frombuffer(outputs.uids, dtype="<i8").tolist()
-        sequences = self._sequences
-        for index, detail in outputs.details.items():
-            if (sequence := sequences.get(uids[index])) is not None:
-                sequence.note(detail)
-        wake = self.responder.wake
-        tokens = np.frombuffer(outputs.token_ids, dtype="<i4").tolist()
-        for uid, token, reason in zip(uids, tokens, outputs.reasons, strict=True):
-            sequence = sequences.get(uid)
-            if sequence is None:
-                continue
-            if reason:
-                sequence.append(token, reason)
-                wake(sequence)
-            else:  # nearly every token comes this way
-                sequence.pending.append(token)
-                if not sequence.queued and sequence.eager:
-                    wake(sequence)
+        append_outputs(self._sequences, outputs)
 
     def _on_rejected(self, rejected: Rejected) -> None:
         sequence = self._sequences.get(rejected.uid)
         if sequence is not None:
             error = _REJECTIONS.get(rejected.kind, CapacityError)(rejected.message)
-            self.responder.fail(sequence.stream, status_of(error), rejected.message)
+            sequence.stream.fail(status_of(error), rejected.message)
 
     def _on_down(self, uids: list[int], reason: str) -> None:
         self._fail({uid: sequence for uid in uids if (sequence := self._sequences.get(uid)) is not None}, reason)
@@ -201,7 +190,7 @@ class EngineFront:
             names = ", ".join(repr(stream.spec.request_id or f"uid {stream.uids[0]}") for stream in streams)
             _LOGGER.error("%s; requests told so (%d): %s", reason, len(streams), names)
         for stream in streams:
-            self.responder.fail(stream, "UNAVAILABLE", reason)
+            stream.fail("UNAVAILABLE", reason)
 
     def _on_up(self, welcome: Welcome) -> None:
         self.responder.page_size = welcome.page_size
@@ -216,7 +205,7 @@ class EngineFront:
             if number == CANCELLED:
                 self._abandon(sequence.stream)
             else:
-                self.responder.note_acknowledged(sequence)
+                sequence.note_acknowledged()
 
     def _on_lost(self, uids: list[int]) -> None:
         for uid in uids:
@@ -225,7 +214,7 @@ class EngineFront:
 
     def _abandon(self, stream: Stream) -> None:
         """The client has aborted the sequence whose chunk told of it; its siblings are left."""
-        stream.abandoned = True
+        stream.abandon()
         if len(stream.sequences) > 1:
             self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())
 
@@ -254,7 +243,7 @@ class EngineFront:
             return
         self._detokenizer_lost_at = lost
         for stream in streams_of(self._sequences):
-            stream.confirmed = False  # what it says now goes past the detokenizer
+            stream.stop_confirming()
         self._fail(self._sequences, DETOKENIZER_DIED)
         self._prober.restart()
 
@@ -266,14 +255,13 @@ class EngineFront:
         self._draining = True
         if now >= deadline:
             for stream in streams_of(self._sequences):
-                self.responder.fail(stream, "UNAVAILABLE", SHUTTING_DOWN)
+                stream.fail("UNAVAILABLE", SHUTTING_DOWN)
         if not self._sequences:
             self._drained.touch(0o600)
 
     def _poll_senders(self) -> None:
         for stream in streams_of(self._sequences):
-            polled = not (stream.confirmed and stream.spec.options.stream)
-            if polled and not stream.closed and stream.sender.is_cancelled():
+            if not stream.is_paced and not stream.closed and stream.sender.is_cancelled():
                 self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())
 
     # The prober's thread.
@@ -281,4 +269,4 @@ class EngineFront:
     def _is_silent(self, now: float) -> bool:
         if now - max(self._last_acknowledged, self.responder.last_sent) < PROBE_AFTER_S:
             return False
-        return any(one.credit.sent > one.credit.acknowledged for one in list(self._sequences.values()))
+        return any(one.num_unacknowledged > 0 for one in list(self._sequences.values()))

@@ -19,7 +19,7 @@ from minisgl_backend.text.vocabulary import Vocabulary
 
 
 class OutputFieldEncoder:
-    """Keeps nothing between calls; any thread may call it."""
+    """Keeps nothing between calls; called by the stream's sender thread."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self._vocabulary = vocabulary
@@ -85,13 +85,9 @@ class OutputFieldEncoder:
 
 def _add_log_probs(arrays: Arrays, stream: Stream, deltas: Sequence[Delta]) -> None:
     """tensorrtllm_backend's form: all log-probabilities so far, sequences padded to one length."""
-    rows = []
-    for delta in deltas:
-        so_far = stream.sequences[delta.index].log_probs
-        so_far += [entry.logprob for entry in delta.logprobs]
-        rows.append(so_far)
+    rows = [stream.sequences[delta.index].add_log_probs(delta.logprobs) for delta in deltas]
     longest = max(map(len, rows))
-    padded = [row + [0.0] * (longest - len(row)) for row in rows]
+    padded = [[*row, *[0.0] * (longest - len(row))] for row in rows]
     arrays["cum_log_probs"] = floats([delta.cumulative_logprob for delta in deltas])
     arrays["output_log_probs"] = np.asarray([padded], dtype=np.float32).reshape(1, len(rows), longest)
 

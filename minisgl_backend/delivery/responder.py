@@ -11,15 +11,15 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 
 from minisgl_backend.delivery.arrays import Arrays
 from minisgl_backend.delivery.credits import StreamCredits
-from minisgl_backend.delivery.latency import LatencyRecorder
 from minisgl_backend.delivery.output_fields import OutputFieldEncoder
 from minisgl_backend.delivery.send_queue import SendQueue
-from minisgl_backend.delivery.stream import Delta, SequenceStream, Stream, join_deltas
+from minisgl_backend.delivery.stream import Delta, SequenceStream, Stream
+from minisgl_backend.ipc.histogram import Histogram
 from minisgl_backend.ipc.wire import Chunk, TextOptions
 from minisgl_backend.request import FinishReason
 
@@ -31,7 +31,30 @@ NO_TEXT = (
 )
 LATE = "the request was cancelled: its timeout has passed"
 
+FIRST_TOKEN_BOUNDS_S = (0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
+INTER_TOKEN_BOUNDS_S = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+
 _LOGGER = logging.getLogger(__name__)
+
+
+class LatencyRecorder:
+    """Times as they are when a sender thread takes tokens over, cheap enough for every token; thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.first_token = Histogram(FIRST_TOKEN_BOUNDS_S)
+        self.inter_token = Histogram(INTER_TOKEN_BOUNDS_S)
+
+    def on_tokens(self, sequence: SequenceStream, num_tokens: int) -> None:
+        """`num_tokens` of the sequence are about to be sent; several at once share their time."""
+        since_arrival, since_last = sequence.time_tokens(time.monotonic())
+        with self._lock:
+            if since_arrival is not None:
+                self.first_token.observe(since_arrival)
+            if since_last is not None:
+                self.inter_token.observe(since_last / num_tokens, num_tokens)
+            else:
+                self.inter_token.observe(0.0, num_tokens - 1)
 
 
 class Responder:
@@ -47,25 +70,23 @@ class Responder:
         credits: StreamCredits,
         abort: Callable[[Iterable[int], FinishReason], None],
         on_closed: Callable[[Stream], None],
-        latency: LatencyRecorder,
         details: OutputFieldEncoder,
         num_workers: int = 2,
     ) -> None:
         self._credits = credits
         self._abort = abort
         self._on_closed = on_closed
-        self._latency = latency
         self._details = details
+        self.latency = LatencyRecorder()
         self.page_size = 1  # for perf metrics; known once the engine is up
         self._num_streams = 0
         self._count_lock = threading.Lock()
-        self._queues = [SendQueue(credits, worker) for worker in range(num_workers)]
+        self._queues: list[SendQueue[SequenceStream]] = [SendQueue(credits, worker) for worker in range(num_workers)]
         self._threads = [
             threading.Thread(target=self._run, args=(worker,), name=f"responder-{worker}", daemon=True)
             for worker in range(num_workers)
         ]
-        # Held by a worker while it numbers and sends a response that will be confirmed.
-        self.sending = [threading.Lock() for _ in range(num_workers)]
+        self.sending = [queue.sending for queue in self._queues]
         self.last_sent = 0.0  # time.monotonic() of the last one
         for thread in self._threads:
             thread.start()
@@ -74,36 +95,20 @@ class Responder:
     def num_workers(self) -> int:
         return len(self._threads)
 
-    def adopt(self, stream: Stream) -> None:
-        """Takes over a new stream. Called before its request reaches the engine."""
-        stream.worker = stream.sequences[0].uid % len(self._threads)
-        for sequence in stream.sequences:
-            sequence.credit = self._credits.open(sequence.uid, stream.worker)
+    def queue_for(self, uid: int) -> SendQueue[SequenceStream]:
+        """Of the thread that is to serve the stream with this uid."""
+        return self._queues[uid % len(self._queues)]
+
+    def adopt(self) -> None:
+        """There is a new stream. Called before its request reaches the engine."""
         self._count(1)
-
-    def wake(self, sequence: SequenceStream) -> None:
-        """The sequence has something new."""
-        if not sequence.queued or sequence.reason:  # an end does not wait for the turn that was taken for its tokens
-            self._queues[sequence.stream.worker].put(sequence)
-
-    def fail(self, stream: Stream, status: str, message: str) -> None:
-        """Ends the stream with an error."""
-        stream.failure = (status, message)
-        self._queues[stream.worker].put(stream.sequences[0])
-
-    def note_acknowledged(self, sequence: SequenceStream) -> None:
-        """The detokenizer has handled a chunk of the sequence."""
-        queue = self._queues[sequence.stream.worker]
-        queue.note_acknowledged()
-        if queue.unblock(sequence) or sequence.reason:
-            self.wake(sequence)
 
     def lose(self, stream: Stream) -> None:
         """The server has dropped a chunk of the stream: its client has left, and nobody reads what comes; or, where
         it dropped them all, the client named its outputs, and an ensemble leaves out a model that nobody asked for."""
-        if not any(sequence.credit.acknowledged for sequence in stream.sequences):
-            stream.confirmed = False
-            self.fail(stream, "INVALID_ARG", NO_TEXT)
+        if not stream.was_acknowledged:
+            stream.stop_confirming()
+            stream.fail("INVALID_ARG", NO_TEXT)
 
     def close(self, timeout_s: float = 5.0) -> None:
         """Ends the threads; what is queued before is still sent."""
@@ -153,58 +158,42 @@ class Responder:
 
     def _end_cancelled(self, sequence: SequenceStream) -> None:
         stream = sequence.stream
-        sent = any(one.credit.sent for one in stream.sequences)
-        acknowledged = any(one.credit.acknowledged for one in stream.sequences)
-        if stream.confirmed and not stream.abandoned and sent and not acknowledged:
+        if stream.confirmed and not stream.abandoned and stream.has_sent and not stream.was_acknowledged:
             # Whether any of it reaches the detokenizer is known soon, by `note_acknowledged` or `lose`: an error behind
             # chunks that are dropped would be dropped too.
             return
         self._end_with_error(stream, "CANCELLED", LATE if stream.is_late else "the request was cancelled")
 
-    def _must_wait(self, sequence: SequenceStream, reason: int) -> bool:
-        stream = sequence.stream
-        if reason or not stream.confirmed or not stream.spec.options.stream:
-            return False
-        if not self._is_at_limit(sequence):
-            return False
-        queue = self._queues[stream.worker]
-        queue.block(sequence)
-        # An acknowledgement may have come between the two lines above.
-        if not self._is_at_limit(sequence):
-            queue.unblock(sequence)
-            return False
-        return True
+    @property
+    def _limit(self) -> int:
+        """How many responses of a stream may lie between it and the detokenizer."""
+        return max(1, MAX_UNCONFIRMED // max(1, self._num_streams))
 
-    def _is_at_limit(self, sequence: SequenceStream) -> bool:
-        limit = max(1, MAX_UNCONFIRMED // max(1, self._num_streams))
-        return sequence.credit.sent - sequence.credit.acknowledged >= limit
+    def _must_wait(self, sequence: SequenceStream, reason: int) -> bool:
+        return not reason and sequence.stream.is_paced and sequence.must_wait(self._limit)
 
     def _advance(self, sequence: SequenceStream) -> None:
-        delta = sequence.take()
+        delta = sequence.gather()
         if delta is None:
             return
         stream = sequence.stream
         if delta.num_tokens:
-            self._latency.on_tokens(sequence, delta.num_tokens)
-        sequence.deltas.append(delta)
-        if sequence.finished:
-            stream.num_unfinished -= 1
-            if not sequence.reason:  # a stop string, which the engine cannot see
-                self._abort((sequence.uid,), FinishReason.STOP)
+            self.latency.on_tokens(sequence, delta.num_tokens)
+        if sequence.finished and not sequence.reason:  # a stop string, which the engine cannot see
+            self._abort((sequence.uid,), FinishReason.STOP)
         if stream.spec.options.stream:
             if sequence.finished or delta.part.text != "":
                 self._send_delta(sequence)
         elif stream.spec.options.apart:
             if sequence.finished:
                 self._send_delta(sequence)
-        elif stream.num_unfinished == 0:
+        elif stream.is_complete:
             self._send_whole(stream)
 
     def _send_delta(self, sequence: SequenceStream) -> None:
         stream = sequence.stream
-        final = stream.num_unfinished == 0
-        delta = join_deltas(sequence.deltas)
-        sequence.deltas = []
+        final = stream.is_complete
+        delta = sequence.take()
         first = sequence.credit.sent == 0
         details = self._encode_details(stream, (delta,), first=first, final=final)
         options = _text_options(stream) if first else None
@@ -214,14 +203,14 @@ class Responder:
         if final or not stream.confirmed:
             self._send(stream, chunk(number=self._credits.number(sequence.credit)), details, final)
             return
-        with self.sending[stream.worker]:
+        with stream.queue.sending:
             now = self.last_sent = time.monotonic()
             number = self._credits.send(sequence.credit, now)
-            ask = self._queues[stream.worker].asks_for_ack() or first or self._is_at_limit(sequence)
+            ask = stream.queue.asks_for_ack() or first or sequence.num_unacknowledged >= self._limit
             stream.sender.send(chunk(number=number, confirm=ask), details, False)
 
     def _send_whole(self, stream: Stream) -> None:
-        deltas = [join_deltas(sequence.deltas) for sequence in stream.sequences]
+        deltas = [sequence.take() for sequence in stream.sequences]
         chunk = Chunk(
             uid=stream.sequences[0].uid,
             number=self._credits.number(stream.sequences[0].credit),
@@ -267,7 +256,7 @@ class Responder:
             self._on_closed(stream)
 
     def _close(self, stream: Stream) -> None:
-        stream.closed = True
+        stream.close()
         self._count(-1)
 
     def _count(self, change: int) -> None:
@@ -285,8 +274,3 @@ def _text_options(stream: Stream) -> TextOptions:
         prompt_tail=stream.prompt_tail,
         prompt_ids=options.prompt_ids,
     )
-
-
-def streams_of(sequences: Mapping[int, SequenceStream]) -> list[Stream]:
-    """The streams that these sequences (by uid) belong to, each once."""
-    return list({id(sequence.stream): sequence.stream for sequence in list(sequences.values())}.values())

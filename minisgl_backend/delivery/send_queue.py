@@ -12,9 +12,9 @@ import queue
 import threading
 import time
 from collections import deque
+from typing import Final, Generic, Protocol, TypeVar
 
-from minisgl_backend.delivery.credits import StreamCredits
-from minisgl_backend.delivery.stream import SequenceStream
+from minisgl_backend.delivery.credits import Credit, StreamCredits
 
 # Responses on their way, by number of streams: FEW / streams, at least WINDOW (more do not make the path faster) and at
 # most WINDOW_OF_FEW (few streams cannot queue for long: theirs need not gather while the machine is busy elsewhere).
@@ -25,18 +25,31 @@ CONFIRM_S = 0.025  # between confirmations while little is on its way: a burst o
 SLOT_S = 0.025  # a response that is this old holds nobody up: the server drops those of cancelled requests unseen
 
 
-class SendQueue:
-    """Of one sender thread, which alone calls `next`, `asks_for_ack` and `block`; the rest is for any thread.
+class Served(Protocol):
+    """What the queue knows of a sequence."""
 
-    Writes `queued` and `blocked` of sequences, and nobody else does.
+    @property
+    def is_urgent(self) -> bool: ...
+
+    def start_turn(self) -> None: ...
+
+
+SequenceT = TypeVar("SequenceT", bound=Served)
+
+
+class SendQueue(Generic[SequenceT]):
+    """Of one sender thread, which alone calls `next` and `asks_for_ack`; the rest is for any thread.
+
+    Whoever numbers and sends a response of this thread that will be confirmed holds `sending` meanwhile.
     """
 
     def __init__(self, credits: StreamCredits, sender: int, window: int = WINDOW) -> None:
         self._credits = credits
         self._sender = sender
         self._window = window
-        self._arrivals: queue.SimpleQueue[SequenceStream | None] = queue.SimpleQueue()
-        self._ready: deque[SequenceStream] = deque()
+        self.sending: Final = threading.Lock()
+        self._arrivals: queue.SimpleQueue[SequenceT | None] = queue.SimpleQueue()
+        self._ready: deque[SequenceT] = deque()
         self._confirm_at = 0.0  # time.monotonic()
         self._waiting = False
         self._closing = False
@@ -45,19 +58,13 @@ class SendQueue:
         """Chooses the window for this many streams."""
         self._window = min(WINDOW_OF_FEW, max(WINDOW, FEW // max(1, num_streams)))
 
-    def put(self, sequence: SequenceStream) -> None:
-        """It has something to send."""
-        sequence.queued = True
+    def open(self, uid: int) -> Credit:
+        """The counts of a new sequence that this thread serves."""
+        return self._credits.open(uid, self._sender)
+
+    def put(self, sequence: SequenceT) -> None:
+        """It has something to send. Called by the sequence itself."""
         self._arrivals.put(sequence)
-
-    def block(self, sequence: SequenceStream) -> None:
-        """Its next response waits for an acknowledgement of one before."""
-        sequence.blocked = True
-
-    def unblock(self, sequence: SequenceStream) -> bool:
-        """Whether it was blocked; no longer now."""
-        was_blocked, sequence.blocked = sequence.blocked, False
-        return was_blocked
 
     def note_acknowledged(self) -> None:
         """A response of this thread has arrived at the detokenizer."""
@@ -83,15 +90,14 @@ class SendQueue:
         self._confirm_at = now + CONFIRM_S
         return True
 
-    def next(self) -> SequenceStream | None:
+    def next(self) -> SequenceT | None:
         """The sequence to serve now; blocks until there is one. None: closed."""
         sequence = self._next()
         if sequence is not None:
-            # Before its tokens are taken: whoever appends after this puts it again.
-            sequence.queued = False
+            sequence.start_turn()
         return sequence
 
-    def _next(self) -> SequenceStream | None:
+    def _next(self) -> SequenceT | None:
         wait_s = 0.0
         while True:
             urgent = self._take_arrivals(wait_s)
@@ -103,7 +109,7 @@ class SendQueue:
             if self._closing:  # once more, for what was put just before
                 return self._take_arrivals(0.0) or (self._ready.popleft() if self._ready else None)
 
-    def _take_arrivals(self, wait_s: float) -> SequenceStream | None:
+    def _take_arrivals(self, wait_s: float) -> SequenceT | None:
         """Lines up what has come; the first urgent one is returned instead. Waits `wait_s` for the first arrival."""
         arrivals, ready = self._arrivals, self._ready
         try:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol
 
 import msgspec
 import numpy as np
 
 from minisgl_backend.delivery.arrays import Arrays
-from minisgl_backend.delivery.credits import Credit
+from minisgl_backend.delivery.send_queue import SendQueue
+from minisgl_backend.ipc.messages import Outputs
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, Part
 from minisgl_backend.request import FinishReason
 from minisgl_backend.step import Logprobs, SequenceDetail
@@ -52,27 +53,31 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stream:
-    """One request: its sender and its sequences."""
+    """One request: its sender and its sequences.
+
+    What changes of it is written by its verbs alone, each of which says which thread calls it, and read by any. The
+    receive thread is the engine client's, the sender thread the one behind `queue`.
+    """
 
     __slots__ = (
-        "abandoned",
-        "arrival_ns",
-        "closed",
-        "confirmed",
-        "failure",
-        "first_scheduled_ns",
-        "first_token_ns",
+        "_abandoned",
+        "_arrival_ns",
+        "_closed",
+        "_confirmed",
+        "_failure",
+        "_first_scheduled_ns",
+        "_first_token_ns",
+        "_num_unfinished",
+        "_prompt_logprobs",
+        "_reused_tokens",
+        "_started",
         "num_input_tokens",
-        "num_unfinished",
-        "prompt_logprobs",
         "prompt_tail",
-        "reused_tokens",
+        "queue",
         "sender",
         "sequences",
         "spec",
-        "started",
         "wants_details",
-        "worker",
     )
 
     def __init__(
@@ -82,29 +87,40 @@ class Stream:
         uid: int,
         num_input_tokens: int,
         vocabulary: Vocabulary,
+        queue: SendQueue[SequenceStream],
         *,
         confirmed: bool,
         prompt_tail: tuple[int, ...] = (),
     ) -> None:
-        """`confirmed`: a detokenizer confirms what it has handled of this stream. `prompt_tail`: Vocabulary.tail."""
-        self.sender = sender
-        self.spec = spec
-        self.num_input_tokens = num_input_tokens
-        self.prompt_tail = prompt_tail
-        self.confirmed = confirmed
-        self.sequences = [SequenceStream(self, uid + index, index, vocabulary) for index in range(spec.params.n)]
-        self.num_unfinished = len(self.sequences)
-        self.wants_details = spec.options.details or len(self.sequences) > 1
-        self.prompt_logprobs: tuple[Logprobs, ...] = ()
-        self.reused_tokens = 0
-        self.arrival_ns = time.time_ns()
-        self.first_scheduled_ns = 0  # when the first step with a token of it was planned
-        self.first_token_ns = 0  # when the core had it
-        self.started = False  # the first token was taken over by a responder thread
-        self.failure: tuple[str, str] | None = None  # status and message
-        self.abandoned = False  # its client has left: nobody waits for what it still has to send
-        self.closed = False
-        self.worker = 0  # the responder thread that owns the sender
+        """`queue`: of the sender thread that serves it from now on. `confirmed`: a detokenizer confirms what it has
+        handled of this stream. `prompt_tail`: Vocabulary.tail."""
+        self.sender: Final = sender
+        self.spec: Final = spec
+        self.num_input_tokens: Final = num_input_tokens
+        self.prompt_tail: Final = prompt_tail
+        self.queue: Final = queue
+        self._arrival_ns = time.time_ns()
+        # Written by the receive thread.
+        self._prompt_logprobs: tuple[Logprobs, ...] = ()
+        self._reused_tokens = 0
+        self._first_scheduled_ns = 0  # when the first step with a token of it was planned
+        self._first_token_ns = 0  # when the core had it
+        self._abandoned = False
+        # Written by the sender thread.
+        self._started = False  # its first token was taken over
+        self._closed = False
+        # Written by any thread.
+        self._confirmed = confirmed
+        self._failure: tuple[str, str] | None = None
+        self.sequences: Final = tuple(
+            SequenceStream(self, uid + index, index, vocabulary) for index in range(spec.params.n)
+        )
+        self._num_unfinished = len(self.sequences)  # written by the sender thread
+        self.wants_details: Final = spec.options.details or len(self.sequences) > 1
+
+    @property
+    def uids(self) -> tuple[int, ...]:
+        return tuple(sequence.uid for sequence in self.sequences)
 
     @property
     def is_late(self) -> bool:
@@ -112,142 +128,311 @@ class Stream:
         return self.spec.deadline is not None and time.monotonic() >= self.spec.deadline
 
     @property
-    def uids(self) -> tuple[int, ...]:
-        return tuple(sequence.uid for sequence in self.sequences)
+    def confirmed(self) -> bool:
+        """A detokenizer confirms what it has handled of it."""
+        return self._confirmed
+
+    @property
+    def is_paced(self) -> bool:
+        """Its responses take turns, and wait for the confirmation of those before; they also tell of its client."""
+        return self._confirmed and self.spec.options.stream
+
+    @property
+    def failure(self) -> tuple[str, str] | None:
+        """The error that it is to end with: status and message."""
+        return self._failure
+
+    @property
+    def abandoned(self) -> bool:
+        """Its client has left: nobody waits for what it still has to send."""
+        return self._abandoned
+
+    @property
+    def is_complete(self) -> bool:
+        """All its sequences have ended, and their last tokens are taken over."""
+        return self._num_unfinished == 0
+
+    @property
+    def closed(self) -> bool:
+        """Its last response was made."""
+        return self._closed
+
+    @property
+    def has_sent(self) -> bool:
+        return any(sequence.credit.sent for sequence in self.sequences)
+
+    @property
+    def was_acknowledged(self) -> bool:
+        """Something of it has reached the detokenizer."""
+        return any(sequence.credit.acknowledged for sequence in self.sequences)
+
+    @property
+    def prompt_logprobs(self) -> tuple[Logprobs, ...]:
+        return self._prompt_logprobs
 
     def metrics(self, page_size: int, *, final: bool) -> PerfMetrics | None:
         """Figures so far, where the client asked for them. `final`: for the last response."""
         options = self.spec.options
         if not options.perf_metrics and not (final and options.final_perf_metrics):
             return None
-        tokens = self.num_input_tokens + sum(sequence.num_tokens for sequence in self.sequences)
+        tokens = self.num_input_tokens + sum(sequence._num_tokens for sequence in self.sequences)
         return PerfMetrics(
-            arrival_ns=self.arrival_ns,
-            first_scheduled_ns=self.first_scheduled_ns,
-            first_token_ns=self.first_token_ns,
+            arrival_ns=self._arrival_ns,
+            first_scheduled_ns=self._first_scheduled_ns,
+            first_token_ns=self._first_token_ns,
             last_token_ns=time.time_ns(),
-            cached_tokens=self.reused_tokens,
-            reused_pages=self.reused_tokens // page_size,
+            cached_tokens=self._reused_tokens,
+            reused_pages=self._reused_tokens // page_size,
             total_pages=-(-tokens // page_size),
         )
 
+    def fail(self, status: str, message: str) -> None:
+        """Any thread: the sender thread ends it with this error, before anything else that it has to send."""
+        self._failure = (status, message)
+        self.sequences[0]._line_up()
+
+    def stop_confirming(self) -> None:
+        """Any thread: what it says from now on goes past the detokenizer."""
+        self._confirmed = False
+
+    def abandon(self) -> None:
+        """Receive thread: its client has left."""
+        self._abandoned = True
+
+    def close(self) -> None:
+        """Sender thread: its last response is made."""
+        self._closed = True
+
+    def _note(self, detail: SequenceDetail) -> None:
+        """Receive thread, by `SequenceStream.note`."""
+        if detail.prompt_logprobs:
+            self._prompt_logprobs = detail.prompt_logprobs
+        if detail.cached_tokens is not None:
+            self._reused_tokens = detail.cached_tokens
+        if detail.first_token and not self._first_token_ns:
+            self._first_token_ns = _wall_clock_ns(detail.first_token)
+            self._first_scheduled_ns = _wall_clock_ns(detail.first_planned)
+
 
 class SequenceStream:
-    """One sequence of a request. The receive thread appends, the responder thread takes."""
+    """One sequence of a request: the receive thread appends, the sender thread takes.
+
+    As of `Stream`, its verbs alone write it. What gives the sender thread something to do puts it into the queue.
+    """
 
     __slots__ = (
-        "blocked",
+        "_blocked",
+        "_cumulative_logprob",
+        "_error",
+        "_finished",
+        "_index",
+        "_last_tokens_at",
+        "_log_probs",
+        "_logprobs",
+        "_num_tokens",
+        "_output",
+        "_pending",
+        "_queued",
+        "_reason",
+        "_stop_token",
+        "_unsent",
         "credit",
-        "cumulative_logprob",
-        "deltas",
         "eager",
-        "error",
-        "finished",
-        "index",
-        "last_sent",
-        "log_probs",
-        "logprobs",
-        "num_tokens",
-        "output",
-        "pending",
-        "queued",
-        "reason",
-        "stop_token",
         "stream",
         "uid",
     )
 
     def __init__(self, stream: Stream, uid: int, index: int, vocabulary: Vocabulary) -> None:
-        self.stream = stream
-        self.uid = uid
-        self.index = index
-        # Written by the receive thread, `reason` last.
-        self.pending: list[int] = []
-        self.logprobs: list[Logprobs] = []
-        self.error = ""
-        self.stop_token = False  # the last token is the one that ended the sequence
-        self.reason = 0
-        # Written by the responder thread.
         spec = stream.spec
+        self.stream: Final = stream
+        self.uid: Final = uid
+        self._index = index
         # The text is made here where it may end the sequence, else in the detokenizer.
-        self.output = _new_output(stream, vocabulary) if spec.params.stop else None
-        self.eager = spec.options.stream or self.output is not None  # tokens are wanted as they come
-        self.credit: Credit  # its counts of responses; set when the responder adopts the stream
-        self.queued = False  # this one and the next are written by its SendQueue
-        self.blocked = False
-        self.finished = False
-        self.num_tokens = 0
-        self.cumulative_logprob = 0.0
-        self.deltas: list[Delta] = []  # taken, not sent
-        self.log_probs: list[float] = []  # sent so far, where the client wants all of them each time
-        self.last_sent = 0.0
+        self._output = _new_output(stream, vocabulary) if spec.params.stop else None
+        self.eager: Final = spec.options.stream or self._output is not None  # tokens are wanted as they come
+        # Written by the receive thread, `_reason` last.
+        self._pending: list[int] = []
+        self._logprobs: list[Logprobs] = []
+        self._error = ""
+        self._stop_token = False  # the last token is the one that ended the sequence
+        self._reason = 0
+        # Written by the sender thread.
+        self._finished = False
+        self._num_tokens = 0
+        self._cumulative_logprob = 0.0
+        self._unsent: list[Delta] = []
+        self._log_probs: list[float] = []  # sent so far, where the client wants all of them each time
+        self._last_tokens_at = 0.0  # time.monotonic()
+        # Hand-shakes of the two.
+        self._queued = False  # it is in the queue, and its turn has not begun
+        self._blocked = False  # it waits for an acknowledgement
+        self.credit: Final = stream.queue.open(uid)  # its counts of responses
+
+    @property
+    def reason(self) -> int:
+        """Why the engine ended it; 0: it has not."""
+        return self._reason
+
+    @property
+    def error(self) -> str:
+        """What the engine says with FinishReason.ERROR."""
+        return self._error
+
+    @property
+    def finished(self) -> bool:
+        """Its last tokens are gathered."""
+        return self._finished
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """Responses that were sent and not acknowledged."""
+        credit = self.credit
+        return credit.sent - credit.acknowledged
 
     @property
     def is_urgent(self) -> bool:
         """What it has to send waits for nothing."""
         stream = self.stream
-        if stream.abandoned:
+        if stream._abandoned:
             return False
-        if self.reason or not self.credit.sent or stream.failure is not None:
+        if self._reason or not self.credit.sent or stream._failure is not None:
             return True
-        return not (stream.confirmed and stream.spec.options.stream)
+        return not stream.is_paced
 
-    def append(self, token_id: int, reason: int) -> None:
-        """One record of the engine; token -1 says that there is none."""
+    def append(self, token_id: int, reason: int = 0) -> None:
+        """Receive thread: one record of the engine; token -1 says that there is none."""
         if token_id >= 0:
-            self.pending.append(token_id)
+            self._pending.append(token_id)
         if reason:
-            self.stop_token = token_id >= 0 and reason == FinishReason.STOP
-            self.reason = reason
+            self._stop_token = token_id >= 0 and reason == FinishReason.STOP
+            self._reason = reason
+            self._line_up()  # an end does not wait for the turn that was taken for its tokens
+        elif self.eager and not self._queued:
+            self._line_up()
 
     def note(self, detail: SequenceDetail) -> None:
-        """What comes with a record; called before `append`."""
+        """Receive thread: what comes with a record; called before `append`."""
         if detail.logprobs is not None:
-            self.logprobs.append(detail.logprobs)
-        if detail.prompt_logprobs:
-            self.stream.prompt_logprobs = detail.prompt_logprobs
-        if detail.cached_tokens is not None:
-            self.stream.reused_tokens = detail.cached_tokens
-        if detail.first_token and not self.stream.first_token_ns:
-            self.stream.first_token_ns = _wall_clock_ns(detail.first_token)
-            self.stream.first_scheduled_ns = _wall_clock_ns(detail.first_planned)
+            self._logprobs.append(detail.logprobs)
         if detail.error:
-            self.error = detail.error
+            self._error = detail.error
+        self.stream._note(detail)
 
-    def take(self) -> Delta | None:
-        """What is new since the last call; None where that is nothing. Its reason is 0 unless it is the last."""
-        reason = self.reason  # before the tokens: if it is set, they are complete
+    def note_acknowledged(self) -> None:
+        """Receive thread: the detokenizer has handled a response of it, as its credit says already."""
+        self.stream.queue.note_acknowledged()
+        was_blocked, self._blocked = self._blocked, False
+        if self._reason or (was_blocked and not self._queued):
+            self._line_up()
+
+    def _line_up(self) -> None:
+        """Any thread: the sender thread is to serve it."""
+        self._queued = True
+        self.stream.queue.put(self)
+
+    def start_turn(self) -> None:
+        """Sender thread, by its queue, before anything of it is looked at: what comes after this lines up again."""
+        self._queued = False
+
+    def must_wait(self, limit: int) -> bool:
+        """Sender thread: whether its next response waits, as `limit` are unacknowledged; the next acknowledgement lines
+        it up again."""
+        if self.num_unacknowledged < limit:
+            return False
+        self._blocked = True
+        # An acknowledgement may have come between the two lines above.
+        if self.num_unacknowledged < limit:
+            self._blocked = False
+            return False
+        return True
+
+    def gather(self) -> Delta | None:
+        """Sender thread: what is new since the last call, kept for the next `take`; None where that is nothing.
+
+        Its reason is 0 unless it is the last.
+        """
+        reason = self._reason  # before the tokens: if it is set, they are complete
         if reason not in (FinishReason.STOP, FinishReason.LENGTH):
             reason = 0  # a failure is no part: the responder answers it with an error
-        count = len(self.pending)
-        tokens = self.pending[:count]
-        del self.pending[:count]
+        count = len(self._pending)
+        tokens = self._pending[:count]
+        del self._pending[:count]
         if not tokens and not reason:
             return None
         text = None
-        stop_token = bool(reason) and self.stop_token
-        if self.output is not None:
-            text, num_tokens, reason = self.output.feed(tokens, reason, ends_with_stop_token=stop_token)
+        stop_token = bool(reason) and self._stop_token
+        if self._output is not None:
+            text, num_tokens, reason = self._output.feed(tokens, reason, ends_with_stop_token=stop_token)
             tokens = tokens[:num_tokens]
-        self.num_tokens += len(tokens)
-        self.finished = bool(reason)
-        logprobs = tuple(self.logprobs[: len(tokens)])
-        del self.logprobs[: len(logprobs)]
-        self.cumulative_logprob += sum(entry.logprob for entry in logprobs)
+        self._num_tokens += len(tokens)
+        logprobs = tuple(self._logprobs[: len(tokens)])
+        del self._logprobs[: len(logprobs)]
+        self._cumulative_logprob += sum(entry.logprob for entry in logprobs)
+        if reason:
+            self._finished = True
+            self.stream._num_unfinished -= 1
         part = Part(
             token_ids=np.asarray(tokens, dtype="<i4").tobytes(),
             text=text,
-            is_last=self.finished,
+            is_last=self._finished,
             ends_with_stop_token=stop_token and text is None and not self.stream.spec.options.include_stop_string,
         )
-        return Delta(
+        delta = Delta(
             part=part,
             num_tokens=len(tokens),
             reason=int(reason),
-            index=self.index,
+            index=self._index,
             logprobs=logprobs,
-            cumulative_logprob=self.cumulative_logprob,
+            cumulative_logprob=self._cumulative_logprob,
         )
+        self._unsent.append(delta)
+        return delta
+
+    def take(self) -> Delta:
+        """Sender thread: all that was gathered since the last call, as one, which is about to be sent."""
+        delta = _joined(self._unsent)
+        self._unsent = []
+        return delta
+
+    def add_log_probs(self, logprobs: Sequence[Logprobs]) -> Sequence[float]:
+        """Sender thread, once for what `take` returned: the log-probabilities of these tokens and all before."""
+        self._log_probs += [entry.logprob for entry in logprobs]
+        return self._log_probs
+
+    def time_tokens(self, now: float) -> tuple[float | None, float | None]:
+        """Sender thread, with new tokens: seconds since the request came, where none of its sequences had any before,
+        and seconds since the last ones of this sequence, where it had some. `now`: time.monotonic()."""
+        stream, last = self.stream, self._last_tokens_at
+        self._last_tokens_at = now
+        since_arrival = None
+        if not stream._started:
+            stream._started = True
+            since_arrival = (time.time_ns() - stream._arrival_ns) / 1e9
+        return since_arrival, now - last if last else None
+
+
+def append_outputs(sequences: Mapping[int, SequenceStream], outputs: Outputs) -> None:
+    """Receive thread: the records of a step, to their sequences (by uid). Those of others mean nothing."""
+    uids = np.frombuffer(outputs.uids, dtype="<i8").tolist()
+    for index, detail in outputs.details.items():
+        if (sequence := sequences.get(uids[index])) is not None:
+            sequence.note(detail)
+    tokens = np.frombuffer(outputs.token_ids, dtype="<i4").tolist()
+    for uid, token, reason in zip(uids, tokens, outputs.reasons, strict=True):
+        sequence = sequences.get(uid)
+        if sequence is None:
+            continue
+        if reason:
+            sequence.append(token, reason)
+        else:  # nearly every token comes this way: `append`, without the call
+            sequence._pending.append(token)
+            if not sequence._queued and sequence.eager:
+                sequence._line_up()
+
+
+def streams_of(sequences: Mapping[int, SequenceStream]) -> list[Stream]:
+    """The streams that these sequences (by uid) belong to, each once."""
+    return list({id(sequence.stream): sequence.stream for sequence in list(sequences.values())}.values())
 
 
 def _wall_clock_ns(monotonic: float) -> int:
@@ -267,7 +452,7 @@ def _new_output(stream: Stream, vocabulary: Vocabulary) -> OutputProcessor:
     )
 
 
-def join_deltas(deltas: Sequence[Delta]) -> Delta:
+def _joined(deltas: Sequence[Delta]) -> Delta:
     """Those of one sequence, in order, as one."""
     if len(deltas) == 1:
         return deltas[0]

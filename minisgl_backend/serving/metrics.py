@@ -101,7 +101,7 @@ class MetricsReporter:
                     return
 
         self._engine = _EngineMetrics(self._families, pause, front.client.num_cores) if is_leader else None
-        latency = front.latency
+        latency = front.responder.latency
         self._latency = [
             (_HistogramMetric(name, help, histogram.bounds, pause), histogram)
             for name, help, histogram in (

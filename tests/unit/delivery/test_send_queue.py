@@ -27,7 +27,7 @@ def long_slots(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(queue_module, "SLOT_S", 1e6)
 
 
-class Queue(SendQueue):
+class Queue(SendQueue[SequenceStream]):
     """With the counts that it reads."""
 
     def __init__(self, window: int = 4) -> None:
@@ -38,8 +38,7 @@ class Queue(SendQueue):
         """One that has sent a response or not, a while ago."""
         vocabulary = Vocabulary(lambda ids, skip: "", [b""], frozenset(), byte_exact=True)
         spec = EngineRequest(params=SamplingParams(), options=OutputOptions(stream=stream))
-        made = Stream(Recorder(), spec, uid, 1, vocabulary, confirmed=confirmed).sequences[0]
-        made.credit = self.credits.open(uid, 0)
+        made = Stream(Recorder(), spec, uid, 1, vocabulary, self, confirmed=confirmed).sequences[0]
         if sent:
             self.credits.number(made.credit)
         return made
@@ -95,12 +94,13 @@ def test_what_is_urgent_goes_at_once(kind: str) -> None:
     turns = Queue(window=1)
     turns.fill(1)
     urgent = turns.sequence(7, sent=kind != "first token", stream=kind != "whole answer", confirmed=kind[0] != "n")
-    if kind == "end":
-        urgent.reason = FinishReason.LENGTH
-    if kind == "error":
-        urgent.stream.failure = ("INTERNAL", "broken")
     turns.put(turns.sequence(1))
-    turns.put(urgent)
+    if kind == "end":
+        urgent.append(-1, FinishReason.LENGTH)
+    elif kind == "error":
+        urgent.stream.fail("INTERNAL", "broken")
+    else:
+        turns.put(urgent)
     assert turns.next() is urgent
     assert Waiter(turns).waits()
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.delivery.latency import LatencyRecorder
+from minisgl_backend.delivery.responder import LatencyRecorder
 from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S
 from minisgl_backend.ipc.messages import HistogramCounts, Stats
 
@@ -70,8 +70,8 @@ def reporter(page: Page, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     name = "minisgl_backend.serving.metrics"  # it imports that one
     monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.setitem(sys.modules, "triton_python_backend_utils", backend)
-    responder, client = SimpleNamespace(last_sent=0.0), SimpleNamespace(num_cores=2)
-    front = SimpleNamespace(latency=LatencyRecorder(), responder=responder, client=client)
+    responder = SimpleNamespace(last_sent=0.0, latency=LatencyRecorder())
+    front = SimpleNamespace(responder=responder, client=SimpleNamespace(num_cores=2))
     yield importlib.import_module(name).MetricsReporter(front, is_leader=True)
     sys.modules.pop(name, None)
 
