@@ -80,6 +80,7 @@ class Responder:
         self.latency = LatencyRecorder()
         self.page_size = 1  # for perf metrics; known once the engine is up
         self._num_streams = 0
+        self._limit = MAX_UNCONFIRMED  # responses of each of them between front and detokenizer
         self._count_lock = threading.Lock()
         self._queues: list[SendQueue[SequenceStream]] = [SendQueue(credits, worker) for worker in range(num_workers)]
         self._threads = [
@@ -153,7 +154,7 @@ class Responder:
             self._end_with_error(stream, "INTERNAL", sequence.error or "the engine failed to compute the answer")
         elif stream.abandoned and not reason:
             return  # its end is on its way
-        elif not sequence.finished and (reason or sequence.eager) and not self._must_wait(sequence, reason):
+        elif not sequence.finished and (reason or (sequence.eager and not sequence.must_wait(self._limit))):
             self._advance(sequence)
 
     def _end_cancelled(self, sequence: SequenceStream) -> None:
@@ -164,14 +165,6 @@ class Responder:
             return
         self._end_with_error(stream, "CANCELLED", LATE if stream.is_late else "the request was cancelled")
 
-    @property
-    def _limit(self) -> int:
-        """How many responses of a stream may lie between it and the detokenizer."""
-        return max(1, MAX_UNCONFIRMED // max(1, self._num_streams))
-
-    def _must_wait(self, sequence: SequenceStream, reason: int) -> bool:
-        return not reason and sequence.stream.is_paced and sequence.must_wait(self._limit)
-
     def _advance(self, sequence: SequenceStream) -> None:
         delta = sequence.gather()
         if delta is None:
@@ -179,13 +172,13 @@ class Responder:
         stream = sequence.stream
         if delta.num_tokens:
             self.latency.on_tokens(sequence, delta.num_tokens)
-        if sequence.finished and not sequence.reason:  # a stop string, which the engine cannot see
+        if delta.reason and not sequence.reason:  # a stop string, which the engine cannot see
             self._abort((sequence.uid,), FinishReason.STOP)
         if stream.spec.options.stream:
-            if sequence.finished or delta.part.text != "":
+            if delta.reason or delta.part.text != "":
                 self._send_delta(sequence)
         elif stream.spec.options.apart:
-            if sequence.finished:
+            if delta.reason:
                 self._send_delta(sequence)
         elif stream.is_complete:
             self._send_whole(stream)
@@ -262,6 +255,7 @@ class Responder:
     def _count(self, change: int) -> None:
         with self._count_lock:
             self._num_streams += change
+            self._limit = max(1, MAX_UNCONFIRMED // max(1, self._num_streams))
             for queue in self._queues:
                 queue.fit(self._num_streams)
 

@@ -335,9 +335,9 @@ class SequenceStream:
         self._queued = False
 
     def must_wait(self, limit: int) -> bool:
-        """Sender thread: whether its next response waits, as `limit` are unacknowledged; the next acknowledgement lines
-        it up again."""
-        if self.num_unacknowledged < limit:
+        """Sender thread: whether its next response waits, as `limit` are unacknowledged: the next acknowledgement lines
+        it up again. Never where it is not paced."""
+        if self.num_unacknowledged < limit or not self.stream.is_paced:
             return False
         self._blocked = True
         # An acknowledgement may have come between the two lines above.
