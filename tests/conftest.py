@@ -1,4 +1,4 @@
-"""What must be set before anything is imported, whatever part of the tests runs; the option `--full`."""
+"""What must be set before anything is imported, whatever part of the tests runs; the options."""
 
 from __future__ import annotations
 
@@ -34,6 +34,9 @@ def frameworks_python() -> str:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="also the tests marked `full`, which take minutes each")
+    group = parser.getgroup("demo gauge")
+    group.addoption("--full-matrix", action="store_true", help="every cell of the matrix, with --questions of a kind")
+    group.addoption("--questions", type=int, default=50, help="questions of each kind in the full matrix (50)")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

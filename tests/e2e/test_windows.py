@@ -1,4 +1,4 @@
-"""A model with sliding windows behind the real server: the tokens that transformers gives."""
+"""A Mistral with a window of 24 tokens behind the real server: the tokens that transformers gives."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ pytestmark = [pytest.mark.e2e]
 
 
 def test_prompts_longer_than_the_window(tmp_path: Path) -> None:
-    checkpoint = tmp_path / "qwen2"
-    save_checkpoint("qwen2-windows-above", checkpoint)
+    checkpoint = tmp_path / "mistral"
+    save_checkpoint("mistral-window", checkpoint)
     save_tokenizer(checkpoint)
     generator = random.Random(0)
-    prompts = [[generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (150, 20)]
+    prompts = [[generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in (150, 150, 20)]
     model = reference_model(checkpoint)
     options = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     expected = [model.generate(torch.tensor([prompt]), **options)[0, len(prompt) :].tolist() for prompt in prompts]

@@ -1,4 +1,4 @@
-"""`--full-matrix` and the questions of a run."""
+"""The cells and the questions of a run."""
 
 from __future__ import annotations
 
@@ -10,28 +10,22 @@ from tests.gauge.harness import Gauge, full_questions, quick_questions, short_qu
 SHORT_PER_KIND = 2
 
 
-def pytest_addoption(parser: pytest.Parser) -> None:
-    group = parser.getgroup("demo gauge")
-    group.addoption("--full-matrix", action="store_true", help="every cell of the matrix, with --questions of a kind")
-    group.addoption("--questions", type=int, default=50, help="questions of each kind in the full matrix (50)")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        full = metafunc.config.getoption("--full-matrix", default=False)
+        full = metafunc.config.getoption("--full-matrix")
         cells = [cell for cell in CELLS if full or cell.sampled]
         metafunc.parametrize("cell", cells, ids=[cell.name for cell in cells])
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--full-matrix", default=False):
+    if config.getoption("--full-matrix"):
         for item in items:
             item.add_marker(pytest.mark.timeout(0))
 
 
 @pytest.fixture(scope="session")
 def full_matrix(request: pytest.FixtureRequest) -> bool:
-    return bool(request.config.getoption("--full-matrix", default=False))
+    return bool(request.config.getoption("--full-matrix"))
 
 
 @pytest.fixture(scope="session")

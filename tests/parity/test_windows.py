@@ -1,7 +1,8 @@
 """Sliding windows through the whole engine against transformers: the same tokens however the engine is run.
 
-Contexts of 150 tokens and more over windows of 24 and less, in every cell of the matrix (page and chunk sizes, warm
-prefix cache, preemption, padded steps of graphs and pieces, two ranks) that can touch a window.
+Prompts of about 150 tokens over windows of 24 and less. Mistral runs in every cell of the gauge's matrix (page and
+chunk sizes, warm prefix cache, preemption, padded steps of graphs and pieces, two ranks and four), the others in the
+sample of a short run, with `--full-matrix` in every cell.
 """
 
 from __future__ import annotations
@@ -21,12 +22,16 @@ from minisgl_backend.config import Environment
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.cuda_graph import EagerGraphRunner
-from tests.gauge.cells import CELLS, Cell
+from tests.gauge.cells import BASELINE, CELLS, Cell
 from tests.gauge.harness import expect_short_answers
 from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoint, save_tokenizer
 
-NAMES = ("mistral-window", "qwen2-windows-above", "qwen3-windows-between")
+MISTRAL = "mistral-window"
+NAMES = (MISTRAL, "qwen2-windows-above", "qwen3-windows-between")
+MAX_SEQ_LEN = 320
 NUM_TOKENS = 24
+STARVED_TOKENS = 112  # more than a page, whatever its size: else nobody's pages need be taken
+STARVED_POOL = 768  # tokens: more sequences begin together than can end together
 BUSY = 6  # prompts at once
 
 
@@ -44,80 +49,70 @@ class Case:
         self.prompts += [self.prompts[0][20:170], self.prompts[1][:5]]
         assert len(self.prompts) == BUSY
         model = reference_model(folder)
+        options = {"max_new_tokens": STARVED_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         self.expected = []
         for prompt in self.prompts:
-            ids = model.generate(
-                torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
+            ids = model.generate(torch.tensor([prompt]), **options)
             self.expected.append(ids[0, len(prompt) :].tolist())
+        self.unsaid = min(set(range(3, VOCAB_SIZE)).difference(*self.expected))
 
-    def generate(self, llm: LLM) -> list[list[int]]:
-        outputs = llm.generate(self.prompts, temperature=0.0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    def answers(self, num_tokens: int) -> list[list[int]]:
+        return [tokens[:num_tokens] for tokens in self.expected]
+
+    def generate(self, llm: LLM, num_tokens: int) -> list[list[int]]:
+        """Whole answers, whose length the engine cannot know: it would not admit what must be preempted later."""
+        outputs = llm.generate(
+            self.prompts, temperature=0.0, max_tokens=num_tokens, ignore_eos=True, stop_token_ids=(self.unsaid,)
+        )
         return [output.token_ids for output in outputs]
 
 
-@pytest.fixture(scope="module", params=NAMES)
+@pytest.fixture(scope="module")
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp("checkpoint"))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "cell" in metafunc.fixturenames:
+        full = metafunc.config.getoption("--full-matrix")
+        pairs = [(name, cell) for name in NAMES for cell in CELLS if full or name == MISTRAL or cell.sampled]
+        ids = [f"{name}-{cell.name}" for name, cell in pairs]
+        metafunc.parametrize(("case", "cell"), pairs, ids=ids, indirect=["case"], scope="module")
+    elif "case" in metafunc.fixturenames:
+        metafunc.parametrize("case", NAMES, indirect=True, scope="module")
 
 
 def test_the_windows_are_there(case: Case) -> None:
     """Without them the answers would be others."""
     config = ModelConfig.load(case.folder)
     assert any(layer.window for layer in config.attention)
-    with LLM(str(case.folder), dtype="float32", max_seq_len_override=256, num_pages=256) as llm:
-        expected = case.generate(llm)
-    assert expected == case.expected
     path = case.folder / "config.json"
     kept = path.read_text()
     path.write_text(
         kept.replace('"sliding_window": ', '"sliding_window": 4').replace('"sliding_attention"', '"full_attention"')
     )
     try:
-        with LLM(str(case.folder), dtype="float32", max_seq_len_override=256, num_pages=256) as llm:
-            assert case.generate(llm) != case.expected
+        with LLM(str(case.folder), dtype="float32", max_seq_len_override=MAX_SEQ_LEN, num_pages=256) as llm:
+            assert case.generate(llm, NUM_TOKENS) != case.answers(NUM_TOKENS)
     finally:
         path.write_text(kept)
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    if "window_cell" in metafunc.fixturenames:
-        full = metafunc.config.getoption("--full-matrix", default=False)
-        cells = [
-            cell for cell in CELLS if (full or cell.sampled) and not cell.starved and cell.options.get("tp", 1) <= 2
-        ]
-        metafunc.parametrize("window_cell", cells, ids=[cell.name for cell in cells])
-
-
-def test_the_same_tokens_in_every_cell(case: Case, window_cell: Cell) -> None:
-    options: dict[str, Any] = {"page_size": 16, "max_running_requests": BUSY, **window_cell.options}
-    options.setdefault("num_pages", 4096 // options["page_size"])
+def test_the_same_tokens_in_every_cell(case: Case, cell: Cell) -> None:
+    options: dict[str, Any] = {**BASELINE, "max_running_requests": BUSY, **cell.options}
+    options["num_pages"] = (STARVED_POOL if cell.starved else 4096) // options["page_size"]
     environment = Environment(
-        overlap=window_cell.overlap,
-        log_level="WARNING",
-        flashinfer_tensor_cores=None,
-        eager_graphs=window_cell.eager_graphs,
+        overlap=cell.overlap, log_level="WARNING", flashinfer_tensor_cores=None, eager_graphs=cell.eager_graphs
     )
-    with LLM(str(case.folder), environment=environment, dtype="float32", max_seq_len_override=256, **options) as llm:
-        assert case.generate(llm) == case.expected
-        assert case.generate(llm) == case.expected, "with every prompt in the prefix cache"
-
-
-@pytest.mark.parametrize("page_size", [1, 16])
-def test_preempted_sequences(case: Case, page_size: int) -> None:
-    """Four prompts fit together, their answers do not: some begin again, far beyond their windows.
-
-    An answer that ignores its end has a known length and would not be admitted.
-    """
-    prompts, num_tokens = [prompt[-40:] for prompt in case.prompts[:4]], 100
-    options: dict[str, Any] = {"dtype": "float32", "max_seq_len_override": 256, "page_size": page_size}
-    with LLM(str(case.folder), num_pages=1024 // page_size, **options) as llm:
-        expected = llm.generate(prompts, temperature=0.0, max_tokens=num_tokens)
-    with LLM(str(case.folder), num_pages=256 // page_size, **options) as llm:
-        expect_short_answers(llm)
-        outputs = llm.generate(prompts, temperature=0.0, max_tokens=num_tokens)
-        assert llm.stats.total_preempted > 0
-    assert [output.token_ids for output in outputs] == [output.token_ids for output in expected]
+    with LLM(str(case.folder), environment=environment, max_seq_len_override=MAX_SEQ_LEN, **options) as llm:
+        if cell.starved:
+            expect_short_answers(llm)
+            assert case.generate(llm, STARVED_TOKENS) == case.answers(STARVED_TOKENS)
+            assert llm.stats.total_preempted > 0, "this cell must take pages from running sequences"
+        else:
+            assert case.generate(llm, NUM_TOKENS) == case.answers(NUM_TOKENS)
+            assert case.generate(llm, NUM_TOKENS) == case.answers(NUM_TOKENS), "with every prompt in the prefix cache"
+        assert llm.stats.pages_leased == 0
 
 
 def test_interpreted_kernels(case: Case) -> None:
