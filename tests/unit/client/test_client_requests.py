@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import threading
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -272,6 +275,43 @@ def test_not_ready() -> None:
             client.wait_ready(0.1)
         with pytest.raises(Unavailable, match="no metrics"):
             client.metrics()
+
+
+def ask_until(url: str, way: str, enough: Callable[[], bool]) -> None:
+    """Asks a server whether it is ready, again and again."""
+
+    async def ask() -> None:
+        async with AsyncClient(url) as client:
+            while not enough():
+                await client.is_ready()
+                await asyncio.sleep(0.05)
+
+    if way == "loop":
+        asyncio.run(ask())
+        return
+    with Client(url) as client:
+        while not enough():
+            client.is_ready()
+            time.sleep(0.05)
+
+
+@pytest.mark.parametrize("way", ["threads", "loop"])
+def test_a_server_that_comes_up_late_is_tried_often(way: str) -> None:
+    """gRPC by itself makes the fifth attempt after 7 s or later, and then fewer and fewer."""
+    attempts: list[float] = []
+
+    def refuse() -> None:
+        while len(attempts) < 5:
+            door.accept()[0].close()
+            attempts.append(time.monotonic())
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        door.settimeout(WAIT)
+        refusing = threading.Thread(target=refuse)
+        refusing.start()
+        ask_until(f"127.0.0.1:{door.getsockname()[1]}", way, lambda: not refusing.is_alive())
+    assert len(attempts) == 5
+    assert attempts[-1] - attempts[0] < 5
 
 
 def test_async_client(url: str, record: Record) -> None:
