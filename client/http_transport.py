@@ -13,20 +13,21 @@ import json
 import socket
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote
 
 from .errors import ClientError, ServerError, Unavailable, cancelled_here, from_http, from_message, timed_out
 from .request import InferenceRequest
-from .results import Reply
+from .results import Reply, real_reason
 
 if TYPE_CHECKING:
     import aiohttp
 
 _READ_BYTES = 65536
 _ENVELOPE = frozenset(("model_name", "model_version", "id", "sequence_id", "sequence_start", "sequence_end"))
+_ASKED_OUTPUTS = ("finish_reason", "num_input_tokens", "num_output_tokens")  # by every request of this client
 _HEADERS = {"Content-Type": "application/json"}
 
 
@@ -100,8 +101,10 @@ class HttpCall:
             if not self._cancelled:
                 raise
             raise self._error(None) from None
-        except BaseException:
+        except BaseException as error:
             self._close()
+            if self._cancelled and isinstance(error, ClientError):  # an answer cut here is not the server's fault
+                raise cancelled_here(self._request_id) from None
             raise
 
     def _error(self, error: Exception | None) -> ClientError:
@@ -158,6 +161,10 @@ class AsyncHttpCall:
                 raise cancelled_here(self._post.request_id) from None
             what = "cannot connect" if self._response is None else "the connection broke"
             raise Unavailable(f"{what}: {error}", request_id=self._post.request_id) from None
+        except ClientError:
+            if self._cancelled:  # an answer cut here is not the server's fault
+                raise cancelled_here(self._post.request_id) from None
+            raise
 
     def cancel(self) -> None:
         self._cancelled = True
@@ -191,7 +198,7 @@ class HttpTransport:
 
     def start(self, request: InferenceRequest) -> HttpCall:
         connection = self._connection_type(self._address, timeout=request.timeout)
-        return HttpCall(connection, _post(request), _TritonBodies(request.request_id))
+        return HttpCall(connection, _post(request), _bodies(request))
 
     def is_live(self, timeout: float) -> bool:
         return self._ask("/v2/health/live", timeout)
@@ -222,7 +229,7 @@ class AsyncHttpTransport:
         self._session: aiohttp.ClientSession | None = None
 
     def start(self, request: InferenceRequest) -> AsyncHttpCall:
-        return AsyncHttpCall(self._open_session(), self._base_url, _post(request), _TritonBodies(request.request_id))
+        return AsyncHttpCall(self._open_session(), self._base_url, _post(request), _bodies(request))
 
     async def is_live(self, timeout: float) -> bool:
         return await self._ask("/v2/health/live", timeout)
@@ -301,10 +308,15 @@ class ReplyDecoder:
 
 
 class _TritonBodies:
-    """What Triton writes. It marks no end of a stream."""
+    """What Triton writes. It marks no end of a stream: the finish reasons, which every request asks for, tell it."""
 
-    def __init__(self, request_id: str) -> None:
+    def __init__(self, request_id: str, num_sequences: int = 1) -> None:
         self._request_id = request_id
+        self._num_sequences = num_sequences
+        self._has_begun = False
+        self._gives_reasons = False  # other models behind Triton may know none of the outputs asked for
+        self._seen: set[int] = set()  # sequences, by their index
+        self._finished: set[int] = set()
 
     def decode(self, status: int, text: str) -> Reply:
         body = parse_body(status, text, self._request_id)
@@ -315,10 +327,25 @@ class _TritonBodies:
             raise from_http(status, str(said), self._request_id)
         if "error" in body:
             raise from_message(str(body["error"]), self._request_id)
-        return decode_response(body)
+        reply = decode_response(body)
+        self._note(reply.outputs)
+        return reply
 
     def end(self) -> None:
-        pass
+        complete = len(self._finished) >= self._num_sequences and self._seen <= self._finished
+        if not self._has_begun or (self._gives_reasons and not complete):
+            raise ServerError("the stream ended before the answer was complete", request_id=self._request_id)
+
+    def _note(self, outputs: Mapping[str, Sequence[Any]]) -> None:
+        """Which sequences go on and which have come to their end."""
+        self._has_begun = True
+        self._gives_reasons = self._gives_reasons or any(name in outputs for name in _ASKED_OUTPUTS)
+        reasons = outputs.get("finish_reason", ())
+        indices = outputs.get("sequence_index", (0,)) if len(reasons) == 1 else range(len(reasons))
+        for index, reason in zip(indices, reasons, strict=False):
+            self._seen.add(index)
+            if real_reason(reason) is not None:
+                self._finished.add(index)
 
 
 def parse_body(status: int, text: str, request_id: str) -> dict[str, Any]:
@@ -360,6 +387,11 @@ class EventParser:
 def _post(request: InferenceRequest) -> Post:
     body = encode_request(request)
     return Post(request_path(request), body, request.stream, request.request_id, request.timeout)
+
+
+def _bodies(request: InferenceRequest) -> _TritonBodies:
+    count = request.tensors.get("num_return_sequences")
+    return _TritonBodies(request.request_id, int(count.values[0]) if count is not None else 1)
 
 
 def request_path(request: InferenceRequest) -> str:

@@ -81,7 +81,7 @@ def chunks_of(reply: Reply) -> list[Chunk]:
     return [
         Chunk(
             text=text,
-            finish_reason=_finish_reason(_item(outputs, "finish_reason", position, len(texts))),
+            finish_reason=real_reason(_item(outputs, "finish_reason", position, len(texts))),
             index=_first(outputs, "sequence_index", 0) if len(texts) == 1 else position,
             num_input_tokens=_first(outputs, "num_input_tokens", None),
             num_output_tokens=_item(outputs, "num_output_tokens", position, len(texts)),
@@ -91,6 +91,11 @@ def chunks_of(reply: Reply) -> list[Chunk]:
         )
         for position, text in enumerate(texts)
     ]
+
+
+def real_reason(value: Any) -> str | None:
+    """A finish reason, None while its sequence goes on."""
+    return value if value not in (None, "", "None") else None  # vLLM's backend says "None" while it goes on
 
 
 class Collector:
@@ -151,10 +156,6 @@ def _item(outputs: Mapping[str, Sequence[Any]], name: str, position: int, count:
     if len(values) == count:
         return values[position]
     return values[0] if len(values) and position == 0 else None
-
-
-def _finish_reason(value: Any) -> str | None:
-    return value if value not in (None, "", "None") else None  # vLLM's backend says "None" while it goes on
 
 
 def _logprobs(value: Any) -> list[Any] | None:

@@ -54,7 +54,7 @@ def answers(request: dict[str, Any], record: Record) -> Iterator[dict[str, Any]]
             yield {"text_output": [f"{number} "], "num_output_tokens": [1]}
             time.sleep(0.005)
     elif prompt == "no final":
-        yield {"text_output": ["cut "]}
+        yield {"text_output": ["cut "], "num_output_tokens": [1]}
     elif not request["stream"][0]:
         count = request.get("num_return_sequences", [1])[0]
         yield {

@@ -141,6 +141,17 @@ def test_a_stream_without_its_final_response_is_an_error(grpc_url: str) -> None:
         client.stream("no final").result()
 
 
+def test_a_stream_that_ends_without_its_finish_reason_is_an_error(http_url: str) -> None:
+    async def ask() -> None:
+        async with AsyncClient(http_url) as client:
+            await client.stream("no final").result()
+
+    with Client(http_url) as client, pytest.raises(ServerError, match="ended before the answer was complete"):
+        client.stream("no final").result()
+    with pytest.raises(ServerError, match="ended before the answer was complete"):
+        asyncio.run(ask())
+
+
 @pytest.mark.parametrize(
     ("prompt", "error", "status", "message"),
     [

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import math
 from typing import Any
 
 import pytest
 
-from client import AsyncClient, Client, ClientError, InvalidRequest, errors
+from client import AsyncClient, Client, ClientError, InvalidRequest, ServerError, errors
 from client.connection import parse_url
-from client.http_transport import EventParser, _TritonBodies
+from client.http_transport import EventParser, ReplyDecoder, _TritonBodies
 from client.request import SamplingOptions, build_tensors
 from client.results import Collector, Reply, chunks_of
 
@@ -74,6 +75,61 @@ def test_the_words_of_a_server_of_openais_api() -> None:
     with pytest.raises(InvalidRequest) as caught:
         _TritonBodies("r").decode(404, body)
     assert caught.value.message == "there is no /v2/x here"
+
+
+def read_stream(events: list[dict[str, Any]], num_sequences: int) -> int:
+    """How many replies a stream of these events has. Raises what its end does."""
+    decoder = ReplyDecoder(True, _TritonBodies("r", num_sequences))
+    for event in events:
+        decoder.feed(f"data: {json.dumps({'text_output': 'a', **event})}\n\n".encode())
+    decoder.feed(b"")
+    count = 0
+    while decoder.next() is not None:
+        count += 1
+    return count
+
+
+GOES_ON, STOPS = {"finish_reason": "None"}, {"finish_reason": "stop"}
+INDEX_0, INDEX_1 = {"sequence_index": 0}, {"sequence_index": 1}
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "events"),
+    [
+        (1, [GOES_ON, STOPS]),
+        (1, [{"num_output_tokens": 1}, STOPS]),
+        (2, [{**GOES_ON, **INDEX_0}, {**STOPS, **INDEX_1}, {**STOPS, **INDEX_0}]),
+        (1, [{"finish_reason": ["None", "stop"]}, {"finish_reason": ["length", "stop"]}]),
+        (1, [{}, {}]),  # another model, which knows no finish reasons
+        (2, [{}, {}]),
+    ],
+)
+def test_streams_that_are_complete(num_sequences: int, events: list[dict[str, Any]]) -> None:
+    assert read_stream(events, num_sequences) == len(events)
+
+
+@pytest.mark.parametrize(
+    ("num_sequences", "events"),
+    [
+        (1, []),
+        (1, [GOES_ON]),
+        (1, [{"num_output_tokens": 1}]),
+        (2, [{**GOES_ON, **INDEX_0}, {**STOPS, **INDEX_1}]),
+        (2, [{**STOPS, **INDEX_1}]),  # of the other sequence nothing has come
+        (1, [{"finish_reason": ["None", "stop"]}]),
+    ],
+)
+def test_streams_that_end_early(num_sequences: int, events: list[dict[str, Any]]) -> None:
+    with pytest.raises(ServerError, match="ended before the answer was complete") as caught:
+        read_stream(events, num_sequences)
+    assert caught.value.request_id == "r"
+
+
+def test_a_page_instead_of_a_stream() -> None:
+    decoder = ReplyDecoder(True, _TritonBodies("r"))
+    decoder.feed(b"<html>log in first</html>\n\n")
+    with pytest.raises(ServerError, match="ended before the answer was complete"):
+        decoder.feed(b"")
 
 
 @pytest.mark.parametrize(("prompt", "messages"), [(None, None), ("a", [{"role": "user", "content": "b"}])])
