@@ -27,7 +27,7 @@ from .console import errors_in_one_line, fail, print_table, progress, remark, wr
 from .errors import Unavailable
 from .local import add_local_commands
 from .openai_client import OpenAIClient
-from .request import SamplingOptions
+from .request import Message, SamplingOptions
 from .results import Result
 from .server_options import ApiKey, ModelOfEither, OpenAIUrl
 
@@ -99,16 +99,14 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print the whole result as JSON.")] = False,
 ) -> None:
     """Print the answer to one prompt."""
-    text = sys.stdin.read() if prompt == "-" else prompt
     options = _options(max_tokens, temperature, top_k, top_p, min_p, seed, stop)
     options.update({"n": n} if n != 1 else {}, **({"ignore_eos": True} if ignore_eos else {}))
     if chat is not None and system is None:
         options["apply_chat_template"] = chat
-    messages = None if system is None else [{"role": "system", "content": system}, {"role": "user", "content": text}]
-    question = text if system is None else None
     with errors_in_one_line(), _connect(url, protocol, model, timeout) as client:
         if system is not None and chat is False:
             raise ValueError("--system is given with --raw; allowed: one of them")
+        question, messages = _question(sys.stdin.read() if prompt == "-" else prompt, system)
         started = time.monotonic()
         if stream and n == 1 and not as_json:
             with client.stream(question, messages=messages, **options) as answer:
@@ -179,10 +177,11 @@ def status(
 
 def main() -> None:
     """The entry point of the installed command."""
-    for stream in (sys.stdout, sys.stderr):
-        # Answers hold any character; a terminal that cannot show one must not end the program.
+    # Answers hold any character; a terminal that cannot show one must not end the program. Neither must what somebody
+    # types: of bytes that are no text it makes lone surrogates, which the request is refused for.
+    for stream, errors in ((sys.stdout, "replace"), (sys.stderr, "replace"), (sys.stdin, "surrogateescape")):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=errors)
     app()
 
 
@@ -270,6 +269,13 @@ def _open_source(
                 raise Unavailable(f"cannot connect to {url or 'the server'}")
             measured: SamplingOptions = {**options, "return_perf_metrics": True}  # for the cached tokens
             yield lambda messages: client.stream(messages=messages, **measured)
+
+
+def _question(text: str, system: str | None) -> tuple[str | None, list[Message] | None]:
+    """The prompt or the messages that ask it."""
+    if system is None:
+        return text, None
+    return None, [{"role": "system", "content": system}, {"role": "user", "content": text}]
 
 
 def _options(

@@ -179,7 +179,7 @@ def _check(name: str, datatype: Datatype, value: Any) -> Scalar:
     """`value` as the type that travels. A bool is an int to Python and a mistake to us."""
     if datatype == "BYTES":
         if isinstance(value, str):
-            return value
+            return _as_unicode(name, value)
         raise InvalidRequest(f"{name} is {value!r}; allowed: a string")
     if datatype == "BOOL":
         if isinstance(value, bool):
@@ -197,6 +197,16 @@ def _check(name: str, datatype: Datatype, value: Any) -> Scalar:
 
 def _to_json(name: str, value: Any) -> str:
     try:
-        return json.dumps(value, ensure_ascii=False)
+        text = json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError) as error:
         raise InvalidRequest(f"{name} cannot be written as JSON: {error}") from None
+    return _as_unicode(name, text)
+
+
+def _as_unicode(name: str, text: str) -> str:
+    """The text, where UTF-8 can hold it: Python makes lone surrogates of bytes that it cannot decode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(f"{name} holds a lone surrogate; allowed: Unicode text") from None
+    return text

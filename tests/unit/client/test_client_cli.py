@@ -153,6 +153,34 @@ def test_chat_goes_on_after_an_error(url: str, record: Record) -> None:
     assert [len(json.loads(request["messages"][0])) for request in record.requests] == [1, 1]
 
 
+def run_process(*arguments: str, given: bytes) -> subprocess.CompletedProcess[bytes]:
+    environment = {**os.environ, "PYTHONUTF8": "0", "LC_ALL": "C.UTF-8", "PYTHONIOENCODING": "utf-8:strict"}
+    command = [sys.executable, "-m", "client", *arguments]
+    return subprocess.run(command, input=given, capture_output=True, timeout=3 * WAIT, env=environment, check=False)
+
+
+def test_generate_refuses_bytes_that_are_no_text(url: str, record: Record) -> None:
+    done = run_process("generate", "-", "--url", url, given=b"a\xff")
+    assert done.stderr.decode() == "error: InvalidRequest: prompt holds a lone surrogate; allowed: Unicode text\n"
+    assert done.returncode == 1
+    assert not record.requests
+
+
+def test_chat_goes_on_after_bytes_that_are_no_text(url: str, record: Record) -> None:
+    done = run_process("chat", "--url", url, given=b"a\xff\n/save \xff/x\nHallo\n")
+    assert done.stdout.decode().endswith(f"{FULL_TEXT}\n")
+    assert "InvalidRequest: messages holds a lone surrogate; allowed: Unicode text" in done.stderr.decode()
+    assert b"Traceback" not in done.stderr
+    assert [len(json.loads(request["messages"][0])) for request in record.requests] == [1]
+
+
+def test_a_standard_input_that_cannot_be_read_takes_one_line(url: str) -> None:
+    done = CliRunner().invoke(app, ["generate", "-", "--url", url], input=b"\xff")
+    assert done.exit_code == 2
+    assert "can't decode byte 0xff" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize("command", ["chat", "generate"])
 def test_ctrl_c_stops_the_answer(url: str, record: Record, command: str) -> None:
     arguments = ["generate", "forever"] if command == "generate" else ["chat"]

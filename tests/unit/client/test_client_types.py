@@ -57,6 +57,22 @@ def test_wrong_types_beside_the_options_are_named(values: dict[str, Any], messag
     assert str(caught.value) == message
 
 
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("prompt", {"prompt": "a\udcff"}),
+        ("messages", {"messages": [{"role": "user", "content": "a\udcff"}]}),
+        ("stop", {"prompt": "a", "stop": ["b", "\ud800"]}),
+        ("chat_template_kwargs", {"prompt": "a", "chat_template_kwargs": {"a": "\ud800"}}),
+        ("request_id", {"prompt": "a", "request_id": "\ud800"}),
+    ],
+)
+def test_what_is_no_unicode_is_named(name: str, values: dict[str, Any]) -> None:
+    with Client("127.0.0.1:9") as client, pytest.raises(InvalidRequest) as caught:  # nothing is sent
+        client.generate(**values)
+    assert str(caught.value) == f"{name} holds a lone surrogate; allowed: Unicode text"
+
+
 @pytest.mark.parametrize("scheme", ["grpc", "http"])
 @pytest.mark.parametrize("timeout", [0, -1.5, -math.inf])
 def test_a_time_that_is_over_is_not_waited_for(scheme: str, timeout: float) -> None:
