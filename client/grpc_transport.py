@@ -26,6 +26,7 @@ from tritonclient.grpc import service_pb2, service_pb2_grpc
 from .errors import ClientError, ServerError, cancelled_here, from_message, from_status, timed_out
 from .request import InferenceRequest, Tensor
 from .results import Reply
+from .running import RunningCalls
 
 _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -185,10 +186,11 @@ class AsyncGrpcTransport:
         else:
             self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
         self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._running = RunningCalls()
 
     def start(self, request: InferenceRequest) -> AsyncGrpcCall:
         call = self._stub.ModelStreamInfer(iter((encode_request(request),)), timeout=request.timeout)
-        return AsyncGrpcCall(call, request)
+        return self._running.add(AsyncGrpcCall(call, request))
 
     async def is_live(self, timeout: float) -> bool:
         return await self._ask(self._stub.ServerLive, service_pb2.ServerLiveRequest(), timeout, "live")
@@ -201,6 +203,7 @@ class AsyncGrpcTransport:
         ) and await self._ask(self._stub.ModelReady, model_request, timeout, "ready")
 
     async def close(self) -> None:
+        self._running.cancel()  # the channel would end them as if their tasks were cancelled
         await self._channel.close()
 
     async def _ask(self, method: Any, request: Any, timeout: float, field: str) -> bool:

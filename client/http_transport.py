@@ -21,6 +21,7 @@ from urllib.parse import quote
 from .errors import ClientError, ServerError, Unavailable, cancelled_here, from_http, from_message, timed_out
 from .request import InferenceRequest
 from .results import Reply, real_reason
+from .running import RunningCalls
 
 if TYPE_CHECKING:
     import aiohttp
@@ -80,6 +81,8 @@ class HttpCall:
             while (reply := self._decoder.next()) is None and not self._decoder.ended:
                 self._limit_wait()
                 self._decoder.feed(self._response.read1(_READ_BYTES))
+            if reply is None and self._cancelled:  # a body without a length ends like this
+                raise cancelled_here(self._request_id)
         if reply is None:
             self._close()
         return reply
@@ -147,6 +150,8 @@ class AsyncHttpCall:
         """The next response, None after the last. Raises ClientError."""
         import aiohttp
 
+        if self._cancelled:
+            raise cancelled_here(self._post.request_id)
         try:
             return await asyncio.wait_for(self._receive(), self._remaining())
         except (TimeoutError, asyncio.TimeoutError):
@@ -177,9 +182,13 @@ class AsyncHttpCall:
         if self._response is None:
             self._opening = asyncio.ensure_future(self._open())
             self._response = await self._opening
+            if self._cancelled:  # between the opening and this step
+                self._response.close()
             self._decoder.begin(self._response.status)
         while (reply := self._decoder.next()) is None and not self._decoder.ended:
             self._decoder.feed(await self._response.content.readany())
+        if reply is None and self._cancelled:
+            raise cancelled_here(self._post.request_id)
         return reply
 
     async def _open(self) -> aiohttp.ClientResponse:
@@ -195,10 +204,11 @@ class HttpTransport:
     def __init__(self, address: str, secure: bool) -> None:
         self._address = address
         self._connection_type = http.client.HTTPSConnection if secure else http.client.HTTPConnection
+        self._running = RunningCalls()
 
     def start(self, request: InferenceRequest) -> HttpCall:
         connection = self._connection_type(self._address, timeout=request.timeout)
-        return HttpCall(connection, _post(request), _bodies(request))
+        return self._running.add(HttpCall(connection, _post(request), _bodies(request)))
 
     def is_live(self, timeout: float) -> bool:
         return self._ask("/v2/health/live", timeout)
@@ -208,7 +218,7 @@ class HttpTransport:
         return self._ask("/v2/health/ready", timeout) and self._ask(f"{model_path(model, version)}/ready", timeout)
 
     def close(self) -> None:
-        """Nothing is kept open between requests."""
+        self._running.cancel()  # nothing is kept open between requests
 
     def _ask(self, path: str, timeout: float) -> bool:
         connection = self._connection_type(self._address, timeout=timeout)
@@ -227,9 +237,11 @@ class AsyncHttpTransport:
     def __init__(self, address: str, secure: bool) -> None:
         self._base_url = f"{'https' if secure else 'http'}://{address}"
         self._session: aiohttp.ClientSession | None = None
+        self._running = RunningCalls()
 
     def start(self, request: InferenceRequest) -> AsyncHttpCall:
-        return AsyncHttpCall(self._open_session(), self._base_url, _post(request), _bodies(request))
+        call = AsyncHttpCall(self._open_session(), self._base_url, _post(request), _bodies(request))
+        return self._running.add(call)
 
     async def is_live(self, timeout: float) -> bool:
         return await self._ask("/v2/health/live", timeout)
@@ -240,6 +252,7 @@ class AsyncHttpTransport:
         return await self._ask("/v2/health/ready", timeout) and await self._ask(path, timeout)
 
     async def close(self) -> None:
+        self._running.cancel()  # the session would leave whoever reads one waiting
         if self._session is not None:
             await self._session.close()
 

@@ -15,6 +15,7 @@ from .errors import ClientError, ServerError, Unavailable, from_http, from_messa
 from .http_transport import AsyncHttpCall, HttpCall, Post, new_session, parse_body
 from .request import Message, SamplingOptions, check_timeout
 from .results import Reply
+from .running import RunningCalls
 from .stream import AsyncTextStream, TextStream
 
 if TYPE_CHECKING:
@@ -116,6 +117,7 @@ class OpenAIClient:
         self.server = OpenAIServer.parse(url, api_key)
         self.model = self.server.choose_model(model)
         self._timeout = timeout
+        self._running = RunningCalls()
 
     def stream(
         self,
@@ -127,10 +129,11 @@ class OpenAIClient:
         """The answer to a prompt or to chat messages in pieces, as the model writes it."""
         post = _post(self.server, self.model, prompt, messages, options, self._timeout)
         call = HttpCall(self.server.connect(self._timeout), post, OpenAIBodies(post.request_id))
-        return TextStream(call, post.request_id)
+        return TextStream(self._running.add(call), post.request_id)
 
     def close(self) -> None:
-        """Nothing is kept open between requests."""
+        """Ends what still runs."""
+        self._running.cancel()
 
     def __enter__(self) -> Self:
         return self
@@ -147,6 +150,7 @@ class AsyncOpenAIClient:
         self.model = model
         self._timeout = timeout
         self._session: aiohttp.ClientSession | None = None
+        self._running = RunningCalls()
 
     def stream(
         self,
@@ -160,9 +164,11 @@ class AsyncOpenAIClient:
             self._session = new_session()
         post = _post(self.server, self.model, prompt, messages, options, self._timeout)
         call = AsyncHttpCall(self._session, self.server.base_url, post, OpenAIBodies(post.request_id))
-        return AsyncTextStream(call, post.request_id)
+        return AsyncTextStream(self._running.add(call), post.request_id)
 
     async def close(self) -> None:
+        """Ends the connections, and what still runs on them."""
+        self._running.cancel()
         if self._session is not None:
             await self._session.close()
 

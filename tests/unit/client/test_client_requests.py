@@ -6,7 +6,9 @@ import asyncio
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any
 
 import pytest
@@ -370,6 +372,38 @@ def test_async_nobody_listens(scheme: str) -> None:
             assert not await client.is_ready()
             with pytest.raises(Unavailable):
                 await client.generate("Hallo")
+
+    asyncio.run(use())
+
+
+def test_closing_the_client_ends_its_streams(url: str, record: Record) -> None:
+    client = Client(url)
+    stream = client.stream("forever")
+    next(stream)
+    timer = threading.Timer(0.1, client.close)
+    timer.start()
+    with pytest.raises(Cancelled):
+        deque(islice(stream, 1000))
+    assert record.cancelled.wait(WAIT)
+    timer.join()
+
+
+@pytest.mark.parametrize("prompt", ["forever", "silence"])
+def test_closing_the_async_client_ends_its_streams(url: str, record: Record, prompt: str) -> None:
+    async def use() -> None:
+        client = AsyncClient(url)
+        streams = [client.stream(prompt), client.stream(prompt)]
+        readers = [asyncio.ensure_future(stream.result()) for stream in streams]
+        while len(record.requests) < len(readers):
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.1)  # responses come meanwhile
+        untouched = client.stream("forever")
+        await client.close()
+        for reader in readers:
+            with pytest.raises(Cancelled):
+                await asyncio.wait_for(reader, WAIT)
+        with pytest.raises(Cancelled):
+            await untouched.result()
 
     asyncio.run(use())
 

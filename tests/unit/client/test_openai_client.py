@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
+from itertools import islice
 from typing import Any
 
 import pytest
 from fake_openai import PIECES, TOKENS_PER_PIECE, Script
 
-from client.errors import ClientError, InvalidRequest, ServerError, Unavailable
+from client.errors import Cancelled, ClientError, InvalidRequest, ServerError, Unavailable
 from client.openai_client import AsyncOpenAIClient, OpenAIClient, OpenAIServer
 from client.results import Result
 
@@ -100,6 +102,25 @@ def test_leaving_a_stream_closes_its_connection(openai_url: str, script: Script)
             if chunk.text == "2 ":
                 break
     assert script.left.wait(WAIT)
+
+
+def test_closing_a_client_ends_its_streams(openai_url: str, script: Script) -> None:
+    async def use() -> None:
+        client = AsyncOpenAIClient(OpenAIServer.parse(openai_url), "first")
+        stream = client.stream(messages=QUESTION)
+        await stream.__anext__()
+        reader = asyncio.ensure_future(stream.result())
+        await asyncio.sleep(0.05)
+        await client.close()
+        with pytest.raises(Cancelled):
+            await asyncio.wait_for(reader, WAIT)
+
+    script.endless = True
+    asyncio.run(use())
+    with OpenAIClient(openai_url) as client:
+        next(stream := client.stream(messages=QUESTION))
+    with pytest.raises(Cancelled):
+        deque(islice(stream, 1000))
 
 
 @pytest.mark.parametrize(
