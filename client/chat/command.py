@@ -170,4 +170,7 @@ def describe(turns: Sequence[Turn]) -> str:
 def _path(command: str, name: str) -> Path:
     if not name:
         raise ValueError(f"{command} needs the name of a file")
-    return Path(name).expanduser()
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:  # ~ and the name of nobody
+        raise ValueError(f"{name}: {error}") from None

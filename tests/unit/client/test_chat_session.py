@@ -124,6 +124,14 @@ def test_commands_in_a_pipe(url: str, record: Record, tmp_path: Path) -> None:
     assert "> " not in done.stdout
 
 
+@pytest.mark.parametrize("command", ["/save", "/load"])
+def test_the_folder_of_nobody_ends_no_chat(url: str, command: str) -> None:
+    done = run("--url", url, text=f"{command} ~nosuch/x\nHallo\n")
+    assert done.exit_code == 0
+    assert "error: ~nosuch/x: Could not determine home directory" in done.stderr
+    assert TEXT in done.stdout
+
+
 def test_openai_servers(openai_url: str, script: Script) -> None:
     script.reasoning = "Hm."
     done = run("--openai", openai_url, "--api-key", "secret", "--temperature", "0.5", text="Hallo\n/stats\n")
