@@ -92,7 +92,9 @@ class OpenAIServer:
         body = parse_body(status, text, "")
         if status != 200:
             raise _error(status, body, "")
-        return [str(model["id"]) for model in body.get("data", ()) if isinstance(model, dict) and "id" in model]
+        models = body.get("data")
+        listed = models if isinstance(models, list) else ()
+        return [str(model["id"]) for model in listed if isinstance(model, dict) and "id" in model]
 
     def choose_model(self, model: str | None) -> str:
         """`model`, or the first one that the server names. Raises ClientError."""
@@ -224,8 +226,9 @@ class OpenAIBodies:
 
     def _choice(self, choice: Mapping[str, Any]) -> dict[str, list[Any]]:
         delta = choice.get("delta") or {}
-        text = choice.get("text") or delta.get("content")
-        reasoning = delta.get("reasoning_content") or delta.get("reasoning")
+        content, thoughts = _parts(delta.get("content"))
+        text = choice.get("text") or content
+        reasoning = delta.get("reasoning_content") or delta.get("reasoning") or thoughts
         outputs: dict[str, list[Any]] = {"text_output": [text]} if text else {}
         if reasoning:
             outputs["reasoning_content"] = [reasoning]
@@ -235,6 +238,16 @@ class OpenAIBodies:
         if outputs and choice.get("index"):
             outputs["sequence_index"] = [choice["index"]]
         return outputs
+
+
+def _parts(content: Any) -> tuple[str, str]:
+    """Text and thoughts of a delta's content; reasoning models of Mistral send both as lists of parts."""
+    if not isinstance(content, list):
+        return content or "", ""
+    parts = [part for part in content if isinstance(part, dict)]
+    texts = [part.get("text") or "" for part in parts if part.get("type") == "text"]
+    thoughts = [_parts(part.get("thinking"))[0] for part in parts if part.get("type") == "thinking"]
+    return "".join(texts), "".join(thoughts)
 
 
 def _post(

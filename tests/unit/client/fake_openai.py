@@ -22,6 +22,8 @@ class Script:
     failure: str = ""  # "refuse every third", "in the stream", "cut", "html"
     endless: bool = False
     reasoning: str = ""  # said before the answer
+    parts: bool = False  # contents and thoughts come as lists of parts
+    models: Any = field(default_factory=lambda: [{"id": "first"}, {"id": "second"}])
     requests: list[dict[str, Any]] = field(default_factory=list)
     keys: list[str | None] = field(default_factory=list)
     left: threading.Event = field(default_factory=threading.Event)  # a client has left before the end
@@ -32,7 +34,7 @@ class _Handler(BaseHTTPRequestHandler):
     script: Script
 
     def do_GET(self) -> None:
-        self._send(200, json.dumps({"data": [{"id": "first"}, {"id": "second"}]}).encode())
+        self._send(200, json.dumps({"data": self.script.models}).encode())
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -68,13 +70,17 @@ class _Handler(BaseHTTPRequestHandler):
         counts = {"prompt_tokens": 7, "prompt_tokens_details": {"cached_tokens": 3}}
         if chat:
             yield {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "usage": None}
-        if script.reasoning:
+        if script.reasoning and script.parts:
+            thoughts = {"type": "thinking", "thinking": _as_parts(script.reasoning)}
+            yield {"choices": [{"index": 0, "delta": {"content": [thoughts]}}]}
+        elif script.reasoning:
             yield {"choices": [{"index": 0, "delta": {"reasoning_content": script.reasoning}}]}
         number = 0
         while script.endless or number < len(PIECES):
             text = f"{number} " if script.endless else PIECES[number]
             number += 1
-            choice: dict[str, Any] = {"index": 0, **({"delta": {"content": text}} if chat else {"text": text})}
+            content = _as_parts(text) if script.parts else text
+            choice: dict[str, Any] = {"index": 0, **({"delta": {"content": content}} if chat else {"text": text})}
             if number == len(PIECES) and not script.endless:
                 choice["finish_reason"] = "stop"
             if script.failure == "cut" and number == len(PIECES):
@@ -99,6 +105,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *arguments: object) -> None:
         pass
+
+
+def _as_parts(text: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": text[:1]}, {"type": "reference"}, {"type": "text", "text": text[1:]}]
 
 
 class _Server(ThreadingHTTPServer):

@@ -52,8 +52,9 @@ def test_a_server_that_counts_nothing(openai_url: str, script: Script) -> None:
     assert (result.text, result.num_input_tokens, result.num_output_tokens) == ("".join(PIECES), None, None)
 
 
-def test_thoughts_are_no_text(openai_url: str, script: Script) -> None:
-    script.reasoning = "Hm."
+@pytest.mark.parametrize("parts", [False, True])
+def test_thoughts_are_no_text(openai_url: str, script: Script, parts: bool) -> None:
+    script.reasoning, script.parts = "Hm.", parts
     with OpenAIClient(openai_url) as client:
         chunks = list(client.stream(messages=QUESTION))
     assert [chunk.extra.get("reasoning_content") for chunk in chunks][:2] == [["Hm."], None]
@@ -81,6 +82,13 @@ def test_keys_and_models(openai_url: str, script: Script) -> None:
     assert (script.requests[0]["model"], script.keys) == ("second", ["Bearer secret"])
     assert "secret" not in repr(client.server)
     assert client.server.models() == ["first", "second"]
+
+
+@pytest.mark.parametrize("models", [None, [], 1])
+def test_a_server_that_names_no_model(openai_url: str, script: Script, models: Any) -> None:
+    script.models = models
+    with pytest.raises(ServerError, match="names no model; name one"):
+        OpenAIClient(openai_url)
 
 
 def test_white_space_around_a_key_is_left_out() -> None:
