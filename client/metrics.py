@@ -6,6 +6,7 @@ Format: https://prometheus.io/docs/instrumenting/exposition_formats/
 from __future__ import annotations
 
 import contextlib
+import http.client
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -61,5 +62,5 @@ def fetch_metrics(url: str, timeout: float = 5.0) -> Metrics:
     try:
         with opener.open(url, timeout=timeout) as response:
             return parse_metrics(response.read().decode())
-    except (OSError, ValueError) as error:
-        raise Unavailable(f"no metrics from {url}: {error}") from None
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        raise Unavailable(f"no metrics from {url}: {str(error).strip()}") from None

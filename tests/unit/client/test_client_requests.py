@@ -281,6 +281,19 @@ def test_metrics_of_other_programs_are_tolerated() -> None:
     assert labels == [{"le": "+Inf"}, {"x": "a\nb}"}, {"i": "ü"}]
 
 
+def test_a_metrics_port_that_speaks_no_http() -> None:
+    def answer() -> None:
+        with door.accept()[0] as connection:
+            connection.recv(1000)
+            connection.sendall(b"SSH-2.0-x\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        threading.Thread(target=answer, daemon=True).start()
+        url = f"http://127.0.0.1:{door.getsockname()[1]}/metrics"
+        with Client(metrics_url=url) as client, pytest.raises(Unavailable, match=r"^no metrics from .*: SSH-2\.0-x\Z"):
+            client.metrics()
+
+
 def test_not_ready() -> None:
     with Client("127.0.0.1:1", metrics_url="http://127.0.0.1:1/metrics") as client:
         assert not client.is_live()
