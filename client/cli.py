@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 import minisgl_backend
@@ -23,7 +24,7 @@ from .chat.command import ChatLoop
 from .chat.conversation import Chat, OpenStream
 from .client import Client
 from .connection import Protocol, parse_url
-from .console import errors_in_one_line, fail, print_table, progress, remark, write_answer
+from .console import errors_in_one_line, fail, print_table, progress, remark, say_error, write_answer
 from .errors import Unavailable
 from .local import add_local_commands
 from .openai_client import OpenAIClient
@@ -170,7 +171,7 @@ def status(
         live, ready = client.is_live(), client.is_ready()
         typer.echo(f"server: {'live' if live else 'does not answer'}; {model}: {'ready' if ready else 'not ready'}")
         if live:
-            print_table(_metrics_table(client, model))
+            _print_metrics(client, model)
         if not ready:
             raise typer.Exit(1)
 
@@ -316,6 +317,14 @@ def _print_summary(result: Result, seconds: float) -> None:
             f"{result.num_input_tokens} tokens in, {result.num_output_tokens} out, {seconds:.2f} s, "
             f"{result.num_output_tokens / seconds:.1f} tokens/s, finish reason {result.finish_reason}"
         )
+
+
+def _print_metrics(client: Client, model: str) -> None:
+    """The server may be ready though its metrics are off, or behind a port that is closed to us."""
+    try:
+        print_table(_metrics_table(client, model))
+    except Unavailable as error:
+        say_error(escape(str(error)))
 
 
 def _metrics_table(client: Client, model: str) -> Table:

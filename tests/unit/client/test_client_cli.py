@@ -222,6 +222,15 @@ def test_status(url: str, http_url: str) -> None:
     assert run("status", "--url", "127.0.0.1:1").exit_code == 1
 
 
+def test_status_of_a_server_without_metrics(url: str) -> None:
+    closed = "http://127.0.0.1:1/metrics"
+    done = run("status", "--url", url, "--metrics-url", closed)
+    assert (done.exit_code, done.stdout) == (0, "server: live; ensemble: ready\n")
+    assert done.stderr.startswith(f"no metrics from {closed}: ")
+    assert done.stderr.count("\n") == 1
+    assert run("status", "--url", url, "--model", "other", "--metrics-url", closed).exit_code == 1
+
+
 def test_help_names_every_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     shown = run("openai", "--help").stdout
