@@ -22,11 +22,10 @@ from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.option_arguments import tcp_port_or_none
+from minisgl_backend.host.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from minisgl_backend.host.spawn import start_child
 
 SETTINGS_VARIABLE = "MINISGL_OPENAI_SETTINGS"  # not on a command line, where everybody could read the keys
-TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "qwen3_coder")
-REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
 
 _WORKER = "minisgl_backend.openai.worker"
 _PACKAGES = ("fastapi", "uvicorn", "tritonclient")

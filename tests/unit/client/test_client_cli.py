@@ -19,7 +19,7 @@ from client import Client, Unavailable, cli
 from client.cli import app
 from client.console import write_answer
 from client.results import Choice, Result
-from minisgl_backend.host.openai_endpoint import REASONING_PARSERS, TOOL_PARSERS
+from minisgl_backend.host.parser_names import REASONING_PARSERS, TOOL_PARSERS
 
 FULL_TEXT = "".join(WORDS)
 WAIT = 20.0  # seconds; generous, nothing here measures time
@@ -229,6 +229,15 @@ def test_status_of_a_server_without_metrics(url: str) -> None:
     assert done.stderr.startswith(f"no metrics from {closed}: ")
     assert done.stderr.count("\n") == 1
     assert run("status", "--url", url, "--model", "other", "--metrics-url", closed).exit_code == 1
+
+
+def test_the_command_starts_where_posix_modules_are_missing(http_url: str) -> None:
+    """As on Windows, where people talk to a server that runs elsewhere."""
+    absent = ("fcntl", "grp", "pty", "pwd", "readline", "resource", "termios", "tty")
+    code = f"import sys; sys.modules.update(dict.fromkeys({absent})); from client.cli import main; main()"
+    command = [sys.executable, "-c", code, "generate", "Hallo", "--url", http_url]
+    done = subprocess.run(command, capture_output=True, timeout=3 * WAIT, check=False)
+    assert (done.returncode, done.stdout.decode(), done.stderr) == (0, FULL_TEXT + "\n", b"")
 
 
 def test_help_names_every_parser(monkeypatch: pytest.MonkeyPatch) -> None:
