@@ -32,9 +32,9 @@ _CHANNEL_OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
     ("grpc.enable_http_proxy", 0),  # a proxy for web pages breaks calls to a server nearby
-    # Its own waits grow to 120 s: a server that comes up late would not be seen for so long.
+    # Its own waits between attempts grow to 120 s: a server that comes up late would not be seen for so long. The
+    # least time for an attempt (min_reconnect_backoff_ms) stays, for servers that are far and machines that are busy.
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 _END_SECONDS = 1.0  # how long the end of a call may stay away behind an error

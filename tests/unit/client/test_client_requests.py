@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any
 
@@ -338,6 +339,39 @@ def test_a_server_that_comes_up_late_is_tried_often(way: str) -> None:
         ask_until(f"127.0.0.1:{door.getsockname()[1]}", way, lambda: not refusing.is_alive())
     assert len(attempts) == 5
     assert attempts[-1] - attempts[0] < 5
+
+
+@pytest.fixture
+def far_url(grpc_url: str) -> Iterator[str]:
+    """The server behind a door that lets everything in, after a while."""
+
+    def copy(source: socket.socket, target: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                target.sendall(data)
+
+    def let_in() -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                client = door.accept()[0]
+                time.sleep(0.5)
+                server = socket.create_connection(("127.0.0.1", int(grpc_url.rpartition(":")[2])))
+                for ends in ((client, server), (server, client)):
+                    threading.Thread(target=copy, args=ends, daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        threading.Thread(target=let_in, daemon=True).start()
+        yield f"127.0.0.1:{door.getsockname()[1]}"
+
+
+def test_a_server_that_is_far_is_reached_at_once(far_url: str) -> None:
+    async def use() -> None:
+        async with AsyncClient(far_url) as client:
+            assert await client.is_live()
+
+    with Client(far_url) as client:
+        assert client.generate("Hallo").text == FULL_TEXT
+    asyncio.run(use())
 
 
 def test_async_client(url: str, record: Record) -> None:
