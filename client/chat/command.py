@@ -49,10 +49,13 @@ class ChatLoop:
     def run(self) -> bool:
         """Until /exit or the end of the input. False: a question had an error for an answer."""
         prompt = Prompt(list(self._commands), default_history())
-        remark("/help lists the commands; Ctrl-C stops an answer")
+        opening = "/help lists the commands; Ctrl-C stops an answer"
         try:
             while True:
                 try:
+                    if opening:
+                        remark(opening)
+                        opening = ""
                     line = prompt.read()
                 except KeyboardInterrupt:
                     self._say("")
