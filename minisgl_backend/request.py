@@ -113,7 +113,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         if self.seed is not None and not 0 <= self.seed < SEED_RANGE:
             _refuse("seed", self.seed, "0 to 2**64 - 1")
         if not (math.isfinite(self.repetition_penalty) and 0.0099999 < self.repetition_penalty <= 100.0):
-            # Below, a logit times its inverse is soon no number. Clients send float32, where 0.01 is a little less.
+            # Below, a logit times its inverse is soon NaN. Clients send float32, where 0.01 is a little less.
             _refuse("repetition_penalty", self.repetition_penalty, "0.01 to 100")
         _check_range("presence_penalty", self.presence_penalty, -2.0, 2.0)
         _check_range("frequency_penalty", self.frequency_penalty, -2.0, 2.0)

@@ -82,7 +82,7 @@ class StepPlan:
     )
     decode_uids: npt.NDArray[np.int64]  # [num_decode]  for sampling noise and logs
     # [num_cleared]  pages to be set to zero before anything of the step is written: a sequence that failed has left
-    # what may be no number in them, and kernels may read a page beyond the end of the next one.
+    # what may be NaN in them, and kernels may read a page beyond the end of the next one.
     cleared_pages: Int32Array = field(default_factory=lambda: NO_PAGES)
     is_retry: bool = False  # an attempt at it has failed, which may have sampled and counted tokens
 

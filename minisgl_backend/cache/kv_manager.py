@@ -117,7 +117,7 @@ class KVManager:
 
     def release(self, lease: PageLease, token_ids: Int32Array = NO_PAGES, *, sound: bool = True) -> None:
         """Ends a lease; the full pages of `token_ids` (computed tokens from the row's first one on) stay known to the
-        prefix cache. Not `sound`: the row's own pages may hold what is no number, and must be set to zero.
+        prefix cache. Not `sound`: the row's own pages may hold NaN, and must be set to zero.
 
         Raises RuntimeError for a lease that has ended already.
         """

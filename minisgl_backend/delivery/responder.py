@@ -38,7 +38,10 @@ _LOGGER = logging.getLogger(__name__)
 
 
 class LatencyRecorder:
-    """Times as they are when a sender thread takes tokens over, cheap enough for every token; thread-safe."""
+    """Time to the first token (TTFT) and between tokens (ITL), as they are when a sender thread takes tokens over.
+
+    Cheap enough for every token; thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()

@@ -35,7 +35,7 @@ class MHALayout:
     def allocate(self, num_layers: int, num_pages: int, page_size: int, device: torch.device) -> torch.Tensor:
         """[num_layers, 2, num_pages, num_kv_heads, page_size, head_dim]; keys are 0, values 1."""
         shape = (num_layers, 2, num_pages, self.num_kv_heads, page_size, self.head_dim)
-        # Zeros, not garbage, which may hold what is no number: kernels of other packages may read a last page whole.
+        # Zeros, not garbage, which may hold NaN: kernels of other packages may read a last page whole.
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
 

@@ -226,8 +226,7 @@ class ModelRunner:
         logits = self._model.logits(hidden[: step.num_sampled]) if step.num_sampled else None
         sound = None
         if step.checked_rows and self._tp.rank == 0:
-            # What is no number in a chunk's keys and values is none in the hidden state of its last token, which sees
-            # all.
+            # NaN in a chunk's keys and values is NaN in the hidden state of its last token, which sees all.
             sound = torch.isfinite(hidden[step.num_sampled :]).all(dim=1).to(torch.int32)
         return Computed(step, logits, None, sound, prompt_logprobs)
 

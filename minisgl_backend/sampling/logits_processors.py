@@ -1,4 +1,4 @@
-"""Options that change the logits of single tokens: logit bias, bad words, and min_tokens.
+"""Logits processors: options that change the logits of single tokens (logit bias, bad words, min_tokens).
 
 All of them are rules, "add this value to this token's logit while the sampled position is below `until` and the tokens
 before it are `prefix`". Each row has room for as many as a request may have, on the device and for good. They are

@@ -74,7 +74,7 @@ class Sequence:
         self.admission = -1  # -1: not running
         self.admissions_before = 0  # admissions of all sequences when this one arrived
         self.group: Group | None = None
-        self.sound = True  # false once a step of it has failed: its pages may hold what is no number
+        self.sound = True  # false once a step of it has failed: its pages may hold NaN
         self.new_request = False  # counts against max_waiting_requests
         self.tells_prompt = False  # of all sequences of its request it tells what is known of their prompt
         self.cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
