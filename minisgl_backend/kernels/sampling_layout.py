@@ -35,14 +35,6 @@ RULE_TOKEN, RULE_VALUE, RULE_UNTIL, RULE_PREFIX, RULE_PREFIX_LEN = range(5)
 NUM_RULE_COLUMNS = 5
 
 
-def sampling_graph(flags: int, searches: bool) -> int:
-    """The one of SAMPLING_GRAPHS that serves rows with these flags; 0 where temperature alone decides."""
-    edits = EDITS if flags & EDITS else 0
-    if not flags & RANKED:
-        return edits | (flags & USES_MIN_P)
-    return edits | RANKED | (SEARCHES if searches else 0)
-
-
 def is_complete(top_k: int, vocab_size: int) -> bool:
     """True where the few most likely tokens are all that a ranked row can sample, so that no search is needed."""
     return vocab_size <= CANDIDATES or 0 < top_k <= SMALL_TOP_K

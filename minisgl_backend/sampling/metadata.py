@@ -60,8 +60,11 @@ class SamplingMetadata:
 
     @property
     def sampling_graph(self) -> int:
-        """See sampling_layout.SAMPLING_GRAPHS."""
-        return layout.sampling_graph(self.flags, self.searches) if self.flags & layout.EXTENDED else 0
+        """The one of sampling_layout.SAMPLING_GRAPHS that serves these rows; 0 where temperature alone decides."""
+        edits = layout.EDITS if self.flags & layout.EDITS else 0
+        if not self.flags & layout.RANKED:
+            return edits | (self.flags & layout.USES_MIN_P)
+        return edits | layout.RANKED | (layout.SEARCHES if self.searches else 0)
 
     @property
     def waits_for_masks(self) -> bool:
