@@ -28,9 +28,9 @@ from tritonclient.grpc import service_pb2
 
 from benchmarks.path_client import Connection, Exchange
 from benchmarks.served import Served, command_line
-from minisgl_backend.engine.cancellations import BOUNDS_S
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.ipc.channel import FrontChannel
+from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S
 from minisgl_backend.ipc.messages import GetStats, Stats
 
 HOST = "127.0.0.1"
@@ -139,14 +139,16 @@ class Seen:
     """What was seen of one way to leave; seconds."""
 
     gone: list[float] = field(default_factory=list)  # from the client's leaving to the core's count of it
-    found_counts: list[int] = field(default_factory=lambda: [0] * (len(BOUNDS_S) + 1))  # from finding to gone
+    found_counts: list[int] = field(
+        default_factory=lambda: [0] * (len(CANCELLATION_BOUNDS_S) + 1)
+    )  # from finding to gone
     found_sum: float = 0.0
     late: int = 0
 
     def figures(self) -> dict[str, Any]:
         total = sum(self.found_counts)
         below = np.cumsum(self.found_counts)
-        bounds_ms = [*(bound * 1e3 for bound in BOUNDS_S), float("inf")]
+        bounds_ms = [*(bound * 1e3 for bound in CANCELLATION_BOUNDS_S), float("inf")]
         return {
             "left": len(self.gone),
             "gone_ms": {
