@@ -12,10 +12,10 @@ from minisgl_backend.config import EngineConfig
 
 if TYPE_CHECKING:
     from minisgl_backend.llm import LLM, StreamPiece
-    from minisgl_backend.request import SamplingParams
+    from minisgl_backend.request import Grammar, SamplingParams
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "EngineConfig", "SamplingParams", "StreamPiece", "__version__"]
+__all__ = ["LLM", "EngineConfig", "Grammar", "SamplingParams", "StreamPiece", "__version__"]
 
 
 def __getattr__(name: str) -> Any:
@@ -23,8 +23,8 @@ def __getattr__(name: str) -> Any:
         from minisgl_backend import llm
 
         return getattr(llm, name)
-    if name == "SamplingParams":
-        from minisgl_backend.request import SamplingParams
+    if name in ("Grammar", "SamplingParams"):
+        from minisgl_backend import request
 
-        return SamplingParams
+        return getattr(request, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

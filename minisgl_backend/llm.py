@@ -54,7 +54,7 @@ COMPILER_WAIT_S = 0.001
 class Completion:
     """One answer to a prompt."""
 
-    text: str  # without a stop string, and without the text of a stop token
+    text: str  # without a stop string and the text of a stop token, unless include_stop_str_in_output
     token_ids: list[int]  # end-of-sequence and stop tokens included
     finish_reason: str  # "stop", "length", "cancelled" or "error"
     logprobs: list[Logprobs] | None  # one entry a token; None: not asked for
@@ -459,12 +459,7 @@ class _Stream:
         self.uid = uid
         self.answer = answer
         self.token_ids: list[int] = []
-        self._output = OutputProcessor(
-            vocabulary,
-            stop=params.stop,
-            min_tokens=params.min_tokens,
-            prompt_tail=vocabulary.tail(answer.token_ids),
-        )
+        self._output = OutputProcessor.of(params, vocabulary, vocabulary.tail(answer.token_ids))
         self._eager = pieces or self._output.is_eager
         self._pieces: list[str] = []
         self._num_fed = 0  # tokens whose text has been made

@@ -55,8 +55,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     Types are checked and spellings made one when an instance is built: None is the default, one text or id stands for
     a list of it, empty words are dropped, `top_k` -1 and `top_p` 0 switch off. Raises InvalidRequestError naming the
-    field. Token-id fields are what the engine works with; the string fields (`stop`, `bad_words`) are translated or
-    watched for by the layer that owns the tokenizer, and the scheduler never looks at them.
+    field. Token-id fields are what the engine works with; what concerns text (`stop`, `bad_words`, the two
+    flags at the end) is translated or heeded by the layer that owns the tokenizer, and the scheduler never looks at it.
     """
 
     max_tokens: int | None = None  # new tokens; None: up to the context limit
@@ -79,6 +79,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
     n: int = 1  # sequences sampled from the same prompt
     grammar: Grammar | None = None
+    skip_special_tokens: bool = True  # special tokens are no part of the text
+    include_stop_str_in_output: bool = False  # the text keeps the stop string, or stop token, that ended it
 
     def __post_init__(self) -> None:
         for field, normalise in _NORMALISE.items():
@@ -271,7 +273,7 @@ _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
     "top_k": _top_k,
     "top_p": _top_p,
-    "ignore_eos": _flag,
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), _flag),
     "stop": _words,
     "bad_words": _words,
     "stop_token_ids": _token_ids,

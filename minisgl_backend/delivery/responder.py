@@ -266,7 +266,7 @@ class Responder:
 def _text_options(stream: Stream) -> TextOptions:
     options = stream.spec.options
     return TextOptions(
-        skip_special_tokens=options.skip_special_tokens,
+        skip_special_tokens=stream.spec.params.skip_special_tokens,
         prompt=options.prompt,
         prompt_tail=stream.prompt_tail,
         prompt_ids=options.prompt_ids,

@@ -248,7 +248,7 @@ class SequenceStream:
         self.uid: Final = uid
         self._index = index
         # The text is made here where it may end the sequence, else in the detokenizer.
-        self._output = _new_output(stream, vocabulary) if spec.params.stop else None
+        self._output = OutputProcessor.of(spec.params, vocabulary, stream.prompt_tail) if spec.params.stop else None
         self.eager: Final = spec.options.stream or self._output is not None  # tokens are wanted as they come
         # Written by the receive thread, `_reason` last.
         self._pending: list[int] = []
@@ -375,7 +375,7 @@ class SequenceStream:
             token_ids=np.asarray(tokens, dtype="<i4").tobytes(),
             text=text,
             is_last=self._finished,
-            ends_with_stop_token=stop_token and text is None and not self.stream.spec.options.include_stop_string,
+            ends_with_stop_token=stop_token and text is None and not self.stream.spec.params.include_stop_str_in_output,
         )
         delta = Delta(
             part=part,
@@ -438,18 +438,6 @@ def streams_of(sequences: Mapping[int, SequenceStream]) -> list[Stream]:
 def _wall_clock_ns(monotonic: float) -> int:
     """Nanoseconds since the epoch for seconds of time.monotonic(), which is the same in every process of a machine."""
     return time.time_ns() - int((time.monotonic() - monotonic) * 1e9)
-
-
-def _new_output(stream: Stream, vocabulary: Vocabulary) -> OutputProcessor:
-    params, options = stream.spec.params, stream.spec.options
-    return OutputProcessor(
-        vocabulary,
-        stop=params.stop,
-        min_tokens=params.min_tokens,
-        include_stop=options.include_stop_string,
-        skip_special_tokens=options.skip_special_tokens,
-        prompt_tail=stream.prompt_tail,
-    )
 
 
 def _joined(deltas: Sequence[Delta]) -> Delta:

@@ -19,8 +19,6 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     token_ids: bool = False  # token ids instead of text
     prompt_ids: bytes = b""  # go before the answer's: int32, little-endian (only with stream=False)
     apart: bool = False  # without stream: each sequence is a response of its own, as with TensorRT-LLM
-    skip_special_tokens: bool = True
-    include_stop_string: bool = False
     finish_reason: bool = False
     cumulative_logprob: bool = False
     logprobs: bool = False

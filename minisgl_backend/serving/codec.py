@@ -147,6 +147,7 @@ class RequestCodec:
             if name in fields:
                 values[name] = fields[name]
         values["n"] = fields.get("num_return_sequences", 1)
+        values["include_stop_str_in_output"] = fields.get("include_stop_string", False)
         values["stop"] = fields.get("stop_words", ())
         values["stop_token_ids"] = (*fields.get("stop_token_ids", ()), *_stop_tokens(fields.get("stop_words_list", [])))
         bad_words = SamplingParams(bad_words=fields.get("bad_words", ()))
@@ -193,8 +194,6 @@ class RequestCodec:
             stream=fields.get("stream", False),
             token_ids=token_ids,
             apart=token_ids or "num_responses" in fields,
-            skip_special_tokens=fields.get("skip_special_tokens", True),
-            include_stop_string=fields.get("include_stop_string", False),
             finish_reason=fields.get("return_finish_reason", False),
             cumulative_logprob=fields.get("return_cumulative_logprob", False),
             logprobs=wants_logprobs,
@@ -213,6 +212,7 @@ class RequestCodec:
 _PLAIN_FIELDS = (
     *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs"),
+    "skip_special_tokens",
 )
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from minisgl_backend.request import FinishReason
+from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.text.detokenizer import new_detokenizer
 from minisgl_backend.text.stop_strings import StopStrings
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -45,6 +45,18 @@ class OutputProcessor:
         self._min_tokens = min_tokens
         self._include_stop = include_stop
         self._num_tokens = 0
+
+    @classmethod
+    def of(cls, params: SamplingParams, vocabulary: Vocabulary, prompt_tail: Sequence[int]) -> OutputProcessor:
+        """For an answer whose stop strings are to be found here."""
+        return cls(
+            vocabulary,
+            stop=params.stop,
+            min_tokens=params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
+            prompt_tail=prompt_tail,
+        )
 
     @property
     def is_eager(self) -> bool:

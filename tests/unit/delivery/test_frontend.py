@@ -49,7 +49,6 @@ def ask(
     *,
     confirmed: bool = True,
     stream: bool = True,
-    include: bool = False,
     wanted: Sequence[str] = (),
     deadline: float | None = None,
     request_id: str = "",
@@ -57,7 +56,7 @@ def ask(
 ) -> tuple[Recorder, int]:
     """`wanted`: fields of OutputOptions that are set."""
     sender = Recorder()
-    options = OutputOptions(stream=stream, include_stop_string=include, **dict.fromkeys(wanted, True))
+    options = OutputOptions(stream=stream, **dict.fromkeys(wanted, True))
     spec = EngineRequest(params=SamplingParams(**params), options=options, deadline=deadline, request_id=request_id)
     front.submit(sender, np.array([1, 2, 3], dtype=np.int32), spec, confirmed=confirmed)
     return sender, front.client.requests[-1].uid if front.client.requests else 0
@@ -170,7 +169,7 @@ def test_several_sequences_end_with_one_final_response(front: EngineFront) -> No
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("include", [True, False])
 def test_stop_strings(front: EngineFront, stream: bool, include: bool) -> None:
-    sender, uid = ask(front, stop=("END",), stream=stream, include=include, wanted=["finish_reason"])
+    sender, uid = ask(front, stop=("END",), stream=stream, include_stop_str_in_output=include, wanted=["finish_reason"])
     for byte in b"one E two ENDED":
         front.client.give((uid, byte, 0))
     sender.wait_end()
@@ -334,11 +333,11 @@ def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("include", [False, True])
 def test_the_text_of_a_stop_token_comes_where_stop_strings_do(front: EngineFront, include: bool) -> None:
-    sender, uid = ask(front, include=include)
+    sender, uid = ask(front, include_stop_str_in_output=include)
     front.client.give((uid, 65, STOP))
     sender.wait_end()
     assert sender.chunks[-1].parts[0].ends_with_stop_token != include
-    sender, uid = ask(front, include=include, stop=("zz",))
+    sender, uid = ask(front, include_stop_str_in_output=include, stop=("zz",))
     front.client.give((uid, 65, 0), (uid, 66, STOP))
     sender.wait_end()
     assert sender.text() == ("AB" if include else "A")
