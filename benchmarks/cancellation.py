@@ -130,7 +130,8 @@ class Crowd:
 
     def close_all(self) -> None:
         for key in list(self._selector.get_map().values()):
-            self.close(key.data or key.fileobj)
+            assert isinstance(key.fileobj, socket.socket)
+            self.close(key.fileobj)
         self._selector.close()
 
 
@@ -204,7 +205,7 @@ def _round(
             leave()
             if spacing_s:
                 due = time.monotonic() + spacing_s
-                crowd.pump(lambda due=due: time.monotonic() > due)
+                crowd.pump(lambda: time.monotonic() > due)
         crowd.pump(lambda: _num_gone(watch.last()) >= _num_gone(before) + num_leave)
         _note(seen, left, before, watch.seen[first:], num_leave)
     finally:
@@ -213,14 +214,18 @@ def _round(
 
 def _start_leavers(crowd: Crowd, way: str, count: int) -> list[Callable[[], None]]:
     """What each of them does to leave."""
+
+    def closes(one: Connection | socket.socket) -> Callable[[], None]:
+        return lambda: crowd.close(one)
+
+    def cancels(one: Exchange) -> Callable[[], None]:
+        return lambda: connection.cancel(one)
+
     if way == "http_disconnect":
-        sockets = [crowd.start_http(http_request()) for _ in range(count)]
-        return [lambda one=one: crowd.close(one) for one in sockets]
+        return [closes(crowd.start_http(http_request())) for _ in range(count)]
     connection = crowd.connect()
     exchanges = [crowd.start_grpc(connection, grpc_request()) for _ in range(count)]
-    if way == "grpc_disconnect":
-        return [lambda: crowd.close(connection)]
-    return [lambda one=one: connection.cancel(one) for one in exchanges]
+    return [closes(connection)] if way == "grpc_disconnect" else [cancels(one) for one in exchanges]
 
 
 def _note(seen: Seen, left: Sequence[float], before: Stats, samples: Sequence[tuple[float, Stats]], count: int) -> None:

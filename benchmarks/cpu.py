@@ -51,8 +51,9 @@ class Candidate:
     """One system in a process of its own (`benchmarks.cpu_systems`). `missing`: why it cannot be measured here."""
 
     def __init__(self, python: str, system: str, folder: Path, options: dict[str, Any]) -> None:
+        self._command = [python, "-m", "benchmarks.cpu_systems", system, str(folder), json.dumps(options)]
         self._process = subprocess.Popen(
-            [python, "-m", "benchmarks.cpu_systems", system, str(folder), json.dumps(options)],
+            self._command,
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -82,7 +83,7 @@ class Candidate:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"{' '.join(map(str, self._process.args))}: ended with status {self._process.wait()}")
+            raise SystemExit(f"{' '.join(self._command)}: ended with status {self._process.wait()}")
         found: dict[str, Any] = json.loads(line)
         return found
 

@@ -16,6 +16,7 @@ import random
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -270,7 +271,7 @@ def _quiet() -> Any:
 
 
 def _make(name: str, folder: Path, options: dict[str, Any]) -> System:
-    kinds: dict[str, type[System]] = {"own": Own, "transformers": Transformers, "llama.cpp": LlamaCpp}
+    kinds: dict[str, Callable[..., System]] = {"own": Own, "transformers": Transformers, "llama.cpp": LlamaCpp}
     return kinds[name](folder, **options)
 
 

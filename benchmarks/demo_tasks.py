@@ -126,8 +126,6 @@ _PHRASES = (
     "What is {a}{s}{b}?",
     "{a} {s} {b}",
     "{a} {s} {b} = ?",
-)
-_PHRASES += (
     "{a}{s}{b}",
     "{a} {s} {b} =",
     "Calculate {a} {s} {b}.",

@@ -101,11 +101,11 @@ def _client(share: list[tuple[int, int, int]], port: int, round_: int, barrier: 
         for _, packed in exchange.messages():
             responses += 1
             last = packed
-        final = service_pb2.ModelStreamInferResponse.FromString(last) if last else None
-        ended = final is not None and final.infer_response.parameters["triton_final_response"].bool_param
+        final = service_pb2.ModelStreamInferResponse.FromString(last or b"")
+        ended = final.infer_response.parameters["triton_final_response"].bool_param
         if not (ended and exchange.done and not final.error_message):
             unfinished += 1
-            print(f"request {exchange.slot}: {final.error_message if final else 'no answer'}", file=sys.stderr)
+            print(f"request {exchange.slot}: {final.error_message if last else 'no answer'}", file=sys.stderr)
     done = max(exchange.done for exchange in exchanges)
     results.put((min(exchange.sent for exchange in exchanges), done, responses, unfinished))
 

@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import json
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from benchmarks.demo_tasks import KINDS, MAX_TOKENS, Question, questions
 
@@ -35,7 +36,7 @@ def ask(per_kind: int, seed: int = 0, kinds: Sequence[str] = KINDS) -> list[Ques
     return [question for group in zip(*by_kind, strict=True) for question in group]
 
 
-def answer_in_process(options: dict[str, object]) -> tuple[Answer, Callable[[], None]]:
+def answer_in_process(options: dict[str, Any]) -> tuple[Answer, Callable[[], None]]:
     """An engine of its own with these options, and what closes it."""
     from minisgl_backend import LLM, SamplingParams
 

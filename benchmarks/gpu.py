@@ -175,7 +175,11 @@ def part_tp_nccl() -> dict[str, float]:
 
 def part_tp_gauge() -> dict[str, float]:
     """The demo gauge on two GPUs: default options, sums by NCCL, prompts kernel by kernel."""
-    cells = {"tp2": {}, "tp2_nccl": {"disable_pynccl": True}, "tp2_no_pieces": {"cuda_graph_max_tokens": 0}}
+    cells: dict[str, dict[str, Any]] = {
+        "tp2": {},
+        "tp2_nccl": {"disable_pynccl": True},
+        "tp2_no_pieces": {"cuda_graph_max_tokens": 0},
+    }
     return {f"gauge_{name}": _gauge_cell((name, {"tp": 2, **options}, 50)) for name, options in cells.items()}
 
 

@@ -152,11 +152,13 @@ def bench_attention(results: dict[str, dict], tune: bool, timer: Timer) -> None:
                 shapes[f"s{splits} p{part} t{tile} w{warps} st{stages}"] = DecodeShape(
                     splits, part, tile, warps, stages
                 )
-        rows_out = {}
+        rows_out: dict[str, tuple[float, float] | str] = {}
         for label, shape in shapes.items():
             try:
                 us = timer([
-                    lambda c=c, s=shape: decode_attention(q, c[0], c[1], rows, kv_lens, table, workspace, s, 0.088, out)
+                    functools.partial(
+                        decode_attention, q, c[0], c[1], rows, kv_lens, table, workspace, shape, 0.088, out
+                    )
                     for c in caches
                 ])  # fmt: skip
             except Exception as error:  # a shape that does not fit the chip is a result too
@@ -192,7 +194,7 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
                 x = torch.randn(rows, size_in, device="cuda").bfloat16()
                 norm_weight = torch.randn(size_in, device="cuda").bfloat16() if norm else None
                 extra = torch.randn(rows, size_out, device="cuda").bfloat16() if residual else None
-                cublas = timer([lambda w=w: torch.nn.functional.linear(x, w) for w in weights])
+                cublas = timer([functools.partial(torch.nn.functional.linear, x, w) for w in weights])
                 shapes = {"chosen": linear_shape(rows, size_out, size_in, gated)}
                 if tune and rows <= 8:
                     for tile_out, tile_in, warps in itertools.product((2, 4, 8, 16), (512, 1024, 2048), (2, 4, 8)):
@@ -211,12 +213,13 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
                         shapes[f"o{tile_out} i{tile_in} k{split} st{stages}"] = LinearShape(
                             tile_out, tile_in, split, warps, stages
                         )
-                timed = {}
+                timed: dict[str, float | str] = {}
                 for label, shape in shapes.items():
                     try:
                         us = timer([
-                            lambda w=w, s=shape: linear(
-                                x, w, workspace, norm_weight=norm_weight, eps=1e-6, residual=extra, gated=gated, shape=s
+                            functools.partial(
+                                linear, x, w, workspace, norm_weight=norm_weight, eps=1e-6, residual=extra, gated=gated,
+                                shape=shape,
                             )
                             for w in weights
                         ], 7)  # fmt: skip
@@ -246,9 +249,9 @@ def bench_shards(results: dict[str, dict]) -> None:
         for rows in rows_of:
             x = torch.randn(rows, size_in, device="cuda").bfloat16()
             ways: dict[str, Callable[[torch.Tensor], object]] = {
-                "chosen": lambda w, x=x, g=gated: ops.linear(x, w, gated=g),
-                "own": lambda w, x=x, g=gated: linear(x, w, workspace, gated=g, pdl=True),
-                "cublas": lambda w, x=x: torch.nn.functional.linear(x, w),
+                "chosen": functools.partial(ops.linear, x, gated=gated),
+                "own": functools.partial(linear, x, workspace=workspace, gated=gated, pdl=True),
+                "cublas": functools.partial(torch.nn.functional.linear, x),
             }
             timed = {}
             for way, call in ways.items():
@@ -267,15 +270,16 @@ def bench_moe(results: dict[str, dict]) -> None:
     """
     experts, k, hidden, size = 128, 8, 2048, 768
     ops = TritonOps(torch.device("cuda"))
-    router, norm = torch.randn(experts, hidden, device="cuda").bfloat16() * 0.05, torch.ones(hidden, device="cuda")
+    router = torch.randn(experts, hidden, device="cuda").bfloat16() * 0.05
+    norm = torch.ones(hidden, device="cuda").bfloat16()
     weights = (_weights(experts, 2 * size, hidden), _weights(experts, hidden, size))
     for tokens in (1, 2, 8, 16, 64, 256, 2048, 8192):
         # One set of weights and other tokens each time: a few tokens pick other experts, many read all of them.
         states = [torch.randn(tokens, hidden, device="cuda").bfloat16() for _ in range(max(4, 24 // tokens))]
         picked = [ops.route(ops.linear(x, router), k, True)[0].unique().numel() for x in states]
-        more = {"norm_weight": norm.bfloat16(), "eps": 1e-6}
         us = time_graph([
-            functools.partial(ops.mixture, x, router, *weights, k, True, residual=x, **more) for x in states
+            functools.partial(ops.mixture, x, router, *weights, k, True, norm_weight=norm, eps=1e-6, residual=x)
+            for x in states
         ])  # fmt: skip
         read = statistics.mean(picked) * 3 * size * hidden * 2
         tflops = tokens * k * 6 * size * hidden / us / 1e6
@@ -317,7 +321,7 @@ def bench_sampling(results: dict[str, dict], timer: Timer, tune: bool, profile: 
             if label != "chosen" and (rows not in (1, 64) or ((pivots, rounds) != (8, 3) and name != "top_p")):
                 continue
             case = SamplingBench(params, rows, cut, warps, pivots, rounds)
-            timed[label] = round(timer([lambda c=case, x=x: c.sample(x) for x in case.logits]), 1)
+            timed[label] = round(timer([functools.partial(case.sample, x) for x in case.logits]), 1)
             if profile and label == "chosen" and rows in (1, 64):
                 profile_step(functools.partial(case.sample, case.logits[0]))
             del case
@@ -436,13 +440,13 @@ class Chain:
         for layer, (qkv_weight, o_weight, gate_up_weight, down_weight) in enumerate(self.stack):
             k, v = self.pool[layer]
             qkv = ops.linear(x, qkv_weight, norm_weight=self.norm, eps=1e-6)
-            norms, scale = (self.head_norm, self.head_norm), self.shape.dim**-0.5
+            norm, scale = self.head_norm, self.shape.dim**-0.5
             where = (k, v, self.rows, self.lengths, self.table, self.attention, cut, scale)
             if rotation_pays(self.batch, self.shape.kv_heads):
-                attended = rotating_decode_attention(qkv, *norms, self.cos_sin, *where, 1e-6, pdl)
+                attended = rotating_decode_attention(qkv, norm, norm, self.cos_sin, *where, 1e-6, pdl)
             else:
                 q = ops.rope_store(
-                    qkv, *norms, self.cos_sin, self.positions, self.slots, k, v, self.shape.heads, 1e-6
+                    qkv, norm, norm, self.cos_sin, self.positions, self.slots, k, v, self.shape.heads, 1e-6
                 )  # fmt: skip
                 attended = decode_attention(q, *where, None, pdl)
             x = ops.linear(attended.flatten(1), o_weight, residual=x)
@@ -521,7 +525,7 @@ def bench_kv8(results: dict[str, dict]) -> None:
                 (f"{name} 8 warps", replace(chosen, num_warps=8)),
             ):
                 us = time_graph([
-                    lambda c=c, cut=cut: decode_attention(q, c[0], c[1], rows, kv_lens, ids, workspace, cut, 0.088, out)
+                    functools.partial(decode_attention, q, c[0], c[1], rows, kv_lens, ids, workspace, cut, 0.088, out)
                     for c in caches
                 ])  # fmt: skip
                 found[label] = (round(us, 1), round(num_bytes / us / 1e6, 2))

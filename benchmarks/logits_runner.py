@@ -6,7 +6,7 @@ here, and what the sampler chose is overwritten by the known tokens after every 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -147,6 +147,7 @@ class LogitsRunner:
             lengths[list(step.decode)] += 1
             plan = self._plan(number, step, lengths)
             batch = self._runner.prepare(plan)
+            assert isinstance(batch, Batch), "only captured forward passes take a lone prompt"
             result = self._runner.execute(batch).result()
             if result.failed_rows:
                 raise RuntimeError(f"logits of rows {sorted(result.failed_rows)} are not finite in step {number}")
@@ -223,6 +224,9 @@ class _TappedModel:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        return self._model.parameters()
 
 
 class _TappedGraphs(GraphRunner):

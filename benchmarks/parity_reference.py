@@ -86,7 +86,7 @@ def transformers_logits(folder: Path, sequences: Sequences, dtype: torch.dtype) 
     from transformers import AutoModelForCausalLM
 
     attention = "eager" if dtype == torch.float32 else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     model = model.to(device()).eval()
     offsets = sequences.offsets
     logits = torch.empty(offsets[-1], model.config.vocab_size, dtype=dtype, device=device())

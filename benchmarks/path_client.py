@@ -45,15 +45,15 @@ class Exchange:
         for moment, piece in self.received:
             total += len(piece)
             ends.append((total, moment))
-        found, position, piece = [], 0, 0
+        found, position, last = [], 0, 0  # `last`: the piece that brought a message's end
         while position + 5 <= len(data):
             (length,) = struct.unpack_from(">I", data, position + 1)
             end = position + 5 + length
-            while piece < len(ends) and ends[piece][0] < end:
-                piece += 1
-            if piece == len(ends):
+            while last < len(ends) and ends[last][0] < end:
+                last += 1
+            if last == len(ends):
                 break  # the server ended the call in the middle of a message
-            found.append((ends[piece][1], data[position + 5 : end]))
+            found.append((ends[last][1], data[position + 5 : end]))
             position = end
         return found
 

@@ -55,7 +55,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 OPTION_COUNTS = (4, 16)  # max_tokens of those that are not plain
 PAGES = 256  # fewer than 32 of the longest answers need, so that some are preempted
-BAD_OPTIONS: tuple[dict[str, object], ...] = (
+BAD_OPTIONS: tuple[dict[str, Any], ...] = (
     {"temperature": -1.0},
     {"top_p": 7.0},
     {"stop": ["x"] * 100},
@@ -218,7 +218,7 @@ class Soak:
     def _bad(self, client: Client, draw: random.Random) -> None:
         options = draw.choice(BAD_OPTIONS)
         try:
-            client.stream(draw.choice(PROMPTS), max_tokens=5, **options).result()  # type: ignore[misc]
+            client.stream(draw.choice(PROMPTS), max_tokens=5, **options).result()
             self.outcome.note("bad", f"{options} was accepted")
         except InvalidRequest:
             self.outcome.note("bad")
