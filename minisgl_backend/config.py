@@ -421,6 +421,7 @@ class SchedulerLimits:
     record_cache_changes: bool = False  # somebody takes them all the time
     schedule_policy: str = "fcfs"
     eos_token_ids: tuple[int, ...] = ()
+    sparse_step_sizes: tuple[int, ...] = ()  # ascending: what a step that is as long as the first should be cut to
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -251,7 +251,7 @@ def _limits(
         f", in a backlog {backlog.mixed_prefill_length}" if backlog else "",
     )
     limits = _scheduler_limits(runtime.config, model, runtime.page_size, runner.num_pages, runtime.max_seq_len, mixed)
-    return dataclasses.replace(limits, backlog=backlog)
+    return dataclasses.replace(limits, backlog=backlog, sparse_step_sizes=runner.sparse_step_sizes)
 
 
 def _scheduler_limits(

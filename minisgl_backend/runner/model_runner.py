@@ -93,6 +93,11 @@ class ModelRunner:
         return self._pool.num_pages
 
     @property
+    def sparse_step_sizes(self) -> tuple[int, ...]:
+        """Numbers of tokens, ascending, that long steps with a prefill part are captured for; () where none is."""
+        return self._pieces.sparse_sizes if self._pieces else ()
+
+    @property
     def weight_bytes(self) -> int:
         """Of this rank's part of the model."""
         return sum(parameter.nbytes for parameter in self._model.parameters())

@@ -35,6 +35,11 @@ AtAttention = Callable[[int], None]  # what to do between two pieces, with the l
 PromptInputs = Callable[[int], PromptTensors]  # by the size of a pass: what it reads, filled for a capture
 Progress = Callable[[int, int], None]  # (sizes captured so far, sizes to capture)
 
+# Up to here there is a size for every step that fills the tiles of a product; above, each would cost a start tens of
+# milliseconds, so sizes are few, and the planner aims at them.
+MOST_FINE_TOKENS = 2048
+MOST_PADDING = 1 / 8  # of a longer step: padded by more it is launched kernel by kernel
+
 
 @dataclass(frozen=True, kw_only=True)
 class CutContext(ForwardContext):
@@ -96,8 +101,16 @@ class PiecewiseRunner(ABC):
             self._capture(size)
             self._on_progress(done + 1, len(self.sizes))
 
+    @property
+    def sparse_sizes(self) -> tuple[int, ...]:
+        """Those from MOST_FINE_TOKENS on, if there are any above: what is to be filled by who plans a long step."""
+        return tuple(size for size in self.sizes if size >= MOST_FINE_TOKENS < self.sizes[-1])
+
     def fits(self, num_tokens: int) -> bool:
-        return num_tokens <= self.sizes[-1]
+        """Whether a step of so many tokens is captured, and not with too much padding."""
+        if num_tokens <= MOST_FINE_TOKENS or num_tokens > self.sizes[-1]:
+            return num_tokens <= self.sizes[-1]
+        return self._size(num_tokens) - num_tokens <= MOST_PADDING * num_tokens
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: HybridPlan
@@ -107,7 +120,7 @@ class PiecewiseRunner(ABC):
         These are overwritten by the next run. `plan` is that of attention for these tokens.
         """
         num_tokens = len(token_ids)
-        size = self.sizes[int(np.searchsorted(self.sizes, num_tokens))]
+        size = self._size(num_tokens)
         torch.stack([token_ids, positions, slots], out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; of an earlier step it would be taken
         self._attended[num_tokens:size].zero_()  # what is not a number there would reach the padding page
@@ -118,6 +131,9 @@ class PiecewiseRunner(ABC):
 
         self._replay(size, attend)
         return self._hidden[:num_tokens]
+
+    def _size(self, num_tokens: int) -> int:
+        return self.sizes[int(np.searchsorted(self.sizes, num_tokens))]
 
     @abstractmethod
     def run_prompt(self, size: int) -> torch.Tensor:
@@ -264,11 +280,12 @@ class EagerPieces(PiecewiseRunner):
 
 
 def piece_sizes(largest: int) -> tuple[int, ...]:
-    """Every 16 up to 64, 32 up to 128, 64 up to 512, then every 128, and `largest` itself.
+    """Every 16 up to 64, 32 up to 128, 64 up to 512, 128 up to 2,048, 512 up to 4,096, then every 1,024, and `largest`.
 
     Products compute 64 or 128 rows at a time, so that padding to less than that would save nothing. Nor may steps be
     coarser: the planner fills whole tiles of 128 tokens, and what is padded beyond them is computed for nobody.
     """
-    steps = (*range(16, 64, 16), *range(64, 128, 32), *range(128, 512, 64))
-    sizes = [size for size in (*steps, *range(512, largest, 128)) if size < largest]
+    fine = (*range(16, 64, 16), *range(64, 128, 32), *range(128, 512, 64), *range(512, MOST_FINE_TOKENS, 128))
+    sparse = (*range(MOST_FINE_TOKENS, 4096, 512), *range(4096, largest, 1024))
+    sizes = [size for size in (*fine, *sparse) if size < largest]
     return (*sizes, largest) if largest > 0 else ()

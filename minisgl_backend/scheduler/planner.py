@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import bisect
+
 import numpy as np
 import numpy.typing as npt
 
@@ -66,7 +68,7 @@ class Planner:
         return builder.build(step)
 
     def _prompt_budget(self, num_decoding: int) -> int:
-        """Prompt tokens of a step in which so many rows decode; from two tiles on, so many that all tiles are full."""
+        """Prompt tokens of a step in which so many rows decode; from two tiles on, so many that none is padded."""
         if not num_decoding:
             return self._limits.max_prefill_length
         budget, backlog = self._limits.mixed_prefill_length, self._limits.backlog
@@ -81,7 +83,12 @@ class Planner:
         budget = min(budget, self._limits.max_prefill_length)
         if budget < 2 * TILE_TOKENS:
             return budget
-        return (budget + num_decoding) // TILE_TOKENS * TILE_TOKENS - num_decoding
+        total, sizes = budget + num_decoding, self._limits.sparse_step_sizes
+        if sizes and sizes[0] <= total <= sizes[-1]:
+            filled = sizes[bisect.bisect_right(sizes, total) - 1]
+            if 2 * (filled - num_decoding) >= budget:
+                return filled - num_decoding
+        return total // TILE_TOKENS * TILE_TOKENS - num_decoding
 
     def _plan_decode(self, builder: StepPlanBuilder, step: int) -> None:
         running = self._running

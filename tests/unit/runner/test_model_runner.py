@@ -280,6 +280,19 @@ def test_piece_sizes() -> None:
     assert piece_sizes(512) == (16, 32, 48, 64, 96, 128, 192, 256, 320, 384, 448, 512)
     assert piece_sizes(1500)[-6:] == (896, 1024, 1152, 1280, 1408, 1500)
     assert set(range(TILE_TOKENS, 2049, TILE_TOKENS)) <= set(piece_sizes(2048))  # steps that the planner fills
+    assert piece_sizes(8448)[-11:] == (1920, 2048, 2560, 3072, 3584, 4096, 5120, 6144, 7168, 8192, 8448)
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "fits"),
+    [(1, True), (513, True), (2048, True), (2049, False), (2275, False), (2276, True), (2560, True), (8448, True),
+     (4097, False), (4552, True), (8449, False)],
+)  # fmt: skip
+def test_long_steps_are_not_padded_by_much(num_tokens: int, fits: bool) -> None:
+    pieces = EagerPieces(piece_sizes(8448), 8)
+    assert pieces.fits(num_tokens) == fits
+    assert pieces.sparse_sizes[:3] == (2048, 2560, 3072)
+    assert EagerPieces(piece_sizes(2048), 8).sparse_sizes == ()
 
 
 def test_a_runner_that_warmed_up_has_forgotten_it(make_runner: MakeRunner, expected: list[list[int]]) -> None:

@@ -104,6 +104,25 @@ def test_mixed_steps_fill_the_tiles_of_a_gpu(mixed: int, expected: int) -> None:
     assert chunks == [*[expected] * full, rest]
 
 
+@pytest.mark.parametrize(
+    ("mixed", "expected"),
+    [(300, 253), (500, 381), (764, 509), (765, 765), (1500, 765), (1700, 1661), (2045, 2045), (2200, 2173)],
+)
+def test_long_mixed_steps_are_cut_to_what_is_captured(mixed: int, expected: int) -> None:
+    """Three streams and a long prompt; beyond the sizes, and where one would cost half of the budget, whole tiles."""
+    sizes = {"sparse_step_sizes": (512, 768, 2048)}
+    loop = make_loop(
+        limits(num_pages=3000, max_seq_len=9000, mixed_prefill_length=mixed, max_prefill_length=8000, **sizes)
+    )
+    for uid in range(3):
+        loop.scheduler.add(make_request(uid, [uid], max_tokens=40, ignore_eos=True))
+    loop.step()
+    loop.scheduler.add(make_request(3, [1] * 8000, max_tokens=1))
+    loop.run()
+    chunks = [len(plan.prefill[0].token_ids) for plan in loop.runner.plans if plan.prefill and len(plan.decode_rows)]
+    assert chunks[0] == expected
+
+
 def test_a_backlog_of_prompts_gets_larger_chunks() -> None:
     """One stream, then prompts of 40 tokens: more than 100 waiting tokens are a backlog, until all have begun."""
     backlog = Backlog(waiting_tokens=100, mixed_prefill_length=80, most_prefill_length=240)
