@@ -114,7 +114,8 @@ class EngineFront:
             prompt_tail=tail,
         )
         self.responder.adopt()
-        self._sequences.update((sequence.uid, sequence) for sequence in stream.sequences)
+        # All at once: where another thread fails it meanwhile, `_on_closed` takes all of them out again.
+        self._sequences.update({sequence.uid: sequence for sequence in stream.sequences})
         request = Request(
             uid=uid,
             token_ids=token_ids.astype("<i4", copy=False).tobytes(),

@@ -198,10 +198,17 @@ class Stream:
     def abandon(self) -> None:
         """Receive thread: its client has left."""
         self._abandoned = True
+        self._line_up_ended()
 
     def close(self) -> None:
         """Sender thread: its last response is made."""
         self._closed = True
+
+    def _line_up_ended(self) -> None:
+        """Receive thread: ends that waited to learn whether the detokenizer has anything of it need not any more."""
+        for sequence in self.sequences:
+            if sequence._reason:
+                sequence._line_up()
 
     def _note(self, detail: SequenceDetail) -> None:
         """Receive thread, by `SequenceStream.note`."""
@@ -226,6 +233,7 @@ class SequenceStream:
         "_error",
         "_finished",
         "_index",
+        "_last_token",
         "_last_tokens_at",
         "_log_probs",
         "_logprobs",
@@ -234,7 +242,6 @@ class SequenceStream:
         "_pending",
         "_queued",
         "_reason",
-        "_stop_token",
         "_unsent",
         "credit",
         "eager",
@@ -250,11 +257,11 @@ class SequenceStream:
         # The text is made here where it may end the sequence, else in the detokenizer.
         self._output = OutputProcessor.of(spec.params, vocabulary, stream.prompt_tail) if spec.params.stop else None
         self.eager: Final = spec.options.stream or self._output is not None  # tokens are wanted as they come
-        # Written by the receive thread, `_reason` last.
+        # Written by the receive thread, `_reason` after `_last_token`.
         self._pending: list[int] = []
         self._logprobs: list[Logprobs] = []
         self._error = ""
-        self._stop_token = False  # the last token is the one that ended the sequence
+        self._last_token = -1  # that came with `_reason`; -1: none did
         self._reason = 0
         # Written by the sender thread.
         self._finished = False
@@ -301,13 +308,15 @@ class SequenceStream:
 
     def append(self, token_id: int, reason: int = 0) -> None:
         """Receive thread: one record of the engine; token -1 says that there is none."""
-        if token_id >= 0:
-            self._pending.append(token_id)
         if reason:
-            self._stop_token = token_id >= 0 and reason == FinishReason.STOP
+            # Never seen without its reason: as a token like others, a stop token would become text.
+            self._last_token = token_id
             self._reason = reason
             self._line_up()  # an end does not wait for the turn that was taken for its tokens
-        elif self.eager and not self._queued:
+            return
+        if token_id >= 0:
+            self._pending.append(token_id)
+        if self.eager and not self._queued:
             self._line_up()
 
     def note(self, detail: SequenceDetail) -> None:
@@ -322,8 +331,9 @@ class SequenceStream:
         """Receive thread: the detokenizer has handled a response of it, as its credit says already."""
         self.stream.queue.note_acknowledged()
         was_blocked, self._blocked = self._blocked, False
-        if self._reason or (was_blocked and not self._queued):
+        if was_blocked and not self._queued:
             self._line_up()
+        self.stream._line_up_ended()
 
     def _line_up(self) -> None:
         """Any thread: the sender thread is to serve it."""
@@ -357,10 +367,12 @@ class SequenceStream:
         count = len(self._pending)
         tokens = self._pending[:count]
         del self._pending[:count]
+        if reason and self._last_token >= 0:
+            tokens.append(self._last_token)
         if not tokens and not reason:
             return None
         text = None
-        stop_token = bool(reason) and self._stop_token
+        stop_token = reason == FinishReason.STOP and self._last_token >= 0
         if self._output is not None:
             text, num_tokens, reason = self._output.feed(tokens, reason, ends_with_stop_token=stop_token)
             tokens = tokens[:num_tokens]

@@ -17,6 +17,7 @@ import torch
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.kernels.sampling_layout import NUM_PARAMS
 from minisgl_backend.runner.lone_prompt import PromptLayout, PromptTensors
+from minisgl_backend.runner.piecewise import piece_size
 from minisgl_backend.runner.row_table import RowTable, RowUpdates
 from minisgl_backend.runner.staging import Staged, Staging
 from minisgl_backend.sampling.metadata import NOTHING, SamplingInputs, SamplingMetadata, SamplingRows
@@ -141,7 +142,7 @@ class BatchBuilder:
             )
         if prompt_sizes and self._prompts.serves(plan):
             needs = self._sampling.metadata_of(plan, _sampled_of_prompt(plan)[0])
-            prompt_size = _graph_size(len(plan.prefill[0].token_ids), prompt_sizes)
+            prompt_size = piece_size(len(plan.prefill[0].token_ids), prompt_sizes)
             if prompt_size and not needs.prompt_logprobs:  # for which all lines of the hidden states are needed
                 return self._stage_prompt(plan, StepDecisions(prompt_size=prompt_size), needs, penalised)
         prefill = _prefill_arrays(plan) if plan.prefill else None

@@ -16,11 +16,11 @@ from __future__ import annotations
 
 import gc
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT, QKNormRope
@@ -107,10 +107,7 @@ class PiecewiseRunner(ABC):
         return tuple(size for size in self.sizes if size >= MOST_FINE_TOKENS < self.sizes[-1])
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens is captured, and not with too much padding."""
-        if num_tokens <= MOST_FINE_TOKENS or num_tokens > self.sizes[-1]:
-            return num_tokens <= self.sizes[-1]
-        return self._size(num_tokens) - num_tokens <= MOST_PADDING * num_tokens
+        return piece_size(num_tokens, self.sizes) > 0
 
     def run(
         self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: HybridPlan
@@ -120,7 +117,7 @@ class PiecewiseRunner(ABC):
         These are overwritten by the next run. `plan` is that of attention for these tokens.
         """
         num_tokens = len(token_ids)
-        size = self._size(num_tokens)
+        size = piece_size(num_tokens, self.sizes)
         torch.stack([token_ids, positions, slots], out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; of an earlier step it would be taken
         self._attended[num_tokens:size].zero_()  # what is not a number there would reach the padding page
@@ -131,9 +128,6 @@ class PiecewiseRunner(ABC):
 
         self._replay(size, attend)
         return self._hidden[:num_tokens]
-
-    def _size(self, num_tokens: int) -> int:
-        return self.sizes[int(np.searchsorted(self.sizes, num_tokens))]
 
     @abstractmethod
     def run_prompt(self, size: int) -> torch.Tensor:
@@ -277,6 +271,15 @@ class EagerPieces(PiecewiseRunner):
     def run_prompt(self, size: int) -> torch.Tensor:
         self._prompt_pass(self._prompts[size])
         return self._last
+
+
+def piece_size(num_tokens: int, sizes: Sequence[int]) -> int:
+    """The smallest of `sizes` that holds so many tokens; 0 where there is none, or too much of it would be padding."""
+    index = bisect_left(sizes, num_tokens)
+    if index == len(sizes):
+        return 0
+    padding = sizes[index] - num_tokens
+    return sizes[index] if num_tokens <= MOST_FINE_TOKENS or padding <= MOST_PADDING * num_tokens else 0
 
 
 def piece_sizes(largest: int) -> tuple[int, ...]:

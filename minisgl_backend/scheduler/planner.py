@@ -68,7 +68,7 @@ class Planner:
         return builder.build(step)
 
     def _prompt_budget(self, num_decoding: int) -> int:
-        """Prompt tokens of a step in which so many rows decode; from two tiles on, so many that none is padded."""
+        """Prompt tokens of a step in which so many rows decode; from two tiles on, so many that few are padded."""
         if not num_decoding:
             return self._limits.max_prefill_length
         budget, backlog = self._limits.mixed_prefill_length, self._limits.backlog

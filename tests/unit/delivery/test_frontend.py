@@ -305,6 +305,38 @@ def test_nothing_more_is_sent_to_a_client_that_left_but_the_end(front: EngineFro
     assert front.num_streams == 1
 
 
+@pytest.mark.parametrize("apart", [True, False])
+def test_a_cancelled_sequence_is_not_left_behind_by_an_acknowledged_sibling(front: EngineFront, apart: bool) -> None:
+    """It has sent nothing itself: it comes once at its end, or its text may yet become a stop string."""
+    if apart:
+        sender, uid = ask(front, n=2, stream=False, wanted=["apart"])
+    else:
+        sender, uid = ask(front, n=2, stop=("AB",))
+        front.client.give((uid, 65, 0))
+    front.client.give((uid + 1, 90, LENGTH))
+    sender.wait_chunks(1)
+    front.client.give((uid, -1, int(FinishReason.CANCELLED)))
+    time.sleep(0.1)
+    assert not sender.ended, "whether its chunk was dropped is not known yet"
+    front.client.confirm(uid + 1, 1)
+    sender.wait_end()
+    assert front.num_streams == 0
+
+
+def test_a_client_that_left_is_no_reason_to_wait_for_acknowledgements(front: EngineFront) -> None:
+    """The core's word comes first, then the word that the client has left, and no number with it."""
+    sender, uid = ask(front)
+    for number, token in enumerate((65, 66), start=1):
+        front.client.give((uid, token, 0))
+        sender.wait_chunks(number)
+    front.client.give((uid, -1, int(FinishReason.CANCELLED)))
+    time.sleep(0.1)
+    assert not sender.ended
+    front.client.confirm(uid, -1)
+    sender.wait_end()
+    assert front.num_streams == 0
+
+
 def test_a_silent_detokenizer_is_probed(tmp_path: Path) -> None:
     probes: list[int] = []
     front = EngineFront(

@@ -88,6 +88,24 @@ def test_tokens_share_a_turn_and_an_end_takes_its_own(turns: Turns) -> None:
     assert sequence.stream.is_complete
 
 
+def test_the_last_token_is_never_seen_without_its_reason(turns: Turns) -> None:
+    """As a token like others, a stop token would become text."""
+    (sequence,) = turns.stream().sequences
+    seen = []
+
+    class Pending(list[int]):
+        def append(self, token: int) -> None:
+            super().append(token)
+            seen.append(sequence.gather())  # the receive thread loses its turn behind this line
+
+    sequence._pending = Pending()
+    sequence.append(65)
+    sequence.append(66, int(FinishReason.STOP))
+    seen.append(sequence.gather())
+    assert [delta.part.ends_with_stop_token for delta in seen if delta] == [False, True]
+    assert b"".join(delta.part.token_ids for delta in seen if delta) == np.array([65, 66], dtype="<i4").tobytes()
+
+
 def test_what_is_answered_at_once_takes_one_turn(turns: Turns) -> None:
     stream = turns.stream(stream=False, n=2)
     known = {sequence.uid: sequence for sequence in stream.sequences}
