@@ -19,6 +19,7 @@ MAX_PRIORITY = 1000
 MAX_STOP_STRINGS = 64
 MAX_STOP_TOKEN_IDS = 256
 MAX_BAD_WORDS = 1024
+MAX_BAD_WORD_SPELLINGS = 2 * MAX_BAD_WORDS  # a word has two: at the beginning of a text, and behind a space
 MAX_BAD_WORD_TOKENS = 128  # of one bad word
 MAX_BAD_WORDS_TOKENS = 8192  # of all bad words of a request: each step compares them with what was said last
 MAX_LOGIT_BIAS = 1024
@@ -131,7 +132,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             ("stop", self.stop, MAX_STOP_STRINGS),
             ("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKEN_IDS),
             ("bad_words", self.bad_words, MAX_BAD_WORDS),
-            ("bad_words", self.bad_words_token_ids, 2 * MAX_BAD_WORDS),  # a word has two spellings
+            ("bad_words", self.bad_words_token_ids, MAX_BAD_WORD_SPELLINGS),
             ("logit_bias", self.logit_bias, MAX_LOGIT_BIAS),
         ):
             if len(value) > limit:

@@ -16,7 +16,7 @@ import torch
 
 from minisgl_backend.kernels import sampling_layout as layout
 from minisgl_backend.request import (
-    MAX_BAD_WORDS,
+    MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORDS_TOKENS,
     MAX_LOGIT_BIAS,
     MAX_STOP_TOKEN_IDS,
@@ -44,7 +44,7 @@ class TokenRules:
         self._num_simple = np.zeros(max_rows, dtype=np.int32)
         self._num_rules = np.zeros(max_rows, dtype=np.int32)
         self._waiting: list[tuple[int, RowRules]] = []  # not on the device yet
-        most = MAX_LOGIT_BIAS + MAX_BAD_WORDS + MAX_STOP_TOKEN_IDS + len(eos_token_ids)
+        most = MAX_LOGIT_BIAS + MAX_BAD_WORD_SPELLINGS + MAX_STOP_TOKEN_IDS + len(eos_token_ids)
         shape = (max_rows, layout.NUM_RULE_COLUMNS, most)
         self.counts = torch.zeros(max_rows, 2, dtype=torch.int32, device=device)  # see kernels.sampling.EditInputs
         self.rules = torch.zeros(shape, dtype=torch.int32, device=device)

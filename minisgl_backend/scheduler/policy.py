@@ -112,10 +112,10 @@ class LongestPrefixFirst(WaitingQueue):
         if self._round and self._round[-1] is sequence:
             self._round.pop()
 
-    def _rank(self, sequence: Sequence) -> tuple[int, bool, int, int, int]:
+    def _rank(self, sequence: Sequence) -> tuple[int, bool, bool, int, int, int]:
         patient = self._num_admissions - sequence.admissions_before <= LPM_PATIENCE
-        cached = self._cached_tokens(sequence) if patient else sequence.prompt_len
-        return (*_urgency(sequence), -cached, sequence.arrival, sequence.uid)
+        cached = self._cached_tokens(sequence) if patient else 0
+        return (*_urgency(sequence), patient, -cached, sequence.arrival, sequence.uid)
 
 
 def _urgency(sequence: Sequence) -> tuple[int, bool]:

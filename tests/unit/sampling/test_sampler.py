@@ -14,7 +14,13 @@ import sampling_reference as reference
 import torch
 
 from minisgl_backend.kernels import sampling_layout as layout
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.request import (
+    MAX_BAD_WORD_SPELLINGS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_STOP_TOKEN_IDS,
+    SamplingParams,
+)
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import MaskStaging
@@ -328,6 +334,22 @@ def test_masks_in_the_upload_memory_arrive_like_others() -> None:
         assert found.tolist() == expected.tolist()
         assert index[lines.tolist()].tolist() == list(range(len(lines)))
         assert (index == -1).sum() == 8 - len(lines)
+
+
+def test_there_is_room_for_all_rules_that_a_request_may_have() -> None:
+    wish = SamplingParams(
+        bad_words=[f"{number}" for number in range(MAX_BAD_WORDS)],
+        bad_words_token_ids=[(number, number + 1) for number in range(MAX_BAD_WORD_SPELLINGS)],
+        logit_bias=dict.fromkeys(range(MAX_LOGIT_BIAS), 1.0),
+        stop_token_ids=range(10, 10 + MAX_STOP_TOKEN_IDS),
+        min_tokens=3,
+    )
+    wish.validate(5000)
+    rules = TokenRules(2, EOS, 64, CPU)
+    rules.admit(1, wish, 1)
+    rules.upload()
+    ends = len(EOS) + MAX_STOP_TOKEN_IDS
+    assert rules.counts[1].tolist() == [MAX_LOGIT_BIAS + ends, MAX_LOGIT_BIAS + ends + MAX_BAD_WORD_SPELLINGS]
 
 
 def test_rules_that_can_never_apply_leave_none() -> None:

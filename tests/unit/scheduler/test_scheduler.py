@@ -9,6 +9,7 @@ import pytest
 from minisgl_backend.config import Backlog, SchedulerLimits
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.scheduler.policy import LPM_PATIENCE
 from minisgl_backend.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, Loop, expected_answer, fake_logprobs, make_request
 
@@ -302,6 +303,21 @@ def test_longest_cached_prefix_goes_first() -> None:
     loop.scheduler.add(make_request(4, [*range(24), 0], max_tokens=1))
     loop.run()
     assert [admitted.uid for plan in loop.runner.plans for admitted in plan.admitted] == [1, 4, 3, 2]
+
+
+def test_cached_prefixes_overtake_nobody_for_ever() -> None:
+    """A prompt of which nothing is cached, and shorter than what is cached of all that come after it."""
+    loop = make_loop(limits(max_running_requests=1, schedule_policy="lpm"))
+    loop.scheduler.add(make_request(0, list(range(40)), max_tokens=1))
+    loop.run()
+    for uid in (1, 2):
+        loop.scheduler.add(make_request(uid, [*range(36), uid], max_tokens=1, ignore_eos=True))
+    loop.scheduler.add(make_request(10_000, [90, 91, 92], max_tokens=1, ignore_eos=True))
+    for uid in range(3, LPM_PATIENCE + 10):
+        loop.scheduler.add(make_request(uid, [*range(36), uid % 90], max_tokens=1, ignore_eos=True))
+        loop.step()
+    order = [admitted.uid for plan in loop.runner.plans for admitted in plan.admitted]
+    assert LPM_PATIENCE <= order.index(10_000) <= LPM_PATIENCE + 3
 
 
 def test_deadlines_end_waiting_and_running_sequences() -> None:
