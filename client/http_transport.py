@@ -173,10 +173,10 @@ class AsyncHttpCall:
 
     def cancel(self) -> None:
         self._cancelled = True
-        if self._opening is not None:
-            self._opening.cancel()
-        if self._response is not None:
-            self._response.close()
+        opening = self._opening
+        # A response that came just now may not have been taken yet: the server would go on for nobody.
+        if opening is not None and not opening.cancel() and not opening.cancelled() and opening.exception() is None:
+            opening.result().close()
 
     async def _receive(self) -> Reply | None:
         if self._response is None:
