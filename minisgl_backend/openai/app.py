@@ -150,7 +150,7 @@ class Endpoint:
         messages = _template_messages(body.messages)
         new_reasoning = new_tools = None
         if body.wants_thoughts_apart:
-            new_reasoning = await self.model.reasoning_parser(body.switches())
+            new_reasoning = await self.model.reasoning_parser(body.switches(), is_guided=body.is_guided)
         if body.choice == "auto":
             functions = [tool.function for tool in body.tools or ()]
             new_tools = await self.model.tool_parser({one.name: one.schema_of_arguments for one in functions})

@@ -76,7 +76,8 @@ class _Call:
             self._read(character, fresh, parts)
             if self.state != "open":
                 self._flush(fresh, parts)
-                return number + 1
+                # What no call may hold is not of it, but may begin the tag that closes it.
+                return number + (self.state == "done" or not self.told)
         self._flush(fresh, parts)
         return len(text)
 

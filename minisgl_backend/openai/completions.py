@@ -176,7 +176,7 @@ class CompletionAnswer:
             for task in tasks:
                 task.cancel()
             for generation in self._generations:
-                generation.cancel_unfinished()
+                generation.cancel()
 
     async def _drain(self) -> None:
         for generation in self._generations:

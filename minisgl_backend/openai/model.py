@@ -100,14 +100,20 @@ class ServedModel:
         parser = _TOOL_PARSERS[kind]
         return lambda: parser(functions)
 
-    async def reasoning_parser(self, template_kwargs: Mapping[str, Any]) -> Callable[[], ReasoningParser] | None:
-        """Makes a parser for each choice; None for a model that writes no thoughts."""
+    async def reasoning_parser(
+        self, template_kwargs: Mapping[str, Any], *, is_guided: bool
+    ) -> Callable[[], ReasoningParser] | None:
+        """Makes a parser for each choice; None for a model that writes no thoughts.
+
+        `is_guided`: a grammar holds from the first token on, so that the answer is no thought that was begun before.
+        """
         kind = self._settings.reasoning_parser
         if kind == "auto":
             kind = "qwen3" if writes_thoughts(await self.info()) else "none"
         if kind == "none":
             return None
-        inside = kind == "deepseek_r1" or await self._prompt_opens_thoughts(template_kwargs)
+        opened = kind == "deepseek_r1" or await self._prompt_opens_thoughts(template_kwargs)
+        inside = opened and not is_guided
         return lambda: ReasoningParser(inside=inside)
 
     async def _prompt_opens_thoughts(self, template_kwargs: Mapping[str, Any]) -> bool:

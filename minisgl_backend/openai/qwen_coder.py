@@ -99,7 +99,9 @@ class QwenCoderParser:
         if _FUNCTION.startswith(rest):
             return False
         name, found, behind = rest.removeprefix(_FUNCTION).partition(">")
-        if rest.startswith(_FUNCTION) and name and not set(name) & set("<\n"):
+        # Without the tag before it, it may be prose about a function that nobody offered.
+        may_be_called = self._opening.endswith(_OPEN) or not found or name in self._functions
+        if rest.startswith(_FUNCTION) and name and not set(name) & set("<\n") and may_be_called:
             if not found:
                 return False
             self._arguments = ArgumentTypes(self._functions.get(name, {}))

@@ -60,11 +60,12 @@ class HermesParser:
             self._closing = outcome == "told"
             return outcome != "open"
         if self._closing:
-            end = self._held.find(self.CLOSE)
-            if end < 0:
-                self._held = self._held[len(self._held) - partial_suffix(self._held, self.CLOSE) :]
+            # Models forget a brace, or the tag itself: what comes then is the text behind the call.
+            rest = self._held.lstrip(SPACE + "}")
+            if rest != self.CLOSE and self.CLOSE.startswith(rest):
+                self._held = rest
                 return False
-            self._held, self._closing = self._held[end + len(self.CLOSE) :], False
+            self._held, self._closing = rest.removeprefix(self.CLOSE), False
             return True
         start = self._held.find(self.OPEN)
         if start >= 0:

@@ -119,6 +119,7 @@ class Generation:
             raise ApiError(500, "the server's stream ended before the answer was complete")
         response = _parse(raw)
         if response.error_message:
+            self._unfinished = 0
             await self.drain()
             raise from_client_error(from_message(response.error_message), self._names)
         infer = response.infer_response
@@ -149,14 +150,13 @@ class Generation:
         return Delta(index, text, tokens, reason, positions)
 
     def cancel(self) -> None:
-        """The client has left."""
-        self._left = True
-        self._call.cancel()
+        """What is still being generated is not wanted any more: the client has left, or a sibling has failed.
 
-    def cancel_unfinished(self) -> None:
-        """What is still being generated is not wanted any more: a sibling has failed."""
+        A call whose answer is complete ends by itself: cancelled at that moment, some versions of Triton never free it.
+        """
         if self._unfinished:
-            self.cancel()
+            self._left = True
+            self._call.cancel()
 
     async def drain(self) -> None:
         """Until the call has ended; to be called when all has been read. One that does not end is cancelled."""

@@ -18,6 +18,22 @@ def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
     return [_plain(f"messages[{number}]", message) for number, message in enumerate(messages)]
 
 
+def developer_as_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """For templates that do not know OpenAI's newer name of the system's role, most of which drop it without a word.
+
+    Behind a system's message at the beginning its content is added to that: some templates refuse a second one.
+    """
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if message["role"] != "developer":
+            found.append(dict(message))
+        elif len(found) == 1 and found[0]["role"] == "system":
+            found[0]["content"] = "\n\n".join(filter(None, (found[0]["content"], message["content"])))
+        else:
+            found.append({**message, "role": "system"})
+    return found
+
+
 def _plain(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"{name} is {_shown(message)}; allowed: an object with role and content")

@@ -12,7 +12,7 @@ import tokenizers
 from transformers import AutoTokenizer
 
 from minisgl_backend.errors import ConfigError, InvalidRequestError
-from minisgl_backend.text.chat import plain_messages
+from minisgl_backend.text.chat import developer_as_system, plain_messages
 from minisgl_backend.text.vocabulary import check_has_tokenizer
 
 # Arguments of apply_chat_template that are the server's business; a template from a client would be foreign code.
@@ -96,6 +96,8 @@ class Tokenizer:
                 raise InvalidRequestError(f"chat_template_kwargs has {name!r}; allowed: the template's own arguments")
         template_arguments.setdefault("add_generation_prompt", not template_arguments.get("continue_final_message"))
         plain = plain_messages(messages)
+        if "developer" not in self.chat_template:
+            plain = developer_as_system(plain)
         try:
             rendered = self._tokenizer.apply_chat_template(plain, tokenize=False, **template_arguments)
         except RecursionError:

@@ -35,7 +35,12 @@ class Model(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_entries(cls, values: Any) -> Any:
-        return check_entries(values, MAX_FIELDS)
+        """Null is what clients send for a field that they leave alone, be it one that is not served."""
+        checked = check_entries(values, MAX_FIELDS)
+        if not isinstance(checked, dict):
+            return checked
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {name: value for name, value in checked.items() if value is not None or name in known}
 
 
 class StreamOptions(Model):
@@ -166,6 +171,11 @@ class Generating(Sampling):
             if value is not None and value >= 2**31:
                 raise invalid(name, f"{name} is {value}; allowed: below 2**31")
         self._guided()
+
+    @property
+    def is_guided(self) -> bool:
+        """A grammar constrains the answer."""
+        return self._guided() is not None
 
     def _guided(self) -> tuple[str, dict[str, Any]] | None:
         """(the client's field, the constraint)."""

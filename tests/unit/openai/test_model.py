@@ -47,6 +47,15 @@ def test_a_server_may_come_back_with_another_model(monkeypatch: pytest.MonkeyPat
         resolve(model, "one")
 
 
+@pytest.mark.parametrize(("is_guided", "kind"), [(False, "reasoning"), (True, "content")])
+def test_what_a_grammar_allows_is_no_thought_that_the_prompt_began(is_guided: bool, kind: str) -> None:
+    server: Any = Server("one")
+    model = ServedModel(server, EndpointSettings(port=0, reasoning_parser="deepseek_r1"))
+    new_parser = asyncio.run(model.reasoning_parser({}, is_guided=is_guided))
+    assert new_parser is not None
+    assert [part.kind for part in new_parser().feed('{"a": 1} ')] == [kind]
+
+
 def test_a_server_that_never_answered_is_asked_again() -> None:
     server: Any = Server(None)
     model = ServedModel(server, EndpointSettings(port=0))

@@ -102,6 +102,9 @@ TEXTS = (
     coder(("time", {})).removeprefix("<tool_call>\n") + " <function=> <function=time",
     "<tool_call>\n<function=time>\n<parameter=hour>\nNaN\n</parameter>\n<odd>\n</tool_call> <tool_call>x<function",
     "<tool_call>\n<function=weather>\n<parameter=city>\nRo\n</para",
+    '<tool_call>{"name": "time", "arguments": {"a": 1}</tool_call>\n' + hermes(("weather", {})) + "\nBye",
+    '<tool_call>{"name": "time", "arguments": {"a": 1}} </tool Bye',
+    "The C++ type std<function=x> is odd. <function=time>",
     "<think>\nfirst this, then that\n</think>\n\nThe answer.\n",
     "first this </thin </think> The <think> answer",
     "<think>never ended ",
@@ -160,6 +163,21 @@ def test_calls_in_tags() -> None:
     assert [part.text for part in parser.feed("Ro")] == ["Ro"]
     nothing = "<tool_call> is a tag, and <function= too"
     assert run(QwenCoderParser(SCHEMAS), [nothing]) == [("content", nothing, 0)]
+
+
+@pytest.mark.parametrize("end", ["\n</tool_call>", "}\n</tool_call>", "}}</tool_call>", "}", ""])
+def test_a_brace_or_a_tag_that_is_missing_costs_nothing_behind_it(end: str) -> None:
+    written = '<tool_call>\n{"name": "time", "arguments": {"a": 1}' + end + "\n" + hermes(("weather", {})) + "\nBye"
+    events = run(HermesParser(NAMES), [written])
+    assert calls_of(events) == [("time", {"a": 1}), ("weather", {})]
+    assert content_of(events).strip() == "Bye"
+
+
+def test_a_function_that_nobody_offered_is_prose() -> None:
+    prose = "The C++ type std<function=x> is odd. All of this is told."
+    assert run(QwenCoderParser(SCHEMAS), [prose]) == [("content", prose, 0)]
+    without_tag = "<function=time>\n<parameter=hour>\n7\n</parameter>\n</function>"
+    assert calls_of(run(QwenCoderParser(SCHEMAS), [without_tag])) == [("time", {"hour": 7})]
 
 
 def test_arguments_come_while_they_are_written() -> None:

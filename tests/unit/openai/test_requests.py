@@ -102,6 +102,13 @@ def test_messages_as_templates_expect_them() -> None:
     assert Message(role="user", content=parts).for_template(0) == {"role": "user", "content": "a\nb"}
 
 
+def test_what_is_null_is_not_asked_for() -> None:
+    """OpenAI's own fields, served or not."""
+    nulls = dict.fromkeys(("audio", "prediction", "functions", "function_call", "web_search_options", "top_p", "stop"))
+    assert chat(**nulls).sampling() == chat().sampling()
+    assert chat(stream=True, stream_options={"include_usage": None, "other": None}).stream_options is not None
+
+
 @pytest.mark.parametrize(
     ("values", "param"),
     [

@@ -52,6 +52,19 @@ def test_the_template_decides_about_bos(tokenizer: PromptTokenizer) -> None:
     assert tokenizer.encode(rendered, add_special_tokens=False).count(0) == 1
 
 
+def test_the_developers_role_is_the_systems_where_the_template_does_not_know_it(
+    tokenizer: PromptTokenizer, tmp_path: Path
+) -> None:
+    """Most templates would drop its message, and some refuse a second one of the system."""
+    system, developer, user = ({"role": role, "content": role[:3]} for role in ("system", "developer", "user"))
+    assert tokenizer.render([developer, user]) == "<s>[system]dev[user]use[assistant]"
+    assert tokenizer.render([system, developer, user]) == "<s>[system]sys\n\ndev[user]use[assistant]"
+    assert tokenizer.render([user, developer]) == "<s>[user]use[system]dev[assistant]"
+    knows = "{% if messages[0].role == 'developer' %}D{% endif %}" + TEMPLATE
+    found = PromptTokenizer(make_folder(tmp_path, knows)).render([developer, user])
+    assert found == "D<s>[developer]dev[user]use[assistant]"
+
+
 def test_template_arguments_reach_the_template(tokenizer: PromptTokenizer) -> None:
     message = [{"role": "user", "content": "hi"}]
     assert tokenizer.render(message, shout=True).endswith("!")
