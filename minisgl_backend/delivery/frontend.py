@@ -116,6 +116,8 @@ class EngineFront:
         self.responder.adopt()
         # All at once: where another thread fails it meanwhile, `_on_closed` takes all of them out again.
         self._sequences.update({sequence.uid: sequence for sequence in stream.sequences})
+        if self._draining:  # since it was checked: whoever waits for the last stream may not have seen this one
+            stream.fail("UNAVAILABLE", SHUTTING_DOWN)
         request = Request(
             uid=uid,
             token_ids=token_ids.astype("<i4", copy=False).tobytes(),

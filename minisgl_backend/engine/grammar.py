@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import logging
 import queue
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +27,7 @@ log = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 
+LATE_S = 0.25  # of the step, for one token of one sequence: all others wait meanwhile
 MAX_COMPILING = 256  # requests whose grammar waits for a compiler
 
 
@@ -161,6 +163,7 @@ class Grammars:
         tokens = result.token_ids.tolist()
         for index, uid in self._matched(plan):
             matcher = self._matchers[uid]
+            started = time.thread_time()
             try:
                 if uid in self._complete or not matcher.accept_token(tokens[index]):
                     ended.append((uid, FinishReason.STOP))
@@ -169,6 +172,10 @@ class Grammars:
                     ended.append((uid, FinishReason.STOP))
             except Exception:  # whatever the library raises ends one sequence, not the step
                 log.exception("the grammar of sequence %d failed", uid)
+                ended.append((uid, FinishReason.ERROR))
+                continue
+            if time.thread_time() - started > LATE_S:
+                log.error("the grammar of sequence %d takes too long to follow", uid)
                 ended.append((uid, FinishReason.ERROR))
         return ended
 

@@ -21,11 +21,14 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from minisgl_backend.engine.short_strings import unrolled
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.host.spawn import TIED, begin_child
 from minisgl_backend.request import Grammar
+
+Int32Array = npt.NDArray[np.int32]
 
 MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
 CACHE_BYTES = 128 << 20
@@ -34,6 +37,7 @@ SECONDS_A_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
 MOST_BYTES = 512 << 20  # of a compiled grammar
 NICENESS = 10  # two that take long would take both processors of a small machine from the engine
 MORE_BYTES = 3 << 30  # of address space, beyond what the process has once it is ready
+PACE_TOKENS, PACE_S = 24, 0.25  # an answer of so many tokens is tried, none of which may take longer
 READY = b"ready"
 _ANY_JSON = '{"type": ["object", "array"]}'
 
@@ -62,12 +66,13 @@ def main(arguments: list[str] | None = None) -> int:
     with contextlib.suppress(EOFError, BrokenPipeError):
         connection.send_bytes(READY)
         info = xgrammar.TokenizerInfo.deserialize_json(connection.recv_bytes().decode())
+        lengths = text_lengths(info)
         compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
         _limit_memory()
         connection.send_bytes(READY)
         while True:
             grammar = msgspec.msgpack.decode(connection.recv_bytes(), type=Grammar)
-            connection.send_bytes(msgspec.msgpack.encode(_answer(compiler, info.vocab_size, grammar)))
+            connection.send_bytes(msgspec.msgpack.encode(_answer(compiler, lengths, grammar)))
     return 0
 
 
@@ -80,12 +85,12 @@ def _limit_memory() -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
 
 
-def _answer(compiler: Any, vocab_size: int, grammar: Grammar) -> Answer:
+def _answer(compiler: Any, lengths: Int32Array, grammar: Grammar) -> Answer:
     try:
         started = time.perf_counter()
         compiled = compile_grammar(compiler, grammar)
-        _check_first_token(compiled, vocab_size)
         seconds, size = time.perf_counter() - started, compiled.memory_size_bytes
+        try_answer(compiled, lengths)
         if size > MOST_BYTES:
             raise MemoryError
         if seconds < max(SENT_FROM_S, size * SECONDS_A_BYTE):
@@ -127,14 +132,42 @@ def _compile_schema(compiler: Any, text: str) -> Any:
     return compiler.compile_json_schema(text, any_whitespace=False)
 
 
-def _check_first_token(compiled: Any, vocab_size: int) -> None:
-    """Raises InvalidRequestError for a grammar that allows no first token."""
+def try_answer(compiled: Any, lengths: Int32Array) -> None:
+    """Writes the beginning of an answer, always with the longest token that is allowed: of ambiguous grammars each
+    character multiplies the work. Raises InvalidRequestError for a grammar that allows no first token, and for one
+    that takes long to follow: the step of all sequences would wait for it.
+
+    lengths: bytes of the tokens' texts, int32 [vocab_size].
+    """
     import xgrammar
 
-    bits = np.zeros((1, -(-vocab_size // 32)), dtype=np.int32)
-    restricted = xgrammar.GrammarMatcher(compiled).fill_next_token_bitmask(bits, 0)
-    if restricted and not bits.any():
-        raise InvalidRequestError("guided_decoding_guide accepts no text that this model could write")
+    matcher = xgrammar.GrammarMatcher(compiled)
+    bits = np.zeros((1, -(-len(lengths) // 32)), dtype=np.int32)
+    for number in range(PACE_TOKENS):
+        started = time.thread_time()
+        if matcher.fill_next_token_bitmask(bits, 0):
+            allowed = np.unpackbits(bits.view(np.uint8), bitorder="little")[: len(lengths)]
+            if not allowed.any():
+                if number == 0:
+                    raise InvalidRequestError("guided_decoding_guide accepts no text that this model could write")
+                return
+            token = int(np.argmax(np.where(allowed, lengths, -1)))
+        else:
+            token = int(np.argmax(lengths))
+        goes_on = matcher.accept_token(token) and not matcher.is_terminated()
+        if time.thread_time() - started > PACE_S:
+            raise InvalidRequestError("guided_decoding_guide takes too long to follow; allowed: a simpler one")
+        if not goes_on:
+            return
+
+
+def text_lengths(info: Any) -> Int32Array:
+    """Bytes of each token's text, int32 [vocab_size]; 0 where it has none that a grammar sees."""
+    lengths = np.zeros(info.vocab_size, dtype=np.int32)
+    texts = info.decoded_vocab
+    lengths[: len(texts)] = [len(text) for text in texts]
+    lengths[[*info.stop_token_ids, *info.special_token_ids]] = 0
+    return lengths
 
 
 def _reason(failure: Exception) -> str:

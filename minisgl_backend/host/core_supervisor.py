@@ -20,6 +20,7 @@ from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.host.liveness import PERIOD_S, Liveness, Sign
 from minisgl_backend.host.spawn import start_child
+from minisgl_backend.ipc.channel import LOCK_NAME
 from minisgl_backend.ipc.messages import StartReport
 
 log = logging.getLogger(__name__)
@@ -87,7 +88,7 @@ class Supervisor:
 
     def _run(self) -> None:
         try:
-            lock = os.open(self._socket_dir / f"lock-{self._core}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            lock = os.open(self._socket_dir / f"{LOCK_NAME}{self._core}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         except OSError as error:
             self._on_first_failure(EngineDeadError(f"{self._name} cannot be started: {error}"))
             return

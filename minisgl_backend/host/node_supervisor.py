@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import os
 import select
-import signal
 import socket
 import subprocess
 import threading
@@ -17,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 
 import msgspec
 
@@ -30,6 +28,7 @@ from minisgl_backend.host.ports import free_port_error
 from minisgl_backend.host.serve_options import Arguments, say
 from minisgl_backend.host.settings import read_engine_config
 from minisgl_backend.host.spawn import start_child
+from minisgl_backend.host.stop_signals import on_stop_signals
 from minisgl_backend.ipc.node_link import (
     READY,
     Accepted,
@@ -120,7 +119,7 @@ class NodeSupervisor:
         return self._not_ready
 
     def stop(self) -> None:
-        """Ends `run`; may be called from a signal handler. While the group serves, `run` goes on for as long as node 0
+        """Ends `run`; any thread may call it. While the group serves, `run` goes on for as long as node 0
         takes to end it, which may be finishing its answers; the second call ends that, too."""
         if self._stop.is_set():
             self._abandon.set()
@@ -338,11 +337,7 @@ def serve_node(arguments: Arguments) -> int:
     node = Node(config, Environment.read(), arguments.node_rank, read_secret(os.environ), model_dir)
     supervisor = NodeSupervisor(node, say, arguments.start_timeout, arguments.server.exit_timeout)
 
-    def handle(number: int, frame: FrameType | None) -> None:
-        supervisor.stop()
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, handle)
+    on_stop_signals(supervisor.stop)
     host, port = arguments.server.host, arguments.health_port
     problem = free_port_error(host, [("--health-port", port)]) if port else None
     if problem is not None:

@@ -24,6 +24,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.option_arguments import tcp_port_or_none
 from minisgl_backend.host.parser_names import REASONING_PARSERS, TOOL_PARSERS
 from minisgl_backend.host.spawn import start_child
+from minisgl_backend.host.stop_signals import on_stop_signals
 
 SETTINGS_VARIABLE = "MINISGL_OPENAI_SETTINGS"  # not on a command line, where everybody could read the keys
 
@@ -277,8 +278,7 @@ def serve_until_signal(settings: EndpointSettings, say: Callable[[str], None]) -
     """The endpoint alone, in the foreground, until SIGINT or SIGTERM. Raises ConfigError."""
     stop = threading.Event()
     endpoint = OpenAIEndpoint(settings, say)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: stop.set())
+    on_stop_signals(stop.set)
     say(f"OpenAI-compatible: {settings.url}/v1, before the server at {settings.grpc_address}")
     stop.wait()
     say("stopping: requests in flight are finished first")

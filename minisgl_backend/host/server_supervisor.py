@@ -7,7 +7,6 @@ server is restarted with a growing delay.
 
 from __future__ import annotations
 
-import signal
 import sys
 import tempfile
 import threading
@@ -15,7 +14,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
@@ -26,6 +24,7 @@ from minisgl_backend.host.ports import free_port_error
 from minisgl_backend.host.repository import render_repository
 from minisgl_backend.host.serve_options import Arguments, ServerSettings, parse_arguments, say
 from minisgl_backend.host.server_process import ServerProcess
+from minisgl_backend.host.stop_signals import on_stop_signals
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
 
 _LOOK_SECONDS = 0.05  # between looks at the processes that are known
@@ -51,7 +50,7 @@ class Supervisor:
 
     def run(self) -> int:
         """Serve until a signal. Returns the exit code: 1 if the server could not be brought up at all."""
-        self._catch_signals()
+        on_stop_signals(self._on_signal)
         port = self._arguments.health_port
         health = HealthServer(self._settings.host, port, self._not_ready_reason) if port else None
         try:
@@ -202,15 +201,10 @@ class Supervisor:
             return "the engine is down"
         return None if server.ready() else "the server is not ready"
 
-    def _catch_signals(self) -> None:
-        def handle(number: int, frame: FrameType | None) -> None:
-            if self._stop.is_set():
-                self._abandon.set()
-            self._stop.set()
-
-        signal.signal(signal.SIGINT, handle)
-        signal.signal(signal.SIGTERM, handle)
-        signal.signal(signal.SIGHUP, handle)
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._abandon.set()
+        self._stop.set()
 
 
 def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.sh") -> int:

@@ -9,6 +9,7 @@ What the detokenizer tells fronts is in `ipc.acks`.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import logging
 import os
@@ -33,6 +34,7 @@ log = logging.getLogger(__name__)
 
 MAX_SOCKET_PATH = 100  # bytes; the kernel allows 107
 EVENTS, COMMANDS = "events", "commands"
+LOCK_NAME = "lock-"  # and the core's number: held by the process that runs it
 COMMAND_QUEUE = 16384
 MAX_UNGREETED = 64  # connections that wait for the core to accept them
 ACCEPT_AGAIN_S = 0.1  # after a connection could not be taken, for want of file descriptors most of the time
@@ -88,9 +90,23 @@ def _remove_stale(base: Path, prefix: str) -> None:
         if began is not None and (len(rest) != 2 or rest[0] == str(began)):
             continue
         with contextlib.suppress(OSError):
-            for entry in directory.iterdir():
+            entries = list(directory.iterdir())
+            if any(_is_locked(entry) for entry in entries if entry.name.startswith(LOCK_NAME)):
+                continue  # in use: containers that share a folder have process ids of their own
+            for entry in entries:
                 entry.unlink()
             directory.rmdir()
+
+
+def _is_locked(path: Path) -> bool:
+    lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(lock)
+    return False
 
 
 def _start_ticks(pid: int) -> int | None:

@@ -136,7 +136,7 @@ def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
     compiler = xgrammar.GrammarCompiler(tokenizer.info, max_threads=1)
     text = '{"type": "object", "properties": {"n": {"type": "integer"}}, "required": ["n"]}'
     grammar = Grammar(kind="json_schema", text=text)
-    answer = grammar_process._answer(compiler, tokenizer.info.vocab_size, grammar)
+    answer = grammar_process._answer(compiler, grammar_process.text_lengths(tokenizer.info), grammar)
     assert (answer.error, bool(answer.compiled)) == ("", seconds == 0.0)
     found = compilers.load(grammar, answer.compiled)
     masks = np.zeros((2, -(-tokenizer.info.vocab_size // 32)), dtype=np.int32)
@@ -159,7 +159,7 @@ info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token
 compiler = xgrammar.GrammarCompiler(info, max_threads=1)
 module._limit_memory()
 for text in ("a?" * 20_000 + "a" * 20_000, "[a-c]{3}"):
-    print(module._answer(compiler, 256, Grammar(kind="regex", text=text)).error)
+    print(module._answer(compiler, module.text_lengths(info), Grammar(kind="regex", text=text)).error)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "guided_decoding_guide takes too much memory to compile; allowed: a simpler one\n\n"

@@ -80,6 +80,23 @@ def test_what_runs_is_finished_and_nothing_new_begins(front: EngineFront, tmp_pa
     wait_for(lambda: fronts_not_drained(tmp_path) == 0)
 
 
+def test_a_request_that_comes_while_the_last_stream_is_looked_for_is_refused(
+    front: EngineFront, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was let in before, and nobody waits for it."""
+    new_uid = front.client.new_uid
+
+    def late(count: int) -> int:
+        ask_to_drain(tmp_path, time.monotonic() + 600)
+        wait_for(lambda: fronts_not_drained(tmp_path) == 0)
+        return new_uid(count)
+
+    monkeypatch.setattr(front.client, "new_uid", late)
+    sender = ask(front)
+    sender.wait_end()
+    assert sender.error == ("UNAVAILABLE", "the server is shutting down")
+
+
 def test_what_does_not_end_in_time_is_ended(front: EngineFront, tmp_path: Path) -> None:
     running = ask(front)
     ask_to_drain(tmp_path, time.monotonic())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import logging
 import os
 import resource
@@ -236,6 +237,24 @@ def test_the_directory_is_private_and_shared_by_one_server(tmp_path: Path, monke
     assert directory != socket_directory(tmp_path / "another")
     assert directory != socket_directory(tmp_path / "repository", os.getpid())
     assert not stale.exists()
+    shutil.rmtree(base)
+
+
+def test_a_directory_in_use_stays_though_its_server_cannot_be_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a container with process ids of its own, which shares the folder."""
+    base = Path(tempfile.mkdtemp(dir="/tmp"))
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(base))
+    other = base / f"minisgl-{os.getuid()}-{2**22 + 12345}-7-abc"
+    other.mkdir()
+    (other / "events-0").touch()
+    with open(other / "lock-0", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        socket_directory(tmp_path / "repository")
+        assert (other / "events-0").exists()
+    socket_directory(tmp_path / "repository")
+    assert not other.exists()
     shutil.rmtree(base)
 
 

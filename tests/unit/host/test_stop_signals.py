@@ -1,0 +1,43 @@
+"""Signals that end a command: each is told, whatever the main thread is doing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+COUNTS = """
+import os, signal, threading, time
+from minisgl_backend.host.stop_signals import on_stop_signals
+stop = threading.Event()
+told = []
+on_stop_signals(lambda: (told.append(1), stop.set()))
+def send():
+    for _ in range({count}):
+        os.kill(os.getpid(), signal.SIG{name})
+        time.sleep(0.0002)
+sender = threading.Thread(target=send)
+sender.start()
+end = time.monotonic() + 20
+while sender.is_alive() and time.monotonic() < end:
+    stop.wait(0.00001)  # its lock is taken nearly all of the time
+sender.join(1)
+time.sleep(0.2)
+print(len(told))
+"""
+
+
+def run(code: str, before: str = "") -> int:
+    command = ["bash", "-c", f"{before} exec {sys.executable} -c '{code}'"]
+    return int(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, timeout=60).stdout)
+
+
+@pytest.mark.parametrize("name", ["INT", "TERM", "HUP"])
+def test_signals_while_the_main_thread_waits_for_them(name: str) -> None:
+    """Handlers that set an Event would wait for ever for the lock that the main thread has."""
+    assert run(COUNTS.format(name=name, count=1500)) > 100  # those that come at the same time are one
+
+
+def test_nohup_is_heeded() -> None:
+    assert run(COUNTS.format(name="HUP", count=3), before="trap '' HUP;") == 0
