@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 
-LATE_S = 0.25  # of the step, for one token of one sequence: all others wait meanwhile
+LATE_S = 0.25  # of the processor, for one token of one sequence: all others wait meanwhile
 MAX_COMPILING = 256  # requests whose grammar waits for a compiler
 
 
@@ -156,14 +156,15 @@ class Grammars:
 
     def advance(self, plan: StepPlan, result: StepResult) -> list[tuple[int, FinishReason]]:
         """Follows the sampled tokens; returns sequences that must end although they may go on, and why: their answer
-        is complete, or what their grammar said cannot be followed."""
+        is complete, or what their grammar said cannot be followed. Of two reasons the first counts."""
         ended: list[tuple[int, FinishReason]] = []
         if not self._matchers:
             return ended
-        tokens = result.token_ids.tolist()
+        tokens, computed = result.token_ids.tolist(), time.thread_time()
+        now = time.perf_counter()
         for index, uid in self._matched(plan):
             matcher = self._matchers[uid]
-            started = time.thread_time()
+            started = now
             try:
                 if uid in self._complete or not matcher.accept_token(tokens[index]):
                     ended.append((uid, FinishReason.STOP))
@@ -173,8 +174,9 @@ class Grammars:
             except Exception:  # whatever the library raises ends one sequence, not the step
                 log.exception("the grammar of sequence %d failed", uid)
                 ended.append((uid, FinishReason.ERROR))
-                continue
-            if time.thread_time() - started > LATE_S:
+            now = time.perf_counter()
+            # The other clock is dearer to ask, and knows whether this thread worked or the machine stood.
+            if now - started > LATE_S and time.thread_time() - computed > LATE_S:
                 log.error("the grammar of sequence %d takes too long to follow", uid)
                 ended.append((uid, FinishReason.ERROR))
         return ended

@@ -76,8 +76,9 @@ class _Call:
             self._read(character, fresh, parts)
             if self.state != "open":
                 self._flush(fresh, parts)
-                # What no call may hold is not of it, but may begin the tag that closes it.
-                return number + (self.state == "done" or not self.told)
+                if self.state == "failed" and self.told:
+                    return number  # what no call may hold is not of it, but may begin the tag that closes it
+                return number + 1
         self._flush(fresh, parts)
         return len(text)
 

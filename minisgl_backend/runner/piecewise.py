@@ -285,8 +285,9 @@ def piece_size(num_tokens: int, sizes: Sequence[int]) -> int:
 def piece_sizes(largest: int) -> tuple[int, ...]:
     """Every 16 up to 64, 32 up to 128, 64 up to 512, 128 up to 2,048, 512 up to 4,096, then every 1,024, and `largest`.
 
-    Products compute 64 or 128 rows at a time, so that padding to less than that would save nothing. Nor may steps be
-    coarser: the planner fills whole tiles of 128 tokens, and what is padded beyond them is computed for nobody.
+    Products compute 64 or 128 rows at a time, so that padding to less than that would save nothing. Nor may sizes
+    up to MOST_FINE_TOKENS be coarser: the planner fills whole tiles of 128 tokens, and what is padded beyond them is
+    computed for nobody.
     """
     fine = (*range(16, 64, 16), *range(64, 128, 32), *range(128, 512, 64), *range(512, MOST_FINE_TOKENS, 128))
     sparse = (*range(MOST_FINE_TOKENS, 4096, 512), *range(4096, largest, 1024))

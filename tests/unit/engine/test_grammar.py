@@ -226,6 +226,29 @@ def test_a_grammar_that_breaks_ends_its_own_sequence(
         assert text_of(harness, tokenizer, uid) == str(uid) * 12
 
 
+def test_a_token_that_takes_long_to_follow_ends_its_own_sequence(
+    harness: Harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    right, slow = xgrammar.GrammarMatcher.accept_token, []
+
+    def accept(matcher: Any, token: int) -> Any:
+        end = time.thread_time() + 0.02 * (matcher in slow)
+        while time.thread_time() < end:
+            pass
+        return right(matcher, token)
+
+    for uid in (1, 2, 3):
+        harness.core.submit(guided(uid, "regex", f"[{uid}]{{12}}"))
+    while not harness.runner.masked_steps:
+        harness.core.step()
+        harness.records.take(harness.core)  # type: ignore[arg-type]
+    monkeypatch.setattr(xgrammar.GrammarMatcher, "accept_token", accept)
+    monkeypatch.setattr(grammar_module, "LATE_S", 0.01)
+    slow.append(harness.grammars._matchers[2])
+    assert harness.run().reasons == {1: FinishReason.STOP, 2: FinishReason.ERROR, 3: FinishReason.STOP}
+
+
 def test_no_compiler_keeps_a_runner_alive(model: ModelConfig, tokenizer: Any) -> None:
     """Its thread lives until the process ends; one that frees tensors then ends it with SIGABRT."""
     compilers = GrammarCompilers(lambda: tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)

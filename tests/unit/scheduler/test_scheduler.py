@@ -94,13 +94,7 @@ def test_budgets_and_policies_change_no_answer(policy: str, most: int, mixed: in
 @pytest.mark.parametrize(("mixed", "expected"), [(384, 381), (300, 253), (256, 253), (250, 250), (200, 200)])
 def test_mixed_steps_fill_the_tiles_of_a_gpu(mixed: int, expected: int) -> None:
     """Three streams and a long prompt: together a multiple of 128 tokens, where that is worth it."""
-    loop = make_loop(limits(num_pages=1000, max_seq_len=3000, mixed_prefill_length=mixed, max_prefill_length=2048))
-    for uid in range(3):
-        loop.scheduler.add(make_request(uid, [uid], max_tokens=40, ignore_eos=True))
-    loop.step()
-    loop.scheduler.add(make_request(3, [1] * 2501, max_tokens=1))
-    loop.run()
-    chunks = [len(plan.prefill[0].token_ids) for plan in loop.runner.plans if plan.prefill and len(plan.decode_rows)]
+    chunks = chunks_beside_streams(2501, mixed_prefill_length=mixed)
     full, rest = divmod(2501, expected)
     assert chunks == [*[expected] * full, rest]
 
@@ -111,17 +105,19 @@ def test_mixed_steps_fill_the_tiles_of_a_gpu(mixed: int, expected: int) -> None:
 )
 def test_long_mixed_steps_are_cut_to_what_is_captured(mixed: int, expected: int) -> None:
     """Three streams and a long prompt; beyond the sizes, and where one would cost half of the budget, whole tiles."""
-    sizes = {"sparse_step_sizes": (512, 768, 2048)}
-    loop = make_loop(
-        limits(num_pages=3000, max_seq_len=9000, mixed_prefill_length=mixed, max_prefill_length=8000, **sizes)
-    )
+    chunks = chunks_beside_streams(8000, mixed_prefill_length=mixed, sparse_step_sizes=(512, 768, 2048))
+    assert chunks[0] == expected
+
+
+def chunks_beside_streams(prompt_len: int, **changes: object) -> list[int]:
+    """The chunks of a prompt beside three streams."""
+    loop = make_loop(limits(num_pages=3000, max_seq_len=9000, max_prefill_length=8000, **changes))
     for uid in range(3):
         loop.scheduler.add(make_request(uid, [uid], max_tokens=40, ignore_eos=True))
     loop.step()
-    loop.scheduler.add(make_request(3, [1] * 8000, max_tokens=1))
+    loop.scheduler.add(make_request(3, [1] * prompt_len, max_tokens=1))
     loop.run()
-    chunks = [len(plan.prefill[0].token_ids) for plan in loop.runner.plans if plan.prefill and len(plan.decode_rows)]
-    assert chunks[0] == expected
+    return [len(plan.prefill[0].token_ids) for plan in loop.runner.plans if plan.prefill and len(plan.decode_rows)]
 
 
 def test_a_backlog_of_prompts_gets_larger_chunks() -> None:
