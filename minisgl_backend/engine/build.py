@@ -25,6 +25,7 @@ from minisgl_backend.engine.core import EngineCore, StepRunner
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.engine.grammar_compilers import GrammarCompilers
+from minisgl_backend.engine.open_device import open_device_ahead
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
 from minisgl_backend.host.liveness import Heartbeat
 from minisgl_backend.ipc.messages import Welcome
@@ -180,7 +181,7 @@ def _resolve(
     config: EngineConfig, environment: Environment, dp_rank: int, model_dir: Path, model: ModelConfig
 ) -> tuple[RuntimeConfig, str]:
     """What the options come to on this machine, and in words."""
-    _load_torch()
+    _load_torch(first_device=dp_rank * config.tp)
     from minisgl_backend.runner.device import DeviceFacts
     from minisgl_backend.runner.resolve import resolve
 
@@ -194,11 +195,12 @@ def _resolve(
     )
 
 
-def _load_torch() -> None:
+def _load_torch(first_device: int) -> None:
     """Imports torch, where nobody has, without the garbage collector. It brings 180,000 objects that never go, and
     looking at them took a sixth of the import, and as long again at the process's end."""
     if "torch" in sys.modules or not gc.isenabled():
         return
+    open_device_ahead(first_device)
     gc.collect()  # freezing is for ever: of what is there now, only what is in use
     gc.disable()
     try:
