@@ -212,6 +212,18 @@ class ModelConfig:
             )
         return override or self.max_position
 
+    @property
+    def layer_weights_per_token(self) -> int:
+        """The weights of all layers that one token is multiplied with; two operations each."""
+        attention = 2 * (self.num_q_heads + self.num_kv_heads) * self.head_dim
+        dense, moe = 3 * self.intermediate_size, self.moe
+        if moe is None:
+            return self.num_layers * self.hidden_size * (attention + dense)
+        mixture = 3 * moe.intermediate_size * moe.experts_per_token + moe.num_experts
+        num_dense = len(moe.dense_layers)
+        mlps = num_dense * dense + (self.num_layers - num_dense) * mixture
+        return self.hidden_size * (self.num_layers * attention + mlps)
+
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ConfigError unless heads and MLPs split evenly over `size` ranks. Of more ranks than KV heads, several
         have the same one."""

@@ -15,9 +15,12 @@ from minisgl_backend.runner.device import DeviceFacts
 
 log = logging.getLogger(__name__)
 
-# A longer step keeps the device busy for longer than the host needs to launch it, with a small model too: Qwen3-0.6B's
-# first token after 2,048 takes 6.3 ms in pieces and 11.7 kernel by kernel on an H200, after 4,096 12 either way.
-DEFAULT_GRAPH_TOKENS = 2048
+# Steps with prompt tokens are captured where a host would launch them for longer than the device computes: LAUNCH_S for
+# each layer, the slower of the hosts that were measured, while an H200 computes LAYER_FLOPS in a second. Of most models
+# that is less than 2,048 tokens; of Qwen3-0.6B it is 8,192.
+LAUNCH_S, LAYER_FLOPS = 0.7e-3, 4e14
+LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 2048, 8192  # that are chosen where nobody says
+GRAPH_TOKENS_STEP = 1024
 _KV_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp8_e4m3": "float8_e4m3fn"}
 LEAST_TRITON = (3, 5)  # 3.4 compiles neither gdc_wait nor a load whose mask has more lines than its pointers
 EAGER_GRAPH_MAX_BS = 32  # on the CPU, where there is no memory of graphs to choose it from
@@ -65,7 +68,7 @@ def resolve(
         page_size=attention.page_size,
         max_seq_len=model.max_seq_len(config.max_seq_len_override),
         cuda_graph_max_bs=_graph_max_bs(config, device, environment.eager_graphs),
-        cuda_graph_max_tokens=_graph_max_tokens(config, device, environment.eager_graphs),
+        cuda_graph_max_tokens=_graph_max_tokens(config, model, device, environment.eager_graphs),
         eager_graphs=environment.eager_graphs,
         flashinfer_tensor_cores=environment.flashinfer_tensor_cores,
     )
@@ -97,13 +100,23 @@ def _graph_max_bs(config: EngineConfig, device: DeviceFacts, eager: bool) -> int
     return None if wanted is None else min(wanted, config.max_running_requests)
 
 
-def _graph_max_tokens(config: EngineConfig, device: DeviceFacts, eager: bool) -> int:
+def _graph_max_tokens(config: EngineConfig, model: ModelConfig, device: DeviceFacts, eager: bool) -> int:
     if device.kind == "cpu" and not eager:
         return 0
     wanted = config.cuda_graph_max_tokens
+    if wanted is None and config.cuda_graph_max_bs == 0:
+        wanted = 0
     if wanted is None:
-        wanted = 0 if config.cuda_graph_max_bs == 0 else DEFAULT_GRAPH_TOKENS
+        wanted = LEAST_GRAPH_TOKENS if eager else graph_tokens(model, config.tp)
     return min(wanted, config.max_prefill_length + config.max_running_requests)  # the most that a step can have
+
+
+def graph_tokens(model: ModelConfig, tp: int) -> int:
+    """Up to how many tokens a step of this model waits for its launches, in steps of GRAPH_TOKENS_STEP."""
+    launching_s = LAUNCH_S * model.num_layers
+    tokens = int(launching_s * LAYER_FLOPS / (2 * model.layer_weights_per_token / tp))
+    whole = tokens // GRAPH_TOKENS_STEP * GRAPH_TOKENS_STEP
+    return min(MOST_GRAPH_TOKENS, max(LEAST_GRAPH_TOKENS, whole))
 
 
 def _check_triton(device: DeviceFacts) -> None:

@@ -12,7 +12,7 @@ from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.device import DeviceFacts, free_bytes
-from minisgl_backend.runner.resolve import resolve
+from minisgl_backend.runner.resolve import graph_tokens, resolve
 from minisgl_backend.tensor_parallel import device_of_rank
 
 CPU = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, bfloat16=lambda: False)
@@ -121,12 +121,12 @@ def test_on_a_gpu() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ({}, 2048),
-        ({"cuda_graph_max_bs": 8}, 2048),
+        ({}, 8192),
+        ({"cuda_graph_max_bs": 8}, 8192),
         ({"cuda_graph_max_bs": 0}, 0),
         ({"cuda_graph_max_bs": 0, "cuda_graph_max_tokens": 64}, 64),
         ({"cuda_graph_max_tokens": 0}, 0),
-        ({"tp": 4}, 2048),
+        ({"tp": 4}, 8192),
         ({"tp": 4, "cuda_graph_max_tokens": 512}, 512),
         ({"max_prefill_length": 100, "max_running_requests": 8}, 108),
     ],
@@ -134,6 +134,39 @@ def test_on_a_gpu() -> None:
 def test_graphs_of_steps_with_prompt_tokens(options: dict[str, Any], expected: int) -> None:
     assert resolved(HOPPER, **options).cuda_graph_max_tokens == expected
     assert resolved(CPU, **{**options, "tp": 1}).cuda_graph_max_tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("hidden", "intermediate", "layers", "tp", "expected"),
+    [
+        (1024, 3072, 28, 1, 8192),  # Qwen3-0.6B
+        (2048, 6144, 28, 1, 2048),  # 1.7B
+        (2048, 6144, 28, 2, 5120),
+        (4096, 12288, 36, 1, 2048),  # 8B
+        (8, 16, 2, 1, 8192),
+    ],
+)
+def test_a_small_model_has_longer_steps_captured(
+    hidden: int, intermediate: int, layers: int, tp: int, expected: int
+) -> None:
+    """Of which the host's launches take longer than the device's work."""
+    sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
+    heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
+    assert graph_tokens(ModelConfig.from_dicts({**MODEL, **sizes, **heads}, {}), tp) == expected
+
+
+def test_a_mixture_counts_the_experts_of_a_token() -> None:
+    mixture = {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "num_experts": 16,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 32,
+        "mlp_only_layers": [1],
+    }
+    attention = 2 * (8 + 4) * 16
+    weights = ModelConfig.from_dicts({**MODEL, **mixture}, {}).layer_weights_per_token
+    assert weights == 64 * (2 * attention + 3 * 96 + 3 * 3 * 32 + 16)
+    assert ModelConfig.from_dicts(MODEL, {}).layer_weights_per_token == 64 * 2 * (attention + 3 * 96)
 
 
 @pytest.mark.parametrize(
