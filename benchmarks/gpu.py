@@ -215,6 +215,9 @@ def _start_seconds(name: str) -> list[float]:
             "FLASHINFER_WORKSPACE_BASE": caches,
             "CUDA_CACHE_PATH": f"{caches}/cuda",
             "TORCHINDUCTOR_CACHE_DIR": f"{caches}/inductor",
+            # Bytecode is a cache too. Installers leave it beside the sources, but not all, nor in every image.
+            "PYTHONPYCACHEPREFIX": f"{caches}/bytecode",
+            "PYTHONDONTWRITEBYTECODE": "",
         }
         seconds = []
         for _ in range(3):
