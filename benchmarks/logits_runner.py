@@ -25,9 +25,8 @@ from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.cuda_graph import (
     CudaGraphRunner,
     DecodeOutputs,
-    DecodeStep,
+    DecodeSteps,
     GraphRunner,
-    SampleStep,
     graph_sizes,
 )
 from minisgl_backend.runner.model_runner import Batch, ModelRunner
@@ -237,10 +236,8 @@ class _TappedGraphs(GraphRunner):
         self._inner = inner
         self.outputs: DecodeOutputs | None = None
 
-    def capture(
-        self, decode_step: DecodeStep, sample_step: SampleStep, builder: BatchBuilder, attention: HybridAttention
-    ) -> None:
-        self._inner.capture(decode_step, sample_step, builder, attention)
+    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: HybridAttention) -> None:
+        self._inner.capture(steps, builder, attention)
 
     def plan_replay(self, decode: DecodeInputs) -> None:
         self._inner.plan_replay(decode)

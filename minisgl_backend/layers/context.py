@@ -23,6 +23,7 @@ class ForwardContext(ABC):
     pool: KVPool
     slots: torch.Tensor  # int [num_tokens], device; where each token's keys and values go
     wanted: torch.Tensor | None = None  # int [num_wanted], lines that the model is asked for; None: all of them
+    rehearses: bool = False  # only layers that launch other kernels than those before them; what comes out is noise
 
     @abstractmethod
     def attend(

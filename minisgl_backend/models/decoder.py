@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -59,6 +60,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", place)
         self.layers = nn.ModuleList(layers)
+        self._rehearsal = rehearsal(config)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm", place)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
@@ -68,7 +70,7 @@ class Decoder(nn.Module):
         prompt's prefill that saves most of one layer.
         """
         lanes: Lanes = (Residual(self.embed_tokens(input_ids)),)
-        *earlier, last = self.layers
+        *earlier, last = (self.layers[index] for index in self._rehearsal) if ctx.rehearses else self.layers
         for layer in earlier:
             lanes = layer(lanes, positions, ctx)
         return joined([self.norm.settle(lane)[1] for lane in last(lanes, positions, ctx, ctx.wanted)])
@@ -113,6 +115,15 @@ class CausalLM(nn.Module):
             by_shape.setdefault(module.weight.shape, []).append(module.weight)
         for weights in by_shape.values():
             self._ops.prepare_linear(weights, batch_sizes)
+
+
+def rehearsal(config: ModelConfig) -> tuple[int, ...]:
+    """Layers, ascending, that launch every kernel of a forward pass: the last one, which may have fewer lines, and the
+    first of each kind behind each kind, since a layer's first norm adds what the one before has left."""
+    dense = config.moe.dense_layers if config.moe is not None else frozenset()
+    kinds = [(layer, index in dense) for index, layer in enumerate(config.attention)]
+    first = {pair: index for index, pair in reversed(list(enumerate(pairwise([None, *kinds]))))}
+    return tuple(sorted({*first.values(), len(kinds) - 1}))
 
 
 def attention_shape(config: ModelConfig, *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> AttentionShape:

@@ -9,8 +9,7 @@ longer than the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -19,6 +18,7 @@ from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.kernels.sampling_layout import SAMPLING_GRAPHS
 from minisgl_backend.runner.batch import BatchBuilder
+from minisgl_backend.runner.capture import captured, many_captures
 
 # With more rows the device works longer on a step than the host needs to launch the sampler's kernels.
 LARGEST_SAMPLING_GRAPH = 16
@@ -35,8 +35,16 @@ class DecodeOutputs:
 
 
 DecodeStep = Callable[[DecodeInputs, HybridPlan], DecodeOutputs]
-# Samples again what temperature alone does not decide, over these outputs; with one of SAMPLING_GRAPHS.
 SampleStep = Callable[[DecodeInputs, DecodeOutputs, int], None]
+
+
+@dataclass(frozen=True)
+class DecodeSteps:
+    """What is captured of each size."""
+
+    decode: DecodeStep
+    rehearse: DecodeStep  # every kernel of `decode` once, through few of its layers
+    sample: SampleStep  # again what temperature alone does not decide, over these outputs; with one of SAMPLING_GRAPHS
 
 
 class GraphRunner(ABC):
@@ -51,9 +59,7 @@ class GraphRunner(ABC):
         return tuple(size for size in self.sizes if size <= LARGEST_SAMPLING_GRAPH)
 
     @abstractmethod
-    def capture(
-        self, decode_step: DecodeStep, sample_step: SampleStep, builder: BatchBuilder, attention: HybridAttention
-    ) -> None:
+    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: HybridAttention) -> None:
         """Makes all sizes ready; called once, before anything runs."""
 
     @abstractmethod
@@ -83,35 +89,35 @@ class CudaGraphRunner(GraphRunner):
         self._sampling: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and one of SAMPLING_GRAPHS
         self._attention: HybridAttention | None = None
 
-    def capture(
-        self, decode_step: DecodeStep, sample_step: SampleStep, builder: BatchBuilder, attention: HybridAttention
-    ) -> None:
+    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: HybridAttention) -> None:
         attention.allocate_graph(self.sizes[-1])
         self._attention = attention
         stream = torch.cuda.Stream()
-        for done, size in enumerate(reversed(self.sizes)):
-            inputs = builder.padding_inputs(size)
-            plan = attention.plan_capture(inputs)
-            # The inputs are filled on this stream, in memory that may hold anything before.
-            stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(stream):
-                # Libraries choose kernels and allocate workspaces now, not under capture. The last sampling graph has
-                # the kernels of all of them.
-                if size in self.sampling_sizes:
-                    sample_step(inputs, decode_step(inputs, plan), SAMPLING_GRAPHS[-1])
-                else:
-                    decode_step(inputs, plan)
-                stream.synchronize()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph, pool=self._memory, stream=stream):
-                    outputs = decode_step(inputs, plan)
-                for kernels in SAMPLING_GRAPHS if size in self.sampling_sizes else ():
-                    with self._capturing() as sampling:
-                        sample_step(inputs, outputs, kernels)
-                    self._sampling[size, kernels] = sampling
-            self._graphs[size] = (graph, outputs)
-            self._on_progress(done + 1, len(self.sizes))
-        torch.cuda.current_stream().wait_stream(stream)
+        with many_captures():
+            for done, size in enumerate(reversed(self.sizes)):
+                inputs = builder.padding_inputs(size)
+                plan = attention.plan_capture(inputs)
+                # The inputs are filled on this stream, in memory that may hold anything before.
+                stream.wait_stream(torch.cuda.current_stream())
+                with torch.cuda.stream(stream):
+                    self._capture(size, steps, inputs, plan)
+                self._on_progress(done + 1, len(self.sizes))
+            torch.cuda.current_stream().wait_stream(stream)
+
+    def _capture(self, size: int, steps: DecodeSteps, inputs: DecodeInputs, plan: HybridPlan) -> None:
+        # Libraries choose kernels and allocate workspaces now, not under capture. The last sampling graph has the
+        # kernels of all of them.
+        rehearsed = steps.rehearse(inputs, plan)
+        if size in self.sampling_sizes:
+            steps.sample(inputs, rehearsed, SAMPLING_GRAPHS[-1])
+        torch.cuda.current_stream().synchronize()
+        with captured(self._memory) as graph:
+            outputs = steps.decode(inputs, plan)
+        self._graphs[size] = graph, outputs
+        for kernels in SAMPLING_GRAPHS if size in self.sampling_sizes else ():
+            with captured(self._memory) as sampling:
+                steps.sample(inputs, outputs, kernels)
+            self._sampling[size, kernels] = sampling
 
     def plan_replay(self, decode: DecodeInputs) -> None:
         assert self._attention is not None, "capture comes first"
@@ -124,23 +130,6 @@ class CudaGraphRunner(GraphRunner):
 
     def replay_sampling(self, size: int, sampling_graph: int) -> None:
         self._sampling[size, sampling_graph].replay()
-
-    @contextmanager
-    def _capturing(self) -> Iterator[torch.cuda.CUDAGraph]:
-        """Captures what runs inside, on the current stream.
-
-        torch.cuda.graph would empty the allocator's caches each time, and in older versions collect garbage, which
-        takes longer than the few kernels here.
-        """
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(pool=self._memory)
-        try:
-            yield graph
-        except BaseException:
-            with suppress(RuntimeError):  # where the capture itself failed, which is what the caller is to hear
-                graph.capture_end()
-            raise
-        graph.capture_end()
 
     def close(self) -> None:
         for graph in (*self._sampling.values(), *(graph for graph, _ in self._graphs.values())):
@@ -160,16 +149,14 @@ class EagerGraphRunner(GraphRunner):
         self._sample_step: SampleStep | None = None
         self._attention: HybridAttention | None = None
 
-    def capture(
-        self, decode_step: DecodeStep, sample_step: SampleStep, builder: BatchBuilder, attention: HybridAttention
-    ) -> None:
-        self._decode_step, self._sample_step = decode_step, sample_step
+    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: HybridAttention) -> None:
+        self._decode_step, self._sample_step = steps.decode, steps.sample
         self._attention = attention
         for size in self.sizes:
             inputs = builder.padding_inputs(size)
-            outputs = decode_step(inputs, attention.plan(None, inputs))
+            outputs = steps.rehearse(inputs, attention.plan(None, inputs))
             for kernels in SAMPLING_GRAPHS if size in self.sampling_sizes else ():
-                sample_step(inputs, outputs, kernels)
+                steps.sample(inputs, outputs, kernels)
 
     def plan_replay(self, decode: DecodeInputs) -> None:
         assert self._attention is not None, "capture comes first"

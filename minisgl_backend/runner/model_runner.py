@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -22,7 +23,7 @@ from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext, StepContext
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
 from minisgl_backend.runner.batch import BatchBuilder, HostBatch, StepTensors
-from minisgl_backend.runner.cuda_graph import DecodeOutputs, GraphRunner
+from minisgl_backend.runner.cuda_graph import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.piecewise import PiecewiseRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import MaskStaging
@@ -106,7 +107,8 @@ class ModelRunner:
     def use_graphs(self, graphs: GraphRunner) -> None:
         """Captures the decode step; from now on it serves the steps without a prefill part that fit its sizes."""
         self._model.prepare(graphs.sizes)
-        graphs.capture(self._decode_plain, self._decode_extended, self._builder, self.attention)
+        steps = DecodeSteps(self._decode_plain, partial(self._decode_plain, rehearses=True), self._decode_extended)
+        graphs.capture(steps, self._builder, self.attention)
         self._graphs = graphs
 
     @torch.inference_mode()
@@ -217,10 +219,17 @@ class ModelRunner:
         return step.logits_indices
 
     def _hidden_states(
-        self, rows: torch.Tensor, positions: torch.Tensor, plan: HybridPlan, wanted: torch.Tensor | None = None
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        plan: HybridPlan,
+        wanted: torch.Tensor | None = None,
+        rehearses: bool = False,
     ) -> torch.Tensor:
         token_ids, slots = self._table.lookup(rows, positions)
-        ctx = StepContext(pool=self._pool, slots=slots, attention=self.attention, plan=plan, wanted=wanted)
+        ctx = StepContext(
+            pool=self._pool, slots=slots, attention=self.attention, plan=plan, wanted=wanted, rehearses=rehearses
+        )
         return self._model.forward(token_ids, positions, ctx)
 
     def _logits(self, step: StepTensors, hidden: torch.Tensor) -> Computed:
@@ -280,9 +289,9 @@ class ModelRunner:
             self._masks.clear()  # the graph looks at them
         self._graphs.replay_sampling(step.graph_size, step.decisions.sampling_graph)
 
-    def _decode_plain(self, decode: DecodeInputs, plan: HybridPlan) -> DecodeOutputs:
+    def _decode_plain(self, decode: DecodeInputs, plan: HybridPlan, rehearses: bool = False) -> DecodeOutputs:
         """The whole decode step, as it is captured: from the token table back into the token table."""
-        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan)
+        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, rehearses=rehearses)
         logits = self._model.logits(hidden)
         if self._tp.rank == 0:
             token_ids = self._sampler.sample_plain(logits, decode.rows, decode.kv_lens)

@@ -14,11 +14,10 @@ is computed in less time than the host takes to launch its pieces. Their inputs 
 
 from __future__ import annotations
 
-import gc
 from abc import ABC, abstractmethod
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +27,7 @@ from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.runner.capture import captured, end_failed, many_captures
 from minisgl_backend.runner.lone_prompt import PromptTensors
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # that of models.decoder.CausalLM
@@ -145,7 +145,7 @@ class PiecewiseRunner(ABC):
     def _replay(self, size: int, at_attention: AtAttention) -> None:
         """Runs the pass of one size, and attention between its pieces."""
 
-    def _prompt_pass(self, inputs: PromptTensors) -> None:
+    def _prompt_pass(self, inputs: PromptTensors, rehearses: bool = False) -> None:
         """The model's own forward pass over a lone prompt, its last token's hidden states into a static buffer."""
         attended = self._attended[: len(inputs.token_ids)]
         attended.zero_()  # what is not a number in the lines of padding would reach the padding page
@@ -156,10 +156,11 @@ class PiecewiseRunner(ABC):
             attended=attended,
             attention=self._attention,
             plan=self._attention.plan_prompt(inputs.attention),
+            rehearses=rehearses,
         )
         self._last.copy_(self._forward(inputs.token_ids, inputs.positions, context))
 
-    def _pass(self, size: int, at_attention: AtAttention) -> None:
+    def _pass(self, size: int, at_attention: AtAttention, rehearses: bool = False) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
         token_ids, positions, slots = self._inputs[:, :size]
         context = CutContext(
@@ -168,6 +169,7 @@ class PiecewiseRunner(ABC):
             queries=self._queries[:size],
             attended=self._attended[:size],
             at_attention=at_attention,
+            rehearses=rehearses,
         )
         self._hidden[:size].copy_(self._forward(token_ids, positions, context))
 
@@ -183,41 +185,30 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         self._prompts: dict[int, torch.cuda.CUDAGraph] = {}  # of `prompt_sizes`
 
     def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool, prompt_inputs: PromptInputs) -> None:
-        gc.collect()
-        collects = gc.isenabled()
-        gc.disable()  # a graph that is collected during a capture would break it
-        try:
+        with many_captures():
             super().capture(forward, attention, pool, prompt_inputs)
-        finally:
-            if collects:
-                gc.enable()
-        torch.cuda.empty_cache()  # the capturing stream's memory is of no use to the one that serves
 
     def _capture(self, size: int) -> None:
         # The inputs are filled on this stream, in memory that may hold anything before.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._pass(size, lambda layer_index: None)  # libraries choose kernels now, not under capture
+            self._pass(size, lambda layer_index: None, rehearses=True)  # libraries choose kernels, not under capture
             self._stream.synchronize()
             with self._pieces() as (graphs, cut):
                 self._pass(size, cut)
             if size in self.prompt_sizes:
                 inputs = self._prompt_inputs(size)
                 if not self._prompts:  # the others take the same kernels, or those of the pieces above
-                    self._prompt_pass(inputs)
+                    self._prompt_pass(inputs, rehearses=True)
                 self._stream.synchronize()
-                with self._pieces() as ((whole,), _):
+                with captured(self._memory) as self._prompts[size]:
                     self._prompt_pass(inputs)
-                self._prompts[size] = whole
         self._captured[size] = graphs
         torch.cuda.current_stream().wait_stream(self._stream)
 
     @contextmanager
     def _pieces(self) -> Iterator[tuple[list[torch.cuda.CUDAGraph], AtAttention]]:
-        """Captures what runs inside, cut into graphs at each call of the function it gives.
-
-        torch.cuda.graph would empty the allocator's caches at every cut.
-        """
+        """Captures what runs inside, cut into graphs at each call of the function it gives."""
         graphs = [torch.cuda.CUDAGraph()]
 
         def cut(layer_index: int) -> None:
@@ -229,8 +220,7 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         try:
             yield graphs, cut
         except BaseException:
-            with suppress(RuntimeError):  # where the capture itself failed, which is what the caller is to hear
-                graphs[-1].capture_end()
+            end_failed(graphs[-1])
             raise
         graphs[-1].capture_end()
 
@@ -261,7 +251,7 @@ class EagerPieces(PiecewiseRunner):
         self._prompts: dict[int, PromptTensors] = {}
 
     def _capture(self, size: int) -> None:
-        self._pass(size, lambda layer_index: None)
+        self._pass(size, lambda layer_index: None, rehearses=True)
         if size in self.prompt_sizes:
             self._prompts[size] = self._prompt_inputs(size)
 

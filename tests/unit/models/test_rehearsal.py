@@ -1,0 +1,85 @@
+"""A rehearsal goes through few layers, and launches all that a whole forward pass launches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.layers import context
+from minisgl_backend.models import build
+from minisgl_backend.models.config import LayerAttention, ModelConfig
+from minisgl_backend.models.decoder import rehearsal
+from tests.parity.checkpoints import CHECKPOINTS, save_checkpoint
+from tests.parity.paged import PagedModel
+
+Launch = tuple[object, ...]
+
+
+class Recorder:
+    """Other operations, with a note of what tells one call's kernels from another's."""
+
+    def __init__(self, ops: Ops, launches: set[Launch]) -> None:
+        self._ops, self._launches = ops, launches
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        method = getattr(self._ops, name)
+
+        def recorded(*args: Any, **kwargs: Any) -> Any:
+            kinds = [_kind(argument) for argument in args]
+            kinds += [(key, _kind(kwargs[key])) for key in sorted(kwargs)]
+            self._launches.add((name, *kinds))
+            return method(*args, **kwargs)
+
+        return recorded
+
+
+def _kind(argument: Any) -> object:
+    return (tuple(argument.shape), argument.dtype) if isinstance(argument, torch.Tensor) else type(argument)
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+@pytest.mark.parametrize("last_only", [False, True])
+def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_checkpoint(name, tmp_path)
+    launches: set[Launch] = set()
+    select, attend, step = build.select_ops, HybridAttention.attend, context.StepContext
+
+    def attending(self: HybridAttention, layer: int, *args: Any) -> torch.Tensor:
+        window = next(group.window for group in self.spec.groups if layer in group.layers)
+        launches.add(("attend", window))
+        return attend(self, layer, *args)
+
+    monkeypatch.setattr(build, "select_ops", lambda *args, **kwargs: Recorder(select(*args, **kwargs), launches))
+    monkeypatch.setattr(HybridAttention, "attend", attending)
+
+    def launched(rehearses: bool) -> set[Launch]:
+        monkeypatch.setattr("tests.parity.paged.StepContext", lambda **fields: step(**fields, rehearses=rehearses))
+        paged = PagedModel(tmp_path, page_size=16)
+        launches.clear()
+        paged.step({1: [3, 4, 5], 2: [6]}, {}, last_only=last_only)
+        paged.step({2: [7, 8, 9]}, {1: 7}, last_only=last_only)
+        return set(launches)
+
+    assert launched(rehearses=True) == launched(rehearses=False)
+
+
+def test_few_layers_are_rehearsed(tmp_path: Path) -> None:
+    """Of 28 equal layers three: the first, which nothing is before, the next, and the last."""
+    save_checkpoint("qwen3-windows-between", tmp_path)
+    config = ModelConfig.load(tmp_path)
+    sliding, full = config.attention[:2]
+
+    def layers(*attention: LayerAttention) -> tuple[int, ...]:
+        return rehearsal(dataclasses.replace(config, attention=attention, num_layers=len(attention)))
+
+    assert layers(*[full] * 28) == (0, 1, 27)
+    assert layers(full) == (0,)
+    assert layers(full, full) == (0, 1)
+    assert layers(*[sliding] * 5, full, *[sliding] * 5, full) == (0, 1, 5, 6, 11)
