@@ -1,8 +1,9 @@
 """Compiles grammars in processes of their own, so that one that takes long harms nobody but its sender.
 
 There is one process as long as all grammars are compiled quickly. One that is not goes on beside, and another process
-takes the next: a few at most, and none for ever. What finds no room beside waits in a line of its own. Whoever asks for
-what is being compiled waits for that, and what was refused is refused at once for a while.
+takes the next: a few at most, and none for ever. What finds no room beside waits in a line of its own, and what was
+slow before goes there at once. Whoever asks for what is being compiled waits for that; what is known, or was refused
+not long ago, waits for nothing.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ MAX_SLOW = 2  # at a time, each of which takes a processor
 MAX_SLOW_WAITING = 16
 REFUSED_S = 300.0  # how long what was refused is
 MAX_REFUSED = 256
+MAX_KNOWN_SLOW = 256
 IDLE_S = 60.0  # after which all workers but one end
 # Of a process, which imports torch since xgrammar does: it needs no GPU, and tvm-ffi is to build nothing for torch.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1"}
@@ -43,7 +45,7 @@ START_S = 120.0  # for a process to be ready: it imports for seconds, from a slo
 
 @dataclass(frozen=True)
 class Job:
-    """A grammar to be compiled. Both functions are called on a compiler's thread."""
+    """A grammar to be compiled. Both functions are called on a compiler's thread, or on that of `submit`."""
 
     grammar: Grammar
     is_wanted: Callable[[], bool]  # False: somebody has cancelled it
@@ -141,6 +143,7 @@ class GrammarCompilers:
         self._known: OrderedDict[Grammar, tuple[Any, int]] = OrderedDict()  # compiled and its bytes, the oldest first
         self._known_bytes = 0
         self._refused: OrderedDict[Grammar, tuple[float, str]] = OrderedDict()  # when and why, the oldest first
+        self._known_slow: OrderedDict[Grammar, None] = OrderedDict()  # that took longer than QUICK_S, the oldest first
 
     @property
     def closed(self) -> bool:
@@ -153,6 +156,14 @@ class GrammarCompilers:
 
     def submit(self, job: Job) -> None:
         """Raises CapacityError where the machine has no thread left for the first one."""
+        try:
+            compiled = self.recall(job.grammar)
+        except InvalidRequestError as refused:
+            job.done(None, refused)
+            return
+        if compiled is not None:
+            job.done(compiled, None)
+            return
         if not self._threads:
             self._add_thread()
         if not self._threads:
@@ -315,6 +326,17 @@ class GrammarCompilers:
             while len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
 
+    def is_slow(self, grammar: Grammar) -> bool:
+        """It was, not long ago."""
+        with self._lock:
+            return grammar in self._known_slow
+
+    def note_slow(self, grammar: Grammar) -> None:
+        with self._lock:
+            self._known_slow[grammar] = None
+            while len(self._known_slow) > MAX_KNOWN_SLOW:
+                self._known_slow.popitem(last=False)
+
     def load(self, grammar: Grammar, text: str) -> Any:
         """The compiled grammar from xgrammar's JSON of it, or anew where there is none, since it is quick; it is kept
         for whoever asks for the same."""
@@ -397,21 +419,25 @@ class _Worker:
 
     def _compile(self, job: Job) -> Any:
         """Raises _PutOffError where it takes long and as many as may do so."""
-        process = self._begin(job)
-        if not process.answers_within(QUICK_S):
-            if not self._compilers.begin_slow_job():
-                self._end_process()
-                self._compilers.put_off(job)
-                raise _PutOffError
-            try:
-                self._wait_slowly(process, job)
+        process = None
+        if not self._compilers.is_slow(job.grammar):
+            process = self._begin(job)
+            if process.answers_within(QUICK_S):
                 return self._take(process, job)
-            finally:
-                self._compilers.slow_job_ended()
-        return self._take(process, job)
+            self._compilers.note_slow(job.grammar)
+        if not self._compilers.begin_slow_job():
+            if process is not None:
+                self._end_process()
+            self._compilers.put_off(job)
+            raise _PutOffError
+        try:
+            return self._compile_slowly(job, process)
+        finally:
+            self._compilers.slow_job_ended()
 
-    def _compile_slowly(self, job: Job) -> Any:
-        process = self._begin(job)
+    def _compile_slowly(self, job: Job, process: CompilerProcess | None = None) -> Any:
+        """`process`: what is at it already."""
+        process = process or self._begin(job)
         self._wait_slowly(process, job)
         return self._take(process, job)
 

@@ -308,6 +308,30 @@ def test_what_takes_too_long_is_refused_at_once_for_a_while(
     assert FakeProcess.compiled.count("9 long") == 2
 
 
+def test_what_is_known_or_refused_waits_for_nothing(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even for a worker: it is told before `submit` returns."""
+    known, refused = Grammar(kind="regex", text="known"), Grammar(kind="regex", text="refused")
+    outcomes.compilers._known[known] = "compiled", 8
+    outcomes.compilers.note_refused(refused, "too hard")
+    monkeypatch.setattr(grammar_compilers, "_Worker", None)  # none is started
+    assert submit_often(outcomes, "known", 2) == ["compiled", "compiled"]
+    assert submit_often(outcomes, "refused", 1) == ["too hard"]
+
+
+def test_what_was_slow_costs_no_quick_worker_a_second_time(outcomes: Outcomes) -> None:
+    grammar_compilers.DEADLINE_S = 60.0  # put back with the rest
+    for text in ("9 a", "9 b"):
+        outcomes.submit(text)
+    wait_for(lambda: len(FakeProcess.compiled) == 2)
+    for turn in range(3):
+        outcomes.unwanted.discard("9 c")
+        outcomes.submit("9 c")
+        outcomes.submit(f"quick {turn}")
+        outcomes.wait(f"quick {turn}")
+        outcomes.unwanted.add("9 c")
+    assert FakeProcess.compiled.count("9 c") == 1
+
+
 def test_what_was_cancelled_is_not_refused_to_others(outcomes: Outcomes) -> None:
     outcomes.submit("0.3 slow")
     wait_for(lambda: bool(FakeProcess.compiled))
