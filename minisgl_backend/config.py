@@ -405,6 +405,10 @@ class Backlog:
     most_prefill_length: int  # and at most, where so many wait that steps grow with them
 
 
+# Matrix products compute so many tokens at a time on a GPU: a step of 402 takes as long as one of 512.
+TILE_TOKENS = 128
+
+
 @dataclass(frozen=True, kw_only=True)
 class SchedulerLimits:
     """All that scheduler and cache know of the configuration. Units are tokens, pages and sequences."""

@@ -246,7 +246,7 @@ def _limits(
 ) -> SchedulerLimits:
     from minisgl_backend.runner.prefill_budget import measure_prefill_budget
 
-    mixed, backlog = measure_prefill_budget(runner, runtime, tp)
+    mixed, backlog = measure_prefill_budget(runner, runtime, model.vocab_size, tp)
     log.info(
         "beside streams %d prompt tokens a step%s",
         mixed,

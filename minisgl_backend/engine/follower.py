@@ -90,7 +90,7 @@ def _build(
     announce_compiling(runtime.device, heartbeat.compiling, heartbeat.compiled)
     runner = build_runner(runtime, model, tp)
     share_cores(runtime, runner)
-    measure_prefill_budget(runner, runtime, tp)  # its steps are those of all ranks
+    measure_prefill_budget(runner, runtime, model.vocab_size, tp)  # its steps are those of all ranks
     heartbeat.ready(on_cpu=runtime.device == "cpu")
     return runner
 

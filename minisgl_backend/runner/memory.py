@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
@@ -114,11 +115,16 @@ def worst_plans(max_running: int, max_prefill: int, max_seq_len: int) -> tuple[S
     return mixed, padding_plan((), (), np.arange(max_running, dtype=np.int32))
 
 
-def prompt_plan(num_tokens: int, max_running: int, max_seq_len: int) -> StepPlan:
-    """A step of so many prompt tokens, as far as the rows hold them, of which none is sampled. No page is written."""
+def prompt_plan(
+    num_tokens: int, max_running: int, max_seq_len: int, token_ids: npt.NDArray[np.int32] | None = None
+) -> StepPlan:
+    """A step of so many prompt tokens, as far as the rows hold them, of which none is sampled. No page is written.
+
+    token_ids: int32 [num_tokens]; None: zeros.
+    """
     longest = min(num_tokens, max_seq_len - 1)
-    lengths = [min(longest, num_tokens - start) for start in range(0, num_tokens, longest)][:max_running]
-    prompts = [np.zeros(length, dtype=np.int32) for length in lengths]
+    ids = np.zeros(num_tokens, dtype=np.int32) if token_ids is None else token_ids
+    prompts = [ids[start : start + longest] for start in range(0, num_tokens, longest)][:max_running]
     admitted = tuple(AdmittedRow(row, row, _WORST_PARAMS, len(ids), ids, 0) for row, ids in enumerate(prompts))
     chunks = tuple(PrefillChunk(row, 0, ids, samples=False) for row, ids in enumerate(prompts))
     return padding_plan(admitted, chunks, np.zeros(0, dtype=np.int32))

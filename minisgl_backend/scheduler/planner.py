@@ -7,7 +7,7 @@ import bisect
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.config import SchedulerLimits
+from minisgl_backend.config import TILE_TOKENS, SchedulerLimits
 from minisgl_backend.scheduler.admission import AdmissionControl, Forecast
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import ends_early, limit_of
@@ -22,9 +22,6 @@ IndexArray = npt.NDArray[np.intp]
 # A chunk that does not end its prompt is at least this long, unless it is the step's first: shorter ones cost a step
 # more than they compute.
 MIN_LATER_CHUNK = 64
-
-# Matrix products compute so many tokens at a time on a GPU: a step of 402 takes as long as one of 512.
-TILE_TOKENS = 128
 
 # In a backlog a step computes at least this part of what waits: beside a wait of seconds, a longer one for the next
 # token is little, and few long steps end the wait earlier than many short ones.

@@ -17,6 +17,7 @@ from minisgl_backend.attention.base import Plan, PrefillInputs, PromptInputs
 from minisgl_backend.attention.hybrid import HybridAttention
 from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.attention.registry import create_attention
+from minisgl_backend.config import TILE_TOKENS
 from minisgl_backend.kernels.sampling_layout import SAMPLING_GRAPHS, SEARCHES
 from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.models.build import attention_spec, build_model
@@ -31,7 +32,6 @@ from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.warm_up import SAMPLED as SAMPLED_AT_START
 from minisgl_backend.runner.warm_up import compile_kernels, warm_up, warm_up_plans
 from minisgl_backend.sampling.metadata import SamplingRows
-from minisgl_backend.scheduler.planner import TILE_TOKENS
 from minisgl_backend.step import StepPlan, StepResult
 from minisgl_backend.tensor_parallel import TensorParallel
 from tests.specs import make_pool
