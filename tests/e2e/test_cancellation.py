@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
-from tests.e2e.wire import PATIENCE_SECONDS, GrpcStream, Server, all_pages_are_back, batched
+from tests.e2e.wire import GrpcStream, Server, all_pages_are_back, batched
 
 pytestmark = pytest.mark.e2e
 
@@ -23,20 +21,10 @@ def pages_are_free(found: dict[str, float]) -> bool:
 
 
 def latency_counts(server: Server) -> list[float]:
-    """Of first tokens and of the others, once all that have been sent are counted: /metrics has them each second.
-
-    Many looks, and not two with a pause between them: a machine that stands still for that pause counts nothing either.
-    """
+    """Of first tokens and of the others, once all that have been sent are counted."""
     server.wait_for(pages_are_free)
-    counts: list[float] = []
-    same, deadline = 0, time.monotonic() + PATIENCE_SECONDS
-    while same < 30:
-        assert time.monotonic() < deadline, counts
-        time.sleep(0.1)
-        found = server.metrics()
-        last, counts = counts, [found[name] for name in COUNTS]
-        same = same + 1 if counts == last else 0
-    return counts
+    found = server.settled_metrics()
+    return [found[name] for name in COUNTS]
 
 
 def test_a_cancelled_grpc_stream(null_server: Server) -> None:
@@ -56,7 +44,7 @@ def test_a_closed_http_connection(null_server: Server) -> None:
 
 
 def test_half_of_many_streams(null_server: Server) -> None:
-    before = null_server.metrics()
+    before = null_server.settled_metrics()
     stays = [GrpcStream(null_server) for _ in range(4)]
     leaves = [GrpcStream(null_server) for _ in range(4)]
     for stream in (*stays, *leaves):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from minisgl_backend.host.processes import descendants, process_table
 from minisgl_backend.text.tokenizer import Tokenizer
 from tests.e2e.conftest import ROOT
 from tests.e2e.openai_stack import Endpoint, running_endpoint, scripted_server
-from tests.e2e.wire import PATIENCE_SECONDS
+from tests.e2e.wire import PATIENCE_SECONDS, Server
 
 pytestmark = pytest.mark.e2e
 
@@ -249,14 +250,24 @@ def test_streams_are_what_comes_at_once_cut_at_every_token(tmp_path: Path) -> No
 
 def test_more_requests_than_a_worker_takes(endpoint: Endpoint) -> None:
     with running_endpoint(endpoint.server, served_model_names=("demo",), max_requests=1) as small:
-        endpoint.server.wait_for(idle)
-        with small.client().chat.completions.create(model="demo", messages=MESSAGES, stream=True) as stream:
+        with (
+            all_leave(endpoint.server, 1),
+            small.client().chat.completions.create(model="demo", messages=MESSAGES, stream=True) as stream,
+        ):
             next(iter(stream))
             with pytest.raises(openai.RateLimitError) as full:
                 small.client().completions.create(model="demo", prompt="x")
         assert (full.value.code, full.value.response.headers["retry-after"]) == ("queue_full", "1")
-        endpoint.server.wait_for(idle)
         assert small.client().completions.create(model="demo", prompt="x", max_tokens=1).choices
+
+
+@contextlib.contextmanager
+def all_leave(server: Server, count: int) -> Iterator[None]:
+    """Behind the block, until the server has counted so many clients that left within it."""
+    name = "minisgl_requests_cancelled_total"
+    before = server.settled_metrics()[name]
+    yield
+    server.wait_for(lambda found: found[name] == before + count and idle(found))
 
 
 def idle(metrics: dict[str, float]) -> bool:
@@ -274,40 +285,34 @@ def ask_and_hang_on(endpoint: Endpoint) -> socket.socket:
 
 def test_clients_that_leave(endpoint: Endpoint) -> None:
     """While they read a stream, while they wait for an answer, and by ending their connection."""
-    server = endpoint.server
-    server.wait_for(idle)
-    name = "minisgl_requests_cancelled_total"
-    before = server.metrics()[name]
-    stream = endpoint.client().chat.completions.create(model="demo", messages=MESSAGES, stream=True)
-    for _, _chunk in zip(range(3), stream, strict=False):
-        pass
-    stream.close()
-    server.wait_for(lambda found: found[name] == before + 1 and idle(found))
-    with ask_and_hang_on(endpoint):
-        server.wait_for(lambda found: found["minisgl_requests_running"] == 1)
-    server.wait_for(lambda found: found[name] == before + 2 and idle(found))
+    with all_leave(endpoint.server, 1):
+        stream = endpoint.client().chat.completions.create(model="demo", messages=MESSAGES, stream=True)
+        for _, _chunk in zip(range(3), stream, strict=False):
+            pass
+        stream.close()
+    with all_leave(endpoint.server, 1), ask_and_hang_on(endpoint):
+        endpoint.server.wait_for(lambda found: found["minisgl_requests_running"] == 1)
 
 
 def test_a_full_queue_is_429_with_a_time_to_come_back(endpoint: Endpoint) -> None:
     client, server = endpoint.client(), endpoint.server
-    server.wait_for(idle)
-    streams = []
-    for _ in range(RUNNING):
-        streams.append(client.chat.completions.create(model="demo", messages=MESSAGES, stream=True))
-        next(iter(streams[-1]))
-    sockets = []
-    for number in range(WAITING):
-        sockets.append(ask_and_hang_on(endpoint))
-        server.wait_for(lambda found, count=number + 1: found["minisgl_requests_waiting"] == count)  # type: ignore[misc]
-    with pytest.raises(openai.RateLimitError) as full:
-        client.chat.completions.create(model="demo", messages=MESSAGES)
-    assert int(full.value.response.headers["retry-after"]) >= 1
-    assert full.value.code == "queue_full"
-    for stream in streams:
-        stream.close()
-    for connection in sockets:
-        connection.close()
-    server.wait_for(idle)
+    with all_leave(server, RUNNING + WAITING):
+        streams = []
+        for _ in range(RUNNING):
+            streams.append(client.chat.completions.create(model="demo", messages=MESSAGES, stream=True))
+            next(iter(streams[-1]))
+        sockets = []
+        for number in range(WAITING):
+            sockets.append(ask_and_hang_on(endpoint))
+            server.wait_for(lambda found, count=number + 1: found["minisgl_requests_waiting"] == count)  # type: ignore[misc]
+        with pytest.raises(openai.RateLimitError) as full:
+            client.chat.completions.create(model="demo", messages=MESSAGES)
+        assert int(full.value.response.headers["retry-after"]) >= 1
+        assert full.value.code == "queue_full"
+        for stream in streams:
+            stream.close()
+        for connection in sockets:
+            connection.close()
 
 
 def test_a_worker_that_dies_comes_back(endpoint: Endpoint) -> None:

@@ -139,6 +139,21 @@ class Server:
             time.sleep(0.02)
         return found
 
+    def settled_metrics(self) -> dict[str, float]:
+        """Metrics in which all that has ended is counted. To be called while nothing runs.
+
+        They come four times a second, the latencies once: what ended just now may be neither running nor counted.
+        Many looks, and not two with a pause between them: a machine that stands still for that pause counts nothing.
+        """
+        found: dict[str, float] = {}
+        same, deadline = 0, time.monotonic() + PATIENCE_SECONDS
+        while same < 30:
+            assert time.monotonic() < deadline, found
+            time.sleep(0.1)
+            last, found = found, self.metrics()
+            same = same + 1 if found == last else 0
+        return found
+
 
 def all_pages_are_back(found: dict[str, float]) -> bool:
     """No page is leased, and the others add up. The states are set one by one: while they change, they may not."""
