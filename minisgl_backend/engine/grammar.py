@@ -58,7 +58,7 @@ class Grammars:
 
     @property
     def room(self) -> int:
-        """Requests that `submit` takes now."""
+        """Requests that `submit` takes now, whatever their grammars are."""
         # Those that were cancelled count until the compilers have passed over them.
         return MAX_COMPILING - max(len(self._compiling), self._compilers.num_waiting)
 
@@ -82,7 +82,7 @@ class Grammars:
                 f"min_tokens is {request.params.min_tokens}; allowed: 0 with guided decoding, where the grammar "
                 "alone says when an answer may end"
             )
-        if self.room <= 0:
+        if self.room <= 0 and not self._compilers.memory.is_settled(grammar):
             raise CapacityError(f"{MAX_COMPILING} requests wait for their grammars to be compiled; try again later")
         self._compiling[request.uid] = request
         job = Job(
@@ -156,15 +156,14 @@ class Grammars:
 
     def advance(self, plan: StepPlan, result: StepResult) -> list[tuple[int, FinishReason]]:
         """Follows the sampled tokens; returns sequences that must end although they may go on, and why: their answer
-        is complete, or what their grammar said cannot be followed. Of two reasons the first counts."""
+        is complete, or what their grammar said cannot be followed."""
         ended: list[tuple[int, FinishReason]] = []
         if not self._matchers:
             return ended
         tokens, computed = result.token_ids.tolist(), time.thread_time()
-        now = time.perf_counter()
+        now = began = time.perf_counter()
         for index, uid in self._matched(plan):
-            matcher = self._matchers[uid]
-            started = now
+            matcher, started = self._matchers[uid], now
             try:
                 if uid in self._complete or not matcher.accept_token(tokens[index]):
                     ended.append((uid, FinishReason.STOP))
@@ -174,9 +173,11 @@ class Grammars:
             except Exception:  # whatever the library raises ends one sequence, not the step
                 log.exception("the grammar of sequence %d failed", uid)
                 ended.append((uid, FinishReason.ERROR))
+                continue
             now = time.perf_counter()
-            # The other clock is dearer to ask, and knows whether this thread worked or the machine stood.
-            if now - started > LATE_S and time.thread_time() - computed > LATE_S:
+            # Where the machine stood, this thread did not compute. Its clock is dear to ask for each token: for those
+            # before this one it has computed for `started - began` at most.
+            if now - started > LATE_S and time.thread_time() - computed - (started - began) > LATE_S:
                 log.error("the grammar of sequence %d takes too long to follow", uid)
                 ended.append((uid, FinishReason.ERROR))
         return ended

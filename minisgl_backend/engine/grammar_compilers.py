@@ -14,7 +14,7 @@ import queue
 import socket
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
@@ -22,6 +22,7 @@ from typing import Any
 
 import msgspec
 
+from minisgl_backend.engine.grammar_memory import GrammarMemory
 from minisgl_backend.engine.grammar_process import CACHE_BYTES, Answer, compile_grammar
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
 from minisgl_backend.host.spawn import start_child
@@ -34,9 +35,6 @@ DEADLINE_S = 30.0  # from when a process has it
 LOOK_S = 0.2  # between looks whether somebody still waits for a slow one
 MAX_SLOW = 2  # at a time, each of which takes a processor
 MAX_SLOW_WAITING = 16
-REFUSED_S = 300.0  # how long what was refused is
-MAX_REFUSED = 256
-MAX_KNOWN_SLOW = 256
 IDLE_S = 60.0  # after which all workers but one end
 # Of a process, which imports torch since xgrammar does: it needs no GPU, and tvm-ffi is to build nothing for torch.
 ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1"}
@@ -127,6 +125,7 @@ class GrammarCompilers:
 
     def __init__(self, load_tokenizer: Callable[[], Any], *, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
         """`load_tokenizer` returns the model's transformers tokenizer."""
+        self.memory = GrammarMemory(CACHE_BYTES)
         self._load_tokenizer = load_tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = list(eos_token_ids)
@@ -140,10 +139,6 @@ class GrammarCompilers:
         self._num_slow = 0  # at work
         self._slow_todo: deque[Job] = deque()
         self._flights: dict[Grammar, _Flight] = {}
-        self._known: OrderedDict[Grammar, tuple[Any, int]] = OrderedDict()  # compiled and its bytes, the oldest first
-        self._known_bytes = 0
-        self._refused: OrderedDict[Grammar, tuple[float, str]] = OrderedDict()  # when and why, the oldest first
-        self._known_slow: OrderedDict[Grammar, None] = OrderedDict()  # that took longer than QUICK_S, the oldest first
 
     @property
     def closed(self) -> bool:
@@ -157,7 +152,7 @@ class GrammarCompilers:
     def submit(self, job: Job) -> None:
         """Raises CapacityError where the machine has no thread left for the first one."""
         try:
-            compiled = self.recall(job.grammar)
+            compiled = self.memory.recall(job.grammar)
         except InvalidRequestError as refused:
             job.done(None, refused)
             return
@@ -307,36 +302,6 @@ class GrammarCompilers:
                 self._tokenizer = _Tokenizer(info, info.serialize_json(), compiler)
             return self._tokenizer
 
-    def recall(self, grammar: Grammar) -> Any:
-        """What was compiled before; None where it was not, or is forgotten. Raises InvalidRequestError for what was
-        refused not long ago."""
-        with self._lock:
-            if grammar in self._known:
-                self._known.move_to_end(grammar)
-                return self._known[grammar][0]
-            refused_at, reason = self._refused.get(grammar, (-REFUSED_S, ""))
-            if time.monotonic() - refused_at < REFUSED_S:
-                raise InvalidRequestError(reason)
-            return None
-
-    def note_refused(self, grammar: Grammar, reason: str) -> None:
-        with self._lock:
-            self._refused.pop(grammar, None)
-            self._refused[grammar] = time.monotonic(), reason
-            while len(self._refused) > MAX_REFUSED:
-                self._refused.popitem(last=False)
-
-    def is_slow(self, grammar: Grammar) -> bool:
-        """It was, not long ago."""
-        with self._lock:
-            return grammar in self._known_slow
-
-    def note_slow(self, grammar: Grammar) -> None:
-        with self._lock:
-            self._known_slow[grammar] = None
-            while len(self._known_slow) > MAX_KNOWN_SLOW:
-                self._known_slow.popitem(last=False)
-
     def load(self, grammar: Grammar, text: str) -> Any:
         """The compiled grammar from xgrammar's JSON of it, or anew where there is none, since it is quick; it is kept
         for whoever asks for the same."""
@@ -347,12 +312,7 @@ class GrammarCompilers:
             compiled = xgrammar.CompiledGrammar.deserialize_json(text, tokenizer.info)
         else:
             compiled = compile_grammar(tokenizer.compiler, grammar)
-        with self._lock:
-            if grammar not in self._known:
-                self._known[grammar] = compiled, compiled.memory_size_bytes
-                self._known_bytes += self._known[grammar][1]
-            while self._known_bytes > CACHE_BYTES:
-                self._known_bytes -= self._known.popitem(last=False)[1][1]
+        self.memory.note_compiled(grammar, compiled, compiled.memory_size_bytes)
         return compiled
 
 
@@ -361,6 +321,7 @@ class _Worker:
 
     def __init__(self, compilers: GrammarCompilers) -> None:
         self._compilers = compilers
+        self._memory = compilers.memory
         self._process: CompilerProcess | None = None
         self._ended = False  # it had a process
 
@@ -396,7 +357,7 @@ class _Worker:
         try:
             if not self._compilers.is_wanted(job.grammar):
                 return
-            compiled = self._compilers.recall(job.grammar)
+            compiled = self._memory.recall(job.grammar)
             if compiled is None:
                 compiled = compile_(job)
         except _PutOffError:
@@ -420,11 +381,11 @@ class _Worker:
     def _compile(self, job: Job) -> Any:
         """Raises _PutOffError where it takes long and as many as may do so."""
         process = None
-        if not self._compilers.is_slow(job.grammar):
+        if not self._memory.is_slow(job.grammar):
             process = self._begin(job)
             if process.answers_within(QUICK_S):
                 return self._take(process, job)
-            self._compilers.note_slow(job.grammar)
+            self._memory.note_slow(job.grammar, True)
         if not self._compilers.begin_slow_job():
             if process is not None:
                 self._end_process()
@@ -437,7 +398,9 @@ class _Worker:
 
     def _compile_slowly(self, job: Job, process: CompilerProcess | None = None) -> Any:
         """`process`: what is at it already."""
-        process = process or self._begin(job)
+        if process is None:
+            process = self._begin(job)
+            self._memory.note_slow(job.grammar, not process.answers_within(QUICK_S))
         self._wait_slowly(process, job)
         return self._take(process, job)
 
@@ -461,13 +424,13 @@ class _Worker:
                 self._end_process()
                 reason = f"guided_decoding_guide takes longer than {DEADLINE_S:g} s to compile; allowed: a simpler one"
                 if is_late:
-                    self._compilers.note_refused(job.grammar, reason)
+                    self._memory.note_refused(job.grammar, reason)
                 raise InvalidRequestError(reason)
 
     def _take(self, process: CompilerProcess, job: Job) -> Any:
         answer = process.answer()
         if answer.error:
-            self._compilers.note_refused(job.grammar, answer.error)
+            self._memory.note_refused(job.grammar, answer.error)
             raise InvalidRequestError(answer.error)
         return self._compilers.load(job.grammar, answer.compiled)
 

@@ -10,6 +10,7 @@ import re
 import time
 import weakref
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,6 +20,7 @@ from minisgl_backend.engine import grammar as grammar_module
 from minisgl_backend.engine.core import MAX_FAILED_STEPS, EngineCore
 from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
+from minisgl_backend.engine.grammar_memory import GrammarMemory
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -109,7 +111,7 @@ class SharedCompilers:
     """For many tests: a process takes seconds to start."""
 
     def __init__(self, compilers: GrammarCompilers) -> None:
-        self.submit = compilers.submit
+        self.submit, self.memory = compilers.submit, compilers.memory
         self.num_waiting = 0
 
     def close(self) -> None:
@@ -233,20 +235,78 @@ def test_a_token_that_takes_long_to_follow_ends_its_own_sequence(
     right, slow = xgrammar.GrammarMatcher.accept_token, []
 
     def accept(matcher: Any, token: int) -> Any:
-        end = time.thread_time() + 0.02 * (matcher in slow)
+        end = time.thread_time() + 0.15 * (matcher in slow)
         while time.thread_time() < end:
             pass
         return right(matcher, token)
 
     for uid in (1, 2, 3):
         harness.core.submit(guided(uid, "regex", f"[{uid}]{{12}}"))
-    while not harness.runner.masked_steps:
+    while harness.core.waits_for_compiler:
         harness.core.step()
         harness.records.take(harness.core)  # type: ignore[arg-type]
     monkeypatch.setattr(xgrammar.GrammarMatcher, "accept_token", accept)
-    monkeypatch.setattr(grammar_module, "LATE_S", 0.01)
+    monkeypatch.setattr(grammar_module, "LATE_S", 0.1)
     slow.append(harness.grammars._matchers[2])
     assert harness.run().reasons == {1: FinishReason.STOP, 2: FinishReason.ERROR, 3: FinishReason.STOP}
+
+
+def test_who_is_late_is_who_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not who waits for a machine that stands, nor who comes behind many that took a little."""
+    monkeypatch.setattr(grammar_module, "LATE_S", 0.1)
+    clocks = Clocks()
+    monkeypatch.setattr(grammar_module, "time", clocks)
+    grammars = Grammars(NoCompilers())  # type: ignore[arg-type]
+
+    def late(*tokens: tuple[float, float]) -> list[int]:
+        grammars._matchers = {uid: clocks.matcher(*token) for uid, token in enumerate(tokens)}
+        grammars._rows = {uid: uid for uid in grammars._matchers}
+        plan = SimpleNamespace(sampled_rows=np.arange(len(tokens)))
+        ended = grammars.advance(plan, SimpleNamespace(token_ids=np.zeros(len(tokens))))  # type: ignore[arg-type]
+        assert all(reason is FinishReason.ERROR for _, reason in ended)
+        return [uid for uid, _ in ended]
+
+    assert late((0.2, 0.2)) == [0]
+    assert late((0.0, 0.2)) == []
+    assert late(*[(0.02, 0.02)] * 20) == []
+    assert late(*[(0.02, 0.02)] * 20, (0.0, 0.3)) == []
+    assert late(*[(0.02, 0.02)] * 20, (0.2, 0.2), (0.02, 0.02)) == [20]
+
+
+class NoCompilers:
+    num_waiting = 0
+
+
+class Clocks:
+    """A thread's own clock and that on the wall; matchers move both."""
+
+    def __init__(self) -> None:
+        self.computed, self.passed = 0.0, 0.0
+
+    def thread_time(self) -> float:
+        return self.computed
+
+    def perf_counter(self) -> float:
+        return self.passed
+
+    def matcher(self, computes: float, takes: float) -> Any:
+        def accept(token: int) -> bool:
+            self.computed += computes
+            self.passed += takes
+            return True
+
+        return SimpleNamespace(accept_token=accept, is_terminated=lambda: False)
+
+
+def test_what_is_known_needs_no_room(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
+    harness.core.submit(guided(1, "regex", "[1]{4}"))
+    harness.run()
+    monkeypatch.setattr(grammar_module, "MAX_COMPILING", 0)
+    for uid, pattern in ((2, "[1]{4}"), (3, "[3]{4}")):
+        harness.core.submit(guided(uid, "regex", pattern))
+    (rejected,) = harness.core.take_rejected()
+    assert (rejected.uid, rejected.kind) == (3, "CapacityError")
+    assert harness.run().reasons[2] == FinishReason.STOP
 
 
 def test_no_compiler_keeps_a_runner_alive(model: ModelConfig, tokenizer: Any) -> None:
@@ -359,6 +419,7 @@ def test_what_was_cancelled_counts_until_the_compilers_have_passed_over_it(monke
         """Has taken the first job only."""
 
         jobs: ClassVar[list[Job]] = []
+        memory = GrammarMemory(most_bytes=0)
 
         @property
         def num_waiting(self) -> int:

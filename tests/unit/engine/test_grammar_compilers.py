@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl_backend.engine import grammar_compilers, grammar_process
+from minisgl_backend.engine import grammar_compilers, grammar_memory, grammar_process
 from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
 from minisgl_backend.engine.grammar_process import Answer
 from minisgl_backend.errors import MinisglError
@@ -287,7 +287,7 @@ def submit_often(outcomes: Outcomes, text: str, times: int) -> list[Any]:
 def test_the_same_is_compiled_once(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     known: dict[Grammar, str] = {}
     monkeypatch.setattr(outcomes.compilers, "load", lambda grammar, text: known.setdefault(grammar, text))
-    monkeypatch.setattr(outcomes.compilers, "recall", known.get)
+    monkeypatch.setattr(outcomes.compilers.memory, "recall", known.get)
     told = submit_often(outcomes, text, 20)
     wait_for(lambda: len(told) == 20)
     assert set(told) == {text}
@@ -302,7 +302,7 @@ def test_what_takes_too_long_is_refused_at_once_for_a_while(
     wait_for(lambda: len(told) == 20)
     assert all("takes longer than 0.4 s" in reason for reason in told)
     assert sorted(FakeProcess.compiled) == ["9 long", "quick"]
-    monkeypatch.setattr(grammar_compilers, "REFUSED_S", 0.0)
+    monkeypatch.setattr(grammar_memory, "REMEMBERED_S", 0.0)
     outcomes.submit("9 long")
     assert "takes longer than 0.4 s" in outcomes.error("9 long")
     assert FakeProcess.compiled.count("9 long") == 2
@@ -311,25 +311,34 @@ def test_what_takes_too_long_is_refused_at_once_for_a_while(
 def test_what_is_known_or_refused_waits_for_nothing(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even for a worker: it is told before `submit` returns."""
     known, refused = Grammar(kind="regex", text="known"), Grammar(kind="regex", text="refused")
-    outcomes.compilers._known[known] = "compiled", 8
-    outcomes.compilers.note_refused(refused, "too hard")
+    outcomes.compilers.memory.note_compiled(known, "compiled", 8)
+    outcomes.compilers.memory.note_refused(refused, "too hard")
     monkeypatch.setattr(grammar_compilers, "_Worker", None)  # none is started
     assert submit_often(outcomes, "known", 2) == ["compiled", "compiled"]
     assert submit_often(outcomes, "refused", 1) == ["too hard"]
 
 
-def test_what_was_slow_costs_no_quick_worker_a_second_time(outcomes: Outcomes) -> None:
-    grammar_compilers.DEADLINE_S = 60.0  # put back with the rest
+def test_what_was_slow_costs_no_quick_worker_a_second_time(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_compilers, "DEADLINE_S", 60.0)
+    monkeypatch.setattr(grammar_compilers, "MAX_SLOW_WAITING", 0)
     for text in ("9 a", "9 b"):
         outcomes.submit(text)
     wait_for(lambda: len(FakeProcess.compiled) == 2)
     for turn in range(3):
-        outcomes.unwanted.discard("9 c")
         outcomes.submit("9 c")
+        assert "CapacityError" in outcomes.error("9 c")
+        outcomes.of.clear()
         outcomes.submit(f"quick {turn}")
         outcomes.wait(f"quick {turn}")
-        outcomes.unwanted.add("9 c")
     assert FakeProcess.compiled.count("9 c") == 1
+
+
+def test_what_was_slow_on_a_busy_machine_is_quick_again(outcomes: Outcomes) -> None:
+    grammar = Grammar(kind="regex", text="quick")
+    outcomes.compilers.memory.note_slow(grammar, True)
+    outcomes.submit("quick")
+    outcomes.wait("quick")
+    assert not outcomes.compilers.memory.is_slow(grammar)
 
 
 def test_what_was_cancelled_is_not_refused_to_others(outcomes: Outcomes) -> None:
