@@ -276,6 +276,10 @@ class EngineConfig:
         """Tensor-parallel ranks on one machine: node i has those from i times as many on."""
         return self.tp // self.nodes
 
+    def first_device(self, dp_rank: int) -> int:
+        """Index of the GPU of an engine core's first rank on its machine; those of its other ranks follow."""
+        return dp_rank * self.tp
+
     def _check_nodes(self) -> None:
         if self.nodes == 1:
             return
@@ -435,7 +439,7 @@ class RuntimeConfig:
     config: EngineConfig
     model_dir: str
     device: str  # "cpu" or "cuda"
-    first_device: int = 0  # index of the GPU of a node's first rank; those of its other ranks follow
+    first_device: int = 0  # see EngineConfig.first_device
     dtype: str  # bfloat16, float16 or float32
     kv_dtype: str  # bfloat16, float16, float32 or float8_e4m3fn: of the KV cache
     prefill_backend: str

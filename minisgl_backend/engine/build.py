@@ -181,7 +181,7 @@ def _resolve(
     config: EngineConfig, environment: Environment, dp_rank: int, model_dir: Path, model: ModelConfig
 ) -> tuple[RuntimeConfig, str]:
     """What the options come to on this machine, and in words."""
-    _load_torch(first_device=dp_rank * config.tp)
+    _load_torch(config.first_device(dp_rank))
     from minisgl_backend.runner.device import DeviceFacts
     from minisgl_backend.runner.resolve import resolve
 

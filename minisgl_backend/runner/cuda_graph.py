@@ -143,15 +143,13 @@ class EagerGraphRunner(GraphRunner):
 
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__(sizes)
-        self._steps: dict[int, tuple[DecodeInputs, HybridPlan]] = {}
+        self._steps: DecodeSteps | None = None
+        self._inputs: dict[int, tuple[DecodeInputs, HybridPlan]] = {}
         self._outputs: dict[int, DecodeOutputs] = {}
-        self._decode_step: DecodeStep | None = None
-        self._sample_step: SampleStep | None = None
         self._attention: HybridAttention | None = None
 
     def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: HybridAttention) -> None:
-        self._decode_step, self._sample_step = steps.decode, steps.sample
-        self._attention = attention
+        self._steps, self._attention = steps, attention
         for size in self.sizes:
             inputs = builder.padding_inputs(size)
             outputs = steps.rehearse(inputs, attention.plan(None, inputs))
@@ -160,17 +158,17 @@ class EagerGraphRunner(GraphRunner):
 
     def plan_replay(self, decode: DecodeInputs) -> None:
         assert self._attention is not None, "capture comes first"
-        self._steps[decode.batch_size] = (decode, self._attention.plan(None, decode))
+        self._inputs[decode.batch_size] = (decode, self._attention.plan(None, decode))
 
     def replay(self, size: int) -> DecodeOutputs:
-        assert self._decode_step is not None, "capture comes first"
-        self._outputs[size] = self._decode_step(*self._steps[size])
+        assert self._steps is not None, "capture comes first"
+        self._outputs[size] = self._steps.decode(*self._inputs[size])
         return self._outputs[size]
 
     def replay_sampling(self, size: int, sampling_graph: int) -> None:
-        assert self._sample_step is not None, "capture comes first"
-        decode, _ = self._steps[size]
-        self._sample_step(decode, self._outputs[size], sampling_graph)
+        assert self._steps is not None, "capture comes first"
+        decode, _ = self._inputs[size]
+        self._steps.sample(decode, self._outputs[size], sampling_graph)
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:

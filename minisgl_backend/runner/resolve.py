@@ -60,7 +60,7 @@ def resolve(
         config=config,
         model_dir=str(model_dir),
         device=device.kind,
-        first_device=dp_rank * config.tp,
+        first_device=config.first_device(dp_rank),
         dtype=dtype,
         kv_dtype=kv_dtype,
         prefill_backend=attention.prefill,
