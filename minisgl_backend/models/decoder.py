@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import pairwise
 
 import torch
 from torch import nn
@@ -118,12 +117,12 @@ class CausalLM(nn.Module):
 
 
 def rehearsal(config: ModelConfig) -> tuple[int, ...]:
-    """Layers, ascending, that launch every kernel of a forward pass: the last one, which may have fewer lines, and the
-    first of each kind behind each kind, since a layer's first norm adds what the one before has left."""
+    """Layers, ascending, that launch every kernel of a forward pass: the first, before which there is nothing to be
+    added, the first of each kind behind it, and the last, which may have fewer lines."""
     dense = config.moe.dense_layers if config.moe is not None else frozenset()
     kinds = [(layer, index in dense) for index, layer in enumerate(config.attention)]
-    first = {pair: index for index, pair in reversed(list(enumerate(pairwise([None, *kinds]))))}
-    return tuple(sorted({*first.values(), len(kinds) - 1}))
+    later = {kind: index for index, kind in reversed(list(enumerate(kinds))) if index > 0}
+    return tuple(sorted({0, *later.values(), len(kinds) - 1}))
 
 
 def attention_shape(config: ModelConfig, *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> AttentionShape:

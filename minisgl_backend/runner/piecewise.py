@@ -201,8 +201,9 @@ class PiecewiseCudaGraph(PiecewiseRunner):
                 if not self._prompts:  # the others take the same kernels, or those of the pieces above
                     self._prompt_pass(inputs, rehearses=True)
                 self._stream.synchronize()
-                with captured(self._memory) as self._prompts[size]:
+                with captured(self._memory) as whole:
                     self._prompt_pass(inputs)
+                self._prompts[size] = whole
         self._captured[size] = graphs
         torch.cuda.current_stream().wait_stream(self._stream)
 

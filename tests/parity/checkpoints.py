@@ -38,15 +38,15 @@ _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddi
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
-def _maker(architecture: str, shard_size: str = "5GB", **options: Any) -> Callable[[], tuple[Any, str]]:
-    def make() -> tuple[Any, str]:
+def _maker(architecture: str, shard_size: str = "5GB", **options: Any) -> Callable[..., tuple[Any, str]]:
+    def make(**changes: Any) -> tuple[Any, str]:
         model_class = getattr(transformers, architecture)
-        return model_class(model_class.config_class(**{**_SIZES, **options})), shard_size
+        return model_class(model_class.config_class(**{**_SIZES, **options, **changes})), shard_size
 
     return make
 
 
-CHECKPOINTS: dict[str, Callable[[], tuple[Any, str]]] = {
+CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "llama": _maker("LlamaForCausalLM"),
     "llama-llama3-tied": _maker("LlamaForCausalLM", tie_word_embeddings=True, rope_scaling=dict(_LLAMA3_ROPE)),
     "llama-bias-mha": _maker("LlamaForCausalLM", attention_bias=True, num_key_value_heads=4),
@@ -72,10 +72,13 @@ CHECKPOINTS: dict[str, Callable[[], tuple[Any, str]]] = {
 }
 
 
-def save_checkpoint(name: str, folder: Path) -> None:
-    """Writes the named checkpoint; its weights are the same in every run, and no norm or bias is trivial."""
+def save_checkpoint(name: str, folder: Path, **changes: Any) -> None:
+    """Writes the named checkpoint; its weights are the same in every run, and no norm or bias is trivial.
+
+    `changes`: of config.json.
+    """
     torch.manual_seed(sorted(CHECKPOINTS).index(name))
-    model, shard_size = CHECKPOINTS[name]()
+    model, shard_size = CHECKPOINTS[name](**changes)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:

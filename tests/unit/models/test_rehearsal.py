@@ -16,7 +16,7 @@ from minisgl_backend.layers import context
 from minisgl_backend.models import build
 from minisgl_backend.models.config import LayerAttention, ModelConfig
 from minisgl_backend.models.decoder import rehearsal
-from tests.parity.checkpoints import CHECKPOINTS, save_checkpoint
+from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
 Launch = tuple[object, ...]
@@ -44,16 +44,29 @@ def _kind(argument: Any) -> object:
     return (tuple(argument.shape), argument.dtype) if isinstance(argument, torch.Tensor) else type(argument)
 
 
-@pytest.mark.parametrize("name", CHECKPOINTS)
+SIX_LAYERS: dict[str, dict[str, Any]] = {  # what tells layers apart
+    "llama": {},
+    "mistral-window": {},
+    "qwen2-windows-above": {"max_window_layers": 3},
+    "qwen3-windows-between": {"layer_types": [*["full_attention"] * 3, "sliding_attention", *["full_attention"] * 2]},
+    "qwen3_moe": {},
+    "qwen3_moe-window": {},
+    "qwen3_moe-sharded-mixed": {"mlp_only_layers": [2, 3]},
+}
+
+
+@pytest.mark.parametrize("name", SIX_LAYERS)
 @pytest.mark.parametrize("last_only", [False, True])
 def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_checkpoint(name, tmp_path)
+    save_checkpoint(name, tmp_path, num_hidden_layers=6, **SIX_LAYERS[name])
     launches: set[Launch] = set()
+    layers: set[int] = set()
     select, attend, step = build.select_ops, HybridAttention.attend, context.StepContext
 
     def attending(self: HybridAttention, layer: int, *args: Any) -> torch.Tensor:
         window = next(group.window for group in self.spec.groups if layer in group.layers)
         launches.add(("attend", window))
+        layers.add(layer)
         return attend(self, layer, *args)
 
     monkeypatch.setattr(build, "select_ops", lambda *args, **kwargs: Recorder(select(*args, **kwargs), launches))
@@ -63,11 +76,15 @@ def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, m
         monkeypatch.setattr("tests.parity.paged.StepContext", lambda **fields: step(**fields, rehearses=rehearses))
         paged = PagedModel(tmp_path, page_size=16)
         launches.clear()
+        layers.clear()
         paged.step({1: [3, 4, 5], 2: [6]}, {}, last_only=last_only)
         paged.step({2: [7, 8, 9]}, {1: 7}, last_only=last_only)
         return set(launches)
 
-    assert launched(rehearses=True) == launched(rehearses=False)
+    rehearsed = launched(rehearses=True)
+    assert len(layers) < 6
+    assert rehearsed == launched(rehearses=False)
+    assert len(layers) == 6
 
 
 def test_few_layers_are_rehearsed(tmp_path: Path) -> None:
@@ -82,4 +99,5 @@ def test_few_layers_are_rehearsed(tmp_path: Path) -> None:
     assert layers(*[full] * 28) == (0, 1, 27)
     assert layers(full) == (0,)
     assert layers(full, full) == (0, 1)
-    assert layers(*[sliding] * 5, full, *[sliding] * 5, full) == (0, 1, 5, 6, 11)
+    assert layers(*[sliding] * 5, full, *[sliding] * 5, full) == (0, 1, 5, 11)
+    assert layers(full, *[sliding] * 5) == (0, 1, 5)
