@@ -21,6 +21,7 @@ class DeviceFacts:
     name: str
     capability: tuple[int, int] | None  # (9, 0) for Hopper; None on the CPU
     count: int  # devices of this kind that the process sees; 1 on the CPU
+    multiprocessors: int  # 132 of an H200; 0 on the CPU
     bfloat16: Callable[[], bool]  # computes in it at full speed; of a CPU the first answer compiles its kernels
     triton: str | None = None  # the version of the package that compiles a GPU's kernels; None: there is none
 
@@ -34,16 +35,18 @@ class DeviceFacts:
         """The first CUDA device where there is one, else the CPU."""
         if torch.cuda.is_available():
             return cls._of_cuda()
-        return cls(kind="cpu", name="CPU", capability=None, count=1, bfloat16=_cpu_has_kernels)
+        return cls(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=_cpu_has_kernels)
 
     @classmethod
     def _of_cuda(cls) -> DeviceFacts:
-        major, minor = torch.cuda.get_device_capability()
+        properties = torch.cuda.get_device_properties(0)
+        major, minor = properties.major, properties.minor
         return cls(
             kind="cuda",
-            name=torch.cuda.get_device_name(),
+            name=properties.name,
             capability=(major, minor),
             count=torch.cuda.device_count(),
+            multiprocessors=properties.multi_processor_count,
             bfloat16=lambda: (major, minor) >= (8, 0),
             triton=_triton_version(),
         )

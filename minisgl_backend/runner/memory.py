@@ -30,6 +30,7 @@ GRAPH_SHARE = 0.1  # of the memory that weights leave, for the largest captured 
 
 # What takes the sampler most memory: every row with logits of its own.
 _WORST_PARAMS = SamplingParams(temperature=1.0, top_p=0.5, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
+_PLAIN_PARAMS = SamplingParams(temperature=1.0, seed=0)
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,8 @@ def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.devic
     max_running = runtime.config.max_running_requests
     plans = [*worst_plans(max_running, runtime.config.max_prefill_length, runtime.max_seq_len)]
     if runtime.cuda_graph_max_tokens:
-        plans.append(prompt_plan(runtime.cuda_graph_max_tokens, max_running, runtime.max_seq_len))
+        longest = np.zeros(runtime.cuda_graph_max_tokens, dtype=np.int32)
+        plans.append(prompt_plan(longest, max_running, runtime.max_seq_len))
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     peaks = []
@@ -115,25 +117,25 @@ def worst_plans(max_running: int, max_prefill: int, max_seq_len: int) -> tuple[S
     return mixed, padding_plan((), (), np.arange(max_running, dtype=np.int32))
 
 
-def prompt_plan(
-    num_tokens: int, max_running: int, max_seq_len: int, token_ids: npt.NDArray[np.int32] | None = None
-) -> StepPlan:
-    """A step of so many prompt tokens, as far as the rows hold them, of which none is sampled. No page is written.
+def prompt_plan(token_ids: npt.NDArray[np.int32], max_running: int, max_seq_len: int, *, beside: int = 0) -> StepPlan:
+    """A step of these prompt tokens, as far as the rows hold them, of which none is sampled, and of `beside` sequences
+    that decode. No page is written.
 
-    token_ids: int32 [num_tokens]; None: zeros.
+    token_ids: int32 [num_tokens].
     """
-    longest = min(num_tokens, max_seq_len - 1)
-    ids = np.zeros(num_tokens, dtype=np.int32) if token_ids is None else token_ids
-    prompts = [ids[start : start + longest] for start in range(0, num_tokens, longest)][:max_running]
-    admitted = tuple(AdmittedRow(row, row, _WORST_PARAMS, len(ids), ids, 0) for row, ids in enumerate(prompts))
+    longest = min(len(token_ids), max_seq_len - 1)
+    prompts = [token_ids[start : start + longest] for start in range(0, len(token_ids), longest)]
+    prompts = prompts[: max_running - beside]
+    rows = [*prompts, *[np.zeros(1, dtype=np.int32)] * beside]
+    admitted = tuple(AdmittedRow(row, row, _PLAIN_PARAMS, len(ids), ids, 0) for row, ids in enumerate(rows))
     chunks = tuple(PrefillChunk(row, 0, ids, samples=False) for row, ids in enumerate(prompts))
-    return padding_plan(admitted, chunks, np.zeros(0, dtype=np.int32))
+    return padding_plan(admitted, chunks, np.arange(len(prompts), len(rows), dtype=np.int32))
 
 
 def trial_plan(max_running: int) -> StepPlan:
     """A step of nobody's, which runs beside whatever does: a prompt of one token in the padding row."""
     token = np.zeros(1, dtype=np.int32)
-    admitted = AdmittedRow(max_running, 0, SamplingParams(temperature=1.0, seed=0), 1, token, 0)
+    admitted = AdmittedRow(max_running, 0, _PLAIN_PARAMS, 1, token, 0)
     chunk = PrefillChunk(max_running, 0, token, samples=True)
     return padding_plan((admitted,), (chunk,), np.zeros(0, dtype=np.int32))
 

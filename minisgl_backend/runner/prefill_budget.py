@@ -17,7 +17,7 @@ from minisgl_backend.runner.memory import prompt_plan
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.tensor_parallel import TensorParallel
 
-TARGET_S = 0.020  # a step of prompt tokens alone; a mixed one takes a little longer
+TARGET_S = 0.020  # a step of prompt tokens beside one stream; beside many it takes a little longer
 SLOW_TARGET = 2.0  # times a step of one token, where that is more: the weights of a large model have to be read anyway
 BACKLOG_FACTOR = 5  # how much longer steps may take while prompts wait
 DEEP_BACKLOG_FACTOR = 16  # and while many do
@@ -37,12 +37,13 @@ def measure_prefill_budget(
         return config.mixed_prefill_length, None
     tp = tp or TensorParallel.single()
 
-    # Equal tokens take less power, of which a large model's products never have enough, and all the same experts: steps
-    # of 600 of Qwen3-14B were measured to take 20 ms, and then took 27.
+    max_running = config.max_running_requests
+    # Equal tokens take less power, of which a large model's products never have enough, and all the same experts.
     ids = np.random.default_rng(0).integers(0, vocab_size, config.max_prefill_length, dtype=np.int32)
+    beside = min(1, max_running - 1)  # without a stream it would be another pass, that of a lone prompt
 
     def seconds(num_tokens: int) -> float:
-        plan = prompt_plan(num_tokens, config.max_running_requests, runtime.max_seq_len, ids[:num_tokens])
+        plan = prompt_plan(ids[:num_tokens], max_running, runtime.max_seq_len, beside=beside)
         best = float("inf")
         for _ in range(ROUNDS):
             _synchronize(runtime.device)
@@ -52,7 +53,7 @@ def measure_prefill_budget(
             best = min(best, time.perf_counter() - started)
         return tp.minimum(round(1e6 * best)) / 1e6
 
-    longest = min(config.max_prefill_length, config.max_running_requests * (runtime.max_seq_len - 1))
+    longest = min(config.max_prefill_length, (max_running - beside) * (runtime.max_seq_len - 1))
     return choose_prefill_budget(seconds, longest)
 
 
@@ -71,7 +72,7 @@ def choose_prefill_budget(seconds: Callable[[int], float], longest: int) -> tupl
             below += int(share * (num_tokens - below))
             break
         below, time_below = num_tokens, taken
-    if below >= 2 * TILE_TOKENS:  # from there on the planner fills tiles, and would leave out what is over
+    if 2 * TILE_TOKENS <= below < longest:  # from two on the planner fills tiles, and would leave out what is over
         below = min(longest, (below + TILE_TOKENS // 2) // TILE_TOKENS * TILE_TOKENS)
     return below, Backlog(
         waiting_tokens=int(below * BACKLOG_S / target),

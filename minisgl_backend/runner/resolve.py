@@ -16,9 +16,9 @@ from minisgl_backend.runner.device import DeviceFacts
 log = logging.getLogger(__name__)
 
 # Steps with prompt tokens are captured where a host would launch them for longer than the device computes: LAUNCH_S for
-# each layer, the slower of the hosts that were measured, while an H200 computes LAYER_FLOPS in a second. Of most models
-# that is less than 2,048 tokens; of Qwen3-0.6B it is 8,192.
-LAUNCH_S, LAYER_FLOPS = 0.7e-3, 4e14
+# each layer, the slower of the hosts that were measured, while a multiprocessor of an H200 computes FLOPS in a second.
+# Of most models that is less than 2,048 tokens; of Qwen3-0.6B it is 8,192 on an H200.
+LAUNCH_S, MULTIPROCESSOR_FLOPS = 0.7e-3, 3e12
 LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 2048, 8192  # that are chosen where nobody says
 GRAPH_TOKENS_STEP = 1024
 _KV_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp8_e4m3": "float8_e4m3fn"}
@@ -107,14 +107,17 @@ def _graph_max_tokens(config: EngineConfig, model: ModelConfig, device: DeviceFa
     if wanted is None and config.cuda_graph_max_bs == 0:
         wanted = 0
     if wanted is None:
-        wanted = LEAST_GRAPH_TOKENS if eager else graph_tokens(model, config.tp)
+        wanted = LEAST_GRAPH_TOKENS if eager else graph_tokens(model, config.tp, device.multiprocessors)
     return min(wanted, config.max_prefill_length + config.max_running_requests)  # the most that a step can have
 
 
-def graph_tokens(model: ModelConfig, tp: int) -> int:
-    """Up to how many tokens a step of this model waits for its launches, in steps of GRAPH_TOKENS_STEP."""
+def graph_tokens(model: ModelConfig, tp: int, multiprocessors: int) -> int:
+    """Up to how many tokens a step of this model waits for its launches, in steps of GRAPH_TOKENS_STEP.
+
+    multiprocessors: of each rank's GPU.
+    """
     launching_s = LAUNCH_S * model.num_layers
-    tokens = int(launching_s * LAYER_FLOPS / (2 * model.layer_weights_per_token / tp))
+    tokens = int(launching_s * multiprocessors * MULTIPROCESSOR_FLOPS / (2 * model.layer_weights_per_token / tp))
     whole = tokens // GRAPH_TOKENS_STEP * GRAPH_TOKENS_STEP
     return min(MOST_GRAPH_TOKENS, max(LEAST_GRAPH_TOKENS, whole))
 

@@ -123,7 +123,7 @@ def warm_up_plans(
         if any(count <= size < following for size in sizes):
             continue
         if count <= prompts:
-            plans.append((count, prompt_plan(count, max_running, max_seq_len)))
+            plans.append((count, prompt_plan(np.zeros(count, np.int32), max_running, max_seq_len)))
         elif count <= most:
             rows = min(max_running, count) - 1
             plans.append((count, _plan(count - rows, rows)))

@@ -26,7 +26,14 @@ def test_it_is_what_the_engine_would_take() -> None:
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)])
 def test_a_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = DeviceFacts(kind="cuda", name="GPU", capability=capability, count=2, bfloat16=lambda: capability >= (8, 0))
+    facts = DeviceFacts(
+        kind="cuda",
+        name="GPU",
+        capability=capability,
+        count=2,
+        multiprocessors=132,
+        bfloat16=lambda: capability >= (8, 0),
+    )
     monkeypatch.setattr(DeviceFacts, "detect", classmethod(lambda cls: facts))
     monkeypatch.setattr(device_module, "free_bytes", lambda device: 79 << 30)
     found = report()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hand_made_plans import Driver
@@ -31,7 +32,7 @@ CPU = torch.device("cpu")
 def runtime_for(folder: Path, **options: object) -> tuple[RuntimeConfig, ModelConfig]:
     model = ModelConfig.load(folder)
     config = EngineConfig(**{"max_running_requests": 4, **options})  # type: ignore[arg-type]
-    facts = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, bfloat16=lambda: False)
+    facts = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)
     environment = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
     return resolve(config, folder, model, facts, environment), model
 
@@ -174,7 +175,7 @@ def test_worst_plans_fill_the_step(tiny_model_dir: Path, max_running: int, max_p
     ("tokens", "max_running", "lengths"), [(100, 8, [100]), (300, 8, [127, 127, 46]), (900, 2, [127, 127])]
 )
 def test_a_prompt_plan_samples_nothing(tokens: int, max_running: int, lengths: list[int]) -> None:
-    plan = prompt_plan(tokens, max_running, max_seq_len=128)
+    plan = prompt_plan(np.zeros(tokens, dtype=np.int32), max_running, max_seq_len=128)
     assert [len(chunk.token_ids) for chunk in plan.prefill] == lengths
     assert [len(admitted.token_ids) for admitted in plan.admitted] == lengths
     assert len(plan.sampled_rows) == len(plan.decode_rows) == 0

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
-from minisgl_backend.config import TILE_TOKENS
+from minisgl_backend.config import TILE_TOKENS, RuntimeConfig
+from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.build import build_runner
+from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.prefill_budget import (
     BACKLOG_FACTOR,
     DEEP_BACKLOG_FACTOR,
@@ -16,6 +20,7 @@ from minisgl_backend.runner.prefill_budget import (
     choose_prefill_budget,
     measure_prefill_budget,
 )
+from minisgl_backend.step import StepPlan
 from tests.unit.runner.test_build import runtime_for
 
 
@@ -44,6 +49,11 @@ def test_the_budget_fills_the_target(floor_ms: float, tokens_per_s: float, expec
     assert backlog.waiting_tokens == pytest.approx(budget / TARGET_S, rel=0.01)
 
 
+@pytest.mark.parametrize("longest", [300, 8000])
+def test_a_step_may_have_as_many_as_it_can(longest: int) -> None:
+    assert choose_prefill_budget(machine(0.5, 1_000_000), longest)[0] == longest
+
+
 def test_a_machine_on_which_every_step_is_slow_still_computes_prompts_beside_streams() -> None:
     budget, backlog = choose_prefill_budget(machine(100.0, 320), 8192)  # a 0.6B model on two cores
     assert budget == pytest.approx(64, rel=0.02)
@@ -69,9 +79,41 @@ def test_steps_are_timed_no_longer_than_needed() -> None:
 def test_what_is_timed_are_prompts_of_different_tokens(tiny_model_dir: Path) -> None:
     runtime, model = runtime_for(tiny_model_dir, num_pages=4, max_running_requests=4, max_prefill_length=64)
     runner = build_runner(runtime, model)
-    prepare, prompts = runner.prepare, []
-    runner.prepare = lambda plan: prompts.extend(plan.prefill) or prepare(plan)  # type: ignore[method-assign,func-returns-value]
-    measure_prefill_budget(runner, runtime, model.vocab_size)
-    longest = max((chunk.token_ids for chunk in prompts), key=len)
+    first, second = timed_plans(runner, runtime, model), timed_plans(runner, runtime, model)
+    longest = max((chunk.token_ids for plan in first for chunk in plan.prefill), key=len)
     assert len(np.unique(longest)) > len(longest) // 2
     assert 0 <= longest.min() <= longest.max() < model.vocab_size
+    assert all(len(plan.decode_rows) == 1 for plan in first), "a lone prompt's pass is another"
+    for one, other in zip(first, second, strict=False):
+        assert [list(chunk.token_ids) for chunk in one.prefill] == [list(chunk.token_ids) for chunk in other.prefill]
+
+
+def test_an_engine_of_one_sequence_has_nothing_beside(tiny_model_dir: Path) -> None:
+    runtime, model = runtime_for(tiny_model_dir, num_pages=4, max_running_requests=1, max_prefill_length=64)
+    plans = timed_plans(build_runner(runtime, model), runtime, model)
+    assert all(len(plan.decode_rows) == 0 for plan in plans)
+    assert max(chunk.end for plan in plans for chunk in plan.prefill) == 64
+
+
+def test_ranks_agree_on_the_fastest_of_each_time(tiny_model_dir: Path) -> None:
+    """Each knows its own times; steps of other sizes on other ranks would hang."""
+    runtime, model = runtime_for(tiny_model_dir, num_pages=4, max_running_requests=4, max_prefill_length=64)
+    told: list[int] = []
+
+    def agreed(microseconds: int) -> int:
+        told.append(microseconds)
+        return 1000 * len(told)  # another rank was as fast
+
+    tp: Any = SimpleNamespace(minimum=agreed)
+    budget, backlog = measure_prefill_budget(build_runner(runtime, model), runtime, model.vocab_size, tp)
+    assert len(told) == 3  # of 1, 32 and 64 tokens
+    assert backlog is not None
+    assert (budget, backlog.waiting_tokens) == (64, 64 / TARGET_S)
+
+
+def timed_plans(runner: ModelRunner, runtime: RuntimeConfig, model: ModelConfig) -> list[StepPlan]:
+    prepare, plans = runner.prepare, list[StepPlan]()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "prepare", lambda plan: plans.append(plan) or prepare(plan))  # type: ignore[func-returns-value]
+        measure_prefill_budget(runner, runtime, model.vocab_size)
+    return plans

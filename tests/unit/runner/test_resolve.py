@@ -15,10 +15,10 @@ from minisgl_backend.runner.device import DeviceFacts, free_bytes
 from minisgl_backend.runner.resolve import graph_tokens, resolve
 from minisgl_backend.tensor_parallel import device_of_rank
 
-CPU = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, bfloat16=lambda: False)
+CPU = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)
 BFLOAT16_CPU = dataclasses.replace(CPU, bfloat16=lambda: True)
-HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), count=4, bfloat16=lambda: True)
-TURING = dataclasses.replace(HOPPER, name="T4", capability=(7, 5), count=1, bfloat16=lambda: False)
+HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), count=4, multiprocessors=132, bfloat16=lambda: True)
+TURING = dataclasses.replace(HOPPER, name="T4", capability=(7, 5), count=1, multiprocessors=40, bfloat16=lambda: False)
 ENVIRONMENT = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
 MODEL = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -137,22 +137,24 @@ def test_graphs_of_steps_with_prompt_tokens(options: dict[str, Any], expected: i
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "layers", "tp", "expected"),
+    ("hidden", "intermediate", "layers", "tp", "multiprocessors", "expected"),
     [
-        (1024, 3072, 28, 1, 8192),  # Qwen3-0.6B
-        (2048, 6144, 28, 1, 2048),  # 1.7B
-        (2048, 6144, 28, 2, 5120),
-        (4096, 12288, 36, 1, 2048),  # 8B
-        (8, 16, 2, 1, 8192),
+        (1024, 3072, 28, 1, 132, 8192),  # Qwen3-0.6B on an H200
+        (1024, 3072, 28, 1, 58, 3072),  # on an L4
+        (2048, 6144, 28, 1, 132, 2048),  # 1.7B
+        (2048, 6144, 28, 2, 132, 5120),
+        (4096, 12288, 36, 1, 132, 2048),  # 8B
+        (8, 16, 2, 1, 132, 8192),
     ],
 )
 def test_a_small_model_has_longer_steps_captured(
-    hidden: int, intermediate: int, layers: int, tp: int, expected: int
+    hidden: int, intermediate: int, layers: int, tp: int, multiprocessors: int, expected: int
 ) -> None:
     """Of which the host's launches take longer than the device's work."""
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    assert graph_tokens(ModelConfig.from_dicts({**MODEL, **sizes, **heads}, {}), tp) == expected
+    model = ModelConfig.from_dicts({**MODEL, **sizes, **heads}, {})
+    assert graph_tokens(model, tp, multiprocessors) == expected
 
 
 def test_a_mixture_counts_the_experts_of_a_token() -> None:
