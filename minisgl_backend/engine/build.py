@@ -25,7 +25,7 @@ from minisgl_backend.engine.core import EngineCore, StepRunner
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.engine.grammar_compilers import GrammarCompilers
-from minisgl_backend.engine.open_device import open_device_ahead
+from minisgl_backend.engine.open_device import OpenedDevice
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
 from minisgl_backend.host.liveness import Heartbeat
 from minisgl_backend.ipc.messages import Welcome
@@ -200,14 +200,16 @@ def _load_torch(first_device: int) -> None:
     looking at them took a sixth of the import, and as long again at the process's end."""
     if "torch" in sys.modules or not gc.isenabled():
         return
-    open_device_ahead(first_device)
+    device = OpenedDevice(first_device)
     gc.collect()  # freezing is for ever: of what is there now, only what is in use
     gc.disable()
     try:
-        import torch  # noqa: F401
+        import torch
     finally:
         gc.enable()
     gc.freeze()
+    if torch.version.cuda is None:
+        device.close()
 
 
 def _device(runtime: RuntimeConfig) -> torch.device:

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import subprocess
+import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from minisgl_backend.engine.open_device import open_device_ahead
+from minisgl_backend.engine.open_device import OpenedDevice
 
 
 class Driver:
-    """A driver with as many devices; counts what is kept open."""
+    """A driver with as many devices; knows what is kept open."""
 
     def __init__(self, num_devices: int, state: int = 0) -> None:
         self.num_devices, self.state, self.opened = num_devices, state, list[int]()
+        self.answers = threading.Event()
+        self.answers.set()
 
     def cuInit(self, flags: int) -> int:
+        self.answers.wait()
         return self.state
 
     def cuDeviceGet(self, device: Any, index: int) -> int:
@@ -28,35 +35,102 @@ class Driver:
         self.opened.append(device.value)
         return 0
 
+    def cuDevicePrimaryCtxRelease(self, device: ctypes.c_int) -> int:
+        self.opened.remove(device.value)
+        return 0
 
-def opened_by(monkeypatch: pytest.MonkeyPatch, driver: Driver | OSError, index: int) -> None:
-    def load(name: str) -> Driver:
+
+@pytest.fixture(autouse=True)
+def failures(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No thread fails, and the environment stays as it is."""
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "EAGER")
+    found: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", found.append)
+    yield
+    assert not found
+
+
+def load(monkeypatch: pytest.MonkeyPatch, driver: Driver | OSError) -> None:
+    def library(name: str) -> Driver:
         assert name == "libcuda.so.1"
         if isinstance(driver, OSError):
             raise driver
         return driver
 
-    failures: list[Any] = []
-    monkeypatch.setattr(ctypes, "CDLL", load)
-    monkeypatch.setattr(threading, "excepthook", failures.append)
-    before = set(threading.enumerate())
-    open_device_ahead(index)
-    for thread in set(threading.enumerate()) - before:
-        thread.join()
-    assert not failures
+    monkeypatch.setattr(ctypes, "CDLL", library)
 
 
-def test_the_rank_s_own_device_is_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+def opened(index: int) -> OpenedDevice:
+    device = OpenedDevice(index)
+    device._thread.join()
+    return device
+
+
+def test_the_rank_s_own_device_is_opened_and_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(num_devices=4)
-    opened_by(monkeypatch, driver, index=2)
+    load(monkeypatch, driver)
+    device = opened(index=2)
     assert driver.opened == [12]
+    device.close()
+    assert driver.opened == []
 
 
 @pytest.mark.parametrize("driver", [Driver(num_devices=2), Driver(num_devices=4, state=100)])
 def test_what_is_not_there_is_left_to_torch(monkeypatch: pytest.MonkeyPatch, driver: Driver) -> None:
-    opened_by(monkeypatch, driver, index=2)
+    load(monkeypatch, driver)
+    opened(index=2).close()
     assert driver.opened == []
 
 
 def test_a_machine_without_a_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    opened_by(monkeypatch, OSError("libcuda.so.1: cannot open shared object file"), index=0)
+    load(monkeypatch, OSError("libcuda.so.1: cannot open shared object file"))
+    opened(index=0).close()
+
+
+def test_nobody_waits_for_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(num_devices=1)
+    driver.answers.clear()
+    load(monkeypatch, driver)
+    device = OpenedDevice(0)
+    assert driver.opened == []
+    driver.answers.set()
+    device.close()
+
+
+def test_a_machine_without_a_thread_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        device = OpenedDevice(0)
+    device.close()
+
+
+def test_the_kernels_of_libraries_are_loaded_when_they_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    load(monkeypatch, OSError())
+    opened(index=0)
+    assert os.environ["CUDA_MODULE_LOADING"] == "EAGER", "as the user says"
+    monkeypatch.delenv("CUDA_MODULE_LOADING")
+    opened(index=0)
+    assert os.environ["CUDA_MODULE_LOADING"] == "LAZY"
+
+
+IMPORT = """
+import ctypes, sys
+from minisgl_backend.engine import build
+from tests.unit.engine.test_open_device import Driver
+driver, right = Driver(num_devices=4), ctypes.CDLL
+ctypes.CDLL = lambda name, *args, **kwargs: driver if name == "libcuda.so.1" else right(name, *args, **kwargs)
+retain, told = driver.cuDevicePrimaryCtxRetain, []
+driver.cuDevicePrimaryCtxRetain = lambda context, device: told.append(device.value) or retain(context, device)
+assert "torch" not in sys.modules
+build._load_torch(3)
+import torch
+assert told == [13]
+assert driver.opened == ([] if torch.version.cuda is None else [13])
+"""
+
+
+def test_it_is_opened_before_torch_and_closed_where_torch_has_no_use_for_it() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT], check=True)
