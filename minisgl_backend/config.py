@@ -185,7 +185,8 @@ class EngineConfig:
     cuda_graph_max_tokens: int | None = _option(
         None,
         "largest step with prompt tokens whose layers run as CUDA graphs from one attention to the next; 0: launched "
-        "kernel by kernel; unset: 2048 to 8192, more for a small model, but 0 where cuda_graph_max_bs is 0",
+        "kernel by kernel; unset: 2048 to 8192, more for a small model, but 0 where cuda_graph_max_bs is 0, and never "
+        "more than a step can have",
         "0 or more",
         lambda value: value >= 0,
     )
