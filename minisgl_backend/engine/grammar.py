@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 
-LATE_S = 0.25  # of the processor, for one token of one sequence: all others wait meanwhile
+LATE_S = 0.25  # of the processor, for one token of one sequence or its mask: all others wait meanwhile
 MAX_COMPILING = 256  # requests whose grammar waits for a compiler
 
 
@@ -50,7 +50,7 @@ class Grammars:
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
         self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar
         self._complete: set[int] = set()  # uids whose answer is complete: their matchers take nothing more
-        self._filler = MaskFiller()
+        self._filler = MaskFiller(LATE_S)
 
     @property
     def num_compiling(self) -> int:
@@ -149,7 +149,7 @@ class Grammars:
             return None
         bits = mask_lines(len(matched))
         for line, error in self._filler.fill([self._matchers[uid] for _, uid in matched], bits).items():
-            # Whatever the library raises ends one sequence, not the step.
+            # Whatever the library raises ends one sequence, not the step; so does what takes too long.
             log.error("the grammar of sequence %d failed", matched[line][1], exc_info=error)
             bits[line] = 0
         return np.array([index for index, _ in matched], dtype=np.int32), bits

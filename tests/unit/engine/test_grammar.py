@@ -251,6 +251,20 @@ def test_a_token_that_takes_long_to_follow_ends_its_own_sequence(
     assert harness.run().reasons == {1: FinishReason.STOP, 2: FinishReason.ERROR, 3: FinishReason.STOP}
 
 
+def test_a_grammar_whose_masks_grow_slow_ends_its_own_sequence(
+    model: ModelConfig, compilers: GrammarCompilers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of an ambiguous one they take longer with each token; here it becomes so behind what is tried beforehand."""
+    monkeypatch.setattr(grammar_module, "LATE_S", 0.02)
+    harness = Harness(model, compilers, overlap=True)
+    ambiguous = 'root ::= [0-9]{60} e\ne ::= "" | [a-z] e [a-z] e | e e'
+    for uid in (1, 3):
+        harness.core.submit(guided(uid, "regex", f"[{uid}]{{150}}"))
+    harness.core.submit(guided(2, "ebnf_grammar", ambiguous))
+    assert harness.run().reasons == {1: FinishReason.STOP, 2: FinishReason.ERROR, 3: FinishReason.STOP}
+    assert 60 < len(harness.records.tokens[2]) < 90
+
+
 def test_who_is_late_is_who_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not who waits for a machine that stands, nor who comes behind many that took a little."""
     monkeypatch.setattr(grammar_module, "LATE_S", 0.1)

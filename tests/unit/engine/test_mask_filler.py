@@ -18,13 +18,19 @@ WORDS = 3
 class Matcher:
     """Fills its number in. xgrammar's own batches refuse it, so that it is filled alone."""
 
-    def __init__(self, number: int, seconds: float = 0.0, error: Exception | None = None) -> None:
-        self.number, self.seconds, self.error = number, seconds, error
+    def __init__(
+        self, number: int, seconds: float = 0.0, error: Exception | None = None, computes: float = 0.0
+    ) -> None:
+        """`seconds`: of standing still."""
+        self.number, self.seconds, self.error, self.computes = number, seconds, error, computes
         self.threads: list[threading.Thread] = []
 
     def fill_next_token_bitmask(self, bits: np.ndarray, line: int) -> None:
         self.threads.append(threading.current_thread())
         time.sleep(self.seconds)
+        end = time.thread_time() + self.computes
+        while time.thread_time() < end:
+            pass
         if self.error is not None:
             raise self.error
         bits[line] = self.number
@@ -32,7 +38,7 @@ class Matcher:
 
 @pytest.fixture
 def filler() -> Any:
-    filler = MaskFiller(4)
+    filler = MaskFiller(60.0, 4)
     yield filler
     filler.close()
 
@@ -75,6 +81,34 @@ def test_a_matcher_that_fails_harms_no_other(filler: MaskFiller, count: int) -> 
         assert errors == {1: error}
 
 
+@pytest.mark.parametrize("max_threads", [1, 4])
+@pytest.mark.parametrize("count", [1, 2, 12])
+def test_a_mask_that_takes_too_long_is_an_error(count: int, max_threads: int) -> None:
+    """Of the next step, where several are filled in one call: which of them it was is not known before."""
+    filler = MaskFiller(0.05, max_threads)
+    matchers = [Matcher(number) for number in range(count)]
+    assert filled(filler, matchers)[1] == {}
+    matchers[-1].computes = 0.06
+    errors = [filled(filler, matchers)[1] for _ in range(2)]
+    assert [{line: type(error) for line, error in one.items()} for one in errors] == [
+        {count - 1: TimeoutError} if count == 1 else {},
+        {count - 1: TimeoutError},
+    ]
+    filler.close()
+
+
+def test_a_machine_that_stands_makes_no_mask_late(filler: MaskFiller) -> None:
+    filler = MaskFiller(0.01, 1)
+    for _ in range(3):
+        assert filled(filler, [Matcher(number, seconds=0.02) for number in range(2)])[1] == {}
+
+
+def test_many_masks_of_which_none_takes_too_long_are_filled(filler: MaskFiller) -> None:
+    filler = MaskFiller(0.05, 1)
+    for _ in range(3):
+        assert filled(filler, [Matcher(number, computes=0.02) for number in range(6)]) == ([0, 1, 2, 3, 4, 5], {})
+
+
 def test_without_threads_the_caller_fills_alone(filler: MaskFiller, monkeypatch: pytest.MonkeyPatch) -> None:
     def start(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -86,7 +120,7 @@ def test_without_threads_the_caller_fills_alone(filler: MaskFiller, monkeypatch:
 
 
 def test_the_helpers_end_with_it() -> None:
-    filler = MaskFiller(3)
+    filler = MaskFiller(60.0, 3)
     matchers = [Matcher(number, seconds=0.01) for number in range(12)]
     filled(filler, matchers)
     helpers = {thread for matcher in matchers for thread in matcher.threads} - {threading.current_thread()}
