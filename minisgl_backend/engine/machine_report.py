@@ -9,6 +9,8 @@ import contextlib
 import dataclasses
 import json
 import sys
+from importlib.util import cache_from_source
+from pathlib import Path
 from typing import Any
 
 from minisgl_backend.config import EngineConfig, Environment
@@ -23,8 +25,8 @@ def report() -> dict[str, Any]:
     """Of the machine, with these keys:
 
     `idle_cpus`: {wanted, allowed}; then either `broken`, why torch or the engine cannot be imported, or
-    `torch`: {version, cuda}; `device`: {kind, name, count}; `free_bytes` of its memory; on a CPU `cpu_kernels`: why the
-    compiled ones are not there ("": they are); then either
+    `torch`: {version, cuda, folder, bytecode: whether Python keeps it compiled}; `device`: {kind, name, count};
+    `free_bytes` of its memory; on a CPU `cpu_kernels`: why the compiled ones are not there ("": they are); then either
     `refusal`, why the demo model cannot be served, or
     `demo`: {dtype, attention, page_size};
     `attention`: {prefill, decode, page_size, warnings} that auto takes for other models, with heads of `head_dim`,
@@ -57,7 +59,12 @@ def _engine_report() -> dict[str, Any]:
 
     device = DeviceFacts.detect()
     found: dict[str, Any] = {
-        "torch": {"version": torch.__version__, "cuda": torch.version.cuda},
+        "torch": {
+            "version": torch.__version__,
+            "cuda": torch.version.cuda,
+            "folder": str(Path(torch.__file__).parent),
+            "bytecode": Path(cache_from_source(torch.__file__)).exists(),
+        },
         "device": {"kind": device.kind, "name": device.name, "count": device.count},
         "free_bytes": free_bytes(torch.device(device.kind)),
     }

@@ -314,6 +314,10 @@ def _engine(answer: Mapping[str, Any], has_gpu: bool) -> Iterator[Finding]:
         yield Finding("packages", "torch", NOTE, f"{text}: it sees no GPU", remedy)
     else:
         yield Finding("packages", "torch", OK, text)
+    if not torch["bytecode"]:
+        text = "torch's cannot be kept (PYTHONDONTWRITEBYTECODE, or a folder of others): each process compiles it anew"
+        remedy = shlex.join([sys.executable, "-m", "compileall", "-q", torch["folder"]])
+        yield Finding("packages", "bytecode", NOTE, text, remedy)
     if device["kind"] == "cuda":
         yield from _kernels(torch["cuda"])
     else:

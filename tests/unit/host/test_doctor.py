@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 H100 = {
     "idle_cpus": {"wanted": True, "allowed": False},
-    "torch": {"version": "2.9.0+cu128", "cuda": "12.8"},
+    "torch": {"version": "2.9.0+cu128", "cuda": "12.8", "folder": "/torch", "bytecode": True},
     "device": {"kind": "cuda", "name": "NVIDIA H100", "count": 2},
     "free_bytes": 79 << 30,
     "demo": {"dtype": "bfloat16", "attention": "triton", "page_size": 64},
@@ -177,7 +177,7 @@ def test_a_gpu_and_what_auto_takes_there() -> None:
     found = told(H100, has_gpu=True)
     assert found["packages torch"].text.startswith("2.9.0+cu128, for CUDA 12.8; models run on NVIDIA H100 (2 GPUs)")
     assert {"packages cuda12"} == {name for name in found if name.startswith("packages cuda")}
-    newer = told({**H100, "torch": {"version": "2.13.0", "cuda": "13.0"}}, has_gpu=True)
+    newer = told({**H100, "torch": {**H100["torch"], "version": "2.13.0", "cuda": "13.0"}}, has_gpu=True)
     assert "sglang-kernel" in newer["packages cuda"].text
     assert found["attention auto"].state == NOTE
     assert "tries fa,triton, then triton, then torch" in found["attention auto"].text
@@ -191,9 +191,16 @@ def test_a_gpu_and_what_auto_takes_there() -> None:
     assert all(finding.state != PROBLEM for finding in found.values())
 
 
+def test_a_torch_that_each_process_compiles_is_told() -> None:
+    assert "packages bytecode" not in told(H100, has_gpu=True)
+    found = told({**H100, "torch": {**H100["torch"], "bytecode": False}}, has_gpu=True)["packages bytecode"]
+    assert found.state == NOTE
+    assert found.remedy.endswith("-m compileall -q /torch")
+
+
 def test_a_torch_that_sees_no_gpu_serves_on_the_cpu() -> None:
     on_cpu = {**H100, "device": {"kind": "cpu", "name": "CPU", "count": 1}, "cpu_kernels": ""}
-    found = told({**on_cpu, "torch": {"version": "2.9.0+cpu", "cuda": None}}, has_gpu=True)
+    found = told({**on_cpu, "torch": {**H100["torch"], "version": "2.9.0+cpu", "cuda": None}}, has_gpu=True)
     assert found["packages torch"].state == NOTE
     assert "it sees no GPU" in found["packages torch"].text
     assert "a build for the driver's CUDA" in found["packages torch"].remedy
