@@ -246,6 +246,7 @@ def _draw_start(comparison: Comparison, title: str, bars: list[tuple[str, str]],
     for row, (_, name) in enumerate(bars):
         _draw_group(comparison, name, row, 1.0, " s", axes)
     axes.set_xlim(0, 1.12 * axes.get_xlim()[1])
+    _drop_ticks_beyond(axes)
     axes.set_xlabel("seconds")
     _set_bar_labels(axes, [label for label, _ in bars])
 
@@ -270,9 +271,14 @@ def _draw_sampling(comparison: Comparison, title: str, bars: list[tuple[str, str
         _draw_group(comparison, name, row, 1.0, "", axes)
     axes.set_xlim(0, 1.2 * axes.get_xlim()[1])
     axes.locator_params(axis="x", nbins=4)
-    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= axes.get_xlim()[1]])  # one may lie beyond
+    _drop_ticks_beyond(axes)
     axes.xaxis.set_major_formatter(lambda value, _: _short(value))
     _set_bar_labels(axes, [label for label, _ in bars])
+
+
+def _drop_ticks_beyond(axes: Any) -> None:
+    """Of the ticks that matplotlib picked, the one that may lie right of the axes."""
+    axes.set_xticks([tick for tick in axes.get_xticks() if tick <= axes.get_xlim()[1]])
 
 
 def _draw_group(comparison: Comparison, name: str, row: int, scale: float, unit: str, axes: Any) -> None:

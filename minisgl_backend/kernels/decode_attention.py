@@ -80,7 +80,7 @@ MAX_EARLY_BATCH = 64  # at more, a kernel that starts early (`pdl`) takes room f
 
 
 def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True) -> DecodeShape:
-    """The cut that was measured best on an H200 (benchmarks/kernels.py); group: query heads of a KV head.
+    """The cut that was measured best on an H200 (benchmarks/kernels); group: query heads of a KV head.
 
     Few sequences are cut finely, to use every multiprocessor; many are cut only where one is much longer than the
     rest, since each part costs a partial result. Between these, programs share all tiles evenly if they can (no window,

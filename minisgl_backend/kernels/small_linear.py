@@ -73,7 +73,7 @@ def linear_shape(
 ) -> LinearShape:
     """The cut that was measured best on an H200, inside a whole decode step: what a kernel leaves free of a
     multiprocessor counts as much as its own time, since the next one's first weights are on their way there. See
-    benchmarks/kernels.py. `shared`: bytes of shared memory that a program may have."""
+    benchmarks/kernels. `shared`: bytes of shared memory that a program may have."""
     shape = _measured_shape(rows, size_out, size_in, gated, num_sms)
     if shape.vector or shape.slices > 1:
         return shape

@@ -1,6 +1,6 @@
 """`Ops` on a GPU: Triton-language kernels where they beat a chain of library calls, cuBLAS elsewhere.
 
-Which product takes which way was measured on an H200 with benchmarks/kernels.py; with which algorithm cuBLAS does it is
+Which product takes which way was measured on an H200 with benchmarks/kernels; with which algorithm cuBLAS does it is
 measured at start, for the row counts of decode steps.
 """
 
@@ -77,7 +77,7 @@ class TritonOps(TorchOps):
     def _is_small(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool, normed: bool
     ) -> bool:
-        """Measured on an H200, norm and activation kernels counted in: see benchmarks/kernels.py."""
+        """Measured on an H200, norm and activation kernels counted in: see benchmarks/kernels."""
         rows, size_out, size_in = x.shape[0], *weight.shape
         if rows > small_linear.MAX_ROWS or x.stride(1) != 1 or size_out > 65536 or x.element_size() != 2:
             return False  # the tiles were chosen for numbers of two bytes

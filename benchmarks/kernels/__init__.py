@@ -1,0 +1,1 @@
+"""Kernels alone on one GPU."""

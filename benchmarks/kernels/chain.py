@@ -1,0 +1,129 @@
+"""A whole decode step without an engine around it."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+from benchmarks.kernels.timing import profile_step, random_weights, time_graph
+from minisgl_backend.kernels.decode_attention import (
+    DecodeWorkspace,
+    decode_attention,
+    decode_shape,
+    rotating_decode_attention,
+    rotation_pays,
+)
+from minisgl_backend.kernels.sampling import SamplingWorkspace, sample_plain
+from minisgl_backend.kernels.triton_ops import TritonOps
+from minisgl_backend.request import SamplingParams
+from minisgl_backend.sampling.params import encode_params
+
+
+class PolicyOps(TritonOps):
+    """TritonOps with another rule for which products take the small kernels."""
+
+    def __init__(self, policy: str, pdl: bool) -> None:
+        super().__init__(torch.device("cuda"), ChainShape.hidden)
+        self._policy = policy
+        self.pdl = pdl
+
+    def _is_small(
+        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool, normed: bool
+    ) -> bool:
+        if self._policy == "cublas" or x.shape[0] > 64 or weight.shape[0] > 65536:
+            return False
+        if self._policy == "all":
+            return True
+        return super()._is_small(x, weight, residual, gated, normed)
+
+
+@dataclass(frozen=True)
+class ChainShape:
+    """One decoder, Qwen3-0.6B unless told otherwise."""
+
+    hidden: int = 1024
+    heads: int = 16
+    kv_heads: int = 8
+    dim: int = 128
+    size: int = 3072
+    layers: int = 28
+    vocab: int = 151936
+    page: int = 64
+    context: int = 1024
+
+
+class Chain:
+    """All tensors of a decode step at one batch size."""
+
+    def __init__(self, shape: ChainShape, batch: int) -> None:
+        self.shape, self.batch, device = shape, batch, torch.device("cuda")
+        pages_each = shape.context // shape.page + 1
+        qkv, attended = (shape.heads + 2 * shape.kv_heads) * shape.dim, shape.heads * shape.dim
+        self.stack = [
+            (
+                random_weights(qkv, shape.hidden),
+                random_weights(shape.hidden, attended),
+                random_weights(2 * shape.size, shape.hidden),
+                random_weights(shape.hidden, shape.size),
+            )
+            for _ in range(shape.layers)
+        ]
+        self.norm, self.head_norm = random_weights(shape.hidden), random_weights(shape.dim)
+        self.lm_head = random_weights(shape.vocab, shape.hidden)
+        self.cos_sin = torch.randn(4 * shape.context, shape.dim, device=device)
+        pool = (shape.layers, 2, batch * pages_each + 1, shape.kv_heads, shape.page, shape.dim)
+        self.pool = torch.randn(pool, device=device, dtype=torch.bfloat16)
+        self.table = (torch.randperm(batch * pages_each, device=device) + 1).int().reshape(batch, pages_each)
+        self.rows = torch.arange(batch, dtype=torch.int32, device=device)
+        self.lengths = torch.full((batch,), shape.context, dtype=torch.int32, device=device)
+        self.positions = self.lengths - 1
+        last = shape.context - 1
+        self.slots = self.table[:, last // shape.page] * shape.page + last % shape.page
+        self.x = torch.randn(batch, shape.hidden, device=device).bfloat16()
+        self.attention = DecodeWorkspace(max(batch, 64), shape.heads, shape.kv_heads, shape.dim, device)
+        self.sampling = SamplingWorkspace(batch, shape.vocab, device)
+        line = torch.from_numpy(encode_params(SamplingParams(temperature=0.6, seed=1), shape.vocab).copy())
+        self.params = line.repeat(batch, 1).to(device)
+
+    def step(self, ops: TritonOps) -> torch.Tensor:
+        """The sampled tokens."""
+        pdl = ops.pdl and self.batch <= 64
+        cut = decode_shape(self.batch, self.shape.kv_heads, self.shape.heads // self.shape.kv_heads)
+        x = self.x.clone()  # products add to the residual in place
+        for layer, (qkv_weight, o_weight, gate_up_weight, down_weight) in enumerate(self.stack):
+            k, v = self.pool[layer]
+            qkv = ops.linear(x, qkv_weight, norm_weight=self.norm, eps=1e-6)
+            norm, scale = self.head_norm, self.shape.dim**-0.5
+            where = (k, v, self.rows, self.lengths, self.table, self.attention, cut, scale)
+            if rotation_pays(self.batch, self.shape.kv_heads):
+                attended = rotating_decode_attention(qkv, norm, norm, self.cos_sin, *where, 1e-6, pdl)
+            else:
+                q = ops.rope_store(
+                    qkv, norm, norm, self.cos_sin, self.positions, self.slots, k, v, self.shape.heads, 1e-6
+                )  # fmt: skip
+                attended = decode_attention(q, *where, None, pdl)
+            x = ops.linear(attended.flatten(1), o_weight, residual=x)
+            gated = ops.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, gated=True)
+            x = ops.linear(gated, down_weight, residual=x)
+        logits = ops.linear(ops.rms_norm(x, self.norm, 1e-6), self.lm_head)
+        return sample_plain(logits, self.rows, self.positions, self.params, self.sampling, pdl)
+
+
+def bench_chain(results: dict[str, dict], profile: bool) -> None:
+    """A whole decode step of Qwen3-0.6B shapes, attention and sampling included, as one graph; no engine around it."""
+    for batch in (1, 2, 8, 64, 256):
+        chain = Chain(ChainShape(), batch)
+        for policy, pdl in (("cublas", False), ("rule", False), ("rule", True), ("all", True)):
+            if policy == "all" and batch > 64:
+                continue
+            step = functools.partial(chain.step, PolicyOps(policy, pdl))
+            us = time_graph([step])
+            key = f"chain 0.6B batch {batch} {policy} pdl {int(pdl)}"
+            results[key] = {"ms": round(us / 1000, 3)}
+            print(f"{key}: {us / 1000:.3f} ms", flush=True)
+            if profile and policy == "rule" and pdl:
+                profile_step(step)
+        del chain, step
+        torch.cuda.empty_cache()
