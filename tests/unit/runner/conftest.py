@@ -1,4 +1,4 @@
-"""A tiny checkpoint for the runner's tests."""
+"""A tiny checkpoint for the runner's tests, its runners, and what transformers says with it."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
+from tiny_runner import CPU, MAX_SEQ_LEN, PROMPTS, VOCAB, MakeRunner, PromptGraphs
+
+from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.attention.registry import create_attention
+from minisgl_backend.models.build import attention_spec, build_model
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.runner.cuda_graph import EagerGraphRunner
+from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.piecewise import EagerPieces
+from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.sampling.metadata import SamplingRows
+from minisgl_backend.tensor_parallel import TensorParallel
+from tests.specs import make_pool
 
 
 @pytest.fixture(scope="session")
@@ -15,7 +28,7 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=160,
+        vocab_size=VOCAB,
         hidden_size=64,
         intermediate_size=96,
         num_hidden_layers=2,
@@ -29,3 +42,63 @@ def tiny_model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny-qwen3")
     Qwen3ForCausalLM(config).to(torch.float32).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def make_runner(tiny_model_dir: Path) -> MakeRunner:
+    """Makes runners of the tiny checkpoint on the CPU; graphs and pieces are not captured."""
+    config = ModelConfig.load(tiny_model_dir)
+
+    def make(
+        page_size: int = 4,
+        max_running: int = 6,
+        graph_sizes: tuple[int, ...] = (),
+        pieces: tuple[int, ...] = (),
+        prompt_graphs: bool = False,
+        tp: TensorParallel | None = None,
+    ) -> ModelRunner:
+        model = build_model(config, tiny_model_dir, dtype=torch.float32, device=CPU, max_seq_len=MAX_SEQ_LEN)
+        spec = attention_spec(
+            config,
+            tp_size=1,
+            page_size=page_size,
+            max_seq_len=MAX_SEQ_LEN,
+            max_rows=max_running + 1,
+            dtype=torch.float32,
+            device=CPU,
+        )
+        table = RowTable(max_running=max_running, max_seq_len=MAX_SEQ_LEN, page_size=page_size, device=CPU)
+        attention = create_attention("torch", "torch", spec)
+        if prompt_graphs:
+            backends = [PromptGraphs(spec, group) for group in spec.groups]
+            attention = HybridAttention(spec, backends, backends)
+        runner = ModelRunner(
+            model=model,
+            attention=attention,
+            pool=make_pool(spec, 600 // page_size),
+            table=table,
+            sampling=SamplingRows(table.max_rows, VOCAB, (2,), MAX_SEQ_LEN, CPU),
+            tp=tp,
+        )
+        if graph_sizes:
+            runner.use_graphs(EagerGraphRunner(graph_sizes))
+        if pieces:
+            runner.use_pieces(EagerPieces(pieces, config.hidden_size))
+        return runner
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def expected(tiny_model_dir: Path) -> list[list[int]]:
+    """Ten greedy tokens for each prompt, by transformers."""
+    from transformers import Qwen3ForCausalLM
+
+    model = Qwen3ForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    answers = []
+    for prompt in PROMPTS:
+        ids = model.generate(
+            torch.tensor([prompt]), max_new_tokens=10, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+        answers.append(ids[0, len(prompt) :].tolist())
+    return answers

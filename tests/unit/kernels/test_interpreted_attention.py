@@ -1,0 +1,305 @@
+"""Kernels of attention, rotation and the store of keys and values against their torch references.
+
+In Triton's interpreter: no GPU needed. tests/gpu runs them compiled. In small shapes here, since the interpreter
+executes one program after the other.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
+from minisgl_backend.attention.reference import TorchBackend
+from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
+from tests.specs import one_group
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
+pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
+
+from minisgl_backend.kernels import fused
+from minisgl_backend.kernels.decode_attention import (
+    DecodeShape,
+    DecodeWorkspace,
+    decode_attention,
+    decode_shape,
+    rotating_decode_attention,
+)
+from minisgl_backend.kernels.prefill_attention import prefill_attention
+
+CPU = torch.device("cpu")
+
+
+class PagedCase:
+    """A random pool, shuffled pages and rows, and the same attention by the torch backend."""
+
+    def __init__(
+        self, kv_lens: list[int], page_size: int, heads: int, kv_heads: int, head_dim: int, window: int = 0
+    ) -> None:
+        torch.manual_seed(page_size)
+        most = -(-max(kv_lens) // page_size)
+        count = len(kv_lens)
+        pool = (1 + count * most, kv_heads, page_size, head_dim)
+        self.k, self.v = torch.randn(pool), torch.randn(pool)
+        self.table = (torch.randperm(count * most) + 1).int().reshape(count, most)
+        self.rows = torch.randperm(count).int()
+        self.kv_lens = torch.tensor(kv_lens, dtype=torch.int32)
+        self.spec = one_group(
+            num_q_heads=heads, num_kv_heads=kv_heads, head_dim=head_dim, page_size=page_size,
+            max_seq_len=most * page_size, max_rows=count, window=window or None,
+        )  # fmt: skip
+        self.reference = TorchBackend(self.spec, self.spec.groups[0])
+
+    def quantize(self, scales: KVScales) -> LayerKV:
+        """The pool in FP8; what it means replaces the pool itself."""
+        kv = LayerKV((self.k / scales.k).to(FP8), (self.v / scales.v).to(FP8), scales)
+        self.k, self.v = kv.k.float() * scales.k, kv.v.float() * scales.v
+        return kv
+
+
+EARLY = DecodeShape(32, 32, 32, 4, 3, early=True, merged_at_once=16)
+
+BALANCED = [DecodeShape(4, 64, 32, 4, 3, workers=5), DecodeShape(4, 64, 64, 4, 3, workers=1)]
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 0), (64, 0), (1, 24), (16, 1), (64, 64), (64, 200)])
+@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3), *BALANCED])
+def test_decode_attention(page_size, window, shape):
+    case = PagedCase([1, 63, 65, 300], page_size, heads=4, kv_heads=2, head_dim=64, window=window)
+    q = torch.randn(4, 4, 64)
+    workspace = DecodeWorkspace(4, 4, 2, 64, CPU)
+    inputs = DecodeInputs(
+        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
+        rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    expected = case.reference.decode(q, LayerKV(case.k, case.v), case.reference.plan_decode(inputs))
+    for _ in range(2):  # the counters are back at zero after each launch
+        out = decode_attention(
+            q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, 0.125, window=window
+        )
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 6, 100])
+@pytest.mark.parametrize("lengths", [[1], [2, 1, 1, 33], [700, 3, 64, 65, 1, 128], [40] * 9, [1000, 1000]])
+def test_decode_attention_in_equal_shares(lengths, workers):
+    """However many programs share the tiles: sequences in one part, in many, and many in one share."""
+    case = PagedCase(lengths, 16, heads=6, kv_heads=2, head_dim=32)
+    q = torch.randn(len(lengths), 6, 32)
+    workspace = DecodeWorkspace(len(lengths), 6, 2, 32, CPU)
+    inputs = DecodeInputs(
+        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
+        rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    scale = case.spec.groups[0].softmax_scale
+    expected = case.reference.decode(q, LayerKV(case.k, case.v), case.reference.plan_decode(inputs))
+    shape = DecodeShape(4, 64, 32, 4, 3, workers=workers)
+    for _ in range(2):
+        out = decode_attention(q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, scale)
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 40), (64, 0)])
+@pytest.mark.parametrize(
+    "shape",
+    sorted(
+        {decode_shape(batch, 2, group) for batch in (1, 4, 8, 64, 128, 256, 512, 1024) for group in (2, 4)}, key=str
+    ),
+    ids=str,
+)
+def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
+    """What is no number stands in every place but those that a sequence may see, the rest of its last page included."""
+    heads, kv_heads, dim = 4, 2, 64
+    case = PagedCase([1, 31, 140], page_size, heads, kv_heads, dim, window)
+    k, v = torch.full_like(case.k, torch.nan), torch.full_like(case.v, torch.nan)
+    for row, length in zip(case.rows.tolist(), case.kv_lens.tolist(), strict=True):
+        seen = torch.arange(max(0, length - window) if window else 0, length)
+        page, place = case.table[row][seen // page_size].long(), seen % page_size
+        k[page, :, place], v[page, :, place] = case.k[page, :, place], case.v[page, :, place]
+    workspace = DecodeWorkspace(3, heads, kv_heads, dim, CPU)
+    q = torch.randn(3, heads, dim)
+    qkv, cos_sin = torch.randn(3, (heads + 2 * kv_heads) * dim), torch.randn(141, dim)
+
+    def attended(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rest = (case.rows, case.kv_lens, case.table, workspace, shape, 0.125)
+        k, v = k.clone(), v.clone()
+        return (
+            decode_attention(q, k, v, *rest, window=window),
+            rotating_decode_attention(qkv, None, None, cos_sin, k, v, *rest, 1e-6, window=window),
+        )
+
+    for found, expected in zip(attended(k, v), attended(case.k, case.v), strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("page_size", "normed", "window"),
+    [(1, True, 0), (16, False, 0), (64, True, 0), (1, True, 40), (16, False, 1), (64, True, 2), (64, True, 100)],
+)
+@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), EARLY, *BALANCED])
+def test_rotating_decode_attention(page_size, shape, normed, window):
+    heads, kv_heads, dim = 6, 2, 48
+    case = PagedCase([1, 64, 65, 200], page_size, heads, kv_heads, dim, window)
+    qkv = torch.randn(4, (heads + 2 * kv_heads) * dim)
+    norms = [torch.randn(dim), torch.randn(dim)] if normed else [None, None]
+    angles = torch.randn(201, dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = case.kv_lens - 1
+    pages = case.table[case.rows.long(), (positions // page_size).long()]
+    slots = pages * page_size + positions % page_size
+    inputs = DecodeInputs(
+        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
+        rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    k, v = case.k.clone(), case.v.clone()
+    q = TorchOps().rope_store(qkv.clone(), *norms, cos_sin, positions, slots, k, v, heads, 1e-6)
+    expected = case.reference.decode(q, LayerKV(k, v), case.reference.plan_decode(inputs))
+    workspace = DecodeWorkspace(4, heads, kv_heads, dim, CPU)
+    for _ in range(2):
+        out = rotating_decode_attention(
+            qkv, *norms, cos_sin, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape,
+            case.spec.groups[0].softmax_scale, 1e-6, window=window,
+        )  # fmt: skip
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(case.k, k, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(case.v, v)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("window", [0, 1, 24, 50])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_prefill_attention(page_size, window):
+    q_lens, kv_lens = [5, 40, 1], [5, 130, 33]
+    case = PagedCase(kv_lens, page_size, heads=2, kv_heads=1, head_dim=64, window=window)
+    starts = torch.tensor([0, 5, 45, 46], dtype=torch.int32)
+    q = torch.randn(sum(q_lens), 2, 64)
+    inputs = PrefillInputs(
+        cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
+        cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    expected = case.reference.prefill(q, LayerKV(case.k, case.v), case.reference.plan_prefill(inputs))
+    out = prefill_attention(q, case.k, case.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), 0.125, window)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(("page_size", "window"), [(1, 24), (16, 0), (64, 100)])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)])
+def test_attention_over_an_fp8_cache(page_size, window, dtype, tolerance):
+    """Against float32 attention over what the stored numbers mean."""
+    q_lens, kv_lens = [5, 40, 1, 1], [5, 130, 33, 200]
+    case = PagedCase(kv_lens, page_size, heads=6, kv_heads=2, head_dim=48, window=window)
+    kv = case.quantize(KVScales(0.03, 0.5))
+    scale = case.spec.groups[0].softmax_scale
+    decode = DecodeInputs(
+        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
+        rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    q = torch.randn(4, 6, 48)
+    meant = LayerKV(case.k, case.v)
+    expected = case.reference.decode(q, meant, case.reference.plan_decode(decode))
+    for shape in (DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3)):
+        workspace = DecodeWorkspace(4, 6, 2, 48, CPU)
+        out = decode_attention(
+            q.to(dtype), kv.k, kv.v, case.rows, case.kv_lens, case.table, workspace, shape, scale, window=window,
+            scales=kv.scales,
+        )  # fmt: skip
+        torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+    starts = torch.tensor([0, 5, 45, 46, 47], dtype=torch.int32)
+    q = torch.randn(47, 6, 48)
+    prefill = PrefillInputs(
+        cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
+        cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    expected = case.reference.prefill(q, meant, case.reference.plan_prefill(prefill))
+    out = prefill_attention(
+        q.to(dtype), kv.k, kv.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), scale, window, kv.scales
+    )
+    torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), EARLY, *BALANCED])
+@pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 24), (64, 0)])
+def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
+    """The new token is attended to as it is stored: quantized."""
+    heads, kv_heads, dim = 6, 2, 48
+    case = PagedCase([1, 64, 65, 200], page_size, heads, kv_heads, dim, window)
+    kv = case.quantize(KVScales(0.25, 0.125))
+    qkv = torch.randn(4, (heads + 2 * kv_heads) * dim)
+    norms = [torch.randn(dim), torch.randn(dim)]
+    angles = torch.randn(201, dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = case.kv_lens - 1
+    slots = case.table[case.rows.long(), (positions // page_size).long()] * page_size + positions % page_size
+    workspace = DecodeWorkspace(4, heads, kv_heads, dim, CPU)
+    inputs = DecodeInputs(
+        kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
+        rows_host=case.rows.numpy(),
+    )  # fmt: skip
+    stored = LayerKV(kv.k.clone(), kv.v.clone(), kv.scales)
+    q = TorchOps().rope_store(
+        qkv.clone(), *norms, cos_sin, positions, slots, stored.k, stored.v, heads, 1e-6, kv.scales
+    )
+    for _ in range(2):
+        out = rotating_decode_attention(
+            qkv, *norms, cos_sin, kv.k, kv.v, case.rows, case.kv_lens, case.table, workspace, shape,
+            case.spec.groups[0].softmax_scale, 1e-6, window=window, scales=kv.scales,
+        )  # fmt: skip
+        assert_close_in_fp8(kv.k, stored.k)
+        assert_close_in_fp8(kv.v, stored.v)
+        meant = LayerKV(kv.k.float() * kv.scales.k, kv.v.float() * kv.scales.v)
+        expected = case.reference.decode(q, meant, case.reference.plan_decode(inputs))
+        torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+def assert_close_in_fp8(found, expected):
+    """Few numbers may differ: the interpreter, where it rounds up, forgets the carry into the exponent.
+    tests/gpu/test_kv_formats.py compares what the hardware stores."""
+    assert (found.view(torch.uint8) != expected.view(torch.uint8)).float().mean() < 0.03
+
+
+@pytest.mark.parametrize("cache", [FP8, torch.float16])
+def test_rope_store_saturates(cache):
+    torch.manual_seed(0)
+    heads, kv_heads, dim, page_size = 4, 2, 32, 16
+    qkv = torch.randn(40, (heads + 2 * kv_heads) * dim)
+    qkv[7] *= 1e6
+    angles = torch.randn(50, dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = torch.randint(0, 50, (40,), dtype=torch.int32)
+    slots = torch.randperm(4 * page_size)[:40].int()
+    scales = KVScales(0.5, 0.25) if cache == FP8 else KVScales()
+    pools = []
+    for rope_store in (fused.rope_store, TorchOps().rope_store):
+        pool = torch.zeros(2, 4, kv_heads, page_size, dim).to(cache)
+        rope_store(qkv.clone(), None, None, cos_sin, positions, slots, pool[0], pool[1], heads, 1e-6, scales=scales)
+        pools.append(pool)
+    if cache == FP8:
+        assert_close_in_fp8(*pools)
+    else:
+        torch.testing.assert_close(*pools)
+    assert pools[0].float().abs().max() == torch.finfo(cache).max
+
+
+@pytest.mark.parametrize("num_tokens", [3, 40])
+@pytest.mark.parametrize("normed", [True, False])
+def test_rope_store(num_tokens, normed):
+    torch.manual_seed(num_tokens)
+    heads, kv_heads, dim, page_size = 4, 2, 32, 16
+    qkv = torch.randn(num_tokens, (heads + 2 * kv_heads) * dim)
+    norms = [torch.randn(dim), torch.randn(dim)] if normed else [None, None]
+    angles = torch.randn(50, dim // 2)
+    cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
+    positions = torch.randint(0, 50, (num_tokens,), dtype=torch.int32)
+    slots = torch.randperm(4 * page_size)[:num_tokens].int()
+    results = []
+    for rope_store in (fused.rope_store, TorchOps().rope_store):
+        pool = torch.zeros(2, 4, kv_heads, page_size, dim)
+        q = rope_store(qkv.clone(), *norms, cos_sin, positions, slots, pool[0], pool[1], heads, 1e-6)
+        results.append((q.clone(), pool))
+    for out, expected in zip(*results, strict=True):
+        torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

@@ -1,0 +1,155 @@
+"""Kernels of mixtures of experts against their torch references.
+
+In Triton's interpreter: no GPU needed. tests/gpu runs them compiled. In small shapes here, since the interpreter
+executes one program after the other.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from minisgl_backend.kernels.torch_ops import TorchOps
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
+pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
+
+from minisgl_backend.kernels import moe_few, moe_one, moe_wide, small_linear
+from minisgl_backend.kernels.moe import moe, route
+from minisgl_backend.kernels.moe_tiles import align
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+@pytest.mark.parametrize(("experts", "k"), [(128, 8), (6, 3), (1, 1)])
+def test_route(experts, k, renormalize):
+    torch.manual_seed(experts)
+    logits = torch.randn(5, experts)
+    logits[0, : experts - 1] = -200.0  # all but one share underflow: the padding must not be picked
+    ids, weights = route(logits, k, renormalize)
+    expected_ids, expected_weights = TorchOps().route(logits, k, renormalize)
+    torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(ids[1:], expected_ids[1:])
+    assert ids.dtype == torch.int64
+    assert all(len(set(line)) == k and max(line) < experts for line in ids.tolist())
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "experts", "tma"),
+    [(3, 8, False), (40, 2, False), (70, 6, False), (150, 3, False), (400, 2, False), (30, 3, True), (290, 3, True)],
+)
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_moe(num_tokens, experts, tma, with_residual, monkeypatch):
+    """In tiles of 16, 32, 64 and 128, over one block of the sort and several, with tensor memory access and without."""
+    if tma:
+        monkeypatch.setattr(moe_wide, "serves", lambda *arguments: True)  # numbers of four bytes too
+    torch.manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 64)
+    ids = torch.stack([torch.randperm(experts)[:2] for _ in range(num_tokens)])
+    weights = torch.rand(num_tokens, 2)
+    size = 192 if tma else 48
+    gate_up, down = torch.randn(experts, 2 * size, 64) * 0.1, torch.randn(experts, 64, size) * 0.1
+    residual = torch.randn(num_tokens, 64) if with_residual else None
+    expected = TorchOps().moe(x, ids, weights, gate_up, down, residual)
+    found = moe(x, ids, weights, gate_up, down, residual, tma=tma)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("experts", "k"), [(8, 2), (5, 3), (60, 8)])
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("complete", [False, True])
+def test_mixture_of_one_token(experts, k, renormalize, complete):
+    """`complete`: with norm and residual."""
+    torch.manual_seed(experts)
+    hidden, size, reference = 96, 40, TorchOps()
+    x, router = torch.randn(1, hidden), torch.randn(experts, hidden) * 0.3
+    gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
+    more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(1, hidden)}
+    arguments = (x, router, gate_up, down, k, renormalize)
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    expected = reference.mixture(*arguments, **(more if complete else {}))
+    for _ in range(2):  # the counter is back at zero after each launch
+        found = moe_one.mixture(*arguments, workspace, **(more if complete else {}))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_mixture_of_one_token_that_is_no_number(poison):
+    """It leads nowhere outside of the weights, and stays no number."""
+    x = torch.full((1, 32), poison)
+    router, gate_up, down = torch.randn(6, 32), torch.randn(6, 32, 32), torch.randn(6, 32, 16)
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    found = moe_one.mixture(x, router, gate_up, down, 2, True, workspace, norm_weight=torch.ones(32), eps=1e-6)
+    assert not torch.isfinite(found).any()
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "experts", "k"), [(2, 8, 2), (5, 5, 3), (8, 60, 8), (8, 3, 1), (11, 12, 4), (33, 3, 2), (64, 20, 4)]
+)
+@pytest.mark.parametrize("renormalize", [False, True])
+@pytest.mark.parametrize("complete", [False, True])
+def test_mixture_of_a_few_tokens(num_tokens, experts, k, renormalize, complete):
+    """Planned by the router and behind it, with one tile an expert and several. `complete`: with norm and residual."""
+    torch.manual_seed(num_tokens)
+    hidden, size, reference = 96, 40, TorchOps()
+    x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
+    gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
+    more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(num_tokens, hidden)}
+    arguments = (x, router, gate_up, down, k, renormalize)
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    expected = reference.mixture(*arguments, **(more if complete else {}))
+    for _ in range(2):  # the counter is back at zero after each launch
+        found = moe_few.mixture(*arguments, workspace, **(more if complete else {}))
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize("num_tokens", [3, 20])
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_token_that_is_no_number_harms_no_other(num_tokens, poison):
+    torch.manual_seed(num_tokens)
+    x = torch.randn(num_tokens, 32)
+    router, gate_up, down = torch.randn(6, 32), torch.randn(6, 32, 32), torch.randn(6, 32, 16)
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    arguments, norm = (router, gate_up, down, 2, True), {"norm_weight": torch.ones(32), "eps": 1e-6}
+    expected = TorchOps().mixture(x, *arguments, **norm)
+    x[1] = poison
+    found = moe_few.mixture(x, *arguments, workspace, **norm)
+    assert not torch.isfinite(found[1]).any()
+    others = torch.arange(num_tokens) != 1
+    torch.testing.assert_close(found[others], expected[others], atol=1e-5, rtol=1e-4)
+
+
+def test_an_expert_has_as_few_tiles_as_hold_its_tokens():
+    """Of equal logits the lower expert comes first; tiles beyond those used belong to none."""
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
+    x, router = torch.ones(20, 32), torch.zeros(6, 32)
+    _, plan = moe_few.route(x, router, 2, True, workspace)
+    assert plan.expert.tolist() == [0, 0, 1, 1, -1, -1, -1, -1]
+    assert plan.count[:4].tolist() == [16, 4, 16, 4]
+    held = [plan.slots[tile, :count].tolist() for tile, count in enumerate(plan.count[:4].tolist())]
+    assert held[0] + held[1] == list(range(0, 40, 2))
+    assert held[2] + held[3] == list(range(1, 40, 2))
+    torch.testing.assert_close(plan.weights, torch.full((20, 2), 0.5))
+
+
+@pytest.mark.parametrize(("pairs", "experts", "tile"), [(65, 128, 16), (700, 5, 16), (513, 1, 64)])
+def test_pairs_are_sorted_by_expert_and_cut_into_tiles_of_one(pairs, experts, tile):
+    torch.manual_seed(pairs)
+    ids = torch.randint(experts, (pairs, 1))
+    if experts > 2:
+        ids[ids == 2] = 1  # one without pairs
+    tiles = align(ids, experts, tile)
+    assert tiles.order.tolist() == ids.flatten().argsort(stable=True).tolist()
+    held = []
+    for expert, first, end in zip(tiles.expert.tolist(), tiles.first.tolist(), tiles.end.tolist(), strict=True):
+        if expert >= 0:
+            assert 0 < end - first <= tile
+            assert set(ids.flatten()[tiles.order[first:end].long()].tolist()) == {expert}
+            held += range(first, end)
+    assert held == list(range(pairs))
