@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-import msgspec
-
 from minisgl_backend.errors import ConfigError, InvalidRequestError
+from minisgl_backend.models.end_tokens import end_tokens, read_end_of_text, token_ids
+from minisgl_backend.models.json_files import read_json
 from minisgl_backend.request import SamplingParams
 
 _LLAMA = "LlamaForCausalLM"
@@ -147,9 +147,9 @@ class ModelConfig:
                 f"{folder} holds a LoRA adapter (adapter_config.json), which is not served; "
                 "merge it into its base model and serve the result"
             )
-        config = _read_json(folder / "config.json")
+        config = read_json(folder / "config.json")
         generation_file = folder / "generation_config.json"
-        generation = _read_json(generation_file) if generation_file.exists() else {}
+        generation = read_json(generation_file) if generation_file.exists() else {}
         return cls.from_dicts(config, generation, read_end_of_text(folder))
 
     @classmethod
@@ -185,8 +185,8 @@ class ModelConfig:
             attention_bias=keys.boolean("attention_bias", False),
             dtype=_dtype(config),
             moe=_moe(keys, num_layers) if architecture == _QWEN3_MOE else None,
-            eos_token_ids=_end_tokens(config, generation, tokenizer_eos),
-            bos_token_id=next(iter(_token_ids("config.json: bos_token_id", config.get("bos_token_id"))), None),
+            eos_token_ids=end_tokens(config, generation, tokenizer_eos),
+            bos_token_id=next(iter(token_ids("config.json: bos_token_id", config.get("bos_token_id"))), None),
             generation=_generation_defaults(generation),
         )
         model._check()
@@ -273,18 +273,6 @@ class _Keys:
         if default is None:
             raise ConfigError(f"config.json has no {key}")
         return default
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ConfigError(f"{path} does not exist; a model is a folder in Hugging Face format with a config.json")
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} holds a {type(content).__name__}; a JSON object is needed")
-    return content
 
 
 def _architecture(config: Mapping[str, Any]) -> str:
@@ -418,72 +406,6 @@ def _dtype(config: Mapping[str, Any]) -> str:
     if value not in DTYPES:
         _refuse("dtype", value, ", ".join(DTYPES))
     return str(value)
-
-
-def read_end_of_text(folder: Path) -> int | None:
-    """The id of the tokenizer's eos_token, from its files; None where they do not say."""
-    settings = _read_json_if_there(folder / "tokenizer_config.json")
-    token = settings.get("eos_token") or _read_json_if_there(folder / "special_tokens_map.json").get("eos_token")
-    text = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(text, str):
-        return None
-    for number, added in (settings.get("added_tokens_decoder") or {}).items():
-        if isinstance(added, dict) and added.get("content") == text and str(number).isdigit():
-            return int(number)
-    return _token_id(folder / "tokenizer.json", text)
-
-
-class _TokenizerModel(msgspec.Struct):
-    vocab: msgspec.Raw = msgspec.Raw(b"null")  # 150,000 tokens or more: parsed where the token is not among the added
-
-
-class _TokenizerFile(msgspec.Struct):
-    added_tokens: list[dict[str, Any]] | None = None
-    model: _TokenizerModel | None = None
-
-
-def _token_id(file: Path, text: str) -> int | None:
-    """The id of a token in a tokenizer.json; None where there is no file, or no such token."""
-    if not file.is_file():
-        return None
-    try:
-        tokenizer = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
-        for added in tokenizer.added_tokens or []:
-            if added.get("content") == text:
-                return int(added["id"])
-        vocabulary = msgspec.json.decode(tokenizer.model.vocab) if tokenizer.model is not None else None
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from None
-    return vocabulary.get(text) if isinstance(vocabulary, dict) else None
-
-
-def _read_json_if_there(path: Path) -> dict[str, Any]:
-    return _read_json(path) if path.is_file() else {}
-
-
-def _end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None) -> tuple[int, ...]:
-    """All of them, as SGLang: fine-tunes are about whose files disagree, and each of these tokens ends a text."""
-    vocab_size = config["vocab_size"]
-    found: dict[int, None] = {}
-    for file, values in (("generation_config.json", generation), ("config.json", config)):
-        name = f"{file}: eos_token_id"
-        for token in _token_ids(name, values.get("eos_token_id")):
-            if not 0 <= token < vocab_size:
-                raise ConfigError(f"{name} is {token}; allowed: 0 to vocab_size - 1 ({vocab_size - 1})")
-            found[token] = None
-    if tokenizer_eos is not None and 0 <= tokenizer_eos < vocab_size:
-        found[tokenizer_eos] = None
-    return tuple(found)
-
-
-def _token_ids(name: str, value: Any) -> tuple[int, ...]:
-    if value is None:
-        return ()
-    values = value if isinstance(value, list) else [value]
-    for token in values:
-        if not isinstance(token, int) or isinstance(token, bool):
-            raise ConfigError(f"{name} is {json.dumps(value, default=str)}; allowed: an integer or a list of integers")
-    return tuple(dict.fromkeys(values))
 
 
 def _generation_defaults(generation: Mapping[str, Any]) -> GenerationDefaults:

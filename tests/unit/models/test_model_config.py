@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.config import GenerationDefaults, LayerAttention, ModelConfig, RopeConfig, read_end_of_text
+from minisgl_backend.models.config import GenerationDefaults, LayerAttention, ModelConfig, RopeConfig
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -255,29 +255,6 @@ def test_every_end_token_counts() -> None:
     assert ModelConfig.from_dicts(LLAMA, {}, 4096).eos_token_ids == (2,)  # the model has no such token
     with pytest.raises(ConfigError, match=r"generation_config.json: eos_token_id is 128; allowed: 0 to"):
         read({"eos_token_id": 128})
-
-
-@pytest.mark.parametrize(
-    ("files", "expected"),
-    [
-        ({}, None),
-        ({"tokenizer_config.json": {"eos_token": None}}, None),
-        ({"tokenizer_config.json": {"eos_token": "E", "added_tokens_decoder": {"7": {"content": "E"}}}}, 7),
-        (
-            {
-                "tokenizer_config.json": {"eos_token": {"content": "E"}},
-                "tokenizer.json": {"added_tokens": [{"id": 0, "content": "E"}]},
-            },
-            0,
-        ),
-        ({"special_tokens_map.json": {"eos_token": "E"}, "tokenizer.json": {"model": {"vocab": {"E": 3}}}}, 3),
-        ({"tokenizer_config.json": {"eos_token": "E"}, "tokenizer.json": {"model": {"vocab": [["E", 0.0]]}}}, None),
-    ],
-)
-def test_the_tokenizers_end_of_text(tmp_path: Path, files: dict[str, Any], expected: int | None) -> None:
-    for name, content in files.items():
-        (tmp_path / name).write_text(json.dumps(content))
-    assert read_end_of_text(tmp_path) == expected
 
 
 def test_a_wrong_generation_value_is_named() -> None:

@@ -1,0 +1,76 @@
+"""The tokens that end a text, as the files of a model's folder have them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.json_files import read_json_if_there
+
+
+def end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None) -> tuple[int, ...]:
+    """All of them, as SGLang: fine-tunes are about whose files disagree, and each of these tokens ends a text."""
+    vocab_size = config["vocab_size"]
+    found: dict[int, None] = {}
+    for file, values in (("generation_config.json", generation), ("config.json", config)):
+        name = f"{file}: eos_token_id"
+        for token in token_ids(name, values.get("eos_token_id")):
+            if not 0 <= token < vocab_size:
+                raise ConfigError(f"{name} is {token}; allowed: 0 to vocab_size - 1 ({vocab_size - 1})")
+            found[token] = None
+    if tokenizer_eos is not None and 0 <= tokenizer_eos < vocab_size:
+        found[tokenizer_eos] = None
+    return tuple(found)
+
+
+def token_ids(name: str, value: Any) -> tuple[int, ...]:
+    """One or several, each once. Raises ConfigError with the key's `name`."""
+    if value is None:
+        return ()
+    values = value if isinstance(value, list) else [value]
+    for token in values:
+        if not isinstance(token, int) or isinstance(token, bool):
+            raise ConfigError(f"{name} is {json.dumps(value, default=str)}; allowed: an integer or a list of integers")
+    return tuple(dict.fromkeys(values))
+
+
+def read_end_of_text(folder: Path) -> int | None:
+    """The id of the tokenizer's eos_token, from its files; None where they do not say."""
+    settings = read_json_if_there(folder / "tokenizer_config.json")
+    token = settings.get("eos_token") or read_json_if_there(folder / "special_tokens_map.json").get("eos_token")
+    text = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(text, str):
+        return None
+    for number, added in (settings.get("added_tokens_decoder") or {}).items():
+        if isinstance(added, dict) and added.get("content") == text and str(number).isdigit():
+            return int(number)
+    return _token_id(folder / "tokenizer.json", text)
+
+
+class _TokenizerModel(msgspec.Struct):
+    vocab: msgspec.Raw = msgspec.Raw(b"null")  # 150,000 tokens or more: parsed where the token is not among the added
+
+
+class _TokenizerFile(msgspec.Struct):
+    added_tokens: list[dict[str, Any]] | None = None
+    model: _TokenizerModel | None = None
+
+
+def _token_id(file: Path, text: str) -> int | None:
+    """The id of a token in a tokenizer.json; None where there is no file, or no such token."""
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = msgspec.json.decode(file.read_bytes(), type=_TokenizerFile)
+        for added in tokenizer.added_tokens or []:
+            if added.get("content") == text:
+                return int(added["id"])
+        vocabulary = msgspec.json.decode(tokenizer.model.vocab) if tokenizer.model is not None else None
+    except (OSError, msgspec.MsgspecError) as error:
+        raise ConfigError(f"{file} cannot be read as a tokenizer: {error}") from None
+    return vocabulary.get(text) if isinstance(vocabulary, dict) else None
