@@ -18,7 +18,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -33,10 +32,10 @@ from minisgl_backend.config import OPTIONS, EngineConfig, Environment
 from minisgl_backend.engine.build import Engine, build_engine
 from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.host.resources import set_torch_defaults
-from minisgl_backend.request import FinishReason, Request, SamplingParams, check_prompt
+from minisgl_backend.request import FinishReason, SamplingParams, check_prompt
 from minisgl_backend.scheduler.outputs import SequenceOutputs
-from minisgl_backend.step import Logprobs, SequenceDetail, StepStats
-from minisgl_backend.text.output_processor import OutputProcessor
+from minisgl_backend.step import StepStats
+from minisgl_backend.text.answers import Answer, AnswerStream, RequestOutput, StreamPiece
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, has_tokenizer, load_vocabulary
 
 if TYPE_CHECKING:
@@ -48,59 +47,6 @@ Message = Mapping[str, Any]
 log = logging.getLogger(__name__)
 
 COMPILER_WAIT_S = 0.001
-
-
-@dataclass(frozen=True)
-class Completion:
-    """One answer to a prompt."""
-
-    text: str  # without a stop string and the text of a stop token, unless include_stop_str_in_output
-    token_ids: list[int]  # end-of-sequence and stop tokens included
-    finish_reason: str  # "stop", "length", "cancelled" or "error"
-    logprobs: list[Logprobs] | None  # one entry a token; None: not asked for
-    error: str  # with finish_reason "error"
-
-
-@dataclass(frozen=True)
-class RequestOutput:
-    """All answers to one prompt; the properties are those of the first."""
-
-    prompt_token_ids: list[int]
-    completions: list[Completion]  # SamplingParams.n of them
-    num_cached_tokens: int  # prompt tokens that the prefix cache supplied
-    prompt_logprobs: list[Logprobs] | None  # of every prompt token but the first; None: not asked for
-
-    @property
-    def text(self) -> str:
-        return self.completions[0].text
-
-    @property
-    def token_ids(self) -> list[int]:
-        return self.completions[0].token_ids
-
-    @property
-    def finish_reason(self) -> str:
-        return self.completions[0].finish_reason
-
-    @property
-    def logprobs(self) -> list[Logprobs] | None:
-        return self.completions[0].logprobs
-
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-
-@dataclass(frozen=True)
-class StreamPiece:
-    """What one step of the engine added to an answer: often a token, nothing while a long prompt is read."""
-
-    text: str  # whole characters; without what may yet become a stop string
-    token_ids: list[int]
-    finish_reason: str | None  # with the last piece, as Completion has it
-    num_prompt_tokens: int
-    num_cached_tokens: int  # prompt tokens that the prefix cache supplied; known with the first token
-    error: str = ""  # with finish_reason "error"
 
 
 class LLM:
@@ -227,7 +173,7 @@ class LLM:
             raise InvalidRequestError(f"n is {len(answer.streams)}; allowed in a stream: 1")
         return self._pieces(answer)
 
-    def _pieces(self, answer: _Answer) -> Generator[StreamPiece, None, None]:
+    def _pieces(self, answer: Answer) -> Generator[StreamPiece, None, None]:
         (stream,) = answer.streams
         with contextlib.closing(self._turns([answer])) as turns:
             for _ in turns:
@@ -269,7 +215,7 @@ class LLM:
         values: Mapping[str, Any],
         *,
         pieces: bool = False,
-    ) -> list[_Answer]:
+    ) -> list[Answer]:
         """Checked, and not yet begun. `pieces`: their texts are wanted as they grow."""
         if sampling_params is not None and values:
             raise InvalidRequestError(f"{min(values)} is given beside sampling_params; allowed: one or the other")
@@ -287,7 +233,7 @@ class LLM:
             params = self._translate(params)
             params.validate(welcome.vocab_size)
             check_prompt("the prompt", ids, vocab_size=welcome.vocab_size, max_seq_len=welcome.max_seq_len)
-            answers.append(_Answer(self._new_uid(params.n), ids, params, self._vocabulary, pieces))
+            answers.append(Answer(self._new_uid(params.n), ids, params, self._vocabulary, pieces))
         return answers
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -308,7 +254,7 @@ class LLM:
         self._next_uid += count
         return uid
 
-    def _turns(self, answers: Sequence[_Answer]) -> Generator[int, None, None]:
+    def _turns(self, answers: Sequence[Answer]) -> Generator[int, None, None]:
         """Steps the engine until all are answered; after each step, how many sequences have ended with it.
 
         Closed early, it ends what is open.
@@ -317,7 +263,7 @@ class LLM:
             raise InvalidRequestError("an answer is being streamed; allowed: one at a time, read to its end or closed")
         core = self.engine.core
         waiting = deque(answers)
-        open_streams: dict[int, _Stream] = {}
+        open_streams: dict[int, AnswerStream] = {}
         self._generating = True
         try:
             while waiting or open_streams:
@@ -336,7 +282,7 @@ class LLM:
         finally:
             self._generating = False
 
-    def _feed(self, waiting: deque[_Answer], open_streams: dict[int, _Stream]) -> None:
+    def _feed(self, waiting: deque[Answer], open_streams: dict[int, AnswerStream]) -> None:
         """Submits as many requests as the engine's queue and its compilers of grammars take, and leaves the rest."""
         engine, room = self.engine, 0
         if waiting:  # those whose grammar is being compiled join the queue, all at once perhaps
@@ -356,7 +302,7 @@ class LLM:
             kind = CapacityError if rejected.kind == CapacityError.__name__ else InvalidRequestError
             raise kind(rejected.message)
 
-    def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, _Stream]) -> int:
+    def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, AnswerStream]) -> int:
         """Gives each record to its stream; returns how many streams have ended."""
         if outputs is None:
             return 0
@@ -389,7 +335,7 @@ class LLM:
             raise EngineDeadError(self._dead)
         return busy
 
-    def _abandon(self, open_streams: dict[int, _Stream]) -> None:
+    def _abandon(self, open_streams: dict[int, AnswerStream]) -> None:
         """Leaves an engine that the next call can use."""
         if self._engine is None or self._dead:
             return
@@ -448,92 +394,6 @@ def _refuse_what_needs_a_server(config: EngineConfig) -> None:
         raise ConfigError(
             f"kv_events_endpoint is {config.kv_events_endpoint!r}; allowed in one process: unset. A server publishes "
             f"KV events: scripts/serve.sh --kv-events-endpoint {config.kv_events_endpoint!r}"
-        )
-
-
-class _Stream:
-    """One answer as it grows. Text is made at the end, unless it is wanted in pieces or may hold a stop string."""
-
-    def __init__(self, uid: int, answer: _Answer, vocabulary: Vocabulary, pieces: bool) -> None:
-        params = answer.request.params
-        self.uid = uid
-        self.answer = answer
-        self.token_ids: list[int] = []
-        self._output = OutputProcessor.of(params, vocabulary, vocabulary.tail(answer.token_ids))
-        self._eager = pieces or self._output.is_eager
-        self._pieces: list[str] = []
-        self._num_fed = 0  # tokens whose text has been made
-        self._taken = (0, 0)  # pieces and tokens that `take_piece` has handed out
-        self._logprobs: list[Logprobs] = []
-        self._reason = FinishReason.RUNNING
-        self._error = ""
-
-    def append(self, token: int, reason: int) -> bool:
-        """One record of the engine; token -1 says that there is none. True: the answer ends with it."""
-        if token >= 0:
-            self.token_ids.append(token)
-        if not reason and not self._eager:
-            return False
-        stop_token = token >= 0 and reason == FinishReason.STOP
-        new = self.token_ids[self._num_fed :]
-        text, _, ended = self._output.feed(new, reason, ends_with_stop_token=stop_token)
-        self._num_fed += len(new)
-        self._pieces.append(text)
-        self._reason = FinishReason(ended)
-        return bool(ended)
-
-    def take_detail(self, detail: SequenceDetail) -> None:
-        """What the engine says beside a token."""
-        if detail.logprobs is not None:
-            self._logprobs.append(detail.logprobs)
-        if detail.cached_tokens is not None:
-            self.answer.cached_tokens = detail.cached_tokens
-        if detail.prompt_logprobs:
-            self.answer.prompt_logprobs = list(detail.prompt_logprobs)
-        self._error = detail.error or self._error
-
-    def take_piece(self) -> StreamPiece:
-        """What is new since the last call."""
-        num_pieces, num_tokens = self._taken
-        self._taken = (len(self._pieces), len(self.token_ids))
-        return StreamPiece(
-            text="".join(self._pieces[num_pieces:]),
-            token_ids=self.token_ids[num_tokens:],
-            finish_reason=self._reason.label if self._reason else None,
-            num_prompt_tokens=len(self.answer.token_ids),
-            num_cached_tokens=self.answer.cached_tokens,
-            error=self._error,
-        )
-
-    def completion(self) -> Completion:
-        """The whole answer."""
-        return Completion(
-            text="".join(self._pieces),
-            token_ids=self.token_ids,
-            finish_reason=self._reason.label,
-            logprobs=self._logprobs if self.answer.request.params.logprobs is not None else None,
-            error=self._error,
-        )
-
-
-class _Answer:
-    """The streams of one request."""
-
-    def __init__(
-        self, uid: int, token_ids: list[int], params: SamplingParams, vocabulary: Vocabulary, pieces: bool
-    ) -> None:
-        self.request = Request(uid=uid, token_ids=np.array(token_ids, dtype="<i4").tobytes(), params=params)
-        self.token_ids = token_ids
-        self.cached_tokens = 0
-        self.prompt_logprobs: list[Logprobs] = []
-        self.streams = [_Stream(uid + index, self, vocabulary, pieces) for index in range(params.n)]
-
-    def output(self) -> RequestOutput:
-        return RequestOutput(
-            prompt_token_ids=self.token_ids,
-            completions=[stream.completion() for stream in self.streams],
-            num_cached_tokens=self.cached_tokens,
-            prompt_logprobs=None if self.request.params.prompt_logprobs is None else self.prompt_logprobs,
         )
 
 

@@ -1,0 +1,152 @@
+"""The answers of `LLM`: as they grow, and as they are handed out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl_backend.request import FinishReason, Request, SamplingParams
+from minisgl_backend.step import Logprobs, SequenceDetail
+from minisgl_backend.text.output_processor import OutputProcessor
+from minisgl_backend.text.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer to a prompt."""
+
+    text: str  # without a stop string and the text of a stop token, unless include_stop_str_in_output
+    token_ids: list[int]  # end-of-sequence and stop tokens included
+    finish_reason: str  # "stop", "length", "cancelled" or "error"
+    logprobs: list[Logprobs] | None  # one entry a token; None: not asked for
+    error: str  # with finish_reason "error"
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """All answers to one prompt; the properties are those of the first."""
+
+    prompt_token_ids: list[int]
+    completions: list[Completion]  # SamplingParams.n of them
+    num_cached_tokens: int  # prompt tokens that the prefix cache supplied
+    prompt_logprobs: list[Logprobs] | None  # of every prompt token but the first; None: not asked for
+
+    @property
+    def text(self) -> str:
+        return self.completions[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        return self.completions[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        return self.completions[0].finish_reason
+
+    @property
+    def logprobs(self) -> list[Logprobs] | None:
+        return self.completions[0].logprobs
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+
+@dataclass(frozen=True)
+class StreamPiece:
+    """What one step of the engine added to an answer: often a token, nothing while a long prompt is read."""
+
+    text: str  # whole characters; without what may yet become a stop string
+    token_ids: list[int]
+    finish_reason: str | None  # with the last piece, as Completion has it
+    num_prompt_tokens: int
+    num_cached_tokens: int  # prompt tokens that the prefix cache supplied; known with the first token
+    error: str = ""  # with finish_reason "error"
+
+
+class Answer:
+    """The streams of one request."""
+
+    def __init__(
+        self, uid: int, token_ids: list[int], params: SamplingParams, vocabulary: Vocabulary, pieces: bool
+    ) -> None:
+        self.request = Request(uid=uid, token_ids=np.array(token_ids, dtype="<i4").tobytes(), params=params)
+        self.token_ids = token_ids
+        self.cached_tokens = 0
+        self.prompt_logprobs: list[Logprobs] = []
+        self.streams = [AnswerStream(uid + index, self, vocabulary, pieces) for index in range(params.n)]
+
+    def output(self) -> RequestOutput:
+        """All of it."""
+        return RequestOutput(
+            prompt_token_ids=self.token_ids,
+            completions=[stream.completion() for stream in self.streams],
+            num_cached_tokens=self.cached_tokens,
+            prompt_logprobs=None if self.request.params.prompt_logprobs is None else self.prompt_logprobs,
+        )
+
+
+class AnswerStream:
+    """One answer as it grows. Text is made at the end, unless it is wanted in pieces or may hold a stop string."""
+
+    def __init__(self, uid: int, answer: Answer, vocabulary: Vocabulary, pieces: bool) -> None:
+        params = answer.request.params
+        self.uid = uid
+        self.answer = answer
+        self.token_ids: list[int] = []
+        self._output = OutputProcessor.of(params, vocabulary, vocabulary.tail(answer.token_ids))
+        self._eager = pieces or self._output.is_eager
+        self._pieces: list[str] = []
+        self._num_fed = 0  # tokens whose text has been made
+        self._taken = (0, 0)  # pieces and tokens that `take_piece` has handed out
+        self._logprobs: list[Logprobs] = []
+        self._reason = FinishReason.RUNNING
+        self._error = ""
+
+    def append(self, token: int, reason: int) -> bool:
+        """One record of the engine; token -1 says that there is none. True: the answer ends with it."""
+        if token >= 0:
+            self.token_ids.append(token)
+        if not reason and not self._eager:
+            return False
+        stop_token = token >= 0 and reason == FinishReason.STOP
+        new = self.token_ids[self._num_fed :]
+        text, _, ended = self._output.feed(new, reason, ends_with_stop_token=stop_token)
+        self._num_fed += len(new)
+        self._pieces.append(text)
+        self._reason = FinishReason(ended)
+        return bool(ended)
+
+    def take_detail(self, detail: SequenceDetail) -> None:
+        """What the engine says beside a token."""
+        if detail.logprobs is not None:
+            self._logprobs.append(detail.logprobs)
+        if detail.cached_tokens is not None:
+            self.answer.cached_tokens = detail.cached_tokens
+        if detail.prompt_logprobs:
+            self.answer.prompt_logprobs = list(detail.prompt_logprobs)
+        self._error = detail.error or self._error
+
+    def take_piece(self) -> StreamPiece:
+        """What is new since the last call."""
+        num_pieces, num_tokens = self._taken
+        self._taken = (len(self._pieces), len(self.token_ids))
+        return StreamPiece(
+            text="".join(self._pieces[num_pieces:]),
+            token_ids=self.token_ids[num_tokens:],
+            finish_reason=self._reason.label if self._reason else None,
+            num_prompt_tokens=len(self.answer.token_ids),
+            num_cached_tokens=self.answer.cached_tokens,
+            error=self._error,
+        )
+
+    def completion(self) -> Completion:
+        """The whole answer."""
+        return Completion(
+            text="".join(self._pieces),
+            token_ids=self.token_ids,
+            finish_reason=self._reason.label,
+            logprobs=self._logprobs if self.answer.request.params.logprobs is not None else None,
+            error=self._error,
+        )
