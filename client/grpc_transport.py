@@ -14,9 +14,11 @@ stream carries, and its sending side is closed behind it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import grpc
@@ -71,7 +73,8 @@ class GrpcCall:
     def receive(self) -> Reply | None:
         """The next response, None after the last. Raises ClientError once the call has ended."""
         try:
-            response = next(self._call, None)
+            with _interrupted_by(self._call.cancel):
+                response = next(self._call, None)
         except grpc.RpcError as error:
             raise self._progress.error(error) from None
         try:
@@ -211,6 +214,33 @@ class AsyncGrpcTransport:
             return bool(getattr(await method(request, timeout=timeout), field))
         except grpc.RpcError:
             return False
+
+
+@contextlib.contextmanager
+def _interrupted_by(cancel: Callable[[], object]) -> Iterator[None]:
+    """Ctrl-C cancels the call that is waited for, and raises KeyboardInterrupt behind it, where Python's own handler is
+    in place: raised within gRPC's wait it may find a lock let go that is let go again, or kept for ever."""
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    came = False
+
+    def note(*_: object) -> None:
+        nonlocal came
+        came = True
+        cancel()
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    except grpc.RpcError:
+        if not came:
+            raise
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if came:
+        raise KeyboardInterrupt
 
 
 def encode_request(request: InferenceRequest) -> Any:

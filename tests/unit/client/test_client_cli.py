@@ -204,7 +204,7 @@ def test_ctrl_c_stops_the_answer(url: str, record: Record, command: str) -> None
         process.send_signal(signal.SIGINT)
         assert record.cancelled.wait(WAIT)
         rest, errors = process.communicate("/exit\n" if command == "chat" else None, timeout=WAIT)
-        assert process.returncode == (0 if command == "chat" else 130)
+        assert process.returncode == (0 if command == "chat" else 130), errors
         assert "Traceback" not in errors
         if command == "chat":
             assert "(stopped)" in rest
