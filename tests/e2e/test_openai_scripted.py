@@ -21,7 +21,7 @@ from minisgl_backend.host.processes import descendants, process_table
 from minisgl_backend.text.tokenizer import Tokenizer
 from tests.e2e.conftest import ROOT
 from tests.e2e.openai_stack import Endpoint, running_endpoint, scripted_server
-from tests.e2e.wire import PATIENCE_SECONDS, Server
+from tests.e2e.wire import PATIENCE_SECONDS, Server, idle
 
 pytestmark = pytest.mark.e2e
 
@@ -268,10 +268,6 @@ def all_leave(server: Server, count: int) -> Iterator[None]:
     before = server.settled_metrics()[name]
     yield
     server.wait_for(lambda found: found[name] == before + count and idle(found))
-
-
-def idle(metrics: dict[str, float]) -> bool:
-    return metrics["minisgl_requests_running"] == 0 == metrics["minisgl_requests_waiting"]
 
 
 def ask_and_hang_on(endpoint: Endpoint) -> socket.socket:

@@ -20,6 +20,8 @@ from minisgl_backend.host.processes import descendants, process_table
 
 DEATH = r"a process of model \w+ died|the server died"  # in the supervisor's log
 PATIENCE_SECONDS = 120.0  # far above what is ever needed: the machine may be busy
+LOOK_SECONDS = 0.1  # between looks at metrics that may still change
+SETTLED_LOOKS = 30  # without a change: three reports of the latencies
 
 _NUMPY = {"INT32": np.int32, "UINT64": np.uint64, "FP32": np.float32, "BOOL": np.bool_, "UINT32": np.uint32}
 
@@ -140,19 +142,25 @@ class Server:
         return found
 
     def settled_metrics(self) -> dict[str, float]:
-        """Metrics in which all that has ended is counted. To be called while nothing runs.
+        """Metrics in which all that has ended is counted. To be called when nothing is left to run.
 
         They come four times a second, the latencies once: what ended just now may be neither running nor counted.
         Many looks, and not two with a pause between them: a machine that stands still for that pause counts nothing.
+        Metrics that stand still while something runs, or before there are any, are not settled.
         """
         found: dict[str, float] = {}
         same, deadline = 0, time.monotonic() + PATIENCE_SECONDS
-        while same < 30:
-            assert time.monotonic() < deadline, found
-            time.sleep(0.1)
+        while same < SETTLED_LOOKS:
+            assert time.monotonic() < deadline, f"never settled: {found}"
+            time.sleep(LOOK_SECONDS)
             last, found = found, self.metrics()
-            same = same + 1 if found == last else 0
+            same = same + 1 if found == last and idle(found) else 0
         return found
+
+
+def idle(found: dict[str, float]) -> bool:
+    """Nothing runs and nothing waits."""
+    return found.get("minisgl_requests_running") == found.get("minisgl_requests_waiting") == 0
 
 
 def all_pages_are_back(found: dict[str, float]) -> bool:
