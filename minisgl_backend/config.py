@@ -1,8 +1,8 @@
-"""Every engine option, once: the user's settings, and what they resolve to on a given model and machine.
+"""Every engine option, once: the user's settings, and what scheduler and cache know of them.
 
 `EngineConfig` is what the user wrote. The same names are `parameters` of model_repository/engine/config.pbtxt, fields
-of this class and command-line flags of the offline tools. `resolve` turns it into a `RuntimeConfig`, in which no "auto"
-is left.
+of this class and command-line flags of the offline tools. `runner.resolve` turns it into a `RuntimeConfig`, in which no
+"auto" is left.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class EngineConfig:
     mixed_prefill_length: int | None = _option(
         None,
         "most prompt tokens computed beside running streams in one step, so that a long prompt does not freeze them; "
-        "0: prompts first, streams wait; unset: what this machine computes in 20 ms, or in twice the time of a step of "
+        "0: prompts first, streams wait; unset: what this machine computes in 22 ms, or in twice the time of a step of "
         "one token where that is more, measured at start, and more while over a second's worth of prompts waits",
         "0 or more",
         lambda value: value >= 0,
@@ -431,32 +431,3 @@ class SchedulerLimits:
     schedule_policy: str = "fcfs"
     eos_token_ids: tuple[int, ...] = ()
     sparse_step_sizes: tuple[int, ...] = ()  # ascending: what a step that is as long as the first should be cut to
-
-
-@dataclass(frozen=True, kw_only=True)
-class RuntimeConfig:
-    """Resolved settings: nothing is "auto" any more. Made once by `runner.resolve`, then only read."""
-
-    config: EngineConfig
-    model_dir: str
-    device: str  # "cpu" or "cuda"
-    first_device: int = 0  # see EngineConfig.first_device
-    dtype: str  # bfloat16, float16 or float32
-    kv_dtype: str  # bfloat16, float16, float32 or float8_e4m3fn: of the KV cache
-    prefill_backend: str
-    decode_backend: str
-    page_size: int
-    max_seq_len: int
-    cuda_graph_max_bs: int | None  # None: chosen from free memory once the weights are loaded
-    cuda_graph_max_tokens: int  # 0: steps with prompt tokens run without graphs
-    eager_graphs: bool = False  # graphs and pieces are not captured
-    flashinfer_tensor_cores: bool | None
-
-    def device_index(self, rank: int) -> int:
-        """Index of a tensor-parallel rank's GPU on its machine."""
-        return self.first_device + rank % self.config.ranks_per_node
-
-    def shared(self) -> dict[str, str]:
-        """What must be the same on all ranks, in words: all but where things are on one machine."""
-        own = ("config", "model_dir", "first_device")
-        return {spec.name: str(getattr(self, spec.name)) for spec in dataclasses.fields(self) if spec.name not in own}

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig, SchedulerLimits
+from minisgl_backend.config import EngineConfig, Environment, SchedulerLimits
 from minisgl_backend.engine.core import EngineCore, StepRunner
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.grammar import Grammars
@@ -32,6 +32,7 @@ from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.runner.null_runner import NullRunner
+from minisgl_backend.runner.runtime_config import RuntimeConfig
 from minisgl_backend.runner.scripted_runner import ScriptedRunner
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan
@@ -181,11 +182,14 @@ def _resolve(
     config: EngineConfig, environment: Environment, dp_rank: int, model_dir: Path, model: ModelConfig
 ) -> tuple[RuntimeConfig, str]:
     """What the options come to on this machine, and in words."""
-    _load_torch(config.first_device(dp_rank))
+    opened = _load_torch(config.first_device(dp_rank))
     from minisgl_backend.runner.device import DeviceFacts
     from minisgl_backend.runner.resolve import resolve
 
-    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment, dp_rank=dp_rank)
+    facts = DeviceFacts.detect()
+    if opened is not None and facts.kind == "cpu":
+        opened.close()
+    runtime = resolve(config, model_dir, model, facts, environment, dp_rank=dp_rank)
     ranks = f" x {config.tp}" if config.tp > 1 else ""
     ranks += f" over {config.nodes} nodes" if config.nodes > 1 else ""
     return runtime, (
@@ -195,21 +199,24 @@ def _resolve(
     )
 
 
-def _load_torch(first_device: int) -> None:
-    """Imports torch, where nobody has, without the garbage collector. It brings 180,000 objects that never go, and
-    looking at them took a sixth of the import, and as long again at the process's end."""
+def _load_torch(first_device: int) -> OpenedDevice | None:
+    """Imports torch, where nobody has, without the garbage collector, and opens the device meanwhile. None: somebody
+    has, or there is no collector to stop.
+
+    It brings 180,000 objects that never go, and looking at them took a sixth of the import, and as long again at the
+    process's end.
+    """
     if "torch" in sys.modules or not gc.isenabled():
-        return
-    device = OpenedDevice(first_device)
+        return None
+    opened = OpenedDevice(first_device)
     gc.collect()  # freezing is for ever: of what is there now, only what is in use
     gc.disable()
     try:
-        import torch
+        import torch  # noqa: F401
     finally:
         gc.enable()
     gc.freeze()
-    if torch.version.cuda is None:
-        device.close()
+    return opened
 
 
 def _device(runtime: RuntimeConfig) -> torch.device:

@@ -6,9 +6,9 @@ import os
 
 import torch
 
-from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.host.resources import threads_of_rank
 from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.runtime_config import RuntimeConfig
 
 
 def share_cores(runtime: RuntimeConfig, runner: ModelRunner) -> None:

@@ -28,7 +28,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
+from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.core import PendingStep
 from minisgl_backend.engine.nodes import PING_S, Nodes
 from minisgl_backend.errors import ConfigError, EngineDeadError
@@ -36,6 +36,7 @@ from minisgl_backend.host.liveness import PERIOD_S, Heartbeat, Liveness, Sign, w
 from minisgl_backend.host.node_options import read_secret
 from minisgl_backend.host.spawn import start_child
 from minisgl_backend.ipc.plan_codec import pack_step
+from minisgl_backend.runner.runtime_config import RuntimeConfig
 from minisgl_backend.step import StepDecisions, StepPlan
 
 if TYPE_CHECKING:

@@ -36,7 +36,7 @@ class OpenedDevice:
             self._close = lambda: driver.cuDevicePrimaryCtxRelease(device)
 
     def close(self) -> None:
-        """For a torch that computes on processors alone; any other one keeps it until the process ends."""
+        """Where torch computes on processors; on a GPU it stays open until the process ends."""
         if self._thread.ident is not None:
             self._thread.join()
         self._close()

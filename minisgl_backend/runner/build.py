@@ -15,7 +15,6 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.hybrid import HybridAttention
 from minisgl_backend.attention.registry import create_attention
-from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.ops import mixture_token_counts
 from minisgl_backend.kv.pool import KVPool
@@ -28,6 +27,7 @@ from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages,
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.piecewise import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.runtime_config import RuntimeConfig
 from minisgl_backend.runner.warm_up import compile_kernels, warm_up
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.sampler import Sampler, sampling_workspace

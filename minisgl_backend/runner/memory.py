@@ -12,12 +12,12 @@ import numpy.typing as npt
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.config import RuntimeConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool, max_pages
 from minisgl_backend.request import MAX_LOGPROBS, SamplingParams
 from minisgl_backend.runner.device import free_bytes
 from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.runtime_config import RuntimeConfig
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 # On the CPU memory is shared with everything else, so nobody wants "all that is left" by default.
@@ -30,7 +30,8 @@ GRAPH_SHARE = 0.1  # of the memory that weights leave, for the largest captured 
 
 # What takes the sampler most memory: every row with logits of its own.
 _WORST_PARAMS = SamplingParams(temperature=1.0, top_p=0.5, repetition_penalty=1.1, logprobs=MAX_LOGPROBS, seed=0)
-_PLAIN_PARAMS = SamplingParams(temperature=1.0, seed=0)
+# A token is drawn, and nothing else is asked for.
+PLAIN_PARAMS = SamplingParams(temperature=1.0, seed=0)
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def prompt_plan(token_ids: npt.NDArray[np.int32], max_running: int, max_seq_len:
     prompts = [token_ids[start : start + longest] for start in range(0, len(token_ids), longest)]
     prompts = prompts[: max_running - beside]
     rows = [*prompts, *[np.zeros(1, dtype=np.int32)] * beside]
-    admitted = tuple(AdmittedRow(row, row, _PLAIN_PARAMS, len(ids), ids, 0) for row, ids in enumerate(rows))
+    admitted = tuple(AdmittedRow(row, row, PLAIN_PARAMS, len(ids), ids, 0) for row, ids in enumerate(rows))
     chunks = tuple(PrefillChunk(row, 0, ids, samples=False) for row, ids in enumerate(prompts))
     return padding_plan(admitted, chunks, np.arange(len(prompts), len(rows), dtype=np.int32))
 
@@ -135,7 +136,7 @@ def prompt_plan(token_ids: npt.NDArray[np.int32], max_running: int, max_seq_len:
 def trial_plan(max_running: int) -> StepPlan:
     """A step of nobody's, which runs beside whatever does: a prompt of one token in the padding row."""
     token = np.zeros(1, dtype=np.int32)
-    admitted = AdmittedRow(max_running, 0, _PLAIN_PARAMS, 1, token, 0)
+    admitted = AdmittedRow(max_running, 0, PLAIN_PARAMS, 1, token, 0)
     chunk = PrefillChunk(max_running, 0, token, samples=True)
     return padding_plan((admitted,), (chunk,), np.zeros(0, dtype=np.int32))
 

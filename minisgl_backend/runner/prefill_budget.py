@@ -12,12 +12,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from minisgl_backend.config import TILE_TOKENS, Backlog, RuntimeConfig
+from minisgl_backend.config import TILE_TOKENS, Backlog
 from minisgl_backend.runner.memory import prompt_plan
 from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.runtime_config import RuntimeConfig
 from minisgl_backend.tensor_parallel import TensorParallel
 
-TARGET_S = 0.020  # a step of prompt tokens beside one stream; beside many it takes a little longer
+TARGET_S = 0.022  # a step of prompt tokens beside one stream; beside many it takes a little longer
 SLOW_TARGET = 2.0  # times a step of one token, where that is more: the weights of a large model have to be read anyway
 BACKLOG_FACTOR = 5  # how much longer steps may take while prompts wait
 DEEP_BACKLOG_FACTOR = 16  # and while many do

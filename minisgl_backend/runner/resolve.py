@@ -7,17 +7,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minisgl_backend.attention.registry import choose_attention, import_failure
-from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
+from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import max_pages
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.device import DeviceFacts
+from minisgl_backend.runner.runtime_config import RuntimeConfig
 
 log = logging.getLogger(__name__)
 
 # Steps with prompt tokens are captured where a host would launch them for longer than the device computes: LAUNCH_S for
-# each layer, the slower of the hosts that were measured, while a multiprocessor of an H200 computes FLOPS in a second.
-# Of most models that is less than 2,048 tokens; of Qwen3-0.6B it is 8,192 on an H200.
+# each layer, the slower of the hosts that were measured, while a multiprocessor computes FLOPS in a second. That is an
+# upper estimate, by which rather too many tokens are captured than too few: steps of Qwen3-0.6B reach four fifths of it
+# on an H200, and smaller GPUs less. Of most models that is less than 2,048 tokens; of Qwen3-0.6B 8,192 on an H200.
 LAUNCH_S, MULTIPROCESSOR_FLOPS = 0.7e-3, 3e12
 LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 2048, 8192  # that are chosen where nobody says
 GRAPH_TOKENS_STEP = 1024
@@ -107,12 +109,12 @@ def _graph_max_tokens(config: EngineConfig, model: ModelConfig, device: DeviceFa
     if wanted is None and config.cuda_graph_max_bs == 0:
         wanted = 0
     if wanted is None:
-        wanted = LEAST_GRAPH_TOKENS if eager else graph_tokens(model, config.tp, device.multiprocessors)
+        wanted = LEAST_GRAPH_TOKENS if eager else _graph_tokens(model, config.tp, device.multiprocessors)
     return min(wanted, config.max_prefill_length + config.max_running_requests)  # the most that a step can have
 
 
-def graph_tokens(model: ModelConfig, tp: int, multiprocessors: int) -> int:
-    """Up to how many tokens a step of this model waits for its launches, in steps of GRAPH_TOKENS_STEP.
+def _graph_tokens(model: ModelConfig, tp: int, multiprocessors: int) -> int:
+    """Up to how many tokens a step of this model may wait for its launches, in steps of GRAPH_TOKENS_STEP.
 
     multiprocessors: of each rank's GPU.
     """

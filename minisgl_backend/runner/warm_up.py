@@ -21,7 +21,7 @@ from minisgl_backend.request import Grammar, SamplingParams
 from minisgl_backend.runner.async_output import UnsampledStep
 from minisgl_backend.runner.compiling import compiles_ahead, compiling_ahead
 from minisgl_backend.runner.cuda_graph import graph_sizes
-from minisgl_backend.runner.memory import LARGEST_DEFAULT_GRAPH, padding_plan, prompt_plan
+from minisgl_backend.runner.memory import LARGEST_DEFAULT_GRAPH, PLAIN_PARAMS, padding_plan, prompt_plan
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
@@ -34,7 +34,6 @@ PROMPT_TOKENS = (16, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048)
 # numbers on; 2 are among the sampled plans, and more beside one row that decodes.
 FEW_TOKENS = (1, 3, 5, 9)
 
-_PARAMS = SamplingParams(temperature=1.0, seed=0)
 # Together they need every kernel of the sampler.
 SAMPLED = (
     SamplingParams(temperature=1.0, seed=0, top_k=20, min_p=0.1, logprobs=1, prompt_logprobs=1),
@@ -130,9 +129,9 @@ def warm_up_plans(
     return [plan for _, plan in sorted(plans, key=itemgetter(0), reverse=True)]
 
 
-def _plan(prompt_tokens: int, decoding: int, params: SamplingParams = _PARAMS) -> StepPlan:
+def _plan(prompt_tokens: int, decoding: int, params: SamplingParams = PLAIN_PARAMS) -> StepPlan:
     prompt, one = np.zeros(prompt_tokens, np.int32), np.zeros(1, np.int32)
     decode_rows = np.arange(1, 1 + decoding, dtype=np.int32)
     admitted = [AdmittedRow(0, 0, params, prompt_tokens, prompt, 0)]
-    admitted += [AdmittedRow(row, row, _PARAMS, 1, one, 0) for row in decode_rows.tolist()]
+    admitted += [AdmittedRow(row, row, PLAIN_PARAMS, 1, one, 0) for row in decode_rows.tolist()]
     return padding_plan(tuple(admitted), (PrefillChunk(0, 0, prompt, samples=True),), decode_rows)

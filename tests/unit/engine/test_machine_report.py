@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import py_compile
+import sys
+from pathlib import Path
 
 import pytest
+import torch
 
 from minisgl_backend.attention.registry import BACKENDS, choose_attention, preferences
 from minisgl_backend.config import EngineConfig, Environment
@@ -22,6 +26,13 @@ def test_it_is_what_the_engine_would_take() -> None:
     assert found["device"]["kind"] == runtime.device
     assert set(found["attention"]["backends"]) == set(BACKENDS)
     json.dumps(found)
+
+
+def test_whether_python_keeps_torch_compiled(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "pycache_prefix", str(tmp_path))
+    assert report()["torch"]["bytecode"] is False
+    assert py_compile.compile(torch.__file__, doraise=True)
+    assert report()["torch"]["bytecode"] is True
 
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)])

@@ -14,17 +14,20 @@ import pytest
 
 from minisgl_backend.engine.open_device import OpenedDevice
 
+PATIENCE_SECONDS = 30.0  # far above what is ever needed: the machine may be busy
+
 
 class Driver:
     """A driver with as many devices; knows what is kept open."""
 
     def __init__(self, num_devices: int, state: int = 0) -> None:
         self.num_devices, self.state, self.opened = num_devices, state, list[int]()
-        self.answers = threading.Event()
+        self.asked, self.answers = threading.Event(), threading.Event()
         self.answers.set()
 
     def cuInit(self, flags: int) -> int:
-        self.answers.wait()
+        self.asked.set()
+        self.answers.wait(PATIENCE_SECONDS)
         return self.state
 
     def cuDeviceGet(self, device: Any, index: int) -> int:
@@ -92,9 +95,13 @@ def test_nobody_waits_for_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
     driver.answers.clear()
     load(monkeypatch, driver)
     device = OpenedDevice(0)
-    assert driver.opened == []
+    assert driver.asked.wait(PATIENCE_SECONDS / 2)
+    assert driver.opened == [], "who waits finds it open"
     driver.answers.set()
+    device._thread.join()
+    assert driver.opened == [10]
     device.close()
+    assert driver.opened == []
 
 
 def test_a_machine_without_a_thread_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,19 +125,51 @@ def test_the_kernels_of_libraries_are_loaded_when_they_are_used(monkeypatch: pyt
 
 IMPORT = """
 import ctypes, sys
+from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine import build
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.folder import find_model_dir
 from tests.unit.engine.test_open_device import Driver
 driver, right = Driver(num_devices=4), ctypes.CDLL
 ctypes.CDLL = lambda name, *args, **kwargs: driver if name == "libcuda.so.1" else right(name, *args, **kwargs)
 retain, told = driver.cuDevicePrimaryCtxRetain, []
 driver.cuDevicePrimaryCtxRetain = lambda context, device: told.append(device.value) or retain(context, device)
+config = EngineConfig(dp=4)
+folder = find_model_dir(config.model)
+model = ModelConfig.load(folder)
 assert "torch" not in sys.modules
-build._load_torch(3)
-import torch
-assert told == [13]
-assert driver.opened == ([] if torch.version.cuda is None else [13])
 """
+LOADED = """
+opened = build._load_torch(3)
+assert "torch" in sys.modules
+opened._thread.join()
+assert told == driver.opened == [13]
+assert build._load_torch(3) is None
+"""
+RESOLVED = """
+import dataclasses
+load = build._load_torch
+def load_and_tell(first_device):
+    opened = load(first_device)
+    import torch
+    from minisgl_backend.runner.device import DeviceFacts
+    torch.version.cuda = "12.8"
+    facts = dataclasses.replace(DeviceFacts.detect(), count=4, **FACTS)
+    DeviceFacts.detect = lambda: facts
+    return opened
+build._load_torch = load_and_tell
+runtime, _ = build._resolve(config, Environment.read(), 3, folder, model)
+assert told == [13]
+assert driver.opened == ([] if runtime.device == "cpu" else [13])
+"""
+ON_CPU = {"kind": "cpu", "capability": None}  # where the driver is too old for torch, or hidden from it
+ON_GPU = {"kind": "cuda", "capability": (8, 0)}
 
 
-def test_it_is_opened_before_torch_and_closed_where_torch_has_no_use_for_it() -> None:
-    subprocess.run([sys.executable, "-c", IMPORT], check=True)
+def test_it_is_opened_beside_the_import_of_torch() -> None:
+    subprocess.run([sys.executable, "-c", IMPORT + LOADED], check=True)
+
+
+@pytest.mark.parametrize("facts", [ON_CPU, ON_GPU])
+def test_it_is_closed_where_torch_computes_on_processors(facts: dict[str, object]) -> None:
+    subprocess.run([sys.executable, "-c", IMPORT + RESOLVED.replace("FACTS", str(facts))], check=True)

@@ -11,7 +11,7 @@ import torch
 from hand_made_plans import Driver
 
 from minisgl_backend.attention.reference import TorchBackend
-from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
+from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec
@@ -24,6 +24,7 @@ from minisgl_backend.runner.device import DeviceFacts, is_out_of_memory
 from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages, prompt_plan, worst_plans
 from minisgl_backend.runner.piecewise import EagerPieces
 from minisgl_backend.runner.resolve import resolve
+from minisgl_backend.runner.runtime_config import RuntimeConfig
 from minisgl_backend.tensor_parallel import TensorParallel
 
 CPU = torch.device("cpu")
@@ -172,10 +173,20 @@ def test_worst_plans_fill_the_step(tiny_model_dir: Path, max_running: int, max_p
 
 
 @pytest.mark.parametrize(
-    ("tokens", "max_running", "lengths"), [(100, 8, [100]), (300, 8, [127, 127, 46]), (900, 2, [127, 127])]
+    ("tokens", "max_running", "beside", "lengths"),
+    [
+        (100, 8, 0, [100]),
+        (300, 8, 0, [127, 127, 46]),
+        (900, 2, 0, [127, 127]),
+        (100, 8, 1, [100]),
+        (300, 8, 2, [127, 127, 46]),
+        (900, 3, 1, [127, 127]),
+    ],
 )
-def test_a_prompt_plan_samples_nothing(tokens: int, max_running: int, lengths: list[int]) -> None:
-    plan = prompt_plan(np.zeros(tokens, dtype=np.int32), max_running, max_seq_len=128)
+def test_a_prompt_plan_samples_nothing(tokens: int, max_running: int, beside: int, lengths: list[int]) -> None:
+    """Of the prompts; whoever decodes beside them has one row of the others."""
+    plan = prompt_plan(np.zeros(tokens, dtype=np.int32), max_running, max_seq_len=128, beside=beside)
     assert [len(chunk.token_ids) for chunk in plan.prefill] == lengths
-    assert [len(admitted.token_ids) for admitted in plan.admitted] == lengths
-    assert len(plan.sampled_rows) == len(plan.decode_rows) == 0
+    assert [len(admitted.token_ids) for admitted in plan.admitted] == [*lengths, *[1] * beside]
+    decoding = list(range(len(lengths), len(lengths) + beside))
+    assert list(plan.sampled_rows) == list(plan.decode_rows) == decoding

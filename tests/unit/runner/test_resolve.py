@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from minisgl_backend.config import EngineConfig, Environment, RuntimeConfig
+from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.device import DeviceFacts, free_bytes
-from minisgl_backend.runner.resolve import graph_tokens, resolve
+from minisgl_backend.runner.resolve import resolve
+from minisgl_backend.runner.runtime_config import RuntimeConfig
 from minisgl_backend.tensor_parallel import device_of_rank
 
 CPU = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)
 BFLOAT16_CPU = dataclasses.replace(CPU, bfloat16=lambda: True)
 HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), count=4, multiprocessors=132, bfloat16=lambda: True)
+ADA = dataclasses.replace(HOPPER, name="L4", capability=(8, 9), count=1, multiprocessors=58)
 TURING = dataclasses.replace(HOPPER, name="T4", capability=(7, 5), count=1, multiprocessors=40, bfloat16=lambda: False)
 ENVIRONMENT = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
 MODEL = {
@@ -61,8 +65,10 @@ def test_nodes_may_differ_in_where_things_are_alone() -> None:
     assert runtime.shared() != dataclasses.replace(runtime, page_size=2 * runtime.page_size).shared()
 
 
-def resolved(device: DeviceFacts, saved: str = "bfloat16", **options: object) -> RuntimeConfig:
-    model = ModelConfig.from_dicts({**MODEL, "torch_dtype": saved}, {})
+def resolved(
+    device: DeviceFacts, saved: str = "bfloat16", shape: Mapping[str, int] = MappingProxyType({}), **options: object
+) -> RuntimeConfig:
+    model = ModelConfig.from_dicts({**MODEL, "torch_dtype": saved, **shape}, {})
     config = EngineConfig(**options)  # type: ignore[arg-type]
     return resolve(config, "folder", model, device, ENVIRONMENT, why_missing=lambda package: None)
 
@@ -137,24 +143,38 @@ def test_graphs_of_steps_with_prompt_tokens(options: dict[str, Any], expected: i
 
 
 @pytest.mark.parametrize(
-    ("hidden", "intermediate", "layers", "tp", "multiprocessors", "expected"),
+    ("hidden", "intermediate", "layers", "device", "tp", "expected"),
     [
-        (1024, 3072, 28, 1, 132, 8192),  # Qwen3-0.6B on an H200
-        (1024, 3072, 28, 1, 58, 3072),  # on an L4
-        (2048, 6144, 28, 1, 132, 2048),  # 1.7B
-        (2048, 6144, 28, 2, 132, 5120),
-        (4096, 12288, 36, 1, 132, 2048),  # 8B
-        (8, 16, 2, 1, 132, 8192),
+        (1024, 3072, 28, HOPPER, 1, 8192),  # Qwen3-0.6B
+        (1024, 3072, 28, ADA, 1, 3072),
+        (2048, 6144, 28, HOPPER, 1, 2048),  # 1.7B
+        (2048, 6144, 28, HOPPER, 2, 5120),
+        (4096, 12288, 36, HOPPER, 1, 2048),  # 8B
+        (8, 16, 2, HOPPER, 1, 8192),
     ],
 )
 def test_a_small_model_has_longer_steps_captured(
-    hidden: int, intermediate: int, layers: int, tp: int, multiprocessors: int, expected: int
+    hidden: int, intermediate: int, layers: int, device: DeviceFacts, tp: int, expected: int
 ) -> None:
     """Of which the host's launches take longer than the device's work."""
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
     heads = {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128}
-    model = ModelConfig.from_dicts({**MODEL, **sizes, **heads}, {})
-    assert graph_tokens(model, tp, multiprocessors) == expected
+    assert resolved(device, shape={**sizes, **heads}, tp=tp).cuda_graph_max_tokens == expected
+
+
+@pytest.mark.parametrize("device", [HOPPER, ADA, TURING])
+def test_facts_of_a_gpu(device: DeviceFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert device.capability is not None
+    major, minor = device.capability
+    properties = SimpleNamespace(
+        name=device.name, major=major, minor=minor, multi_processor_count=device.multiprocessors
+    )
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: device.count)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
+    found = DeviceFacts.detect()
+    assert found.bfloat16() == device.bfloat16()
+    assert dataclasses.replace(found, bfloat16=device.bfloat16, triton=None) == device
 
 
 def test_a_mixture_counts_the_experts_of_a_token() -> None:

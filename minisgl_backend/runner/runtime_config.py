@@ -1,0 +1,37 @@
+"""What the user's settings come to on a given model and machine."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from minisgl_backend.config import EngineConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuntimeConfig:
+    """Resolved settings: nothing is "auto" any more. Made once by `resolve`, then only read."""
+
+    config: EngineConfig
+    model_dir: str
+    device: str  # "cpu" or "cuda"
+    first_device: int = 0  # see EngineConfig.first_device
+    dtype: str  # bfloat16, float16 or float32
+    kv_dtype: str  # bfloat16, float16, float32 or float8_e4m3fn: of the KV cache
+    prefill_backend: str
+    decode_backend: str
+    page_size: int
+    max_seq_len: int
+    cuda_graph_max_bs: int | None  # None: chosen from free memory once the weights are loaded
+    cuda_graph_max_tokens: int  # 0: steps with prompt tokens run without graphs
+    eager_graphs: bool = False  # graphs and pieces are not captured
+    flashinfer_tensor_cores: bool | None
+
+    def device_index(self, rank: int) -> int:
+        """Index of a tensor-parallel rank's GPU on its machine."""
+        return self.first_device + rank % self.config.ranks_per_node
+
+    def shared(self) -> dict[str, str]:
+        """What must be the same on all ranks, in words: all but where things are on one machine."""
+        own = ("config", "model_dir", "first_device")
+        return {spec.name: str(getattr(self, spec.name)) for spec in dataclasses.fields(self) if spec.name not in own}
