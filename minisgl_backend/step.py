@@ -160,6 +160,7 @@ class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[Logprobs, ...] = ()  # of every prompt token but the first
     logprobs: Logprobs | None = None  # of the record's token
     error: str = ""  # with FinishReason.ERROR
+    status: str = "INTERNAL"  # of the error, as errors.status_of names it
 
 
 @dataclass(frozen=True, slots=True)

@@ -154,7 +154,7 @@ class Responder:
         elif reason == FinishReason.CANCELLED:
             self._end_cancelled(sequence)
         elif reason == FinishReason.ERROR:
-            self._end_with_error(stream, "INTERNAL", sequence.error or "the engine failed to compute the answer")
+            self._end_with_error(stream, *sequence.failure)
         elif stream.abandoned and not reason:
             return  # its end is on its way
         elif not sequence.finished and (reason or (sequence.eager and not sequence.must_wait(self._limit))):

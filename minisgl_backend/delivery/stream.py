@@ -230,7 +230,7 @@ class SequenceStream:
     __slots__ = (
         "_blocked",
         "_cumulative_logprob",
-        "_error",
+        "_failure",
         "_finished",
         "_index",
         "_last_token",
@@ -260,7 +260,7 @@ class SequenceStream:
         # Written by the receive thread, `_reason` after `_last_token`.
         self._pending: list[int] = []
         self._logprobs: list[Logprobs] = []
-        self._error = ""
+        self._failure = ("INTERNAL", "the engine failed to compute the answer")
         self._last_token = -1  # that came with `_reason`; -1: none did
         self._reason = 0
         # Written by the sender thread.
@@ -281,9 +281,9 @@ class SequenceStream:
         return self._reason
 
     @property
-    def error(self) -> str:
-        """What the engine says with FinishReason.ERROR."""
-        return self._error
+    def failure(self) -> tuple[str, str]:
+        """(status, message): what the engine says with FinishReason.ERROR."""
+        return self._failure
 
     @property
     def finished(self) -> bool:
@@ -324,7 +324,7 @@ class SequenceStream:
         if detail.logprobs is not None:
             self._logprobs.append(detail.logprobs)
         if detail.error:
-            self._error = detail.error
+            self._failure = detail.status, detail.error
         self.stream._note(detail)
 
     def note_acknowledged(self) -> None:

@@ -17,7 +17,7 @@ from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidReques
 from minisgl_backend.ipc.messages import Rejected
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.outputs import SequenceOutputs
-from minisgl_backend.step import RowError, StepPlan, StepResult, StepStats
+from minisgl_backend.step import RowError, SequenceDetail, StepPlan, StepResult, StepStats
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ class StepScheduler(Protocol):
 
     def add(self, request: Request) -> None: ...
 
-    def abort(self, uid: int, reason: FinishReason) -> None: ...
+    def abort(self, uid: int, reason: FinishReason, detail: SequenceDetail | None = None) -> None: ...
 
     def plan(self) -> StepPlan | None: ...
 
@@ -164,6 +164,7 @@ class EngineCore:
         if launched is not None and launched.pending is not None and launched.pending.unsampled is not None:
             # What grammars allow rests on the tokens committed just now; the device computes logits meanwhile.
             self._in_flight = launched = self._sample(launched)
+            self._end_guided()
         # The step after a failed one must not be planned on what it did not compute.
         if launched is not None and (launched.failed_rows or not self._overlap):
             self._commit(launched)
@@ -210,7 +211,7 @@ class EngineCore:
 
     @property
     def room_for_grammars(self) -> int:
-        """Requests with a grammar that `submit` takes now."""
+        """Requests that `submit` takes now, whatever their grammars are; one whose grammar is known always."""
         return 0 if self._grammars is None else self._grammars.room
 
     def close(self) -> None:
@@ -307,10 +308,16 @@ class EngineCore:
             result = _failed_result(plan, why, executed=launched.pending is not None)
         elif launched.failed_rows:
             result = _with_left_out(plan, result, launched.failed_rows, why)
-        ended = self._grammars.advance(plan, result) if self._grammars is not None and self._guides else ()
+        if self._grammars is not None and self._guides:
+            self._grammars.advance(plan, result)
         self._scheduler.commit(plan, result)
-        for uid, reason in ended:
-            self._scheduler.abort(uid, reason)
+        self._end_guided()
+
+    def _end_guided(self) -> None:
+        """Ends the sequences whose grammars say so."""
+        if self._grammars is not None and self._guides:
+            for ended in self._grammars.take_ended():
+                self._scheduler.abort(ended.uid, ended.reason, ended.detail)
 
     def _note_failure(self, plan: StepPlan, error: Exception, *, counts: bool = True) -> str:
         """Logs a failure and gives up where the device is lost; else returns what the clients are to hear."""

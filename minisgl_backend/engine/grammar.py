@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import queue
 import time
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -18,16 +19,16 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
+from minisgl_backend.engine.grammar_pace import LOOK_S, TOO_SLOW, Pace, ThreadClock
 from minisgl_backend.engine.mask_filler import MaskFiller
-from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
+from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.request import FinishReason, Grammar, Request
-from minisgl_backend.step import StepPlan, StepResult
+from minisgl_backend.step import SequenceDetail, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
 Int32Array = npt.NDArray[np.int32]
 
-LATE_S = 0.25  # of the processor, for one token of one sequence or its mask: all others wait meanwhile
 MAX_COMPILING = 256  # requests whose grammar waits for a compiler
 
 
@@ -39,18 +40,29 @@ class CompiledRequest:
     error: MinisglError | None
 
 
+@dataclass(frozen=True)
+class Ended:
+    """A sequence that must end although it may go on."""
+
+    uid: int
+    reason: FinishReason  # STOP: its answer is complete, or what its grammar said cannot be followed; ERROR
+    detail: SequenceDetail | None  # with ERROR, what its sender must see
+
+
 class Grammars:
     """The grammars of all sequences of one engine. Used by the step loop only."""
 
-    def __init__(self, compilers: GrammarCompilers) -> None:
-        """`close` closes the compilers."""
+    def __init__(self, compilers: GrammarCompilers, pace: Pace | None = None) -> None:
+        """`close` closes the compilers. `pace`: what grammars may take."""
         self._compilers = compilers
         self._done: queue.SimpleQueue[tuple[Request, Any, MinisglError | None]] = queue.SimpleQueue()
         self._compiling: dict[int, Request] = {}  # by uid
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
+        self._grammars: dict[int, Grammar] = {}  # likewise
         self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar
-        self._complete: set[int] = set()  # uids whose answer is complete: their matchers take nothing more
-        self._filler = MaskFiller(LATE_S)
+        self._ended: list[Ended] = []
+        self._pace = pace or Pace()
+        self._filler = MaskFiller(self._pace)
 
     @property
     def num_compiling(self) -> int:
@@ -58,9 +70,10 @@ class Grammars:
 
     @property
     def room(self) -> int:
-        """Requests that `submit` takes now, whatever their grammars are."""
-        # Those that were cancelled count until the compilers have passed over them.
-        return MAX_COMPILING - max(len(self._compiling), self._compilers.num_waiting)
+        """Requests that `submit` takes now, whatever their grammars are; beyond, only those whose are known."""
+        # Those that are ready wait for no compiler any more, and those that were cancelled count until the compilers
+        # have passed over them.
+        return MAX_COMPILING - max(len(self._compiling) - self.num_ready, self._compilers.num_waiting)
 
     @property
     def num_ready(self) -> int:
@@ -107,11 +120,12 @@ class Grammars:
             if request.uid not in self._compiling:
                 continue  # cancelled meanwhile
             del self._compiling[request.uid]
-            if error is None:
+            if error is None and request.params.grammar is not None:
                 import xgrammar
 
                 for uid in range(request.uid, request.uid + request.params.n):
                     self._matchers[uid] = xgrammar.GrammarMatcher(compiled)
+                    self._grammars[uid] = request.params.grammar
             ready.append(CompiledRequest(request, error))
         return ready
 
@@ -127,10 +141,19 @@ class Grammars:
     def drop(self, uid: int) -> None:
         """The sequence has ended."""
         self._matchers.pop(uid, None)
-        self._complete.discard(uid)
+        self._grammars.pop(uid, None)
+
+    def take_ended(self) -> list[Ended]:
+        """Sequences that `masks` and `advance` found since the last call; each comes once, and is dropped."""
+        ended = self._ended
+        if ended:
+            self._ended = []
+        return ended
 
     def begin(self, plan: StepPlan) -> None:
-        """Notes which sequences take rows with this plan; plans come in order."""
+        """Notes which sequences take rows with this plan; plans come in order. What is computed from now on belongs to
+        a step of its own."""
+        self._pace.begin_step()
         for admitted in plan.admitted:  # also while nobody has a grammar: a row must not keep what it had before
             self._rows.pop(admitted.row, None)
             if admitted.uid in self._matchers:
@@ -140,47 +163,72 @@ class Grammars:
         """(result indices [k], bits [k, ceil(vocab / 32)]) of the plan's rows that have a grammar; None: no row has.
 
         Call it when all earlier steps are committed. Bit `t % 32` of word `t // 32` is 1 where token t is allowed; a
-        row without any is one that must fail. A sequence whose answer is complete is not masked: its token is dropped.
+        row without any is one that must fail. A sequence that has ended is not masked: its token is dropped.
         `mask_lines`: StepRunner's, where the bits are to lie. It is not kept: a compiler's thread holds this object
         until the process ends, and must not be the one that frees a runner.
         """
-        matched = [(index, uid) for index, uid in self._matched(plan) if uid not in self._complete]
+        matched = self._matched(plan)
         if not matched:
             return None
         bits = mask_lines(len(matched))
-        for line, error in self._filler.fill([self._matchers[uid] for _, uid in matched], bits).items():
-            # Whatever the library raises ends one sequence, not the step; so does what takes too long.
-            log.error("the grammar of sequence %d failed", matched[line][1], exc_info=error)
-            bits[line] = 0
-        return np.array([index for index, _ in matched], dtype=np.int32), bits
+        indices = [index for index, _ in matched]
+        errors = self._filler.fill(
+            [self._matchers[uid] for _, uid in matched],
+            bits,
+            lambda line: self._grammars[matched[line][1]],
+            num_new=bisect_left(indices, sum(chunk.samples for chunk in plan.prefill)),
+        )
+        for line, error in errors.items():
+            bits[line] = -1  # the model computed well: the row fails nowhere, and its token is dropped
+            self._fail(matched[line][1], error)
+        self._heed_pace()
+        return np.array(indices, dtype=np.int32), bits
 
-    def advance(self, plan: StepPlan, result: StepResult) -> list[tuple[int, FinishReason]]:
-        """Follows the sampled tokens; returns sequences that must end although they may go on, and why: their answer
-        is complete, or what their grammar said cannot be followed."""
-        ended: list[tuple[int, FinishReason]] = []
+    def advance(self, plan: StepPlan, result: StepResult) -> None:
+        """Follows the sampled tokens."""
         if not self._matchers:
-            return ended
-        tokens, computed = result.token_ids.tolist(), time.thread_time()
-        now = began = time.perf_counter()
+            return
+        tokens, clock = result.token_ids.tolist(), ThreadClock()
+        now = clock.now
         for index, uid in self._matched(plan):
-            matcher, started = self._matchers[uid], now
-            try:
-                if uid in self._complete or not matcher.accept_token(tokens[index]):
-                    ended.append((uid, FinishReason.STOP))
-                elif matcher.is_terminated():
-                    self._complete.add(uid)
-                    ended.append((uid, FinishReason.STOP))
-            except Exception:  # whatever the library raises ends one sequence, not the step
-                log.exception("the grammar of sequence %d failed", uid)
-                ended.append((uid, FinishReason.ERROR))
+            matcher, grammar, started = self._matchers[uid], self._grammars[uid], now
+            if self._pace.late and grammar in self._pace.late:
                 continue
+            try:
+                if not matcher.accept_token(tokens[index]) or matcher.is_terminated():
+                    self._end(Ended(uid, FinishReason.STOP, None))
+            except Exception as error:
+                self._fail(uid, error)
             now = time.perf_counter()
-            # Where the machine stood, this thread did not compute. Its clock is dear to ask for each token: for those
-            # before this one it has computed for `started - began` at most.
-            if now - started > LATE_S and time.thread_time() - computed - (started - began) > LATE_S:
-                log.error("the grammar of sequence %d takes too long to follow", uid)
-                ended.append((uid, FinishReason.ERROR))
-        return ended
+            if now - started <= LOOK_S:
+                continue
+            is_late = self._pace.note(grammar, clock.computed_since(started, now))
+            if is_late and uid in self._matchers:
+                self._fail(uid, InvalidRequestError(TOO_SLOW))
+        self._heed_pace()
+
+    def _fail(self, uid: int, error: Exception) -> None:
+        """Whatever the library raises ends one sequence, not the step; so does what takes too long."""
+        if isinstance(error, MinisglError):
+            text = str(error)
+        else:
+            text = f"the grammar could not be followed: {type(error).__name__}: {error}"[:500]
+            log.error("the grammar of sequence %d failed", uid, exc_info=error)
+        self._end(Ended(uid, FinishReason.ERROR, SequenceDetail(error=text, status=status_of(error))))
+
+    def _heed_pace(self) -> None:
+        """Refuses what was too slow: whoever sent it again would let all others wait again. All sequences of a grammar
+        that takes too much of the step end, also those that wait for a row."""
+        for grammar in self._pace.take_too_slow():
+            log.error("a grammar (%s) takes too long to follow, and is refused for a while", grammar.kind)
+            self._compilers.memory.note_refused(grammar, TOO_SLOW)
+        if self._pace.late:
+            for uid in [uid for uid, grammar in self._grammars.items() if grammar in self._pace.late]:
+                self._fail(uid, InvalidRequestError(TOO_SLOW))
+
+    def _end(self, ended: Ended) -> None:
+        self._ended.append(ended)
+        self.drop(ended.uid)
 
     def _matched(self, plan: StepPlan) -> list[tuple[int, int]]:
         """(result index, uid) of the sampled rows with a live matcher."""

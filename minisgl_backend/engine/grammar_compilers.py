@@ -11,34 +11,32 @@ from __future__ import annotations
 import contextlib
 import logging
 import queue
-import socket
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from typing import Any
 
-import msgspec
-
+from minisgl_backend.engine.compiler_process import CompilerProcess
 from minisgl_backend.engine.grammar_memory import GrammarMemory
-from minisgl_backend.engine.grammar_process import CACHE_BYTES, Answer, compile_grammar
+from minisgl_backend.engine.grammar_process import compile_grammar
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
-from minisgl_backend.host.spawn import start_child
 from minisgl_backend.request import Grammar
 
 log = logging.getLogger(__name__)
 
 QUICK_S = 1.0  # what takes longer is slow
-DEADLINE_S = 30.0  # from when a process has it
+DEADLINE_S = 30.0  # for one that is slow, beyond the QUICK_S after which it is
 LOOK_S = 0.2  # between looks whether somebody still waits for a slow one
+CACHE_BYTES = 128 << 20  # of compiled grammars
 MAX_SLOW = 2  # at a time, each of which takes a processor
 MAX_SLOW_WAITING = 16
 IDLE_S = 60.0  # after which all workers but one end
-# Of a process, which imports torch since xgrammar does: it needs no GPU, and tvm-ffi is to build nothing for torch.
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1"}
-START_S = 120.0  # for a process to be ready: it imports for seconds, from a slow disk for longer
+
+
+# (xgrammar's CompiledGrammar, None) or (None, why not).
+Outcome = tuple[Any, MinisglError | None]
 
 
 @dataclass(frozen=True)
@@ -47,12 +45,12 @@ class Job:
 
     grammar: Grammar
     is_wanted: Callable[[], bool]  # False: somebody has cancelled it
-    done: Callable[[Any, MinisglError | None], None]  # (xgrammar's CompiledGrammar, None) or (None, why not)
+    done: Callable[[Any, MinisglError | None], None]  # of an Outcome
 
 
 @dataclass
 class _Flight:
-    """A grammar that is at work or put off, and all who wait for it."""
+    """A grammar that waits or is at work, and all who wait for it."""
 
     leader: Job
     followers: list[Job] = field(default_factory=list)
@@ -68,56 +66,6 @@ class _Tokenizer:
     info: Any  # TokenizerInfo
     json: str  # the same
     compiler: Any  # GrammarCompiler, for what is known to be quick
-
-
-class CompilerProcess:
-    """One process, which compiles one grammar after the other. Used by the thread that started it, but for `kill`."""
-
-    def __init__(self) -> None:
-        """Starts it; it ends with the thread that does. Raises OSError where that cannot be done."""
-        ours, theirs = socket.socketpair()
-        self._connection = Connection(ours.detach())
-        try:
-            with theirs:
-                arguments, fds = ["--fd", str(theirs.fileno())], (theirs.fileno(),)
-                self._popen = start_child(
-                    "minisgl_backend.engine.grammar_process", arguments, fds=fds, tied=True, environment=ENVIRONMENT
-                )
-        except OSError:
-            self._connection.close()
-            raise
-
-    def wait_ready(self, tokenizer_info: str) -> None:
-        """Hands over the tokenizer, as xgrammar's JSON. Raises EOFError or OSError where the process is not ready."""
-        for message in (tokenizer_info.encode(), None):
-            if not self._connection.poll(START_S):
-                raise EOFError(f"it was not ready after {START_S:g} s")
-            self._connection.recv_bytes()
-            if message is not None:
-                self._connection.send_bytes(message)
-
-    def begin(self, grammar: Grammar) -> None:
-        """Raises OSError where the process has died."""
-        self._connection.send_bytes(msgspec.msgpack.encode(grammar))
-
-    def answers_within(self, seconds: float) -> bool:
-        """True as well where it has died."""
-        return self._connection.poll(seconds)
-
-    def answer(self) -> Answer:
-        """Raises EOFError or OSError where the process has died."""
-        return msgspec.msgpack.decode(self._connection.recv_bytes(), type=Answer)
-
-    def kill(self) -> None:
-        """Any thread may; whoever waits for an answer hears that it has died."""
-        self._popen.kill()
-
-    def end(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
-        self._connection.close()
 
 
 class GrammarCompilers:
@@ -163,7 +111,7 @@ class GrammarCompilers:
             self._add_thread()
         if not self._threads:
             raise CapacityError("grammars cannot be compiled now: the machine has no thread left; try again later")
-        self._todo.put(job)
+        self._board(job)
 
     def close(self) -> None:
         """Ends threads and processes; what was not compiled yet is dropped."""
@@ -231,7 +179,7 @@ class GrammarCompilers:
                 left = [one for one in self._slow_todo if not self._flights[one.grammar].is_wanted()]
                 for one in left:
                     self._slow_todo.remove(one)
-                    self.land(one)
+                    self.land(one, None)
             if len(self._slow_todo) >= MAX_SLOW_WAITING:
                 raise CapacityError(
                     f"guided_decoding_guide takes longer than {QUICK_S:g} s to compile, and {MAX_SLOW_WAITING} others "
@@ -239,27 +187,31 @@ class GrammarCompilers:
                 )
             self._slow_todo.append(job)
 
-    def take_off(self, job: Job) -> bool:
-        """True: the worker that asks is to compile it, and to tell with `land` when that has ended. False: another one
-        does."""
-        with self._lock:
-            flight = self._flights.setdefault(job.grammar, _Flight(job))
-            if flight.leader is job:
-                return True
-            # Without those that have left: else whoever asks and leaves again and again makes it long.
-            flight.followers = [*(one for one in flight.followers if one.is_wanted()), job]
-            return False
-
     def is_wanted(self, grammar: Grammar) -> bool:
         """Somebody waits for it, whoever asked first."""
         with self._lock:
             return self._flights[grammar].is_wanted()
 
-    def land(self, job: Job) -> None:
-        """Those who wait for the same have their turn: most of the time it is known now, or refused."""
+    def land(self, job: Job, outcome: Outcome | None) -> None:
+        """Those who wait for the same hear what came of it. None: nothing did, and it is theirs now."""
         with self._lock:
-            for follower in self._flights.pop(job.grammar).followers:
-                self._todo.put(follower)
+            followers = self._flights.pop(job.grammar).followers
+        for follower in followers:
+            if outcome is None:
+                self._board(follower)
+            else:
+                follower.done(*outcome)
+
+    def _board(self, job: Job) -> None:
+        """It waits for a worker, or for what comes of the same grammar."""
+        with self._lock:
+            flight = self._flights.get(job.grammar)
+            if flight is None:
+                self._flights[job.grammar] = _Flight(job)
+                self._todo.put(job)
+            else:
+                # Without those that have left: else whoever asks and leaves again and again makes it long.
+                flight.followers = [*(one for one in flight.followers if one.is_wanted()), job]
 
     def start_process(self) -> CompilerProcess:
         """One that is ready. Raises CapacityError where there can be none now, InvalidRequestError where the model's
@@ -298,7 +250,8 @@ class GrammarCompilers:
                 info = xgrammar.TokenizerInfo.from_huggingface(
                     self._load_tokenizer(), vocab_size=self._vocab_size, stop_token_ids=self._eos_token_ids or None
                 )
-                compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+                # Its own cache would keep all once more, and their texts without a bound.
+                compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
                 self._tokenizer = _Tokenizer(info, info.serialize_json(), compiler)
             return self._tokenizer
 
@@ -350,33 +303,38 @@ class _Worker:
                 log.warning("%s", error)
 
     def _work(self, job: Job, compile_: Callable[[Job], Any]) -> None:
-        """Tells what came of it, unless it was put off or another worker has the same."""
-        if not self._compilers.take_off(job):
-            return
+        """Tells what came of it, unless it was put off."""
+        outcome: Outcome | None = None
         is_put_off = False
         try:
-            if not self._compilers.is_wanted(job.grammar):
-                return
-            compiled = self._memory.recall(job.grammar)
-            if compiled is None:
-                compiled = compile_(job)
+            if self._compilers.is_wanted(job.grammar):
+                outcome = self._outcome(job, compile_)
+                job.done(*outcome)
         except _PutOffError:
             is_put_off = True
+        except _UnwantedError as error:  # whoever came since may want it
+            job.done(None, InvalidRequestError(str(error)))
+        finally:
+            if not is_put_off:
+                self._compilers.land(job, outcome)
+
+    def _outcome(self, job: Job, compile_: Callable[[Job], Any]) -> Outcome:
+        """Raises _PutOffError and _UnwantedError."""
+        try:
+            compiled = self._memory.recall(job.grammar)
+            return (compile_(job) if compiled is None else compiled), None
+        except (_PutOffError, _UnwantedError):
+            raise
         except MinisglError as error:
-            job.done(None, error)
+            return None, error
         except (EOFError, OSError) as error:
             self._end_process()
             if not self._compilers.closed:
                 log.error("a grammar compiler died: %s", error or type(error).__name__)
-            job.done(None, InvalidRequestError("guided_decoding_guide cannot be compiled: the compiler died of it"))
+            return None, InvalidRequestError("guided_decoding_guide cannot be compiled: the compiler died of it")
         except Exception as error:
             log.exception("a grammar could not be compiled")
-            job.done(None, InvalidRequestError(f"guided_decoding_guide cannot be compiled: {error}"))
-        else:
-            job.done(compiled, None)
-        finally:
-            if not is_put_off:
-                self._compilers.land(job)
+            return None, InvalidRequestError(f"guided_decoding_guide cannot be compiled: {error}")
 
     def _compile(self, job: Job) -> Any:
         """Raises _PutOffError where it takes long and as many as may do so."""
@@ -416,16 +374,18 @@ class _Worker:
         return self._process
 
     def _wait_slowly(self, process: CompilerProcess, job: Job) -> None:
-        """Until the process answers. Raises InvalidRequestError where that takes too long, or nobody waits for it."""
+        """Until the process answers. Raises InvalidRequestError where that takes too long, _UnwantedError where nobody
+        waits for it."""
         deadline = time.monotonic() + DEADLINE_S
+        reason = f"guided_decoding_guide takes longer than {DEADLINE_S:g} s to compile; allowed: a simpler one"
         while not process.answers_within(LOOK_S):
-            is_late = time.monotonic() > deadline
-            if is_late or not self._compilers.is_wanted(job.grammar):
+            if time.monotonic() > deadline:
                 self._end_process()
-                reason = f"guided_decoding_guide takes longer than {DEADLINE_S:g} s to compile; allowed: a simpler one"
-                if is_late:
-                    self._memory.note_refused(job.grammar, reason)
+                self._memory.note_refused(job.grammar, reason)
                 raise InvalidRequestError(reason)
+            if not self._compilers.is_wanted(job.grammar):
+                self._end_process()
+                raise _UnwantedError(reason)
 
     def _take(self, process: CompilerProcess, job: Job) -> Any:
         answer = process.answer()
@@ -444,3 +404,7 @@ class _Worker:
 
 class _PutOffError(Exception):
     """The job waits in another line; nothing is told."""
+
+
+class _UnwantedError(Exception):
+    """Nobody waits for the grammar any more; the message is for whoever asked first."""

@@ -12,6 +12,8 @@ from minisgl_backend.request import Grammar
 
 REMEMBERED_S = 300.0  # how long what was refused is, and what was slow counts as slow
 MAX_REMEMBERED = 256
+TEXT_BYTES = 2  # of memory for each character of a grammar's text
+ENTRY_BYTES = 4096  # beside what xgrammar counts and the text: of both sides' objects
 
 T = TypeVar("T")
 
@@ -20,7 +22,8 @@ class GrammarMemory:
     """Used by all threads of the compilers."""
 
     def __init__(self, most_bytes: int) -> None:
-        """`most_bytes`: of compiled grammars, beside those in use; the one asked for longest ago goes first."""
+        """`most_bytes`: of compiled grammars and their texts, beside those in use; the one asked for longest ago goes
+        first."""
         self._most_bytes = most_bytes
         self._lock = threading.Lock()  # of what follows
         self._compiled: OrderedDict[Grammar, tuple[Any, int]] = OrderedDict()  # and its bytes
@@ -46,16 +49,23 @@ class GrammarMemory:
             return grammar in self._compiled or self._refused.get(grammar) is not None
 
     def note_compiled(self, grammar: Grammar, compiled: Any, num_bytes: int) -> None:
+        """`num_bytes`: what xgrammar says that it takes. One that is too large alone is not remembered."""
+        num_bytes += TEXT_BYTES * len(grammar.text) + ENTRY_BYTES
         with self._lock:
-            if grammar not in self._compiled:
+            if self._refused.get(grammar) is not None:
+                return  # meanwhile
+            if grammar not in self._compiled and num_bytes <= self._most_bytes:
                 self._compiled[grammar] = compiled, num_bytes
                 self._bytes += num_bytes
             while self._bytes > self._most_bytes:
                 self._bytes -= self._compiled.popitem(last=False)[1][1]
 
     def note_refused(self, grammar: Grammar, reason: str) -> None:
+        """Also of one that was compiled, and turned out later to be too much."""
         with self._lock:
             self._refused.put(grammar, reason)
+            if grammar in self._compiled:
+                self._bytes -= self._compiled.pop(grammar)[1]
 
     def is_slow(self, grammar: Grammar) -> bool:
         with self._lock:

@@ -23,6 +23,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_backend.engine.grammar_pace import LATE_S, TOO_SLOW
 from minisgl_backend.engine.short_strings import unrolled
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.host.spawn import TIED, begin_child
@@ -31,13 +32,12 @@ from minisgl_backend.request import Grammar
 Int32Array = npt.NDArray[np.int32]
 
 MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
-CACHE_BYTES = 128 << 20
 SENT_FROM_S = 0.4  # what takes longer is sent as JSON, unless that is slower
 SECONDS_A_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
 MOST_BYTES = 512 << 20  # of a compiled grammar
 NICENESS = 10  # two that take long would take both processors of a small machine from the engine
 MORE_BYTES = 3 << 30  # of address space, beyond what the process has once it is ready
-PACE_TOKENS, PACE_S = 24, 0.25  # an answer of so many tokens is tried, none of which may take longer
+PACE_TOKENS = 24  # an answer of so many is tried, none of which may take longer than LATE_S
 READY = b"ready"
 _ANY_JSON = '{"type": ["object", "array"]}'
 
@@ -67,7 +67,8 @@ def main(arguments: list[str] | None = None) -> int:
         connection.send_bytes(READY)
         info = xgrammar.TokenizerInfo.deserialize_json(connection.recv_bytes().decode())
         lengths = text_lengths(info)
-        compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_limit_bytes=CACHE_BYTES)
+        # A cache would keep texts without a bound, and make grammars quick here that are not in the engine core.
+        compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
         _limit_memory()
         connection.send_bytes(READY)
         while True:
@@ -95,13 +96,10 @@ def _answer(compiler: Any, lengths: Int32Array, grammar: Grammar) -> Answer:
             raise MemoryError
         if seconds < max(SENT_FROM_S, size * SECONDS_A_BYTE):
             return Answer()
-        compiler.clear_cache()  # parts of it would make others quick here that are not in the engine core
         return Answer(compiled=compiled.serialize_json())
     except InvalidRequestError as refused:
-        compiler.clear_cache()
         return Answer(error=str(refused))
     except Exception as failure:
-        compiler.clear_cache()
         if isinstance(failure, MemoryError) or "bad_alloc" in str(failure):
             return Answer(error="guided_decoding_guide takes too much memory to compile; allowed: a simpler one")
         return Answer(error=f"guided_decoding_guide cannot be compiled: {_reason(failure)}")
@@ -155,8 +153,8 @@ def try_answer(compiled: Any, lengths: Int32Array) -> None:
         else:
             token = int(np.argmax(lengths))
         goes_on = matcher.accept_token(token) and not matcher.is_terminated()
-        if time.thread_time() - started > PACE_S:
-            raise InvalidRequestError("guided_decoding_guide takes too long to follow; allowed: a simpler one")
+        if time.thread_time() - started > LATE_S:
+            raise InvalidRequestError(TOO_SLOW)
         if not goes_on:
             return
 

@@ -110,12 +110,14 @@ class Scheduler:
                 self._queue.push(sequence)
         self._running.capacity_changed = True
 
-    def abort(self, uid: int, reason: FinishReason = FinishReason.CANCELLED) -> None:
-        """Ends a sequence now: one last record without a token. An unknown uid is ignored, since it may have ended
-        by itself meanwhile."""
+    def abort(
+        self, uid: int, reason: FinishReason = FinishReason.CANCELLED, detail: SequenceDetail | None = None
+    ) -> None:
+        """Ends a sequence now: one last record without a token, with this detail. An unknown uid is ignored, since it
+        may have ended by itself meanwhile."""
         sequence = self._sequences.get(uid)
         if sequence is not None:
-            self._outputs.add(uid, NO_TOKEN, reason)
+            self._outputs.add(uid, NO_TOKEN, reason, detail)
             self._end(sequence, reason)
             self._running.release_finished()
 

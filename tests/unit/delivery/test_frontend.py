@@ -213,6 +213,17 @@ def test_failures_end_a_request_once(front: EngineFront) -> None:
     failed.wait_end()
     assert failed.error == ("INTERNAL", "out of memory")
     assert failed.chunks[-1].forget == (uid,)
+    for detail, error in (
+        ({}, ("INTERNAL", "the engine failed to compute the answer")),
+        (
+            {0: SequenceDetail(error="allowed: a simpler one", status="INVALID_ARG")},
+            ("INVALID_ARG", "allowed: a simpler one"),
+        ),
+    ):
+        failed, uid = ask(front)
+        front.client.give((uid, -1, int(FinishReason.ERROR)), details=detail)
+        failed.wait_end()
+        assert failed.error == error
     cancelled, uid = ask(front)
     front.client.give((uid, -1, int(FinishReason.CANCELLED)))
     cancelled.wait_end()

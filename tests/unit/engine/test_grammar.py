@@ -10,7 +10,6 @@ import re
 import time
 import weakref
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,6 +20,7 @@ from minisgl_backend.engine.core import MAX_FAILED_STEPS, EngineCore
 from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
 from minisgl_backend.engine.grammar_memory import GrammarMemory
+from minisgl_backend.engine.grammar_pace import Pace
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -126,9 +126,11 @@ def compilers(model: ModelConfig, tokenizer: Any) -> Iterator[GrammarCompilers]:
 
 
 class Harness:
-    def __init__(self, model: ModelConfig, compilers: GrammarCompilers, overlap: bool) -> None:
+    def __init__(
+        self, model: ModelConfig, compilers: GrammarCompilers, overlap: bool, pace: Pace | None = None
+    ) -> None:
         shared: Any = SharedCompilers(compilers)
-        self.grammars = Grammars(shared)
+        self.grammars = Grammars(shared, pace)
         limits = dataclasses.replace(LIMITS, eos_token_ids=model.eos_token_ids)
         self.scheduler = Scheduler(limits, seed=0)
         self.runner = RandomRunner(model.vocab_size, seed=1)
@@ -216,7 +218,7 @@ def test_a_grammar_that_breaks_ends_its_own_sequence(
 
     for uid in range(1, count + 1):
         harness.core.submit(guided(uid, "regex", f"[{uid}]{{12}}"))
-    while not harness.runner.masked_steps:
+    while 2 not in harness.records.tokens:
         harness.core.step()
         harness.records.take(harness.core)  # type: ignore[arg-type]
     monkeypatch.setattr(xgrammar.GrammarMatcher, stage, breaks)
@@ -224,92 +226,13 @@ def test_a_grammar_that_breaks_ends_its_own_sequence(
     broken.append(harness.grammars._matchers[2])
     records = harness.run()
     assert records.reasons == dict.fromkeys(range(1, count + 1), FinishReason.STOP) | {2: FinishReason.ERROR}
+    detail = records.details[2][-1]
+    assert (detail.status, detail.error) == (
+        "INTERNAL",
+        "the grammar could not be followed: RuntimeError: no such state",
+    )
     for uid in {*range(1, count + 1)} - {2}:
         assert text_of(harness, tokenizer, uid) == str(uid) * 12
-
-
-def test_a_token_that_takes_long_to_follow_ends_its_own_sequence(
-    harness: Harness, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    xgrammar = pytest.importorskip("xgrammar")
-    right, slow = xgrammar.GrammarMatcher.accept_token, []
-
-    def accept(matcher: Any, token: int) -> Any:
-        end = time.thread_time() + 0.15 * (matcher in slow)
-        while time.thread_time() < end:
-            pass
-        return right(matcher, token)
-
-    for uid in (1, 2, 3):
-        harness.core.submit(guided(uid, "regex", f"[{uid}]{{12}}"))
-    while harness.core.waits_for_compiler:
-        harness.core.step()
-        harness.records.take(harness.core)  # type: ignore[arg-type]
-    monkeypatch.setattr(xgrammar.GrammarMatcher, "accept_token", accept)
-    monkeypatch.setattr(grammar_module, "LATE_S", 0.1)
-    slow.append(harness.grammars._matchers[2])
-    assert harness.run().reasons == {1: FinishReason.STOP, 2: FinishReason.ERROR, 3: FinishReason.STOP}
-
-
-def test_a_grammar_whose_masks_grow_slow_ends_its_own_sequence(
-    model: ModelConfig, compilers: GrammarCompilers, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of an ambiguous one they take longer with each token; here it becomes so behind what is tried beforehand."""
-    monkeypatch.setattr(grammar_module, "LATE_S", 0.02)
-    harness = Harness(model, compilers, overlap=True)
-    ambiguous = 'root ::= [0-9]{60} e\ne ::= "" | [a-z] e [a-z] e | e e'
-    for uid in (1, 3):
-        harness.core.submit(guided(uid, "regex", f"[{uid}]{{150}}"))
-    harness.core.submit(guided(2, "ebnf_grammar", ambiguous))
-    assert harness.run().reasons == {1: FinishReason.STOP, 2: FinishReason.ERROR, 3: FinishReason.STOP}
-    assert 60 < len(harness.records.tokens[2]) < 90
-
-
-def test_who_is_late_is_who_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not who waits for a machine that stands, nor who comes behind many that took a little."""
-    monkeypatch.setattr(grammar_module, "LATE_S", 0.1)
-    clocks = Clocks()
-    monkeypatch.setattr(grammar_module, "time", clocks)
-    grammars = Grammars(NoCompilers())  # type: ignore[arg-type]
-
-    def late(*tokens: tuple[float, float]) -> list[int]:
-        grammars._matchers = {uid: clocks.matcher(*token) for uid, token in enumerate(tokens)}
-        grammars._rows = {uid: uid for uid in grammars._matchers}
-        plan = SimpleNamespace(sampled_rows=np.arange(len(tokens)))
-        ended = grammars.advance(plan, SimpleNamespace(token_ids=np.zeros(len(tokens))))  # type: ignore[arg-type]
-        assert all(reason is FinishReason.ERROR for _, reason in ended)
-        return [uid for uid, _ in ended]
-
-    assert late((0.2, 0.2)) == [0]
-    assert late((0.0, 0.2)) == []
-    assert late(*[(0.02, 0.02)] * 20) == []
-    assert late(*[(0.02, 0.02)] * 20, (0.0, 0.3)) == []
-    assert late(*[(0.02, 0.02)] * 20, (0.2, 0.2), (0.02, 0.02)) == [20]
-
-
-class NoCompilers:
-    num_waiting = 0
-
-
-class Clocks:
-    """A thread's own clock and that on the wall; matchers move both."""
-
-    def __init__(self) -> None:
-        self.computed, self.passed = 0.0, 0.0
-
-    def thread_time(self) -> float:
-        return self.computed
-
-    def perf_counter(self) -> float:
-        return self.passed
-
-    def matcher(self, computes: float, takes: float) -> Any:
-        def accept(token: int) -> bool:
-            self.computed += computes
-            self.passed += takes
-            return True
-
-        return SimpleNamespace(accept_token=accept, is_terminated=lambda: False)
 
 
 def test_what_is_known_needs_no_room(harness: Harness, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,6 +244,30 @@ def test_what_is_known_needs_no_room(harness: Harness, monkeypatch: pytest.Monke
     (rejected,) = harness.core.take_rejected()
     assert (rejected.uid, rejected.kind) == (3, "CapacityError")
     assert harness.run().reasons[2] == FinishReason.STOP
+
+
+def test_what_is_known_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Compilers:
+        memory = GrammarMemory(most_bytes=1 << 20)
+        num_waiting = 0
+
+        def submit(self, job: Job) -> None:
+            if (compiled := self.memory.recall(job.grammar)) is not None:
+                job.done(compiled, None)
+
+    monkeypatch.setattr(grammar_module, "MAX_COMPILING", 3)
+    grammars = Grammars(Compilers())  # type: ignore[arg-type]
+    known = Grammar(kind="regex", text="known")
+    Compilers.memory.note_compiled(known, "compiled", 1)
+    for uid in range(5):
+        grammars.submit(make_request(uid, [5], grammar=known), known)
+    assert (grammars.num_ready, grammars.room) == (5, 3)
+    for uid in range(5, 8):
+        grammar = Grammar(kind="regex", text=str(uid))
+        grammars.submit(make_request(uid, [5], grammar=grammar), grammar)
+    assert grammars.room == 0
+    with pytest.raises(CapacityError):
+        grammars.submit(make_request(8, [5], grammar=grammar), grammar)
 
 
 def test_no_compiler_keeps_a_runner_alive(model: ModelConfig, tokenizer: Any) -> None:

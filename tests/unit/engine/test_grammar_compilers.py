@@ -148,6 +148,12 @@ def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
     assert (masks[0] == masks[1]).all()
 
 
+def test_the_library_keeps_no_grammar_of_its_own(compilers: GrammarCompilers) -> None:
+    """Those that are remembered are: its cache counts no texts."""
+    compilers.load(Grammar(kind="json_schema", text='{"type": "integer", "description": "of its own"}'), "")
+    assert compilers._take_tokenizer().compiler.get_cache_size_bytes() == 0
+
+
 def test_a_compiler_has_a_bound_on_its_memory() -> None:
     program = """
 import xgrammar
@@ -166,7 +172,7 @@ for text in ("a?" * 20_000 + "a" * 20_000, "[a-c]{3}"):
 
 
 class FakeProcess:
-    """Answers a text that is a number after as many seconds, others at once."""
+    """Answers a text that is a number after as many seconds, others at once; "wrong" is refused."""
 
     at_work = 0
     most_at_work = 0
@@ -197,7 +203,7 @@ class FakeProcess:
     def answer(self) -> Answer:
         if self._ended.is_set():
             raise EOFError
-        return Answer(compiled=self._text)
+        return Answer(error="too hard") if self._text == "wrong" else Answer(compiled=self._text)
 
     def kill(self) -> None:
         self._ended.set()
@@ -283,15 +289,24 @@ def submit_often(outcomes: Outcomes, text: str, times: int) -> list[Any]:
     return told
 
 
-@pytest.mark.parametrize("text", ["0.02 quick", "0.15 slow"])
+@pytest.mark.parametrize("text", ["0.02 quick", "0.15 slow", "wrong"])
 def test_the_same_is_compiled_once(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
-    known: dict[Grammar, str] = {}
-    monkeypatch.setattr(outcomes.compilers, "load", lambda grammar, text: known.setdefault(grammar, text))
-    monkeypatch.setattr(outcomes.compilers.memory, "recall", known.get)
+    """Also where nothing of it is remembered."""
+    monkeypatch.setattr(outcomes.compilers.memory, "recall", lambda grammar: None)
     told = submit_often(outcomes, text, 20)
     wait_for(lambda: len(told) == 20)
-    assert set(told) == {text}
+    assert set(told) == {"too hard" if text == "wrong" else text}
     assert FakeProcess.compiled == [text]
+
+
+def test_those_who_wait_for_the_same_hear_of_a_compiler_that_died(outcomes: Outcomes) -> None:
+    told = submit_often(outcomes, "9 deadly", 5)
+    wait_for(lambda: bool(FakeProcess.compiled))
+    for process in set(outcomes.compilers._processes):
+        process.kill()
+    wait_for(lambda: len(told) == 5)
+    assert set(told) == {"guided_decoding_guide cannot be compiled: the compiler died of it"}
+    assert FakeProcess.compiled == ["9 deadly"]
 
 
 def test_what_takes_too_long_is_refused_at_once_for_a_while(
@@ -306,6 +321,14 @@ def test_what_takes_too_long_is_refused_at_once_for_a_while(
     outcomes.submit("9 long")
     assert "takes longer than 0.4 s" in outcomes.error("9 long")
     assert FakeProcess.compiled.count("9 long") == 2
+
+
+def test_what_the_compiler_refused_is_not_compiled_again(outcomes: Outcomes) -> None:
+    for _ in range(2):
+        outcomes.submit("wrong")
+        assert outcomes.error("wrong") == "InvalidRequestError: too hard"
+        outcomes.of.clear()
+    assert FakeProcess.compiled == ["wrong"]
 
 
 def test_what_is_known_or_refused_waits_for_nothing(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -348,6 +371,17 @@ def test_what_was_cancelled_is_not_refused_to_others(outcomes: Outcomes) -> None
     outcomes.error("0.3 slow")
     told = submit_often(outcomes, "0.3 slow", 1)
     wait_for(lambda: told == ["0.3 slow"])
+
+
+def test_whoever_asks_while_a_cancelled_one_ends_has_a_turn(outcomes: Outcomes) -> None:
+    told: list[list[Any]] = []
+    first = Job(
+        grammar=Grammar(kind="regex", text="0.3 slow"),
+        is_wanted=lambda: not FakeProcess.compiled,  # it leaves once it is at work
+        done=lambda compiled, error: told.append(submit_often(outcomes, "0.3 slow", 1)),
+    )
+    outcomes.compilers.submit(first)
+    wait_for(lambda: told == [["0.3 slow"]])
 
 
 def test_whoever_waits_goes_on_when_the_first_leaves(outcomes: Outcomes) -> None:

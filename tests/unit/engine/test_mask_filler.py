@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import builtins
 import threading
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from minisgl_backend.engine import mask_filler
+from minisgl_backend.engine.grammar_pace import Pace
 from minisgl_backend.engine.mask_filler import MaskFiller
+from minisgl_backend.request import Grammar
 
 WORDS = 3
+GRAMMAR = Grammar(kind="regex", text="of all")
 
 
 class Matcher:
@@ -38,23 +43,24 @@ class Matcher:
 
 @pytest.fixture
 def filler() -> Any:
-    filler = MaskFiller(60.0, 4)
+    filler = MaskFiller(Pace(60.0, 60.0), 4)
     yield filler
     filler.close()
 
 
-def filled(filler: MaskFiller, matchers: list[Matcher]) -> tuple[list[int], dict[int, Exception]]:
+def filled(filler: MaskFiller, matchers: list[Matcher], num_new: int = 0) -> tuple[list[int], dict[int, Exception]]:
     bits = np.full((len(matchers), WORDS), -7, dtype=np.int32)
-    errors = filler.fill(matchers, bits)
+    errors = filler.fill(matchers, bits, lambda line: GRAMMAR, num_new=num_new)
     assert (bits == bits[:, :1]).all()
     return bits[:, 0].tolist(), errors
 
 
 @pytest.mark.parametrize("count", [1, 3, 4, 5, 8, 9, 64, 100])
-def test_each_line_is_its_own_matchers(filler: MaskFiller, count: int) -> None:
+@pytest.mark.parametrize("num_new", [0, 1, 70])
+def test_each_line_is_its_own_matchers(filler: MaskFiller, count: int, num_new: int) -> None:
     for turn in range(20):
         numbers = list(range(turn, turn + count))
-        assert filled(filler, [Matcher(number) for number in numbers]) == (numbers, {})
+        assert filled(filler, [Matcher(number) for number in numbers], min(num_new, count)) == (numbers, {})
 
 
 def test_masks_that_take_long_are_shared(filler: MaskFiller) -> None:
@@ -81,32 +87,43 @@ def test_a_matcher_that_fails_harms_no_other(filler: MaskFiller, count: int) -> 
         assert errors == {1: error}
 
 
-@pytest.mark.parametrize("max_threads", [1, 4])
-@pytest.mark.parametrize("count", [1, 2, 12])
-def test_a_mask_that_takes_too_long_is_an_error(count: int, max_threads: int) -> None:
-    """Of the next step, where several are filled in one call: which of them it was is not known before."""
-    filler = MaskFiller(0.05, max_threads)
-    matchers = [Matcher(number) for number in range(count)]
-    assert filled(filler, matchers)[1] == {}
-    matchers[-1].computes = 0.06
-    errors = [filled(filler, matchers)[1] for _ in range(2)]
-    assert [{line: type(error) for line, error in one.items()} for one in errors] == [
-        {count - 1: TimeoutError} if count == 1 else {},
-        {count - 1: TimeoutError},
-    ]
-    filler.close()
+@pytest.mark.parametrize(("count", "batches"), [(1, 0), (4, 0), (12, 6)])
+def test_a_part_of_one_mask_is_no_batch(
+    filler: MaskFiller, monkeypatch: pytest.MonkeyPatch, count: int, batches: int
+) -> None:
+    xgrammar = pytest.importorskip("xgrammar")
+    made: list[int] = []
+
+    class Batch:
+        def __init__(self, max_threads: int) -> None:
+            made.append(max_threads)
+
+        def batch_fill_next_token_bitmask(self, matchers: list[Matcher], bits: np.ndarray, lines: list[int]) -> None:
+            for matcher, line in zip(matchers, lines, strict=True):
+                matcher.fill_next_token_bitmask(bits, line)
+
+    monkeypatch.setattr(xgrammar, "BatchGrammarMatcher", Batch)
+    assert filled(filler, [Matcher(number) for number in range(count)]) == (list(range(count)), {})
+    assert made == [1] * batches
 
 
-def test_a_machine_that_stands_makes_no_mask_late(filler: MaskFiller) -> None:
-    filler = MaskFiller(0.01, 1)
-    for _ in range(3):
-        assert filled(filler, [Matcher(number, seconds=0.02) for number in range(2)])[1] == {}
+def test_the_library_is_loaded_at_no_masks_expense(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else those of the next step would be filled one by one, and timed."""
+    pytest.importorskip("xgrammar")
+    now, load = 0.0, builtins.__import__
 
+    def load_slowly(name: str, *arguments: Any) -> Any:
+        nonlocal now
+        now += 1.0 * (name == "xgrammar")
+        return load(name, *arguments)
 
-def test_many_masks_of_which_none_takes_too_long_are_filled(filler: MaskFiller) -> None:
-    filler = MaskFiller(0.05, 1)
-    for _ in range(3):
-        assert filled(filler, [Matcher(number, computes=0.02) for number in range(6)]) == ([0, 1, 2, 3, 4, 5], {})
+    monkeypatch.setattr(mask_filler, "time", SimpleNamespace(perf_counter=lambda: now, thread_time=time.thread_time))
+    monkeypatch.setattr(builtins, "__import__", load_slowly)
+    filler = MaskFiller(Pace(0.05), 1)
+    matchers = [Matcher(number) for number in range(2)]
+    for _ in range(2):
+        assert filled(filler, matchers) == ([0, 1], {})
+    assert now == 2.0  # both times all at once
 
 
 def test_without_threads_the_caller_fills_alone(filler: MaskFiller, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +137,7 @@ def test_without_threads_the_caller_fills_alone(filler: MaskFiller, monkeypatch:
 
 
 def test_the_helpers_end_with_it() -> None:
-    filler = MaskFiller(60.0, 3)
+    filler = MaskFiller(Pace(60.0, 60.0), 3)
     matchers = [Matcher(number, seconds=0.01) for number in range(12)]
     filled(filler, matchers)
     helpers = {thread for matcher in matchers for thread in matcher.threads} - {threading.current_thread()}
@@ -143,12 +160,12 @@ def test_real_matchers_are_filled_as_one_by_one(filler: MaskFiller) -> None:
     # What the memory held before is nobody's.
     for poison in (0, -1, 0x5A5A5A5A):
         bits = np.full((40, WORDS), poison, dtype=np.int32)
-        assert filler.fill(matchers, bits) == {}
+        assert filler.fill(matchers, bits, lambda line: GRAMMAR) == {}
         assert (bits == expected).all()
     terminated = matchers[7]
     assert terminated.accept_token(words.index("7"))
     assert terminated.accept_token(len(words) - 1)
     bits = np.zeros((40, WORDS), dtype=np.int32)
-    assert list(filler.fill(matchers, bits)) == [7]
+    assert list(filler.fill(matchers, bits, lambda line: GRAMMAR)) == [7]
     others = np.arange(40) != 7
     assert (bits[others] == expected[others]).all()
