@@ -224,6 +224,9 @@ class _TappedModel:
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)
 
+    def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.decode_logits(hidden)
+
     def parameters(self) -> Iterable[torch.Tensor]:
         return self._model.parameters()
 

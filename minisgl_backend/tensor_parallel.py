@@ -21,6 +21,7 @@ import torch.distributed as dist
 from minisgl_backend.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
+    from minisgl_backend.kernels.peer_logits import PeerLogits
     from minisgl_backend.kernels.peer_sums import PeerSums
 
 CLOSE_S = 5.0  # what leaving a group may take
@@ -43,6 +44,7 @@ class TensorParallel:
         self._leaver = None if group is None else _Leaver(group.abort if device.type == "cuda" else group.shutdown)
         self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._peer_sums: PeerSums | None = None
+        self._peer_logits: PeerLogits | None = None
 
     @classmethod
     def single(cls) -> TensorParallel:
@@ -154,6 +156,47 @@ class TensorParallel:
         assert self._peer_sums is not None, "share_memory comes first"
         return self._peer_sums.reduce_norm(partial, residual, weight, eps)
 
+    def share_logits(self, max_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
+        """From now on logits of decode steps of up to so many rows, and their tokens, go through memory that the ranks'
+        GPUs share, where they can.
+
+        All ranks call this at the same time, before anything is captured. Takes max_rows * vocab_size numbers of rank
+        0's memory.
+        """
+        if self._group is None or self._device.type != "cuda":
+            return
+        from minisgl_backend.kernels.peer_logits import PeerLogits
+
+        try:
+            self._peer_logits = PeerLogits.open(
+                self.rank, self.size, max_rows, vocab_size, dtype, self._device, self.all_gather, self.minimum
+            )
+        except OSError as error:
+            log.warning("logits and tokens of decode steps are left to NCCL: %s", error)
+
+    def logits_columns(self, num_rows: int, start: int, count: int) -> torch.Tensor | None:
+        """Where rank 0 wants this rank's logits [num_rows, count] of a decode step, of the tokens from `start` on, the
+        rows further apart; None: they are to be gathered. The same on all ranks.
+
+        Only for decode steps; `collect_logits` is next. kernels/peer_logits.py says why.
+        """
+        if self._peer_logits is None or not self._peer_logits.fits(num_rows):
+            return None
+        return self._peer_logits.columns(num_rows, start, count)
+
+    def collect_logits(self, num_rows: int) -> torch.Tensor:
+        """What all ranks have written to `logits_columns`: [num_rows, vocab_size] on rank 0, good until the next decode
+        step, and [num_rows, 0] on others."""
+        assert self._peer_logits is not None, "logits_columns comes first"
+        return self._peer_logits.collect(num_rows)
+
+    def share_tokens(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """`broadcast` of a decode step's tokens, int32 [2, batch], contiguous, from rank 0."""
+        if self._peer_logits is None or not self._peer_logits.fits(token_ids.shape[1]):
+            return self.broadcast(token_ids)
+        self._peer_logits.share_tokens(token_ids)
+        return token_ids
+
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         """tensor [count, ...], the same shape on every rank -> [size, count, ...], in rank order, on every rank."""
         if self._group is None:
@@ -194,10 +237,11 @@ class TensorParallel:
         if leaver is not None and not leaver.join(CLOSE_S):
             log.warning("rank %d could not leave its group within %g s; it is left behind", self.rank, CLOSE_S)
             return
-        peer_sums, self._peer_sums = self._peer_sums, None
-        if peer_sums is not None:
+        shared, self._peer_sums, self._peer_logits = (self._peer_sums, self._peer_logits), None, None
+        for one in shared:
             try:
-                peer_sums.close()
+                if one is not None:
+                    one.close()
             except OSError as error:  # a device that failed
                 log.warning("the memory that ranks shared was not freed: %s", error)
 
@@ -205,8 +249,9 @@ class TensorParallel:
         """Begins to leave the group. On a GPU that ends collectives which wait for a rank that is gone: whoever waits
         for their results goes on, and must not use them."""
         self._group = None
-        if self._peer_sums is not None:
-            self._peer_sums.stop()
+        for shared in (self._peer_sums, self._peer_logits):
+            if shared is not None:
+                shared.stop()
         if self._leaver is not None:
             self._leaver.go.set()
 

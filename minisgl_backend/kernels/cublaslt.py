@@ -26,7 +26,8 @@ _TRANSPOSE_A = 3  # attribute of a product
 _MAX_WORKSPACE_BYTES, _REDUCTION_SCHEMES = 1, 3  # attributes of a preference
 _REDUCE_IN_FLOAT32 = 2  # partial sums in the workspace, added in a fixed order
 _TILE, _SPLIT, _REDUCTION, _CLUSTER = (1, 4), (2, 4), (3, 4), (8, 2)  # attributes of an algorithm, and their bytes
-_TILES_OF_ALGORITHM = 6  # a capability
+_TILES_OF_ALGORITHM = 6  # capabilities
+_ALIGNMENTS_OF_OUT = (18, 19)  # of what is added to, and of what is written
 _PLAIN_TILES = (
     "8x8 8x16 16x8 8x32 16x16 32x8 8x64 16x32 32x16 64x8 32x32 32x64 64x32 32x128 64x64 128x32 64x128 128x64 64x256 "
     "128x128 256x64 64x512 128x256 256x128 512x64 64x96 96x64 96x128 128x160 160x128 192x128 128x192 128x96 32x256 "
@@ -103,12 +104,15 @@ def owned(owner: object, lt: CublasLt, create: str, destroy: str, *arguments: ob
 
 
 class Product:
-    """out [rows, size_out] = x [rows, size_in] @ weight [size_out, size_in].T, all contiguous and of one type.
+    """out [rows, size_out] = x [rows, size_in] @ weight [size_out, size_in].T, of one type, all contiguous; but rows of
+    out may be `stride` numbers apart.
 
     The library counts columns first, so for it this is out.T = weight @ x.T: its tiles are (outputs, rows).
     """
 
-    def __init__(self, lt: CublasLt, rows: int, size_out: int, size_in: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, lt: CublasLt, rows: int, size_out: int, size_in: int, dtype: torch.dtype, stride: int | None = None
+    ) -> None:
         self.rows, self.size_out, self.size_in = rows, size_out, size_in
         self._lt = lt
         self._description = owned(
@@ -121,9 +125,11 @@ class Product:
         self._weight, self._x, self._out = (
             owned(
                 self, lt, "cublasLtMatrixLayoutCreate", "cublasLtMatrixLayoutDestroy", _DATA_TYPES[dtype],
-                ctypes.c_uint64(height), ctypes.c_uint64(width), ctypes.c_int64(height),
+                ctypes.c_uint64(height), ctypes.c_uint64(width), ctypes.c_int64(apart),
             )
-            for height, width in ((size_in, size_out), (size_in, rows), (size_out, rows))
+            for height, width, apart in (
+                (size_in, size_out, size_in), (size_in, rows, size_in), (size_out, rows, stride or size_out)
+            )
         )  # fmt: skip
         self._one, self._zero = ctypes.c_float(1), ctypes.c_float(0)
 
@@ -162,6 +168,18 @@ class Product:
             ctypes.byref(result),
         )  # fmt: skip
         return not status and result.state == 0 and result.workspace_bytes <= WORKSPACE_BYTES
+
+    def out_alignment(self, algorithm: bytes) -> int:
+        """Bytes that the address of `out` and the distance of its rows have to be multiples of."""
+        found = []
+        for attribute in _ALIGNMENTS_OF_OUT:
+            number, written = ctypes.c_uint32(), ctypes.c_size_t()
+            self._lt.call(
+                "cublasLtMatmulAlgoCapGetAttribute", _buffer(algorithm), attribute, ctypes.byref(number),
+                ctypes.c_size_t(4), ctypes.byref(written),
+            )  # fmt: skip
+            found.append(number.value)
+        return max(found)
 
     def launcher(self, algorithm: bytes) -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]:
         """launch(weight, x, out, add): starts the product on the current stream; `add` keeps what out holds.

@@ -41,6 +41,13 @@ class Ops(ABC):
         silu(gate) * up, [num_tokens, size_out / 2]; not together with bias or residual.
         """
 
+    def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """x @ weight.T into out [num_tokens, size_out], whose rows may be further apart than size_out numbers.
+
+        `out` may lie in another GPU's memory, if kernels of this one can write there.
+        """
+        out.copy_(self.linear(x, weight))
+
     def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> None:  # noqa: B027  optional
         """Chooses how `linear` does products of these weights, all of one shape, with so many rows; may measure it.
 

@@ -6,13 +6,21 @@ multicast objects unless it is told not to; this is all that a sum over ranks ne
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 HANDLE_BYTES = 64
+TRIAL_S = 60.0  # the other rank may still compile the kernel
 _ENABLE_PEER_ACCESS = 1  # when it is used first
+
+Gather = Callable[[torch.Tensor], torch.Tensor]  # those of TensorParallel
+Minimum = Callable[[int], int]
+T = TypeVar("T")
 
 
 class _Handle(ctypes.Structure):
@@ -89,3 +97,84 @@ class PeerMemory:
             text = ctypes.c_char_p()
             self._driver.cuGetErrorString(error, ctypes.byref(text))
             raise OSError(f"{name} says: {(text.value or b'?').decode()} ({error})")
+
+
+def open_together(
+    rank: int,
+    others: Sequence[int],
+    device: torch.device,
+    gather: Gather,
+    minimum: Minimum,
+    *,
+    allocate: Callable[[], PeerMemory],
+    use: Callable[[PeerMemory, Mapping[int, int]], T],
+    trial: Callable[[T], str],
+    problem: str = "",
+) -> T:
+    """What `use` makes of this rank's memory and the addresses of the `others`' that it opens, by rank.
+
+    All ranks call this at the same time, with their own `gather` and `minimum`. `trial` says what is wrong with it, ""
+    where nothing is; `problem`: what is known to be wrong before. Raises OSError, on all ranks alike, where the GPUs
+    cannot reach each other's memory or something is wrong on one of them.
+    """
+    memory, handle = None, bytes(HANDLE_BYTES)
+    if not problem:
+        if not all(torch.cuda.can_device_access_peer(device, _gpu_of(other, rank, device)) for other in others):
+            problem = "a GPU has no access to another one's memory"
+        else:
+            try:
+                memory = allocate()
+                handle = memory.handle()
+            except OSError as error:
+                problem = str(error)
+    handles = gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8).to(device)).cpu()
+    made = None
+    if _all_well(problem, minimum) and memory is not None:
+        try:
+            opened = memory.open([bytes(handles[one].tolist()) for one in others])
+            made = use(memory, dict(zip(others, opened, strict=True)))
+        except OSError as error:
+            problem = str(error)
+        if _all_well(problem, minimum) and made is not None:
+            problem = trial(made)
+            if _all_well(problem, minimum):
+                return made
+    if memory is not None:
+        with contextlib.suppress(OSError):  # the other ranks wait for this one below
+            memory.leave()
+    minimum(0)  # until all have left each other's memory, none may free its own
+    if memory is not None:
+        memory.close()
+    raise OSError(problem or "another rank could not share its memory")
+
+
+def ends_in_time(stop: Callable[[], None]) -> bool:
+    """Whether what the current stream was given ends within TRIAL_S; else it is told to, by `stop`."""
+    done = torch.cuda.Event()
+    done.record()
+    deadline = time.monotonic() + TRIAL_S
+    while not done.query():
+        if time.monotonic() > deadline:
+            stop()
+            done.synchronize()
+            return False
+        time.sleep(0.001)
+    return True
+
+
+def tensor_at(address: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory that somebody else owns as a contiguous tensor of `device`, whose kernels are to use it: also where it is
+    another GPU's, of which torch's other ways to a tensor would make a tensor of that GPU."""
+    strides = torch.empty(shape, device="meta").stride()
+    num_bytes = torch.Size(shape).numel() * dtype.itemsize
+    storage = torch._C._construct_storage_from_data_pointer(address, device, num_bytes)
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, 0, shape, strides)  # type: ignore[call-overload]
+
+
+def _gpu_of(other: int, rank: int, device: torch.device) -> int:
+    """Index of another rank's GPU: those of an engine core's ranks follow each other, and `device` is this one's."""
+    return (device.index or 0) - rank + other
+
+
+def _all_well(problem: str, minimum: Minimum) -> bool:
+    return minimum(0 if problem else 1) == 1

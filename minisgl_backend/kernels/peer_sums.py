@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 
 import torch
 
 from minisgl_backend.kernels import peer_reduce
-from minisgl_backend.kernels.peer_memory import HANDLE_BYTES, PeerMemory
+from minisgl_backend.kernels.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together
 
 # The largest sum, in bytes, by number of ranks. Every rank sends all of it to every other, so that the more ranks there
 # are, the sooner NCCL's rings and trees are faster.
 MOST_BYTES = {2: 20 << 20, 3: 1 << 20, 4: 512 << 10, 5: 384 << 10, 6: 256 << 10, 7: 256 << 10, 8: 256 << 10}
 PDL_ROWS = 64  # as in triton_ops: at more, a kernel that starts early takes room from the one that still runs
-TRIAL_S = 60.0  # the other rank may still compile the kernel
-
-Gather = Callable[[torch.Tensor], torch.Tensor]  # those of TensorParallel
-Minimum = Callable[[int], int]
 
 
 def most_rows(size: int, hidden: int, dtype: torch.dtype) -> int:
@@ -53,51 +47,35 @@ class PeerSums:
         `gather` and `minimum` are the ranks' own; `max_rows`: of the largest sum, where it is not the usual one.
         """
         max_rows = most_rows(size, hidden, dtype) if max_rows is None else max_rows
-        others = [other for other in range(size) if other != rank]
-        problem, memory, handle = "", None, bytes(HANDLE_BYTES)
-        if max_rows == 0:
-            problem = f"{hidden} numbers over {size} ranks is no size that was measured"
-        elif not all(torch.cuda.can_device_access_peer(device, _gpu_of(other, rank, device)) for other in others):
-            problem = "a GPU has no access to another one's memory"
-        else:
-            try:
-                num_bytes = peer_reduce.Inboxes.num_bytes(size, max_rows, hidden, dtype)
-                memory = PeerMemory(num_bytes, peer_reduce.empty_word(dtype), dtype.itemsize, device)
-                handle = memory.handle()
-            except OSError as error:
-                problem = str(error)
-        handles = gather(torch.frombuffer(bytearray(handle), dtype=torch.uint8).to(device)).cpu()
-        sums = None
-        if _all_well(problem, minimum) and memory is not None:
-            try:
-                opened = dict(zip(others, memory.open([bytes(handles[one].tolist()) for one in others]), strict=True))
-                addresses = [opened.get(one, memory.address) for one in range(size)]
-                stop = torch.zeros(1, dtype=torch.int32).pin_memory()
-                properties = torch.cuda.get_device_properties(device)
-                inboxes = peer_reduce.Inboxes(
-                    rank=rank,
-                    size=size,
-                    max_rows=max_rows,
-                    hidden=hidden,
-                    addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
-                    turns=torch.zeros(max_rows, dtype=torch.int32, device=device),
-                    stop=stop.data_ptr(),
-                    num_programs=peer_reduce.programs_each(size, hidden) * properties.multi_processor_count,
-                )
-                sums = cls(inboxes, memory, stop, properties.major >= 9)
-            except OSError as error:
-                problem = str(error)
-            if _all_well(problem, minimum) and sums is not None:
-                problem = sums._trial(dtype, device)
-                if _all_well(problem, minimum):
-                    return sums
-        if memory is not None:
-            with contextlib.suppress(OSError):  # the other ranks wait for this one below
-                memory.leave()
-        minimum(0)  # until all have left each other's memory, none may free its own
-        if memory is not None:
-            memory.close()
-        raise OSError(problem or "another rank could not share its memory")
+        num_bytes = peer_reduce.Inboxes.num_bytes(size, max_rows, hidden, dtype)
+
+        def use(memory: PeerMemory, opened: Mapping[int, int]) -> PeerSums:
+            stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+            properties = torch.cuda.get_device_properties(device)
+            addresses = [opened.get(one, memory.address) for one in range(size)]
+            inboxes = peer_reduce.Inboxes(
+                rank=rank,
+                size=size,
+                max_rows=max_rows,
+                hidden=hidden,
+                addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
+                turns=torch.zeros(max_rows, dtype=torch.int32, device=device),
+                stop=stop.data_ptr(),
+                num_programs=peer_reduce.programs_each(size, hidden) * properties.multi_processor_count,
+            )
+            return cls(inboxes, memory, stop, properties.major >= 9)
+
+        return open_together(
+            rank,
+            [other for other in range(size) if other != rank],
+            device,
+            gather,
+            minimum,
+            allocate=lambda: PeerMemory(num_bytes, peer_reduce.empty_word(dtype), dtype.itemsize, device),
+            use=use,
+            trial=lambda sums: sums._trial(dtype, device),
+            problem="" if max_rows else f"{hidden} numbers over {size} ranks is no size that was measured",
+        )
 
     def fits(self, rows: int) -> bool:
         return rows <= self._inboxes.max_rows
@@ -125,23 +103,7 @@ class PeerSums:
         partial = torch.full_like(residual, 1.0 + self._inboxes.rank)
         for _ in range(2 * peer_reduce.PLACES):
             self.reduce_norm(partial, residual, weight, 0.0)
-        done = torch.cuda.Event()
-        done.record()
-        deadline = time.monotonic() + TRIAL_S
-        while not done.query():
-            if time.monotonic() > deadline:
-                self.stop()
-                done.synchronize()
-                return "nothing came from another rank"
-            time.sleep(0.001)
+        if not ends_in_time(self.stop):
+            return "nothing came from another rank"
         expected = 2 * peer_reduce.PLACES * size * (size + 1) // 2
         return "" if bool((residual == expected).all()) else "another number came than a rank sent"
-
-
-def _gpu_of(other: int, rank: int, device: torch.device) -> int:
-    """Index of another rank's GPU: those of an engine core's ranks follow each other, and `device` is this one's."""
-    return (device.index or 0) - rank + other
-
-
-def _all_well(problem: str, minimum: Minimum) -> bool:
-    return minimum(0 if problem else 1) == 1

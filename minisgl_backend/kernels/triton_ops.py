@@ -66,6 +66,15 @@ class TritonOps(TorchOps):
         out = F.linear(x, weight, bias)
         return fused.silu_mul(out, self._pdl(x)) if gated else out
 
+    def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        if self._is_small(x, weight, None, False, False):
+            if x.shape[0] == 1:
+                small_linear.linear(x, weight, self._workspace, pdl=self._pdl(x), out=out)
+            else:
+                out.copy_(self.linear(x, weight))  # these kernels write rows that touch
+        elif not self._tuned.linear_into(x, weight, out):
+            torch.mm(x, weight.t(), out=out)
+
     def _pdl(self, x: torch.Tensor) -> bool:
         """At large batch a kernel that starts early takes room from the one that still runs."""
         return self.pdl and x.shape[0] <= small_linear.MAX_ROWS

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -44,6 +45,16 @@ Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
 _ALGORITHM = re.compile(r"([0-9a-f]{128})?")  # 64 bytes; or nothing, where torch's choice is the fastest
 
 
+class _Key(NamedTuple):
+    """What a launch depends on beside its algorithm."""
+
+    shape: Shape
+    dtype: torch.dtype
+    rows: int
+    stride: int  # numbers between the beginnings of two rows of the result
+    alignment: int  # bytes that the result's address is a multiple of, at most ALIGNMENT
+
+
 class TunedLinear:
     """The choices of one device. `tune` first; what was not tuned, or gains nothing, is left to the caller."""
 
@@ -55,7 +66,7 @@ class TunedLinear:
         self._failed = False
         self._stream: torch.cuda.Stream | None = None  # one for all measurements: libraries keep workspaces for each
         self._algorithms: dict[tuple[Shape, torch.dtype, int], bytes] = {}  # by rows, rounded up to ROWS_STEP
-        self._launchers: dict[tuple[Shape, torch.dtype, int], Launch | None] = {}  # by rows; None: not allowed
+        self._launchers: dict[_Key, Launch | None] = {}  # None: not allowed
 
     def tune(self, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
         """Chooses for weights [size_out, size_in] of one shape and type, and for each number of rows.
@@ -95,8 +106,8 @@ class TunedLinear:
         """x [rows, size_in] @ weight.T, added into `residual` where it is given; None: somebody else should."""
         if not self._algorithms:
             return None
-        launch = self._launcher((weight.shape[0], weight.shape[1]), weight.dtype, x.shape[0])
-        if launch is None or not _is_plain(x) or not _is_plain(weight):
+        key = _Key((weight.shape[0], weight.shape[1]), weight.dtype, x.shape[0], weight.shape[0], ALIGNMENT)
+        if self._launcher(key) is None or not _is_plain(x) or not _is_plain(weight):
             return None
         if residual is None:
             out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=x.device)
@@ -104,22 +115,38 @@ class TunedLinear:
             out = residual
         else:
             return None
-        try:
-            launch(weight, x, out, residual is not None)
-        except RuntimeError as error:  # the library's check does not promise that it will start; nothing was written
-            log.warning("a product of %d x %d, %d rows, is left to torch: %s", *weight.shape, x.shape[0], error)
-            self._launchers[(weight.shape[0], weight.shape[1]), weight.dtype, x.shape[0]] = None
-            return None
-        return out
+        return out if self._launch(key, weight, x, out, residual is not None) else None
 
-    def _launcher(self, shape: Shape, dtype: torch.dtype, rows: int) -> Launch | None:
-        algorithm = self._algorithms.get((shape, dtype, -(-rows // ROWS_STEP) * ROWS_STEP))
+    def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> bool:
+        """x [rows, size_in] @ weight.T, written to out [rows, size_out], whose rows may be further apart than that;
+        False: somebody else should."""
+        if not self._algorithms or out.stride(1) != 1 or not _is_plain(x) or not _is_plain(weight):
+            return False
+        (rows, size_out), address = out.shape, out.data_ptr()
+        stride = out.stride(0) if rows > 1 else size_out
+        alignment = min(ALIGNMENT, address & -address)  # the largest power of two that divides it
+        return self._launch(
+            _Key((size_out, weight.shape[1]), weight.dtype, rows, stride, alignment), weight, x, out, False
+        )
+
+    def _launch(self, key: _Key, weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor, add: bool) -> bool:
+        launch = self._launcher(key)
+        if launch is None:
+            return False
+        try:
+            launch(weight, x, out, add)
+        except RuntimeError as error:  # the library's check does not promise that it will start; nothing was written
+            log.warning("a product of %d x %d, %d rows, is left to torch: %s", *key.shape, key.rows, error)
+            self._launchers[key] = None
+            return False
+        return True
+
+    def _launcher(self, key: _Key) -> Launch | None:
+        algorithm = self._algorithms.get((key.shape, key.dtype, -(-key.rows // ROWS_STEP) * ROWS_STEP))
         if algorithm is None or self._lt is None:
             return None
-        key = (shape, dtype, rows)
         if key not in self._launchers:
-            product = Product(self._lt, rows, *shape, dtype)
-            self._launchers[key] = product.launcher(algorithm) if product.allows(algorithm) else None
+            self._launchers[key] = _allowed(self._lt, key, algorithm)
         return self._launchers[key]
 
     def _library(self) -> CublasLt | None:
@@ -146,6 +173,19 @@ class TunedLinear:
                 best[str(rows)] = _fastest(lt, x[:rows], cold)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         return best
+
+
+def _allowed(lt: CublasLt, key: _Key, algorithm: bytes) -> Launch | None:
+    """The launch of a product by an algorithm that was chosen for a contiguous result."""
+    rows_touch = key.stride == key.shape[0]
+    product = Product(lt, key.rows, *key.shape, key.dtype, None if rows_touch else key.stride)
+    if not product.allows(algorithm):
+        return None
+    if not rows_touch or key.alignment < ALIGNMENT:  # the library has promised it for an aligned result alone
+        needed = product.out_alignment(algorithm)
+        if key.alignment % needed or key.stride * key.dtype.itemsize % needed:
+            return None
+    return product.launcher(algorithm)
 
 
 def _fastest(lt: CublasLt, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> str:

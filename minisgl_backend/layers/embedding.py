@@ -58,6 +58,17 @@ class ParallelLMHead(WeightedLayer):
         whole = torch.cat(gathered.unbind(), dim=1)
         return whole[:, : self._vocab_size] if missing else whole
 
+    def on_rank_0(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `forward`, of a decode step (see `TensorParallel.logits_columns`); but ranks other than 0 may get
+        [num_tokens, 0]."""
+        tp = self._placement.tp
+        columns = tp.logits_columns(len(hidden), self._start, len(self.weight))
+        if columns is None:
+            return self(hidden)
+        if columns.shape[1]:
+            self._placement.ops.linear_into(hidden, self.weight, columns)
+        return tp.collect_logits(len(hidden))
+
     def weight_parts(self) -> list[WeightPart]:
         if self._is_tied:
             return []

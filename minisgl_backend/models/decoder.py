@@ -103,6 +103,11 @@ class CausalLM(nn.Module):
         """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's number format."""
         return self.lm_head(hidden)
 
+    def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `logits`, of all rows of a decode step, once a step; but ranks other than 0, which sample nothing, may get
+        [num_sampled, 0]."""
+        return self.lm_head.on_rank_0(hidden)
+
     def prepare(self, batch_sizes: Sequence[int]) -> None:
         """Lets the products choose their kernels for decode steps of these sizes; to be called before a capture."""
         # Products with a bias stay with torch, which adds it on the way.

@@ -78,7 +78,8 @@ def _build(
     runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
 ) -> ModelRunner:
     # GPUs open each other's memory on one machine alone; over several, NCCL makes all sums.
-    if not runtime.config.disable_pynccl and runtime.config.nodes == 1:
+    shares_memory = not runtime.config.disable_pynccl and runtime.config.nodes == 1
+    if shares_memory:
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype))
     free_at_start = free_bytes(device)
     spec, runner_with = _load(runtime, model_config, device, tp, progress)
@@ -94,6 +95,9 @@ def _build(
         steps = profile_run(trial, runtime, device)
         if graph_max_bs is None:
             graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, max_running, free_bytes(device)))
+        captures = graph_max_bs > 0 and (runtime.eager_graphs or trial.attention.supports_graphs)
+        if shares_memory and captures:  # before pages take what memory is left
+            tp.share_logits(graph_max_bs, model_config.vocab_size, getattr(torch, runtime.dtype))
         # The last term has room for sampling graphs: in the decode step that was measured all rows edit their logits.
         step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running
     num_pages = tp.minimum(choose_num_pages(runtime, spec, free_at_start, step_bytes))

@@ -30,7 +30,8 @@ Progress = Callable[[int, int], None]  # (sizes captured so far, sizes to captur
 class DecodeOutputs:
     """What a decode step leaves behind; static tensors where it was captured."""
 
-    logits: torch.Tensor  # [batch, vocab_size]
+    # [batch, vocab_size], good until the next decode step; ranks other than 0, which sample nothing, may have none.
+    logits: torch.Tensor
     token_ids: torch.Tensor  # int32 [2, batch], see sampler.Sampled
 
 

@@ -41,6 +41,8 @@ class Model(Protocol):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
+    def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
     def prepare(self, batch_sizes: Sequence[int]) -> None: ...
 
     def parameters(self) -> Iterable[torch.Tensor]: ...
@@ -292,12 +294,12 @@ class ModelRunner:
     def _decode_plain(self, decode: DecodeInputs, plan: HybridPlan, rehearses: bool = False) -> DecodeOutputs:
         """The whole decode step, as it is captured: from the token table back into the token table."""
         hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, rehearses=rehearses)
-        logits = self._model.logits(hidden)
+        logits = self._model.decode_logits(hidden)
         if self._tp.rank == 0:
             token_ids = self._sampler.sample_plain(logits, decode.rows, decode.kv_lens)
         else:
             token_ids = self._no_tokens(decode.batch_size)
-        self._tp.broadcast(token_ids)
+        self._tp.share_tokens(token_ids)
         self._table.write_tokens(decode.rows, decode.kv_lens, token_ids[0])
         return DecodeOutputs(logits, token_ids)
 
@@ -314,7 +316,7 @@ class ModelRunner:
                 mask_bits=masks[1],
             )
             self._sampler.sample_extended(outputs.logits, inputs, outputs.token_ids)
-        self._tp.broadcast(outputs.token_ids)
+        self._tp.share_tokens(outputs.token_ids)
         self._table.write_tokens(decode.rows, decode.kv_lens, outputs.token_ids[0])
 
     def _prompt_logprobs(self, step: StepTensors, hidden: torch.Tensor) -> list[torch.Tensor]:

@@ -117,6 +117,25 @@ def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
             assert relative(out, ref) < 8e-3
 
 
+def test_results_whose_rows_are_apart(tmp_path, monkeypatch):
+    """As ranks write their columns of logits: of 151,936 tokens the second half begins at a multiple of 128 bytes."""
+    from minisgl_backend.kernels.triton_ops import TritonOps
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ops, size_out, size_in = TritonOps(DEVICE), 75968, 1024
+    weights = weights_of(size_out, size_in, torch.bfloat16)
+    ops.prepare_linear(weights, ROWS)
+    for rows in ROWS:
+        x = torch.randn(rows, size_in, device="cuda").bfloat16()
+        ref = x.double() @ weights[1].double().t()
+        for start in (0, size_out, 1):  # no algorithm writes 16 bytes at a time at an address that is a multiple of 2
+            wide = torch.full((rows, 2 * size_out + 128), 7.0, device="cuda", dtype=torch.bfloat16)
+            ops.linear_into(x, weights[1], wide[:, start : start + size_out])
+            assert relative(wide[:, start : start + size_out], ref) < 8e-3
+            assert bool((wide[:, :start] == 7).all())
+            assert bool((wide[:, start + size_out :] == 7).all())
+
+
 def test_what_cannot_be_tuned_is_left_to_torch(tmp_path):
     from minisgl_backend.kernels.tuned_linear import TunedLinear
 

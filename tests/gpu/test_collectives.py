@@ -1,6 +1,6 @@
-"""Sums over the ranks through memory that their GPUs share: numbers, races, and ranks that never come.
+"""Sums, logits and tokens through memory that the ranks' GPUs share: numbers, races, and ranks that never come.
 
-    python -m pytest -q -p no:cacheprovider tests/gpu/test_collectives.py      about two minutes on two GPUs
+    python -m pytest -q -p no:cacheprovider tests/gpu/test_collectives.py      about three minutes on two GPUs
 
 Each test starts a process for each rank. What hangs ends after WATCHDOG_S, with the place where each rank stood.
 """
@@ -213,3 +213,120 @@ def gives_up(tp: Any, device: torch.device) -> None:
 
 def test_a_rank_that_never_comes_is_given_up() -> None:
     on_ranks(2, gives_up)
+
+
+LOGITS_ROWS = (1, 3, 8, 64, 256)
+INPUTS = 3  # of each number of rows
+
+
+def logits_to_rank_0(tp: Any, device: torch.device, vocab_size: int, dtype: torch.dtype, sleeper: int) -> None:
+    """Captured ends of decode steps, in any order, while one rank is late; nothing but a sum holds the ranks together.
+
+    All numbers are small integers, so that each algorithm has the same result.
+    """
+    from minisgl_backend.kernels.triton_ops import TritonOps
+    from minisgl_backend.layers.embedding import ParallelLMHead
+    from minisgl_backend.layers.weights import LayerContext
+
+    hidden = 1024
+    inputs = torch.Generator(device).manual_seed(9)  # the same on all ranks
+    tp.share_memory(hidden, dtype)
+    tp.share_logits(max(LOGITS_ROWS), vocab_size, dtype)
+    assert tp.logits_columns(1, 0, 1) is not None
+    assert tp.logits_columns(max(LOGITS_ROWS) + 1, 0, 1) is None
+    place = LayerContext(device=device, dtype=dtype, ops=TritonOps(device), tp=tp)
+    head = ParallelLMHead(vocab_size, hidden, "lm_head", place, None)
+    (part,) = head.weight_parts()
+    for start in range(0, vocab_size, 8192):  # a row of the vocabulary is the same on whichever rank it lies
+        lines = torch.randint(-1, 2, (8192, hidden), device=device, generator=inputs).to(dtype)
+        first, last = max(start, part.start), min(start + 8192, part.start + len(part.target), vocab_size)
+        if first < last:
+            part.target.data[first - part.start : last - part.start] = lines[first - start : last - start]
+    place.ops.prepare_linear([head.weight], LOGITS_ROWS)
+    norm = torch.ones(hidden, device=device, dtype=dtype)
+
+    def end_of_step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        tp.sum_norm(x[:1].clone(), x[:1].clone(), norm, EPS)
+        logits = head.on_rank_0(x)
+        if tp.rank == 0 and sleeper == 0:
+            torch.cuda._sleep(100_000)  # the others write the next ones as soon as they may
+        kept = logits.clone()
+        tokens = torch.full((2, len(x)), -7, dtype=torch.int32, device=device)
+        if tp.rank == 0:
+            tokens[0], tokens[1] = kept[:, 0], kept[:, -1]
+        first = tp.share_tokens(tokens).clone()
+        if tp.rank == 0:
+            tokens.add_(1)
+        return kept, first, tp.share_tokens(tokens)
+
+    steps: dict[int, Any] = {}
+    expected: dict[int, list[Any]] = {}
+    stream = torch.cuda.Stream()
+    for rows in LOGITS_ROWS:
+        expected[rows] = []
+        for _ in range(INPUTS):
+            x = torch.randint(-1, 2, (rows, hidden), device=device, generator=inputs).to(dtype)
+            logits = head(x)
+            tokens = torch.stack([logits[:, 0], logits[:, -1]]).to(torch.int32)
+            expected[rows].append((x, logits if tp.rank == 0 else logits[:, :0], tokens))
+        x = expected[rows][0][0].clone()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            kept, first, second = end_of_step(x)
+            stream.synchronize()
+            assert torch.equal(kept, expected[rows][0][1]), rows
+            assert torch.equal(first, expected[rows][0][2]), rows
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, stream=stream):
+                kept, first, second = end_of_step(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        steps[rows] = (graph, x, kept, first, second)
+    order, late = random.Random(1), random.Random(2)
+    wrong = torch.zeros(3, dtype=torch.int64, device=device)
+    for _ in range(REPLAYS):
+        rows = order.choice(LOGITS_ROWS)
+        graph, x, kept, first, second = steps[rows]
+        given, logits, tokens = order.choice(expected[rows])
+        x.copy_(given)
+        if tp.rank == sleeper and late.random() < 0.2:
+            torch.cuda._sleep(late.randrange(1, 400_000))  # cycles, up to 0.2 ms
+        graph.replay()
+        wrong += torch.stack([(kept != logits).sum(), (first != tokens).sum(), (second != tokens + 1).sum()])
+    assert wrong.tolist() == [0, 0, 0]
+    for graph, *_ in steps.values():
+        graph.reset()
+    tp.minimum(0)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sleeper", [0, 1])
+@pytest.mark.parametrize(
+    ("vocab_size", "dtype"), [(151936, torch.bfloat16), (32003, torch.float16), (1001, torch.float32)]
+)
+def test_logits_are_those_of_an_all_gather(size: int, vocab_size: int, dtype: torch.dtype, sleeper: int) -> None:
+    on_ranks(size, logits_to_rank_0, vocab_size, dtype, sleeper)
+
+
+def waits_in_vain(tp: Any, device: torch.device) -> None:
+    tp.share_logits(4, 1000, torch.bfloat16)
+    tokens = torch.zeros(2, 4, dtype=torch.int32, device=device)
+    torch.cuda.synchronize()
+    tp.minimum(0)
+    if tp.rank == 0:  # for logits, and the others for tokens
+        tp.collect_logits(4)
+    else:
+        tp.share_tokens(tokens)
+    done = torch.cuda.Event()
+    done.record()
+    time.sleep(0.3)
+    assert not done.query()
+    started = time.monotonic()
+    tp.abandon()
+    done.synchronize()
+    assert time.monotonic() - started < 5.0
+    assert tokens.tolist() == [[0] * 4] * 2
+    time.sleep(3.0)  # the memory stays as long as another rank needs it
+
+
+def test_logits_and_tokens_that_never_come_are_given_up() -> None:
+    on_ranks(2, waits_in_vain)

@@ -120,7 +120,9 @@ class FakeProduct:
 
     refuses = False
 
-    def __init__(self, lt: object, rows: int, size_out: int, size_in: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, lt: object, rows: int, size_out: int, size_in: int, dtype: torch.dtype, stride: int | None = None
+    ) -> None:
         self.rows, self.size_out, self.size_in = rows, size_out, size_in
 
     def suggestions(self, most: int) -> list[bytes]:
@@ -131,6 +133,9 @@ class FakeProduct:
 
     def allows(self, algorithm: bytes) -> bool:
         return True
+
+    def out_alignment(self, algorithm: bytes) -> int:
+        return 16
 
     def launcher(self, algorithm: bytes) -> Callable[..., None]:
         def launch(weight: torch.Tensor, x: torch.Tensor, out: torch.Tensor, add: bool) -> None:
@@ -202,6 +207,24 @@ def test_the_fastest_right_algorithm_is_chosen_used_and_remembered(tmp_path: Pat
     again.tune(weights, [8, 24])
     assert torch.equal(again.linear(x, weights[0]), x @ weights[0].t())
     assert FakeTimed.count == measured
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_a_result_whose_rows_are_apart_is_written_where_the_algorithm_can():
+    weights = two_weights()
+    tuned = TunedLinear(torch.device("cpu"), None)
+    x, wide = torch.randn(8, 1024).bfloat16(), torch.zeros(8, 16384 + 64).bfloat16()
+    columns = wide[:, 64 : 64 + 8192]
+    assert not tuned.linear_into(x, weights[0], columns)  # before anything is chosen
+    tuned.tune(weights, [8])
+    assert tuned.linear_into(x, weights[0], columns)
+    assert torch.equal(columns, x @ weights[0].t())
+    assert not wide[:, :64].any()
+    assert not wide[:, 64 + 8192 :].any()
+    assert not tuned.linear_into(x, weights[0], wide[:, 1 : 1 + 8192])  # addresses are multiples of 2 alone
+    assert not tuned.linear_into(x, weights[0], torch.zeros(8, 8193).bfloat16()[:, :8192])
+    assert tuned.linear_into(x[:1], weights[0], torch.zeros(1, 8200).bfloat16()[:, :8192])  # one row has no distance
+    assert not tuned.linear_into(x, weights[0], torch.zeros(8192, 8).bfloat16().t())
 
 
 @pytest.mark.usefixtures("on_cpu")

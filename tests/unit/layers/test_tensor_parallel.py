@@ -209,6 +209,94 @@ class SharedMemory:
         pass
 
 
+class SharedLogits:
+    """Stands in for logits through the GPUs' shared memory: up to two rows, by the memory of the ranks' threads."""
+
+    logits = torch.empty(2, 16)
+    tokens = torch.empty(2, 2, dtype=torch.int32)
+
+    def __init__(self, tp: TensorParallel) -> None:
+        self._tp = tp
+
+    def fits(self, rows: int) -> bool:
+        return rows <= 2
+
+    def columns(self, rows: int, start: int, count: int) -> torch.Tensor:
+        return self.logits[:rows, start : start + count]
+
+    def collect(self, rows: int) -> torch.Tensor:
+        self._tp.minimum(0)
+        return self.logits[:rows, :10] if self._tp.rank == 0 else torch.empty(rows, 0)
+
+    def share_tokens(self, token_ids: torch.Tensor) -> None:
+        if self._tp.rank == 0:
+            self.tokens[:, : token_ids.shape[1]] = token_ids
+        self._tp.minimum(0)
+        token_ids.copy_(self.tokens[:, : token_ids.shape[1]])
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("size", [2, 3, 6, 8])
+def test_logits_of_decode_steps_are_rank_0s(size: int) -> None:
+    """A vocabulary that does not divide, of which the last of six ranks has nothing; and more rows than fit."""
+
+    def work(tp: TensorParallel) -> list[torch.Tensor]:
+        from minisgl_backend.layers.embedding import ParallelLMHead
+        from minisgl_backend.layers.weights import LayerContext
+
+        layer = ParallelLMHead(
+            10, 4, "lm_head", LayerContext(device=CPU, dtype=torch.float32, ops=TorchOps(), tp=tp), None
+        )
+        weight = torch.arange(40.0).view(10, 4)
+        (part,) = layer.weight_parts()
+        part.target.copy_(weight[part.start : part.start + len(part.target)])
+        gathered = layer.on_rank_0(torch.ones(2, 4))
+        tp.__dict__["_peer_logits"] = SharedLogits(tp)
+        found = [gathered, layer.on_rank_0(torch.ones(3, 4)), layer.on_rank_0(torch.ones(2, 4)).clone()]
+        for rows in (2, 3):
+            tokens = torch.full((2, rows), tp.rank + 5, dtype=torch.int32)
+            assert tp.share_tokens(tokens) is tokens
+            found.append(tokens)
+        return found
+
+    expected = torch.arange(40.0).view(10, 4).sum(1)
+    for rank, (gathered, many, few, *tokens) in enumerate(on_ranks(size, work)):
+        assert torch.equal(gathered, expected.expand(2, 10))
+        assert torch.equal(many, expected.expand(3, 10))
+        assert torch.equal(few, expected.expand(2, 10)) if rank == 0 else few.shape == (2, 0)
+        assert [one.tolist() for one in tokens] == [[[5] * 2] * 2, [[5] * 3] * 2]
+
+
+def test_memory_that_ranks_share_is_stopped_then_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    class Shared:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def stop(self) -> None:
+            done.append(f"stop {self._name}")
+
+        def close(self) -> None:
+            done.append(f"close {self._name}")
+            raise OSError("a device that failed")
+
+    class Group:
+        def abort(self) -> None:
+            pass
+
+    tp = TensorParallel(0, 2, Group(), torch.device("cuda", 0))
+    tp.__dict__.update(_peer_sums=Shared("sums"), _peer_logits=Shared("logits"))
+    tp.close()
+    tp.close()
+    assert done == ["stop sums", "stop logits", "close sums", "close logits"]
+
+
 @pytest.mark.parametrize("most", [1, 40])
 @pytest.mark.parametrize("name", ["llama-bias-mha", "qwen3_moe-sharded-mixed"])
 def test_a_split_model_whose_norms_add_up_the_ranks(name: str, most: int, tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from hand_made_plans import EVERY_WISH, Driver, say
-from tiny_runner import CPU, PROMPTS, MakeRunner
+from tiny_runner import CPU, GREEDY, PROMPTS, MakeRunner
 
 from minisgl_backend.kernels.sampling_layout import SAMPLING_GRAPHS, SEARCHES
 from minisgl_backend.runner.async_output import UnsampledStep
@@ -58,6 +58,39 @@ class OtherRank(TensorParallel):
             self._sent.append(tensor.clone())
             return tensor
         return tensor.copy_(self._sent.pop(0))
+
+
+class NotedTokens:
+    """Notes what is sent through shared memory; no logits of this single rank go that way."""
+
+    def __init__(self) -> None:
+        self.sent: list[int] = []
+
+    def fits(self, rows: int) -> bool:
+        return True
+
+    def share_tokens(self, token_ids: torch.Tensor) -> None:
+        assert token_ids.is_contiguous()
+        self.sent.append(token_ids.shape[1])
+
+
+def test_tokens_of_decode_steps_alone_go_through_shared_memory(make_runner: MakeRunner) -> None:
+    broadcast: list[torch.Tensor] = []
+    tp, shared = OtherRank(0, broadcast), NotedTokens()
+    tp.__dict__["_peer_logits"] = shared
+    runner = make_runner(max_running=24, tp=tp)
+    runner.use_graphs(NotedGraphs((4, 24)))
+    shared.sent.clear()
+    driver = Driver(4)
+    for row in range(2):
+        driver.admit(row, PROMPTS[row], (GREEDY, EVERY_WISH[5])[row])
+    plans = [driver.plan(prefill={row: len(PROMPTS[row]) for row in range(2)})]
+    for decode in ((0,), (0, 1), ()):
+        pending = runner.execute(runner.prepare(plans[-1]))
+        driver.commit(plans[-1], pending.result().token_ids)
+        plans.append(driver.plan(decode=decode))
+    assert [tokens.shape[1] for tokens in broadcast] == [2], "of the prompts"
+    assert shared.sent == [4, 4, 4], "row 1 is sampled again"
 
 
 def test_the_other_ranks_make_the_collectives_of_captured_sampling(make_runner: MakeRunner) -> None:

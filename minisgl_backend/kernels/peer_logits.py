@@ -1,0 +1,265 @@
+"""Logits to rank 0 and its tokens back, through memory that the ranks' GPUs share, in the Triton language.
+
+Only rank 0 samples, so only rank 0 needs logits that are whole. It owns memory for those of a decode step, and the
+products of all ranks write their columns there: over NVLink while they compute the next ones, where an all-gather would
+begin when all is computed, and send everything to everyone. A kernel behind each product then turns that rank's flag in
+rank 0's memory, and one of rank 0's waits for all flags. Tokens go to an inbox of every other rank, where the data says
+itself that it has come: an empty place holds a number that no token has.
+
+A kernel that tells (a flag, a receipt) first turns a word of its own GPU's memory by an atomic that releases and
+acquires for the whole machine: all that was written before is then seen by whoever sees what it writes after. No atomic
+is in another GPU's memory: not every link has them. Turns are 0 or 1 and no count, which would end where 32 bits do.
+That is enough, since nobody is ever more than one turn ahead:
+
+Logits. A rank writes those of step n + 1 behind the sums over all ranks of that step's forward pass, for which it needs
+rank 0's part. Rank 0 sends that part after all that was put on its stream for step n: the kernel that waits, the
+sampling, by whichever graph or kernel, and the log-probabilities. So only decode steps may go this way, captured or
+not, and their rehearsals: each is a forward pass with sums, its logits are computed once, and rank 0 has launched all
+that reads them before it launches another step (`EngineCore.step`). Prompt log-probabilities compute logits several
+times with no sum between, and stay with the all-gather, as do all other steps.
+
+Tokens. Before it sends, rank 0 waits for every rank's receipt of what it sent before, which came long ago in a run of
+steps. A rank writes the receipt when it has taken the tokens and emptied the places. So tokens can be sent in any order
+of steps, and twice in one.
+
+Nobody waits for what comes later in another rank's order: flags, tokens and receipts are those of calls that all ranks
+make in the same order. A rank that never comes is found by the host, which sets `stop`, as in peer_reduce.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl_backend.kernels.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together, tensor_at
+
+SPINS = tl.constexpr(1024)  # between two looks at `stop`
+EMPTY = -(1 << 31)  # what no token is
+_EMPTY = tl.constexpr(EMPTY)
+_LOGITS = tl.constexpr(0)  # places of `Mailboxes.turns`
+_TOKENS = tl.constexpr(1)
+_LINE = 128  # numbers: rows of logits begin at multiples of 256 bytes in 16 bits, as fast kernels want it
+_TRIALS = 4  # twice each turn
+
+
+@dataclass(frozen=True)
+class Mailboxes:
+    """What the kernels need to know of one rank and the memory of all; addresses are as this process sees them."""
+
+    rank: int
+    size: int
+    max_rows: int
+    flags: int  # address of int32 [size] in rank 0's memory, zeros at first: the turn of each rank's last logits
+    receipts: int  # of int32 [size] there, zeros at first: the turn of the tokens that each rank has received last
+    inboxes: torch.Tensor  # int64 [size], device: addresses of int32 [2 * max_rows], EMPTY at first; rank 0 has none
+    turns: torch.Tensor  # int32 [2], device, zeros at first: of this rank's next logits and tokens
+    stop: int  # address of an int32 that the host sets to something other than 0 to end all waiting
+
+
+def tell(boxes: Mailboxes) -> None:
+    """Tells rank 0 that what this stream has written so far is there. On another rank."""
+    _tell_kernel[(1,)](boxes.turns, boxes.flags, RANK=boxes.rank, num_warps=1)
+
+
+def wait(boxes: Mailboxes) -> None:
+    """Waits until all others have told. On rank 0."""
+    _wait_kernel[(1,)](boxes.turns, boxes.flags, boxes.stop, SIZE=boxes.size, num_warps=1)
+
+
+def send(token_ids: torch.Tensor, boxes: Mailboxes) -> None:
+    """Sends int32 [2, up to max_rows], contiguous, to all others. On rank 0."""
+    _send_kernel[(1,)](
+        token_ids, boxes.turns, boxes.inboxes, boxes.receipts, boxes.stop, token_ids.numel(),
+        SIZE=boxes.size, PADDED=triton.next_power_of_2(2 * boxes.max_rows), num_warps=1,
+    )  # fmt: skip
+
+
+def receive(token_ids: torch.Tensor, boxes: Mailboxes) -> None:
+    """Waits for what rank 0 sends and writes it over token_ids, of the same shape. On another rank."""
+    _receive_kernel[(1,)](
+        token_ids, boxes.turns, boxes.inboxes, boxes.receipts, boxes.stop, token_ids.numel(),
+        RANK=boxes.rank, PADDED=triton.next_power_of_2(2 * boxes.max_rows), num_warps=1,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["flags"])
+def _tell_kernel(turns_ptr, flags, RANK: tl.constexpr):
+    turn = tl.atomic_xor(turns_ptr + _LOGITS, 1, sem="acq_rel", scope="sys")
+    tl.store(_words(flags) + RANK, 1 - turn)
+
+
+@triton.jit(do_not_specialize=["flags", "stop"])
+def _wait_kernel(turns_ptr, flags, stop, SIZE: tl.constexpr):
+    turn = 1 - tl.load(turns_ptr + _LOGITS)
+    for source in tl.static_range(1, SIZE):
+        _wait_for(_words(flags) + source, turn, stop)
+    tl.debug_barrier()  # all threads have read the turn
+    tl.atomic_xor(turns_ptr + _LOGITS, 1, sem="acq_rel", scope="sys")
+
+
+@triton.jit(do_not_specialize=["receipts", "stop", "count"])
+def _send_kernel(
+    tokens_ptr, turns_ptr, inboxes_ptr, receipts, stop, count, SIZE: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    turn = tl.load(turns_ptr + _TOKENS)
+    i = tl.arange(0, PADDED)
+    ok = i < count
+    tokens = tl.load(tokens_ptr + i, mask=ok, other=0)
+    tokens = tl.where(tokens == _EMPTY, 0, tokens)
+    for peer in tl.static_range(1, SIZE):
+        _wait_for(_words(receipts) + peer, turn, stop)
+    for peer in tl.static_range(1, SIZE):
+        inbox = tl.load(inboxes_ptr + peer).to(tl.pointer_type(tl.int32))
+        tl.store(inbox + i, tokens, mask=ok)
+    tl.debug_barrier()  # all threads have read the turn
+    tl.store(turns_ptr + _TOKENS, 1 - turn)
+
+
+@triton.jit(do_not_specialize=["receipts", "stop", "count"])
+def _receive_kernel(
+    tokens_ptr, turns_ptr, inboxes_ptr, receipts, stop, count, RANK: tl.constexpr, PADDED: tl.constexpr
+):  # fmt: skip
+    i = tl.arange(0, PADDED)
+    ok = i < count
+    inbox = tl.load(inboxes_ptr + RANK).to(tl.pointer_type(tl.int32))
+    tokens = tl.load(inbox + i, mask=ok, other=0, volatile=True)
+    stopped = 0
+    spins = 0
+    while (tl.max((tokens == _EMPTY).to(tl.int32), 0) > 0) & (stopped == 0):
+        tokens = tl.load(inbox + i, mask=ok, other=0, volatile=True)
+        spins += 1
+        if spins % SPINS == 0:
+            stopped = tl.load(_words(stop), volatile=True)
+    tl.debug_barrier()  # no thread empties what another one has not seen
+    tl.store(inbox + i, tl.full([PADDED], _EMPTY, tl.int32), mask=ok)
+    # After a stop nobody may use what this returns, but what follows looks up tokens by it.
+    tl.store(tokens_ptr + i, tl.where(tokens == _EMPTY, 0, tokens), mask=ok)
+    tl.debug_barrier()  # all places are empty before one thread says so
+    turn = tl.atomic_xor(turns_ptr + _TOKENS, 1, sem="acq_rel", scope="sys")
+    tl.store(_words(receipts) + RANK, 1 - turn)
+
+
+@triton.jit
+def _wait_for(word_ptr, turn, stop):
+    word = tl.load(word_ptr, volatile=True)
+    stopped = 0
+    spins = 0
+    while (word != turn) & (stopped == 0):
+        word = tl.load(word_ptr, volatile=True)
+        spins += 1
+        if spins % SPINS == 0:
+            stopped = tl.load(_words(stop), volatile=True)
+
+
+@triton.jit
+def _words(address):
+    return address.to(tl.int64).to(tl.pointer_type(tl.int32))
+
+
+class PeerLogits:
+    """One rank's part in logits and tokens of decode steps. All ranks make theirs at the same time, and call it in the
+    same order; which steps may use it, the module's docstring says."""
+
+    def __init__(
+        self, logits: torch.Tensor, vocab_size: int, boxes: Mailboxes, memory: PeerMemory, stop: torch.Tensor
+    ) -> None:
+        self._logits = logits  # [max_rows, vocab_size or some more], rank 0's, on all ranks
+        self._vocab_size = vocab_size
+        self._boxes = boxes
+        self._memory = memory
+        self._stop = stop  # int32 [1] on the host, which the device sees
+
+    @classmethod
+    def open(
+        cls,
+        rank: int,
+        size: int,
+        max_rows: int,
+        vocab_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        gather: Gather,
+        minimum: Minimum,
+    ) -> PeerLogits:
+        """For logits [up to max_rows, vocab_size] of `dtype`.
+
+        `gather` and `minimum` are the ranks' own. Raises OSError, on all ranks alike, where the GPUs cannot reach each
+        other's memory or rank 0's has no room.
+        """
+        width = -(-vocab_size // _LINE) * _LINE
+        logit_bytes = max_rows * width * dtype.itemsize
+        num_bytes, word = (logit_bytes + 8 * size, 0) if rank == 0 else (8 * max_rows, EMPTY)
+
+        def use(memory: PeerMemory, opened: Mapping[int, int]) -> PeerLogits:
+            addresses = {**opened, rank: memory.address}
+            stop = torch.zeros(1, dtype=torch.int32).pin_memory()
+            boxes = Mailboxes(
+                rank=rank,
+                size=size,
+                max_rows=max_rows,
+                flags=addresses[0] + logit_bytes,
+                receipts=addresses[0] + logit_bytes + 4 * size,
+                inboxes=torch.tensor([addresses.get(one, 0) for one in range(size)], dtype=torch.int64, device=device),
+                turns=torch.zeros(2, dtype=torch.int32, device=device),
+                stop=stop.data_ptr(),
+            )
+            return cls(tensor_at(addresses[0], (max_rows, width), dtype, device), vocab_size, boxes, memory, stop)
+
+        return open_together(
+            rank,
+            range(1, size) if rank == 0 else [0],
+            device,
+            gather,
+            minimum,
+            allocate=lambda: PeerMemory(num_bytes, word, 4, device),
+            use=use,
+            trial=lambda made: made._trial(),
+        )
+
+    def fits(self, rows: int) -> bool:
+        return rows <= self._boxes.max_rows
+
+    def columns(self, rows: int, start: int, count: int) -> torch.Tensor:
+        """Where a rank is to write its logits [rows, count], of the tokens from `start` on; rows are further apart."""
+        return self._logits[:rows, start : start + count]
+
+    def collect(self, rows: int) -> torch.Tensor:
+        """After all ranks have written: logits [rows, vocab_size] on rank 0, nothing, [rows, 0], on others."""
+        if self._boxes.rank == 0:
+            wait(self._boxes)
+            return self._logits[:rows, : self._vocab_size]
+        tell(self._boxes)
+        return self._logits.new_empty(rows, 0)
+
+    def share_tokens(self, token_ids: torch.Tensor) -> None:
+        """Overwrites int32 [2, rows], contiguous, with rank 0's."""
+        (send if self._boxes.rank == 0 else receive)(token_ids, self._boxes)
+
+    def stop(self) -> None:
+        """Ends what waits for a rank, now and later. The results are not to be used. On any thread."""
+        self._stop.fill_(1)
+
+    def close(self) -> None:
+        """Gives the memory back: when this rank computes nothing any more, and the others have gone."""
+        self._memory.close()
+
+    def _trial(self) -> str:
+        """Logits and tokens in both turns; what is wrong with them."""
+        rank, size, found = self._boxes.rank, self._boxes.size, []
+        for trial in range(_TRIALS):
+            # The next ones are written when rank 0's sum of these has come.
+            self.columns(1, rank, 1).fill_(trial + rank)
+            logits = self.collect(1)
+            tokens = torch.zeros(2, 1, dtype=torch.int32, device=logits.device)
+            if rank == 0:
+                tokens += logits[:, :size].sum().to(torch.int32)
+            self.share_tokens(tokens)
+            found.append(tokens)
+        if not ends_in_time(self.stop):
+            return "nothing came from another rank"
+        expected = [[[size * trial + size * (size - 1) // 2]] * 2 for trial in range(_TRIALS)]
+        return "" if torch.stack(found).tolist() == expected else "other logits came than a rank sent"
