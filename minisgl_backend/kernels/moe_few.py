@@ -20,13 +20,15 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.fused import combine
-from minisgl_backend.kernels.moe_one import launch_options
+from minisgl_backend.kernels.moe_one import GONE, launch_options, order_keys
 from minisgl_backend.kernels.small_linear import LinearWorkspace, linear
 
 MAX_TOKENS = 64
 MAX_ROUTED_TOKENS = 8  # whose states one program holds in registers beside a line of the router
 MAX_EXPERTS = 256  # which one program ranks
 SLOTS = 16  # tokens of a tile, the fewest rows of a product by tensor cores
+MAX_PACKED_CHOICES = 15
+UNPICKED = tl.constexpr(15)  # of four bits, instead of a token's choice
 
 
 @dataclass(frozen=True)
@@ -48,12 +50,37 @@ def few_shapes(num_tokens: int) -> tuple[FewShape, FewShape]:
 
 @dataclass(frozen=True)
 class Plan:
-    """Which pairs of (token, choice) each tile holds, on the device; int32 but for the weights."""
+    """Which pairs of (token, choice) each tile holds, on the device.
 
-    expert: torch.Tensor  # [max_tiles]  -1: not used
-    count: torch.Tensor  # [max_tiles]  pairs of the tile
-    slots: torch.Tensor  # [max_tiles, SLOTS]  token * k + choice; undefined beyond count
+    Packed, for up to MAX_ROUTED_TOKENS tokens, a tile is one number of 64 bits: the expert, and four bits for each
+    token with its choice of this expert, or UNPICKED. So whoever computes the tile waits for one load.
+    """
+
+    tiles: torch.Tensor  # int64 [max_tiles], packed, -1: not used. Else int32, the three below
     weights: torch.Tensor  # float32 [num_tokens, k]
+
+    @property
+    def is_packed(self) -> bool:
+        return self.tiles.dtype == torch.int64
+
+    @property
+    def max_tiles(self) -> int:
+        return self.tiles.numel() if self.is_packed else self.tiles.numel() // (2 + SLOTS)
+
+    @property
+    def expert(self) -> torch.Tensor:
+        """[max_tiles], -1: not used. Not of a packed plan, like the others."""
+        return self.tiles[: self.max_tiles]
+
+    @property
+    def count(self) -> torch.Tensor:
+        """[max_tiles], pairs of the tile."""
+        return self.tiles[self.max_tiles : 2 * self.max_tiles]
+
+    @property
+    def slots(self) -> torch.Tensor:
+        """[max_tiles, SLOTS], token * k + choice; undefined beyond the count."""
+        return self.tiles[2 * self.max_tiles :].view(self.max_tiles, SLOTS)
 
 
 def serves(x: torch.Tensor, router: torch.Tensor) -> bool:
@@ -82,17 +109,18 @@ def mixture(
     normed, plan = route(x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
     activated = torch.empty((num_tokens * k, size), dtype=x.dtype, device=x.device)
     result = torch.empty((num_tokens * k, hidden), dtype=x.dtype, device=x.device)
-    arguments = (plan.expert, plan.count, plan.slots, plan.weights)
+    arguments = (plan.tiles, plan.weights)
+    common = {"K": k, "SLOTS": SLOTS, "PACKED": plan.is_packed}
     cut = gate_up_cut
-    _few_product_kernel[(plan.expert.numel(), triton.cdiv(size, cut.tile_out))](
-        normed, gate_up, activated, *arguments, normed.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden, SLOTS=SLOTS,
-        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=True, num_stages=cut.num_stages,
+    _few_product_kernel[(plan.max_tiles, triton.cdiv(size, cut.tile_out))](
+        normed, gate_up, activated, *arguments, normed.stride(0), SIZE_OUT=size, SIZE_IN=hidden,
+        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=True, num_stages=cut.num_stages, **common,
         **launch_options(pdl, cut.num_warps),
     )  # fmt: skip
     cut = down_cut
-    _few_product_kernel[(plan.expert.numel(), triton.cdiv(hidden, cut.tile_out))](
-        activated, down, result, *arguments, size, K=k, SIZE_OUT=hidden, SIZE_IN=size, SLOTS=SLOTS,
-        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=False, num_stages=cut.num_stages,
+    _few_product_kernel[(plan.max_tiles, triton.cdiv(hidden, cut.tile_out))](
+        activated, down, result, *arguments, size, SIZE_OUT=hidden, SIZE_IN=size,
+        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=False, num_stages=cut.num_stages, **common,
         **launch_options(pdl, cut.num_warps),
     )  # fmt: skip
     return combine(result, k, residual, pdl)
@@ -115,26 +143,29 @@ def route(
     # An expert with any pairs has one tile, and another for each SLOTS more.
     most = min(pairs, num_experts + pairs // SLOTS if num_tokens > SLOTS else num_experts)
     most = -(-most // 4) * 4  # addresses stay multiples of 16 bytes, for which kernels are compiled
-    lists = torch.empty(most * (2 + SLOTS), dtype=torch.int32, device=x.device)
+    if num_tokens <= MAX_ROUTED_TOKENS and k <= MAX_PACKED_CHOICES:
+        tiles = torch.empty(most, dtype=torch.int64, device=x.device)
+    else:
+        tiles = torch.empty(most * (2 + SLOTS), dtype=torch.int32, device=x.device)
     weights = torch.empty((num_tokens, k), dtype=torch.float32, device=x.device)
-    plan = Plan(lists[:most], lists[most : 2 * most], lists[2 * most :].view(most, SLOTS), weights)
+    plan = Plan(tiles, weights)
     normed = x if norm_weight is None else torch.empty((num_tokens, hidden), dtype=x.dtype, device=x.device)
     sizes = {
         "SIZE_IN": hidden, "SIZE_PADDED": triton.next_power_of_2(hidden), "EXPERTS": num_experts,
         "EXPERTS_PADDED": triton.next_power_of_2(num_experts), "TOKENS": triton.next_power_of_2(num_tokens), "K": k,
-        "RENORMALIZE": renormalize, "SLOTS": SLOTS, "NORM": norm_weight is not None,
+        "RENORMALIZE": renormalize, "SLOTS": SLOTS, "PACKED": plan.is_packed, "NORM": norm_weight is not None,
     }  # fmt: skip
     norm_or_x = x if norm_weight is None else norm_weight
     if num_tokens <= MAX_ROUTED_TOKENS:
         logits = torch.empty((num_tokens, num_experts), dtype=x.dtype, device=x.device)
         _few_router_kernel[(num_experts,)](
-            x, norm_or_x, router, normed, logits, workspace.counters, lists, weights, num_tokens, most, eps,
+            x, norm_or_x, router, normed, logits, workspace.counters, tiles, weights, num_tokens, most, eps,
             x.stride(0), **sizes, **launch_options(pdl, 8),
         )  # fmt: skip
         return normed, plan
     logits = linear(x, router, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
     _few_plan_kernel[(1 if norm_weight is None else 1 + num_tokens,)](
-        x, norm_or_x, normed, logits, lists, weights, num_tokens, most, eps, x.stride(0), **sizes,
+        x, norm_or_x, normed, logits, tiles, weights, num_tokens, most, eps, x.stride(0), **sizes,
         **launch_options(pdl, 8 if num_tokens <= 16 else 16),
     )  # fmt: skip
     return normed, plan
@@ -142,11 +173,11 @@ def route(
 
 @triton.jit(do_not_specialize=["num_tokens", "most"])
 def _few_router_kernel(
-    x_ptr, norm_ptr, router_ptr, normed_ptr, logits_ptr, counter_ptr, lists_ptr, weights_ptr, num_tokens, most, eps,
+    x_ptr, norm_ptr, router_ptr, normed_ptr, logits_ptr, counter_ptr, tiles_ptr, weights_ptr, num_tokens, most, eps,
     x_stride,
     SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
-    TOKENS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    TOKENS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One expert's logits a program. The first programs norm a token each, the one that arrives last plans."""
     if PDL:
@@ -177,16 +208,17 @@ def _few_router_kernel(
     if arrived == tl.num_programs(0) - 1:
         tl.store(counter_ptr, 0)
         _plan(
-            logits_ptr, lists_ptr, weights_ptr, num_tokens, most, TOKENS, EXPERTS, EXPERTS_PADDED, K, RENORMALIZE, SLOTS
-        )
+            logits_ptr, tiles_ptr, weights_ptr, num_tokens, most,
+            TOKENS, EXPERTS, EXPERTS_PADDED, K, RENORMALIZE, SLOTS, PACKED,
+        )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["num_tokens", "most"])
 def _few_plan_kernel(
-    x_ptr, norm_ptr, normed_ptr, logits_ptr, lists_ptr, weights_ptr, num_tokens, most, eps, x_stride,
+    x_ptr, norm_ptr, normed_ptr, logits_ptr, tiles_ptr, weights_ptr, num_tokens, most, eps, x_stride,
     SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
-    TOKENS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    TOKENS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The first program plans, the others norm a token each."""
     if PDL:
@@ -194,8 +226,9 @@ def _few_plan_kernel(
         tl_cuda.gdc_wait()
     if tl.program_id(0) == 0:
         _plan(
-            logits_ptr, lists_ptr, weights_ptr, num_tokens, most, TOKENS, EXPERTS, EXPERTS_PADDED, K, RENORMALIZE, SLOTS
-        )
+            logits_ptr, tiles_ptr, weights_ptr, num_tokens, most,
+            TOKENS, EXPERTS, EXPERTS_PADDED, K, RENORMALIZE, SLOTS, PACKED,
+        )  # fmt: skip
     elif NORM:
         _norm_token(x_ptr, norm_ptr, normed_ptr, tl.program_id(0) - 1, eps, x_stride, SIZE_IN, SIZE_PADDED)
 
@@ -212,14 +245,14 @@ def _norm_token(x_ptr, norm_ptr, out_ptr, token, eps, x_stride, SIZE_IN: tl.cons
 
 @triton.jit
 def _plan(
-    logits_ptr, lists_ptr, weights_ptr, num_tokens, most,
+    logits_ptr, tiles_ptr, weights_ptr, num_tokens, most,
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr,
-    RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr,
+    RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """The fields of `Plan`, from logits [num_tokens, experts]. Of equal logits the lower expert comes first, what is no
+    """What a `Plan` holds, from logits [num_tokens, experts]. Of equal logits the lower expert comes first, what is no
     number comes last: whatever the logits are, a token takes K different experts.
 
-    Logits are compared as integers of the same order, whose largest in a warp is one instruction.
+    Logits are compared as integers, whose largest in a warp is one instruction.
     """
     t = tl.arange(0, TOKENS)[:, None]
     e = tl.arange(0, EXPERTS_PADDED)
@@ -227,43 +260,47 @@ def _plan(
     t_ok, e_ok = t < num_tokens, e_row < EXPERTS
     logit = tl.load(logits_ptr + t * EXPERTS + e_row, mask=t_ok & e_ok, other=0.0, cache_modifier=".cg").to(tl.float32)
     logit = tl.where((logit == logit) & e_ok, logit, -float("inf"))
-    logit = tl.where(logit == 0.0, 0.0, logit)  # -0.0 too, whose bits are another integer's
-    bits = logit.to(tl.int32, bitcast=True)
-    GONE: tl.constexpr = -2147483648  # below that of -inf
-    key = tl.where(e_ok, bits ^ ((bits >> 31) & 0x7FFFFFFF), GONE)
+    key = order_keys(logit, e_row, EXPERTS)
     choice = tl.full([TOKENS, EXPERTS_PADDED], K, tl.int32)
     for j in tl.static_range(K):
-        best = tl.max(key, 1)
-        first = tl.min(tl.where(key == best[:, None], e_row, EXPERTS_PADDED), 1)
-        mine = e_row == first[:, None]
+        mine = key == tl.max(key, 1)[:, None]
         choice = tl.where(mine, j, choice)
         key = tl.where(mine, GONE, key)
-    picked = choice < K
-    share = tl.exp(logit - tl.max(logit, 1)[:, None])
-    total = tl.sum(tl.where(picked, share, 0.0), 1) if RENORMALIZE else tl.sum(share, 1)
-    picked &= t_ok
-    tl.store(weights_ptr + t * K + choice, share / total[:, None], mask=picked)
+    is_pair = (choice < K) & t_ok
 
-    one = picked.to(tl.int32)
-    count = tl.sum(one, 0)
-    tiles = (count + SLOTS - 1) // SLOTS
-    tile_ends = tl.cumsum(tiles, 0)
-    begin = tile_ends - tiles
-    slots_ptr = lists_ptr + 2 * most
-    slot = begin[None, :] * SLOTS + tl.cumsum(one, 0) - one  # an expert's tiles follow one another
-    tl.store(slots_ptr + slot, t * K + choice, mask=picked)
-    for j in tl.static_range((TOKENS + SLOTS - 1) // SLOTS):
-        tl.store(lists_ptr + begin + j, e, mask=j < tiles)
-        tl.store(lists_ptr + most + begin + j, tl.minimum(count - j * SLOTS, SLOTS), mask=j < tiles)
-    for start in tl.range(tl.sum(tiles, 0), most, EXPERTS_PADDED):
-        tl.store(lists_ptr + start + e, -1, mask=start + e < most)
+    if PACKED:
+        choices = tl.sum(tl.where(is_pair, choice, UNPICKED) << (4 * t), 0)
+        if TOKENS < 8:
+            choices |= -1 << (4 * TOKENS)
+        used = (choices != -1).to(tl.int32)
+        ends = tl.cumsum(used, 0)
+        tile = (e.to(tl.int64) << 32) | (choices.to(tl.int64) & 0xFFFFFFFF)
+        tl.store(tiles_ptr + ends - 1, tile, mask=used > 0)
+        num_tiles = tl.sum(used, 0)
+    else:
+        one = is_pair.to(tl.int32)
+        count = tl.sum(one, 0)
+        tiles = (count + SLOTS - 1) // SLOTS
+        begin = tl.cumsum(tiles, 0) - tiles
+        slots_ptr = tiles_ptr + 2 * most
+        slot = begin[None, :] * SLOTS + tl.cumsum(one, 0) - one  # an expert's tiles follow one another
+        tl.store(slots_ptr + slot, t * K + choice, mask=is_pair)
+        for j in tl.static_range((TOKENS + SLOTS - 1) // SLOTS):
+            tl.store(tiles_ptr + begin + j, e, mask=j < tiles)
+            tl.store(tiles_ptr + most + begin + j, tl.minimum(count - j * SLOTS, SLOTS), mask=j < tiles)
+        num_tiles = tl.sum(tiles, 0)
+    for start in tl.range(num_tiles, most, EXPERTS_PADDED):
+        tl.store(tiles_ptr + start + e, -1, mask=start + e < most)
+    share = tl.exp(logit - tl.max(logit, 1)[:, None])
+    total = tl.sum(tl.where(choice < K, share, 0.0), 1) if RENORMALIZE else tl.sum(share, 1)
+    tl.store(weights_ptr + t * K + choice, share / total[:, None], mask=is_pair)
 
 
 @triton.jit
 def _few_product_kernel(
-    x_ptr, weight_ptr, out_ptr, expert_ptr, count_ptr, slots_ptr, pair_weights_ptr, x_stride,
-    K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SLOTS: tl.constexpr, TILE_OUT: tl.constexpr,
-    TILE_IN: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, weight_ptr, out_ptr, tiles_ptr, pair_weights_ptr, x_stride,
+    K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
+    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """By pair. GATED: silu(gate @ x) * (up @ x), of the pair's token. Else: down @ x of the pair, times its weight."""
     if PDL:
@@ -274,15 +311,20 @@ def _few_product_kernel(
     s = tl.arange(0, SLOTS)
     # Written before the kernel before the second product; by way of the L2 cache, since an earlier layer's may lie in
     # the nearer.
-    expert = tl.load(expert_ptr + tile, cache_modifier=".cg").to(tl.int64)
-    count = tl.load(count_ptr + tile, cache_modifier=".cg")
-    pair = tl.load(slots_ptr + tile * SLOTS + s, cache_modifier=".cg")
+    if PACKED:
+        packed = tl.load(tiles_ptr + tile, cache_modifier=".cg")
+        expert = packed >> 32
+        choice = ((packed >> (4 * s)) & 15).to(tl.int32)
+        s_ok = (choice < UNPICKED) & (s < 8)
+        pair = s * K + choice
+    else:
+        most = tl.num_programs(0)
+        expert = tl.load(tiles_ptr + tile, cache_modifier=".cg").to(tl.int64)
+        s_ok = s < tl.load(tiles_ptr + most + tile, cache_modifier=".cg")
+        pair = tl.load(tiles_ptr + 2 * most + tile * SLOTS + s, cache_modifier=".cg")
     if expert < 0:
         return
-    s_ok = s < count
     pair = tl.where(s_ok, pair, 0)
-    if PDL and not GATED:
-        tl_cuda.gdc_wait()
     o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     if GATED:
         # One product for both halves: the first TILE_OUT columns are gate rows, the others the same up rows.
@@ -300,6 +342,8 @@ def _few_product_kernel(
     i = tl.arange(0, TILE_IN)
     x_rows = x_ptr + source.to(tl.int64)[:, None] * x_stride
     weight_rows = weight_ptr + weight_row[None, :] * SIZE_IN
+    if PDL and not GATED:
+        tl_cuda.gdc_wait()
     for start in tl.range(0, SIZE_IN, TILE_IN):
         j = start + i
         j_ok = j < SIZE_IN

@@ -1,8 +1,9 @@
 """A mixture of experts for one token, in the Triton language: bound by reading the weights of the experts picked.
 
-Three kernels from the hidden state to the hidden state. The first computes the router's logits of the normed state,
-and its last program picks the experts. The second norms on its way. The third adds the experts up, and the residual,
-where it computes them, in a fixed order.
+Three kernels from the hidden state to the hidden state. The first computes the router's logits of the normed state, and
+writes a copy of them for each choice. Every program of the other two finds its experts in a copy for itself: that takes
+less time than to wait for one that finds them for all, but a copy for all would be where they wait for each other. The
+second norms on its way. The third adds the experts up, and the residual, where it computes them, in a fixed order.
 
 `pdl`: programmatic dependent launch, whose rules stand in small_linear.py, with one exception made on purpose. The
 second kernel lets the third start only after its own wait. So what the first one wrote is there when the third starts:
@@ -18,8 +19,6 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.small_linear import LinearWorkspace
-
 MAX_EXPERTS = 256  # which one program ranks
 
 
@@ -34,6 +33,8 @@ class ProductShape:
 
 # Measured best on an H200, 8 of 128 experts of 2,048 x 768.
 GATE_UP, DOWN, ROUTE = ProductShape(4, 2048, 4), ProductShape(8, 256, 8), ProductShape(2, 2048, 8)
+# Of an expert, at most: so many run at once, so that each looks for its expert once, and for two tiles.
+GATE_UP_PROGRAMS = 100
 
 
 def serves(x: torch.Tensor, router: torch.Tensor) -> bool:
@@ -48,7 +49,6 @@ def mixture(
     down: torch.Tensor,
     experts_per_token: int,
     renormalize: bool,
-    workspace: LinearWorkspace,
     *,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
@@ -57,27 +57,28 @@ def mixture(
 ) -> torch.Tensor:
     """The contract is `Ops.mixture`'s, for one token."""
     (num_experts, hidden, size), k = down.shape, experts_per_token
-    logits = torch.empty(num_experts, dtype=x.dtype, device=x.device)
-    ids = torch.empty(k, dtype=torch.int32, device=x.device)
-    weights = torch.empty(k, dtype=torch.float32, device=x.device)
+    logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
     activated = torch.empty((k, size), dtype=x.dtype, device=x.device)
     out = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
-    norm = {"NORM": norm_weight is not None}
-    norm_or_x = norm_weight if norm_weight is not None else x
+    norm_or_x, norm = norm_weight if norm_weight is not None else x, {"NORM": norm_weight is not None}
+    padded = triton.next_power_of_2(hidden)
+    choices = {"K": k, "K_PADDED": triton.next_power_of_2(k)}
+    experts = {"EXPERTS": num_experts, "EXPERTS_PADDED": triton.next_power_of_2(num_experts)}
     _route_kernel[(triton.cdiv(num_experts, ROUTE.tile_out),)](
-        x, norm_or_x, router, logits, workspace.counters, ids, weights, eps,
-        SIZE_IN=hidden, SIZE_PADDED=triton.next_power_of_2(hidden), EXPERTS=num_experts,
-        EXPERTS_PADDED=triton.next_power_of_2(num_experts), TILE=ROUTE.tile_out, K=k, RENORMALIZE=renormalize,
-        **norm, **launch_options(pdl, ROUTE.num_warps),
+        x, norm_or_x, router, logits, eps, SIZE_IN=hidden, SIZE_PADDED=padded, EXPERTS=num_experts, TILE=ROUTE.tile_out,
+        **choices, **norm, **launch_options(pdl, ROUTE.num_warps),
     )  # fmt: skip
-    _gate_up_kernel[(k, triton.cdiv(size, GATE_UP.tile_out))](
-        x, norm_or_x, ids, gate_up, activated, eps, SIZE_OUT=size, SIZE_IN=hidden, TILE_OUT=GATE_UP.tile_out,
-        TILE_IN=GATE_UP.tile_in, **norm, **launch_options(pdl, GATE_UP.num_warps),
+    tile_out = max(1, GATE_UP.tile_out * GATE_UP.tile_in // padded)
+    programs = min(GATE_UP_PROGRAMS, triton.cdiv(size, tile_out))
+    _gate_up_kernel[(k, programs)](
+        x, norm_or_x, logits, gate_up, activated, eps, SIZE_OUT=size, SIZE_IN=hidden, SIZE_PADDED=padded,
+        TILE_OUT=tile_out, PROGRAMS=programs, WARPS=GATE_UP.num_warps, **experts, **norm,
+        **launch_options(pdl, GATE_UP.num_warps),
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, DOWN.tile_out),)](
-        activated, ids, weights, down, residual if residual is not None else x, out,
-        K=k, K_PADDED=triton.next_power_of_2(k), SIZE_OUT=hidden, SIZE_IN=size, TILE_OUT=DOWN.tile_out,
-        TILE_IN=DOWN.tile_in, RESIDUAL=residual is not None, **launch_options(pdl, DOWN.num_warps),
+        activated, logits, down, residual if residual is not None else x, out, SIZE_OUT=hidden, SIZE_IN=size,
+        TILE_OUT=DOWN.tile_out, TILE_IN=DOWN.tile_in, RENORMALIZE=renormalize, RESIDUAL=residual is not None,
+        WARPS=DOWN.num_warps, **choices, **experts, **launch_options(pdl, DOWN.num_warps),
     )  # fmt: skip
     return out
 
@@ -90,11 +91,11 @@ def launch_options(pdl: bool, num_warps: int) -> dict[str, int | bool]:
 
 @triton.jit
 def _route_kernel(
-    x_ptr, norm_ptr, router_ptr, logits_ptr, counter_ptr, ids_ptr, weights_ptr, eps,
-    SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
-    TILE: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, norm_ptr, router_ptr, logits_ptr, eps,
+    EXPERTS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr,
+    TILE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """A lone token's logits, a few experts a program; the program that arrives last picks the best."""
+    """K copies of a lone token's logits, a few experts a program."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     o = tl.program_id(0) * TILE + tl.arange(0, TILE)
@@ -111,90 +112,119 @@ def _route_kernel(
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE_IN + eps)
         x = x * norm
-    sums = tl.sum(w * x[None, :], 1) * scale
-    tl.store(logits_ptr + o, sums.to(logits_ptr.dtype.element_ty), mask=o < EXPERTS)
-    tl.debug_barrier()
-    arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
-    if arrived == tl.num_programs(0) - 1:
-        tl.store(counter_ptr, 0)
-        e = tl.arange(0, EXPERTS_PADDED)
-        logit = tl.load(logits_ptr + e, mask=e < EXPERTS, other=-float("inf"), cache_modifier=".cg").to(tl.float32)
-        rank, share = _ranks(e, logit, K, RENORMALIZE)
-        tl.store(ids_ptr + rank, e, mask=rank < K)
-        tl.store(weights_ptr + rank, share, mask=rank < K)
+    sums = (tl.sum(w * x[None, :], 1) * scale).to(logits_ptr.dtype.element_ty)
+    c = tl.arange(0, K_PADDED)
+    copies_ok = (o < EXPERTS)[:, None] & (c < K)[None, :]
+    copies = tl.broadcast_to(sums[:, None], [TILE, K_PADDED])
+    tl.store(logits_ptr + c[None, :] * EXPERTS + o[:, None], copies, mask=copies_ok)
+
+
+GONE = tl.constexpr(-2147483648)  # below the key of any expert
 
 
 @triton.jit
-def _ranks(e, logit, K: tl.constexpr, RENORMALIZE: tl.constexpr):
-    """The rank of each expert, which is the number of experts before it, and its weight. Of equal logits the lower
-    expert comes first, what is no number comes last: every rank is some expert's."""
+def order_keys(logit, e, EXPERTS: tl.constexpr):
+    """Integers that are all different and in the order of experts: a larger logit first, of equal ones the lower
+    expert, and last what is no number. Of the experts e, whose logits are 16 bits wide, in float32: as such they leave
+    the lower bits alone, which hold the expert.
+    """
     known = tl.where(logit == logit, logit, -float("inf"))
-    mine, other = known[:, None], known[None, :]
-    before = (other > mine) | ((other == mine) & (e[None, :] < e[:, None]))
-    rank = tl.sum(before.to(tl.int32), 1)
-    share = tl.exp(logit - tl.max(logit, 0))
-    if RENORMALIZE:
-        share = share / tl.sum(tl.where(rank < K, share, 0.0), 0)
-    else:
-        share = share / tl.sum(share, 0)
-    return rank, share
+    known = tl.where(known == 0.0, 0.0, known)  # -0.0 too, whose bits are another integer's
+    bits = known.to(tl.int32, bitcast=True)
+    key = ((bits ^ ((bits >> 31) & 0x7FFFFFFF)) & -256) | (255 - e)
+    return tl.where(e < EXPERTS, key, GONE)
+
+
+@triton.jit
+def _expert(key):
+    """Of one of `order_keys`."""
+    return (255 - (key & 255)).to(tl.int64)
+
+
+@triton.jit
+def _logit(key):
+    """Likewise, in float32: -inf for what was no number, and for what is no expert."""
+    ordered = key & -256
+    bits = tl.where(ordered < 0, (ordered ^ 0x7FFFFFFF) & -256, ordered)
+    return tl.where(key == GONE, -float("inf"), bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _keys(logits_ptr, copy, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, WARPS: tl.constexpr):
+    """`order_keys` [warps, experts] of a copy, and again for each warp: the best is found without any other warp."""
+    e = tl.arange(0, EXPERTS_PADDED)
+    # Not from the nearer cache, where an earlier layer's may lie; and once, which a volatile load is sure to be.
+    logit = tl.load(logits_ptr + copy * EXPERTS + e, mask=e < EXPERTS, other=0.0, volatile=True).to(tl.float32)
+    return order_keys(logit, e, EXPERTS)[None, :] + tl.zeros([WARPS, 1], tl.int32)
 
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, norm_ptr, ids_ptr, weight_ptr, out_ptr, eps,
-    SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, NORM: tl.constexpr,
+    x_ptr, norm_ptr, logits_ptr, weight_ptr, out_ptr, eps,
+    EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
+    SIZE_PADDED: tl.constexpr, TILE_OUT: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """out[choice] = silu(gate @ norm(x)) * (up @ norm(x)) for each expert of the token."""
+    choice = tl.program_id(0)
+    i = tl.arange(0, SIZE_PADDED)
+    i_ok = i < SIZE_IN
+    if NORM:
+        norm = tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    choice = tl.program_id(0)
-    expert = tl.load(ids_ptr + choice).to(tl.int64)
-    o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
-    o_ok = o < SIZE_OUT
-    k = tl.arange(0, TILE_IN)
-    rows = weight_ptr + (expert * (2 * SIZE_OUT) + o)[:, None] * SIZE_IN
-    gate = tl.zeros([TILE_OUT, TILE_IN], tl.float32)
-    up = tl.zeros([TILE_OUT, TILE_IN], tl.float32)
-    squares = tl.zeros([TILE_IN], tl.float32)
-    for step in tl.static_range(0, (SIZE_IN + TILE_IN - 1) // TILE_IN):
-        i = step * TILE_IN + k
-        i_ok = i < SIZE_IN
-        ok = o_ok[:, None] & i_ok[None, :]
-        w_gate = tl.load(rows + i[None, :], mask=ok, other=0.0)
-        w_up = tl.load(rows + SIZE_OUT * SIZE_IN + i[None, :], mask=ok, other=0.0)
-        x = tl.load(x_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
-        if NORM:
-            squares += x * x
-            x = x * tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
-        gate += w_gate.to(tl.float32) * x[None, :]
-        up += w_up.to(tl.float32) * x[None, :]
-    gate_sum = tl.sum(gate, 1)
-    up_sum = tl.sum(up, 1)
+    key = _keys(logits_ptr, choice, EXPERTS, EXPERTS_PADDED, WARPS)
+    x = tl.load(x_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
+    scale = 1.0
     if NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(squares, 0) / SIZE_IN + eps)
-        gate_sum = gate_sum * scale
-        up_sum = up_sum * scale
-    result = gate_sum / (1.0 + tl.exp(-gate_sum)) * up_sum
-    tl.store(out_ptr + choice * SIZE_OUT + o, result.to(out_ptr.dtype.element_ty), mask=o_ok)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE_IN + eps)
+        x = x * norm
+    best = tl.max(key, 1)
+    for _ in tl.range(choice):
+        key = tl.where(key == best[:, None], GONE, key)
+        best = tl.max(key, 1)
+    expert = _expert(tl.max(best, 0))
+    for tile in tl.range(tl.program_id(1), (SIZE_OUT + TILE_OUT - 1) // TILE_OUT, PROGRAMS):
+        o = tile * TILE_OUT + tl.arange(0, TILE_OUT)
+        o_ok = o < SIZE_OUT
+        at = weight_ptr + (expert * (2 * SIZE_OUT) + o)[:, None] * SIZE_IN + i[None, :]
+        ok = o_ok[:, None] & i_ok[None, :]
+        gate = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        up = tl.load(at + SIZE_OUT * SIZE_IN, mask=ok, other=0.0).to(tl.float32)
+        gate_sum = tl.sum(gate * x[None, :], 1) * scale
+        up_sum = tl.sum(up * x[None, :], 1) * scale
+        result = gate_sum / (1.0 + tl.exp(-gate_sum)) * up_sum
+        tl.store(out_ptr + choice * SIZE_OUT + o, result.to(out_ptr.dtype.element_ty), mask=o_ok)
 
 
 @triton.jit
 def _down_kernel(
-    x_ptr, ids_ptr, pair_weights_ptr, weight_ptr, residual_ptr, out_ptr,
-    K: tl.constexpr, K_PADDED: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_OUT: tl.constexpr,
-    TILE_IN: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, logits_ptr, weight_ptr, residual_ptr, out_ptr,
+    EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
+    SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
+    RENORMALIZE: tl.constexpr, RESIDUAL: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of down @ x[choice] over the token's experts, and its residual."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     c = tl.arange(0, K_PADDED)
     c_ok = c < K
-    # Written before the kernel before this one; by way of the L2 cache, since an earlier layer's may lie in the nearer.
-    expert = tl.load(ids_ptr + c, mask=c_ok, other=0, cache_modifier=".cg").to(tl.int64)
-    pair_weight = tl.load(pair_weights_ptr + c, mask=c_ok, other=0.0, cache_modifier=".cg")
+    # Logits were written before the kernel before this one.
+    key = _keys(logits_ptr, tl.program_id(0) % K, EXPERTS, EXPERTS_PADDED, WARPS)
+    logits = _logit(key)
+    picked = tl.full([K_PADDED], GONE, tl.int32)
+    for choice in tl.static_range(K):
+        best = tl.max(key, 1)
+        picked = tl.where(c == choice, tl.max(best, 0), picked)
+        key = tl.where(key == best[:, None], GONE, key)
+    expert = _expert(picked)
+    top = _logit(tl.max(picked, 0))
+    share = tl.where(c_ok, tl.exp(_logit(picked) - top), 0.0)
+    if RENORMALIZE:
+        pair_weight = share / tl.sum(share, 0)
+    else:
+        pair_weight = share / tl.max(tl.sum(tl.exp(logits - top), 1), 0)
     o = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     o_ok = o < SIZE_OUT
     k = tl.arange(0, TILE_IN)

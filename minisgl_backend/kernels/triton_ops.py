@@ -152,8 +152,8 @@ class TritonOps(TorchOps):
     ) -> torch.Tensor:
         if moe_one.serves(x, router):
             return moe_one.mixture(
-                x, router, gate_up, down, experts_per_token, renormalize, self._workspace, norm_weight=norm_weight,
-                eps=eps, residual=residual, pdl=self._pdl(x),
+                x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
+                residual=residual, pdl=self._pdl(x),
             )  # fmt: skip
         if moe_few.serves(x, router):
             return moe_few.mixture(

@@ -207,6 +207,43 @@ def test_mixture_matches_torch(tokens, dtype):
         assert relative(ops.mixture(*arguments, **more), reference) < 2e-2
 
 
+@pytest.mark.parametrize("tokens", [1, 2, 8, 16])
+@pytest.mark.parametrize("experts", [8, 60, 128])
+def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, experts):
+    """A chain of layers as one graph, replayed with other tokens each time, against launches that wait for each other."""
+    from minisgl_backend.kernels.triton_ops import TritonOps
+
+    torch.manual_seed(experts)
+    k, hidden, size = 4, 1024, 256
+    layers = [
+        (
+            torch.randn(experts, hidden, device="cuda").bfloat16() * 0.1,
+            torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.03,
+            torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.06,
+        )
+        for _ in range(4)
+    ]
+    norm = torch.rand(hidden, device="cuda").bfloat16() + 0.5
+    ops, patient = TritonOps(torch.device("cuda")), TritonOps(torch.device("cuda"))
+    patient.pdl = False
+
+    def chain(by, x):
+        for router, gate_up, down in layers:
+            x = by.mixture(x, router, gate_up, down, k, True, norm_weight=norm, eps=1e-6, residual=x)
+        return x
+
+    x = torch.zeros(tokens, hidden, device="cuda").bfloat16()
+    chain(ops, x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(ops, x)
+    for _ in range(200):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(out, chain(patient, x))
+
+
 @pytest.mark.parametrize("experts", [128, 60])
 def test_route_matches_torch(experts):
     from minisgl_backend.kernels.moe import route
