@@ -84,11 +84,15 @@ def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, 
 
     Few sequences are cut finely, to use every multiprocessor; many are cut only where one is much longer than the
     rest, since each part costs a partial result. Between these, programs share all tiles evenly if they can (no window,
-    no FP8 cache): else some would run alone in the end. Shared memory holds the tiles on their way: of 64 tokens, a
-    multiprocessor has room for three programs of five stages, or for five of three.
+    no FP8 cache): else some would run alone in the end, or sequences be cut where the longest is not. Shared memory
+    holds the tiles on their way: of 64 tokens, a multiprocessor has room for three programs of five stages, or for five
+    of three.
     """
     programs = batch * num_kv_heads  # where no sequence is cut
     wide = group > 2  # more registers for a program's queries, so that fewer run at once: they read further ahead
+    sharing = DecodeShape(
+        4, 1024, tile=64, num_warps=4, num_stages=3, registers=168, workers=3 * num_sms // num_kv_heads
+    )
     if programs >= 8 * num_sms:  # many wait in any case
         return DecodeShape(num_splits=4, min_part=2048, tile=64, num_warps=4, num_stages=5)
     if programs >= 3 * num_sms:
@@ -99,10 +103,12 @@ def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, 
             )
         return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5 if wide else 3)
     if programs >= 2 * num_sms - num_sms // 8:
-        if can_share:
+        if can_share and wide:
             return DecodeShape(
-                4, 1024, tile=64, num_warps=4, num_stages=3, registers=168, workers=3 * num_sms // num_kv_heads
+                4, 1024, tile=64, num_warps=4, num_stages=5, registers=255, workers=2 * num_sms // num_kv_heads
             )
+        if can_share:
+            return sharing
         if group >= 8:
             return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5)
         return DecodeShape(num_splits=4, min_part=512, tile=32, num_warps=2, num_stages=4)
@@ -117,6 +123,8 @@ def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, 
         )
     # A first tile in registers costs room on the multiprocessor: it pays where all programs run at once anyway.
     if programs * splits > 2 * num_sms:
+        if can_share and wide:
+            return sharing
         return DecodeShape(splits, min_part=64, tile=64, num_warps=4, num_stages=3)
     part = 128 if batch >= 8 else 64
     return DecodeShape(splits, min_part=part, tile=64, num_warps=4, num_stages=5, early=True, merged_at_once=8)
@@ -276,20 +284,36 @@ def _launch(
 
 
 @triton.jit
-def _rotated(row_ptr, norm_ptr, table_ptr, d, ok, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """The head at row_ptr (a pointer, or pointers [heads, 1]) after its norm and the rotation by the table's line."""
+def _norm_and_angles(norm_ptr, table_ptr, d, ok, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """What `_rotated` needs beside a head: the norm's weights of both halves, and the table's line; each like `d`."""
     half: tl.constexpr = HEAD_DIM // 2
-    partner = tl.where(d < half, d + half, d - half)
-    x = tl.load(row_ptr + d, mask=ok, other=0.0).to(tl.float32)
-    y = tl.load(row_ptr + partner, mask=ok, other=0.0).to(tl.float32)
+    weight = tl.full(d.shape, 1.0, tl.float32)
+    partner_weight = weight
     if NORM:
-        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM + eps)
-        x = x * scale * tl.load(norm_ptr + d, mask=ok, other=0.0).to(tl.float32)
-        y = y * scale * tl.load(norm_ptr + partner, mask=ok, other=0.0).to(tl.float32)
+        weight = tl.load(norm_ptr + d, mask=ok, other=0.0).to(tl.float32)
+        partner_weight = tl.load(norm_ptr + tl.where(d < half, d + half, d - half), mask=ok, other=0.0).to(tl.float32)
     angle = tl.where(d < half, d, d - half)
     cos = tl.load(table_ptr + angle, mask=ok, other=0.0)
     sin = tl.load(table_ptr + half + angle, mask=ok, other=0.0)
-    return x * cos + tl.where(d < half, -y, y) * sin
+    return weight, partner_weight, cos, tl.where(d < half, -sin, sin)
+
+
+@triton.jit
+def _head(row_ptr, d, ok, HEAD_DIM: tl.constexpr):
+    """The head at row_ptr (a pointer, or pointers [heads, 1]), and its halves the other way round."""
+    partner = tl.where(d < HEAD_DIM // 2, d + HEAD_DIM // 2, d - HEAD_DIM // 2)
+    x = tl.load(row_ptr + d, mask=ok, other=0.0).to(tl.float32)
+    return x, tl.load(row_ptr + partner, mask=ok, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rotated(x, partner, weight, partner_weight, cos, sin, eps, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
+    """A `_head` after its norm and the rotation, by what `_norm_and_angles` has found."""
+    if NORM:
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 1, keep_dims=True) / HEAD_DIM + eps)
+        x = x * scale * weight
+        partner = partner * scale * partner_weight
+    return x * cos + partner * sin
 
 
 @triton.jit
@@ -500,33 +524,41 @@ def _attend_part(
             k_address, v_address = offsets[:, None] + d[None, :], (offsets // PER_WORD)[:, None] + w[None, :]
             early_k = tl.load(k_head + k_address, mask=early_ok[:, None] & d_ok[None, :], other=0.0)
             early_v = tl.load(v_head + v_address, mask=early_ok[:, None] & w_ok[None, :], other=0)
-        if PDL:
-            tl_cuda.gdc_wait()
+        # So were the table of angles and the norms' weights, which have left the L2 cache since the last step.
         position = (kv_len - 1).to(tl.int64)
         angles = cos_sin_ptr + position * HEAD_DIM
-        heads = q_row + q_head[:, None] * HEAD_DIM
-        q = _rotated(heads, q_norm_ptr, angles, d[None, :], q_ok, eps, HEAD_DIM, NORM).to(q_ptr.dtype.element_ty)
-        q = for_cache(q, FP8)
+        q_weight, q_partner_weight, cos, sin = _norm_and_angles(
+            q_norm_ptr, angles, d[None, :], d_ok[None, :], HEAD_DIM, NORM
+        )
+        # The last part has the new token. What it needs more than the others is on its way beside what all need.
+        new_dim = tl.where(split == active - 1, HEAD_DIM, 0)
+        new_ok = d[None, :] < new_dim
+        k_weight, k_partner_weight, _, _ = _norm_and_angles(k_norm_ptr, angles, d[None, :], new_ok, HEAD_DIM, NORM)
+        page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+        slot = page * kv_stride_page + (position % PAGE_SIZE) * kv_stride_token
+        if PDL:
+            tl_cuda.gdc_wait()
+        q, q_partner = _head(q_row + q_head[:, None] * HEAD_DIM, d[None, :], q_ok, HEAD_DIM)
+        new_k_row = q_row + (NUM_Q_HEADS + kv_head) * HEAD_DIM
+        new_v_row = new_k_row + NUM_KV_HEADS * HEAD_DIM
+        new_k, new_k_partner = _head(new_k_row, d[None, :], new_ok, HEAD_DIM)
+        new_v = tl.load(new_v_row + PER_WORD * w[None, :], mask=w[None, :] < new_dim // PER_WORD, other=0.0)
+        q = _rotated(q, q_partner, q_weight, q_partner_weight, cos, sin, eps, HEAD_DIM, NORM)
+        q = for_cache(q.to(q_ptr.dtype.element_ty), FP8)
         if split == active - 1:
-            new_k_row = q_row + (NUM_Q_HEADS + kv_head) * HEAD_DIM
-            new_k = _rotated(new_k_row, k_norm_ptr, angles, d[None, :], d_ok[None, :], eps, HEAD_DIM, NORM)
-            new_k = new_k.to(q_ptr.dtype.element_ty)
-            new_v_row = new_k_row + NUM_KV_HEADS * HEAD_DIM
-            page = tl.load(table + position // PAGE_SIZE).to(tl.int64)
-            slot = page * kv_stride_page + (position % PAGE_SIZE) * kv_stride_token
-            new_k = to_cache(new_k, k_inverse, cached, LARGEST)
-            tl.store(k_head + slot + d[None, :], new_k, mask=d_ok[None, :])
-            new_v = tl.load(new_v_row + PER_WORD * w[None, :], mask=w_ok[None, :], other=0.0)
-            new_v = to_cache(new_v, v_inverse, cached, LARGEST)
-            acc += new_v.to(tl.float32)
+            key = _rotated(new_k, new_k_partner, k_weight, k_partner_weight, cos, sin, eps, HEAD_DIM, NORM)
+            key = to_cache(key.to(q_ptr.dtype.element_ty), k_inverse, cached, LARGEST)
+            tl.store(k_head + slot + d[None, :], key, mask=d_ok[None, :])
+            value = to_cache(new_v, v_inverse, cached, LARGEST)
+            acc += value.to(tl.float32)
             if FP8:
                 odd_v = tl.load(new_v_row + PER_WORD * w[None, :] + 1, mask=w_ok[None, :], other=0.0)
                 odd_v = to_cache(odd_v, v_inverse, cached, LARGEST)
                 acc_odd += odd_v.to(tl.float32)
-                low, high = new_v.to(tl.uint8, bitcast=True), odd_v.to(tl.uint8, bitcast=True)
-                new_v = low.to(tl.int16) | (high.to(tl.int16) << 8)
-            tl.store(v_head + slot // PER_WORD + w[None, :], new_v, mask=w_ok[None, :])
-            m = tl.sum(q.to(tl.float32) * new_k.to(tl.float32), 1) * scale_log2
+                low, high = value.to(tl.uint8, bitcast=True), odd_v.to(tl.uint8, bitcast=True)
+                value = low.to(tl.int16) | (high.to(tl.int16) << 8)
+            tl.store(v_head + slot // PER_WORD + w[None, :], value, mask=w_ok[None, :])
+            m = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale_log2
             total = tl.full([GROUP_PADDED], 1.0, tl.float32)
         if EARLY:
             m, total, acc, acc_odd = _attend_tile(

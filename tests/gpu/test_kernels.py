@@ -210,7 +210,7 @@ def test_mixture_matches_torch(tokens, dtype):
 @pytest.mark.parametrize("tokens", [1, 2, 8, 16])
 @pytest.mark.parametrize("experts", [8, 60, 128])
 def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, experts):
-    """A chain of layers as one graph, replayed with other tokens each time, against launches that wait for each other."""
+    """A chain of layers as one graph, replayed with other tokens each time, against launches that wait for others."""
     from minisgl_backend.kernels.triton_ops import TritonOps
 
     torch.manual_seed(experts)
