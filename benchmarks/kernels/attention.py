@@ -19,13 +19,16 @@ def bench_attention(results: dict[str, dict], tune: bool, timer: Timer) -> None:
     cases = {
         "1x400": [400],
         "8x1024": [1024] * 8,
+        "24 mixed 200..1900": [rng.randint(200, 1900) for _ in range(24)],
+        "48 mixed 200..1900": [rng.randint(200, 1900) for _ in range(48)],
         "64 mixed 500..1500": [rng.randint(500, 1500) for _ in range(64)],
         "128 mixed 200..1900": [rng.randint(200, 1900) for _ in range(128)],
         "256x1024": [1024] * 256,
         "256 mixed 200..1900": [rng.randint(200, 1900) for _ in range(256)],
     }
-    for (name, lengths), page_size, (heads, kv_heads) in itertools.product(cases.items(), (64, 16), ((16, 8), (40, 8))):
-        if (heads, page_size) == (40, 16):
+    all_heads = ((16, 8), (40, 8), (32, 4))
+    for (name, lengths), page_size, (heads, kv_heads) in itertools.product(cases.items(), (64, 16), all_heads):
+        if heads > 16 and page_size == 16:
             continue
         batch, head_dim = len(lengths), 128
         pages = [-(-length // page_size) for length in lengths]
