@@ -93,8 +93,9 @@ class GrpcCall:
         bound.daemon = True
         bound.start()
         try:
-            for _ in self._call:
-                pass
+            with _interrupted_by(self._call.cancel):
+                for _ in self._call:
+                    pass
         except grpc.RpcError:
             pass  # the error that came first is the one to tell
         finally:
@@ -234,11 +235,12 @@ def _interrupted_by(cancel: Callable[[], object]) -> Iterator[None]:
     signal.signal(signal.SIGINT, note)
     try:
         yield
-    except grpc.RpcError:
+    except Exception:  # a cancelled call's own error, above all
         if not came:
             raise
     finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if signal.getsignal(signal.SIGINT) is note:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
     if came:
         raise KeyboardInterrupt
 

@@ -32,9 +32,9 @@ from minisgl_backend.config import OPTIONS, EngineConfig, Environment
 from minisgl_backend.engine.build import Engine, build_engine
 from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.host.resources import set_torch_defaults
-from minisgl_backend.request import FinishReason, SamplingParams, check_prompt
-from minisgl_backend.scheduler.outputs import SequenceOutputs
-from minisgl_backend.step import StepStats
+from minisgl_backend.request import FinishReason, Grammar, SamplingParams, check_prompt
+from minisgl_backend.scheduler.outputs import NO_TOKEN, SequenceOutputs
+from minisgl_backend.step import SequenceDetail, StepStats
 from minisgl_backend.text.answers import Answer, AnswerStream, RequestOutput, StreamPiece
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, has_tokenizer, load_vocabulary
 
@@ -271,8 +271,8 @@ class LLM:
                     self._feed(waiting, open_streams)
                     if not self._step() and core.waits_for_compiler:
                         time.sleep(COMPILER_WAIT_S)
-                    self._raise_rejected()
-                    ended = self._take(core.take_outputs(), open_streams)
+                    ended = self._end_rejected(answers, open_streams)
+                    ended += self._take(core.take_outputs(), open_streams)
                 yield ended
             with _interrupted_at_the_end():
                 self._drain()
@@ -297,10 +297,20 @@ class LLM:
             engine.core.submit(answer.request)
             room -= answer.request.params.n
 
-    def _raise_rejected(self) -> None:
+    def _end_rejected(self, answers: Sequence[Answer], open_streams: dict[int, AnswerStream]) -> int:
+        """Raises what a request was refused for; but where its grammar was followed in this call already, and found too
+        slow meanwhile, the request alone ends with it. Returns how many streams have ended."""
+        before = len(open_streams)
         for rejected in self.engine.core.take_rejected():
-            kind = CapacityError if rejected.kind == CapacityError.__name__ else InvalidRequestError
-            raise kind(rejected.message)
+            first = open_streams.get(rejected.uid)
+            if first is None or not _is_followed(first.answer.request.params.grammar, answers):
+                kind = CapacityError if rejected.kind == CapacityError.__name__ else InvalidRequestError
+                raise kind(rejected.message)
+            for uid in range(rejected.uid, rejected.uid + rejected.count):
+                stream = open_streams.pop(uid)
+                stream.take_detail(SequenceDetail(error=rejected.message))
+                stream.append(NO_TOKEN, FinishReason.ERROR)
+        return before - len(open_streams)
 
     def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, AnswerStream]) -> int:
         """Gives each record to its stream; returns how many streams have ended."""
@@ -395,6 +405,15 @@ def _refuse_what_needs_a_server(config: EngineConfig) -> None:
             f"kv_events_endpoint is {config.kv_events_endpoint!r}; allowed in one process: unset. A server publishes "
             f"KV events: scripts/serve.sh --kv-events-endpoint {config.kv_events_endpoint!r}"
         )
+
+
+def _is_followed(grammar: Grammar | None, answers: Sequence[Answer]) -> bool:
+    """Whether a sequence of these has tokens by this grammar."""
+    if grammar is None:
+        return False
+    return any(
+        stream.token_ids for answer in answers if answer.request.params.grammar == grammar for stream in answer.streams
+    )
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
-from minisgl_backend.engine.grammar_pace import LOOK_S, TOO_SLOW, Pace, ThreadClock
+from minisgl_backend.engine.grammar_pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
 from minisgl_backend.engine.mask_filler import MaskFiller
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.request import FinishReason, Grammar, Request
@@ -193,6 +193,9 @@ class Grammars:
         for index, uid in self._matched(plan):
             matcher, grammar, started = self._matchers[uid], self._grammars[uid], now
             if self._pace.late and grammar in self._pace.late:
+                continue
+            if self._pace.is_over:
+                self._fail(uid, CapacityError(BUSY))
                 continue
             try:
                 if not matcher.accept_token(tokens[index]) or matcher.is_terminated():

@@ -16,6 +16,7 @@ LATE_S = 0.25  # for one token of one sequence, or its mask
 STEP_S = 2.0
 LOOK_S = 1e-3  # of the clock on the wall; what takes less is not counted
 TOO_SLOW = "guided_decoding_guide takes too long to follow; allowed: a simpler one"
+BUSY = "too many grammars take long to follow now; try again later"
 
 
 class ThreadClock:
@@ -46,6 +47,9 @@ class Pace:
         self._step_s = step_s
         self._spent = 0.0  # in this step
         self._seconds: dict[Grammar, float] = {}  # of it, by those that are not late
+        # The costliest grammar is the one with the largest sum of squares: many sequences that take little each are
+        # popular, and not slow.
+        self._squares: dict[Grammar, float] = {}
         self._too_slow: set[Grammar] = set()  # since `take_too_slow`
         self._lock = threading.Lock()
 
@@ -55,11 +59,18 @@ class Pace:
         grammars may be late by the time that it is known."""
         return self._spent > 2 * self._step_s
 
+    @property
+    def is_over(self) -> bool:
+        """So much is spent that the step takes nothing more at all: better some of its sequences end than the engine,
+        and all with it."""
+        return self._spent > 4 * self._step_s
+
     def begin_step(self) -> None:
         """What comes belongs to the next one."""
         if self._spent:
             self._spent = 0.0
             self._seconds.clear()
+            self._squares.clear()
             self.late.clear()
 
     def note(self, grammar: Grammar, seconds: float) -> bool:
@@ -68,9 +79,11 @@ class Pace:
             self._spent += seconds
             if grammar not in self.late:
                 self._seconds[grammar] = self._seconds.get(grammar, 0.0) + seconds
+                self._squares[grammar] = self._squares.get(grammar, 0.0) + seconds * seconds
             while sum(self._seconds.values()) > self._step_s:
-                costliest = max(self._seconds, key=self._seconds.__getitem__)
+                costliest = max(self._seconds, key=self._squares.__getitem__)
                 del self._seconds[costliest]
+                del self._squares[costliest]
                 self.late.add(costliest)
                 self._too_slow.add(costliest)
             if seconds > self.late_s:

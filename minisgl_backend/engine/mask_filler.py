@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.engine.grammar_pace import LOOK_S, TOO_SLOW, Pace, ThreadClock
+from minisgl_backend.engine.grammar_pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import Grammar
 
@@ -91,7 +91,8 @@ class MaskFiller:
         `grammar_of(k)`. Of the first `num_new` nobody knows how long they take, since no step had them before.
 
         Returns by line what xgrammar raised, InvalidRequestError for a mask that takes too long or whose grammar was
-        late before (`Pace.late`), and CapacityError for a new one that finds no time left; such lines hold anything.
+        late before (`Pace.late`), and CapacityError for one that finds no time left, new ones before others; such lines
+        hold anything.
         """
         count = len(matchers)
         is_timed = count == 1 or self._seconds > self._pace.late_s
@@ -162,8 +163,8 @@ class MaskFiller:
             if pace.late and masks.grammar_of(line) in pace.late:
                 errors[line] = InvalidRequestError(TOO_SLOW)
                 continue
-            if line < masks.num_new and pace.is_exhausted:
-                errors[line] = CapacityError("too many grammars take long to follow now; try again later")
+            if pace.is_over or (line < masks.num_new and pace.is_exhausted):
+                errors[line] = CapacityError(BUSY)
                 continue
             started = now
             try:

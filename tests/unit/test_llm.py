@@ -356,6 +356,23 @@ def test_a_batch_may_have_more_grammars_than_wait_at_a_time(llm: LLM, monkeypatc
     assert [len(answer.text) for answer in answers] == list(range(1, 9))
 
 
+def test_a_grammar_that_is_found_slow_midway_costs_no_other_answer() -> None:
+    """Its later requests in the same call are refused, and end alone."""
+    ambiguous = Grammar(kind="ebnf_grammar", text='root ::= [0-9]{60} e\ne ::= "" | [a-z] e [a-z] e | e e')
+    slow = SamplingParams(temperature=1.0, seed=1, max_tokens=150, grammar=ambiguous)
+    plain = SamplingParams(temperature=0.0, max_tokens=100, ignore_eos=True)
+    with LLM("demo", max_waiting_requests=2, max_running_requests=2) as llm:
+        grammars = llm.engine.core._grammars
+        assert grammars is not None
+        grammars._pace.late_s = 0.02  # instead of 0.25, which takes longer to reach
+        llm.generate([5, 6, 7], SamplingParams(temperature=1.0, seed=1, max_tokens=5, grammar=ambiguous))  # compiles it
+        params = [plain, slow, *[plain] * 6, slow, plain]
+        outputs = llm.generate([[5, 6, 7]] * len(params), params)
+    reasons = [output.finish_reason for output in outputs]
+    assert reasons == ["error" if one is slow else "length" for one in params]
+    assert "takes too long to follow" in outputs[-2].completions[0].error
+
+
 def test_a_batch_may_have_more_grammars_than_the_queue_takes(llm: LLM) -> None:
     """They leave the compilers together, and others wait already."""
     guided = SamplingParams(max_tokens=8, temperature=0, grammar=Grammar(kind="regex", text="[d-f]{3}"))

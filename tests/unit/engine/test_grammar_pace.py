@@ -52,6 +52,16 @@ def test_the_costliest_grammar_of_a_step_is_late() -> None:
     assert pace.late == set()
 
 
+def test_a_popular_grammar_is_not_the_costliest() -> None:
+    pace = Pace()
+    for _ in range(100):
+        pace.note(named("popular"), 0.003)
+    for name in range(9):
+        pace.note(named(name), 0.24)
+    assert len(pace.late) == 2
+    assert named("popular") not in pace.late
+
+
 def test_one_token_may_take_less_than_a_step() -> None:
     pace = Pace(late_s=0.1, step_s=MUCH)
     assert [pace.note(named("a"), seconds) for seconds in (0.05, 0.06, 0.11)] == [False, False, True]
@@ -123,6 +133,20 @@ def test_new_masks_of_many_grammars_have_a_bound_together() -> None:
 
 
 # Tokens.
+
+
+def test_known_masks_of_many_grammars_have_a_bound_together() -> None:
+    """Of grammars of which each is late by the time that it is known."""
+    filler = MaskFiller(Pace(0.04, step_s=0.05), 1)
+    matchers = [Matcher(number, computes=0.03) for number in range(40)]
+    names = "".join(chr(ord("A") + number) for number in range(40))
+    for _ in range(2):  # the second time it is known that they take long
+        filler._pace.begin_step()
+        for matcher in matchers:
+            matcher.threads.clear()
+        errors = late_lines(filler, matchers, names)
+    assert sum(bool(matcher.threads) for matcher in matchers) <= 7
+    assert CapacityError in errors.values()
 
 
 class Clocks:
@@ -224,6 +248,13 @@ def test_all_sequences_of_the_costliest_grammar_end(monkeypatch: pytest.MonkeyPa
     ]
     assert followed.clocks.computed < 1.5
     assert [followed.is_refused(name) for name in "abcd"] == [False, True, False, False]
+
+
+def test_sequences_of_many_grammars_have_a_bound_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    followed = Followed(monkeypatch, late_s=0.25, step_s=2.0)
+    names = "".join(chr(ord("A") + number) for number in range(200))
+    followed.ended([followed.clocks.matcher(0.24, 0.24) for _ in names], names)
+    assert followed.clocks.computed < 10.0
 
 
 def test_steps_are_counted_each_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
