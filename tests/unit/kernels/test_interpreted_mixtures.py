@@ -85,12 +85,14 @@ def test_mixture_of_one_token_that_is_no_number(poison):
 
 
 @pytest.mark.parametrize(
-    ("num_tokens", "experts", "k"), [(2, 8, 2), (5, 5, 3), (8, 60, 8), (8, 3, 1), (11, 12, 4), (33, 3, 2), (64, 20, 4)]
+    ("num_tokens", "experts", "k"),
+    [(2, 8, 2), (5, 5, 3), (8, 60, 8), (8, 3, 1), (3, 20, 15), (3, 20, 16), (11, 12, 4), (33, 3, 2), (64, 20, 4)],
 )
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("complete", [False, True])
 def test_mixture_of_a_few_tokens(num_tokens, experts, k, renormalize, complete):
-    """Planned by the router and behind it, with one tile an expert and several. `complete`: with norm and residual."""
+    """Planned by the router and behind it, with tiles that are packed and that hold too many choices for it, one an
+    expert and several. `complete`: with norm and residual."""
     torch.manual_seed(num_tokens)
     hidden, size, reference = 96, 40, TorchOps()
     x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
