@@ -56,6 +56,7 @@ class LinearShape:
     num_stages: int
     vector: bool = False
     slices: int = 1
+    early: int = 0  # tiles of a program's weights that it loads before it waits; of `_linear_kernel`
 
 
 class LinearWorkspace:
@@ -88,7 +89,9 @@ def _measured_shape(rows: int, size_out: int, size_in: int, gated: bool, num_sms
         return sliced
     if rows <= MAX_VECTOR_ROWS:
         return _vector_shape(rows, size_out, size_in, gated)
-    if gated and size_out >= 4096 and rows <= 32:
+    if gated and size_out >= 4096 and rows > 32:
+        return LinearShape(128, 64, 1, 8, 4)
+    if gated and size_out >= 4096:
         # Several programs on each multiprocessor, instead of more or larger stages in one.
         return LinearShape(64, 64, 1, 4, 4 if rows <= 16 else 3)
     if size_out >= 4096:
@@ -105,6 +108,18 @@ def _measured_shape(rows: int, size_out: int, size_in: int, gated: bool, num_sms
     while programs * split < num_sms and split < 8 and size_in // (split * 2) >= tile_in:
         split *= 2
     return LinearShape(tile_out, tile_in, split, 4, 5)
+
+
+def long_shape(size_out: int, size_in: int, num_sms: int = 132) -> LinearShape:
+    """Of a product of 3 to 16 rows by `_linear_kernel`, of at least as many inputs as outputs, in a chain of kernels in
+    which memory is idle before it, as it is while ranks sum what they have: measured inside of such a chain.
+
+    Two programs on each multiprocessor of LARGEST shared memory, and weights on their way before the sum is there.
+    """
+    split = max(1, min(8, 2 * num_sms // triton.cdiv(size_out, 64)))
+    if size_in >= 8192:
+        return LinearShape(64, 64, split, 4, 5, early=4)
+    return LinearShape(64, 128, split, 4, 3, early=2)
 
 
 def is_sliced(rows: int, size_in: int) -> bool:
@@ -124,8 +139,6 @@ def _sliced_shape(rows: int, size_out: int, size_in: int, gated: bool) -> Linear
         return LinearShape(32, 256, 4, 2, 1, slices=2)
     if size_out <= 1024 and size_in <= 3072:
         return LinearShape(16, 256, 3, 4, 1, slices=4)  # larger tiles do not fit smaller GPUs
-    if rows <= MAX_VECTOR_ROWS:
-        return None
     if size_out >= 4096 and size_in <= 2048:  # Qwen3-30B-A3B's first product, with the norm
         return LinearShape(64, 128, 4, 4, 1, slices=4)
     if size_out == 2048 and 2048 < size_in <= 4096:  # its second
@@ -214,7 +227,8 @@ def linear(
         *arguments, workspace.partial, workspace.counters, rows, eps, x.stride(0),
         NORM_FIRST=norm_weight is not None and x.dtype == torch.float16,
         SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
-        ROWS=max(16, triton.next_power_of_2(rows)), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, **flags,
+        ROWS=max(16, triton.next_power_of_2(rows)), TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in,
+        EARLY=min(shape.early, part // shape.tile_in), **flags,
     )  # fmt: skip
     return out
 
@@ -359,7 +373,7 @@ def _linear_kernel(
     x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
     rows, eps, x_stride,
     NORM_FIRST: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr,
-    ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
+    ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, EARLY: tl.constexpr,
     NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
@@ -377,6 +391,15 @@ def _linear_kernel(
     squares = tl.zeros([ROWS], tl.float32)
     begin = split * PART
     end = tl.minimum(begin + PART, SIZE_IN)
+    early: tl.tuple = ()
+    for tile_early in tl.static_range(EARLY):
+        i = begin + tile_early * TILE_IN + k
+        w_ok = o_ok[:, None] & (i < end)[None, :]
+        w = tl.load(weight_rows + i[None, :], mask=w_ok, other=0.0)
+        w_up = w
+        if GATED:
+            w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=w_ok, other=0.0)
+        early += ((w, w_up),)
     if PDL:
         tl_cuda.gdc_wait()
     if NORM_FIRST:
@@ -387,7 +410,7 @@ def _linear_kernel(
             x32 = tl.load(x_ptr + r[:, None] * x_stride + i[None, :], mask=x_ok, other=0.0).to(tl.float32)
             squares += tl.sum(x32 * x32, 1)
         scale = 1.0 / tl.sqrt(squares / SIZE_IN + eps)
-    for start in tl.range(begin, end, TILE_IN):
+    for start in tl.range(begin + EARLY * TILE_IN, end, TILE_IN):
         i = start + k
         i_ok = i < SIZE_IN
         w = tl.load(weight_rows + i[None, :], mask=o_ok[:, None] & i_ok[None, :], other=0.0)
@@ -404,6 +427,22 @@ def _linear_kernel(
         if GATED:
             w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=o_ok[:, None] & i_ok[None, :], other=0.0)
             acc_up = tl.dot(w_up, x, acc_up, input_precision="ieee")
+    # Last, so that memory is not idle while the first of them wait for x.
+    for tile_early in tl.static_range(EARLY):
+        i = begin + tile_early * TILE_IN + k
+        i_ok = i < end
+        x = tl.load(x_ptr + r[:, None] * x_stride + i[None, :], mask=r_ok[:, None] & i_ok[None, :], other=0.0)
+        if NORM:
+            x32 = x.to(tl.float32)
+            if NORM_FIRST:
+                x32 = x32 * scale[:, None]
+            else:
+                squares += tl.sum(x32 * x32, 1)
+            x = (x32 * tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
+        x = tl.trans(x)
+        acc = tl.dot(early[tile_early][0], x, acc, input_precision="ieee")
+        if GATED:
+            acc_up = tl.dot(early[tile_early][1], x, acc_up, input_precision="ieee")
 
     if SPLIT > 1:
         # The last program to arrive adds the parts in order. The sum of squares travels beside the outputs.

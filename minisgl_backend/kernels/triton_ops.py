@@ -15,12 +15,15 @@ import torch.nn.functional as F
 
 from minisgl_backend.kernels import fused, moe, moe_few, moe_one, small_linear
 from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
+from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kernels.tuned_linear import TunedLinear
 from minisgl_backend.kv.layout import ONE, KVScales
 
 # Numbers of a gated weight from which on our kernel, with the activation but without the norm, is faster than two.
 LARGE_GATED = 120 << 20
+LARGE_LONG = 24 << 20  # likewise of a weight with at least as many inputs as outputs
+LARGEST_OUT = 65536  # of weights that are products with a few rows; a vocabulary is a product with one row alone
 
 
 class TritonOps(TorchOps):
@@ -31,6 +34,8 @@ class TritonOps(TorchOps):
         see carveout.py."""
         properties = torch.cuda.get_device_properties(device)
         self.pdl = properties.major >= 9
+        self._num_sms = properties.multi_processor_count
+        self._has_room = self.pdl and shared_memory(device) >= LARGEST
         if self.pdl and hidden_size is not None and hidden_size <= LARGEST_HIDDEN:
             prefer_shared_memory()
         self._workspace = small_linear.LinearWorkspace(device)
@@ -55,6 +60,9 @@ class TritonOps(TorchOps):
                 x, weight, self._workspace, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual,
                 gated=gated, pdl=self._pdl(x),
             )  # fmt: skip
+        if norm_weight is None and bias is None and residual is None and not gated and self._is_long(x, weight):
+            shape = small_linear.long_shape(weight.shape[0], weight.shape[1], self._num_sms)
+            return small_linear.linear(x, weight, self._workspace, shape=shape, pdl=True)
         if norm_weight is not None:
             x = self.rms_norm(x, norm_weight, eps)
         if bias is None and (out := self._tuned.linear(x, weight, residual)) is not None:
@@ -67,7 +75,7 @@ class TritonOps(TorchOps):
         return fused.silu_mul(out, self._pdl(x)) if gated else out
 
     def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        if self._is_small(x, weight, None, False, False):
+        if len(weight) <= LARGEST_OUT and self._is_small(x, weight, None, False, False):
             if x.shape[0] == 1:
                 small_linear.linear(x, weight, self._workspace, pdl=self._pdl(x), out=out)
             else:
@@ -88,17 +96,29 @@ class TritonOps(TorchOps):
     ) -> bool:
         """Measured on an H200, norm and activation kernels counted in: see benchmarks/kernels."""
         rows, size_out, size_in = x.shape[0], *weight.shape
-        if rows > small_linear.MAX_ROWS or x.stride(1) != 1 or size_out > 65536 or x.element_size() != 2:
+        if rows > small_linear.MAX_ROWS or x.stride(1) != 1 or x.element_size() != 2:
             return False  # the tiles were chosen for numbers of two bytes
+        if size_out > LARGEST_OUT:
+            return rows == 1
         if rows <= small_linear.MAX_VECTOR_ROWS:
             return True
         if residual is not None:
             return size_out <= 2048 or rows <= 16
         if gated:
-            large = not normed and rows <= 32 and size_out * size_in >= LARGE_GATED
+            large = not normed and size_out * size_in >= LARGE_GATED
+            if rows > 32:  # tiles of 128 outputs, one to a multiprocessor
+                large &= 3 * self._num_sms // 4 <= size_out // 256 <= self._num_sms
             return large or small_linear.is_sliced(rows, size_in)
         sliced = rows <= small_linear.MAX_SLICED_ROWS and size_in <= 2048
         return rows <= 16 and size_out * size_in <= (12 if sliced else 8) << 20
+
+    def _is_long(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        """Of products with nothing fused: those behind a sum over ranks, or behind a gated product. Measured on an H200
+        in a chain of Qwen3-32B's kernels over two ranks; alone, cuBLAS is as fast. Behind attention it is faster:
+        programs that start early find some multiprocessors free before others, and crowd there."""
+        rows, size_out, size_in = x.shape[0], *weight.shape
+        is_plain = x.stride(1) == 1 and x.element_size() == 2
+        return self._has_room and is_plain and rows <= 16 and size_out <= size_in and size_out * size_in >= LARGE_LONG
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return fused.rms_norm(x, weight, eps, self._pdl(x))

@@ -112,8 +112,10 @@ def test_small_linear(rows, size_out, size_in):
 
 
 @pytest.mark.parametrize("pdl", [False, True])
-@pytest.mark.parametrize("rows", [1, 2])
-@pytest.mark.parametrize(("size_out", "size_in"), [(4096, 1024), (1024, 3072), (1000, 520)])
+@pytest.mark.parametrize(
+    ("rows", "size_out", "size_in"),
+    [(1, 4096, 1024), (1, 1024, 3072), (1, 1000, 520), (1, 151936, 1024), (2, 5120, 2560), (2, 1000, 4104)],
+)
 def test_small_linear_vector(rows, size_out, size_in, pdl):
     from minisgl_backend.kernels.small_linear import LinearWorkspace, linear, linear_shape
 
@@ -131,6 +133,36 @@ def test_small_linear_vector(rows, size_out, size_in, pdl):
     assert relative(linear(x, weight, workspace, norm_weight=norm, eps=1e-6, pdl=pdl), normed) < 6e-3
     gated = linear(x, weight, workspace, norm_weight=norm, eps=1e-6, gated=True, pdl=pdl)
     assert relative(gated, F.silu(gate) * up) < 8e-3
+
+
+@pytest.mark.parametrize("rows", [3, 8, 16])
+@pytest.mark.parametrize(("size_out", "size_in"), [(5120, 5120), (5120, 12800)])
+def test_long_products(rows, size_out, size_in):
+    """With weights that are on their way before their inputs are."""
+    from minisgl_backend.kernels.triton_ops import TritonOps
+
+    torch.manual_seed(rows)
+    ops, norm = TritonOps(torch.device("cuda")), torch.ones(size_in, device="cuda").bfloat16()
+    weight = torch.randn(size_out, size_in, device="cuda").bfloat16() / math.sqrt(size_in)
+    assert ops._is_long(torch.empty(rows, size_in, device="cuda").bfloat16(), weight)
+    for _ in range(20):
+        states = torch.randn(rows, size_in, device="cuda").bfloat16()
+        x = ops.rms_norm(states, norm, 1e-6)
+        found = ops.linear(x, weight)
+        assert relative(found, x.double() @ weight.double().T) < 5e-3
+
+
+@pytest.mark.parametrize("rows", [33, 64])
+def test_gated_products_of_many_rows(rows):
+    from minisgl_backend.kernels.triton_ops import TritonOps
+
+    torch.manual_seed(rows)
+    ops, x = TritonOps(torch.device("cuda")), torch.randn(rows, 5120, device="cuda").bfloat16()
+    weight = torch.randn(25600, 5120, device="cuda").bfloat16() / 72
+    assert ops._is_small(x, weight, None, True, False)
+    gate, up = (x.double() @ weight.double().T).chunk(2, 1)
+    for _ in range(3):
+        assert relative(ops.linear(x, weight, gated=True), F.silu(gate) * up) < 8e-3
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 200])

@@ -48,8 +48,32 @@ def test_small_linear(num_rows, split):
     assert int(workspace.counters.abs().sum()) == 0
 
 
+@pytest.mark.parametrize("early", [1, 3, 9])
+@pytest.mark.parametrize("split", [1, 3])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("num_rows", [3, 16, 17, 32])
+def test_weights_that_are_there_before_the_inputs(early, split, gated):
+    """As many tiles as a part has, fewer, and more; the last one is not whole."""
+    torch.manual_seed(early)
+    x, weight, norm = torch.randn(5, 300), torch.randn(40, 300) / 17, torch.rand(300) + 0.5
+    workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
+    shape = small_linear.LinearShape(16, 64, split, 4, 3, early=early)
+    for wish in ({}, {"norm_weight": norm, "eps": 1e-6}):
+        expected = TorchOps().linear(x, weight, gated=gated, **wish)
+        found = small_linear.linear(x, weight, workspace, gated=gated, shape=shape, **wish)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+@pytest.mark.parametrize(("size_out", "size_in"), [(5120, 5120), (5120, 12800), (2048, 14336), (20480, 20480)])
+def test_long_products_are_cut_so_that_two_programs_fit_a_multiprocessor(size_out, size_in):
+    shape = small_linear.long_shape(size_out, size_in)
+    assert shape.split == 1 or shape.split * size_out // shape.tile_out <= 2 * 132
+    numbers = shape.tile_out + 16
+    assert 2 * shape.tile_in * (shape.num_stages * numbers + shape.early * shape.tile_out) <= 227 << 9
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("num_rows", [3, 16, 17, 32, 64])
 @pytest.mark.parametrize(("size_out", "size_in"), [(3072, 1024), (12800, 5120), (17408, 5120), (5120, 12800)])
 def test_stages_of_a_small_product_fit_a_multiprocessor(num_rows, size_out, size_in, gated):
     shape = small_linear.linear_shape(num_rows, size_out, size_in, gated)
@@ -75,14 +99,17 @@ def test_a_product_without_a_loop_holds_its_inputs_and_fits_a_small_gpu(size_out
 def test_which_gated_products_are_small():
     """A shard of Qwen3-32B, whose norm comes before it; not where the norm would be inside, nor smaller weights."""
     ops = object.__new__(TritonOps)
+    ops._num_sms = 132
 
     def is_small(rows, size_out, size_in, normed):
         x = torch.empty(rows, size_in, dtype=torch.bfloat16, device="meta")
         weight = torch.empty(2 * size_out, size_in, dtype=torch.bfloat16, device="meta")
         return ops._is_small(x, weight, None, True, normed)
 
-    assert all(is_small(rows, 12800, 5120, normed=False) for rows in (1, 3, 16, 32))
-    assert not is_small(33, 12800, 5120, normed=False)
+    assert all(is_small(rows, 12800, 5120, normed=False) for rows in (1, 3, 16, 32, 33, 64))
+    assert not is_small(65, 12800, 5120, normed=False)
+    assert not is_small(33, 17408, 5120, normed=False)  # more tiles than run at once
+    assert not is_small(33, 7168, 10240, normed=False)  # too few of them
     assert not is_small(8, 12800, 5120, normed=True)
     assert not is_small(8, 25600, 5120, normed=True)
     assert not is_small(8, 8704, 5120, normed=False)

@@ -47,7 +47,7 @@ def linear(capability, limit, rows, size_out, size_in):
     assert not cut.vector and cut.slices == 1
     return shared(small_linear._linear_kernel, capability, "bf16", cut.num_warps, cut.num_stages, NORM_FIRST=False,
                   SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=1, PART=size_in, ROWS=16, TILE_OUT=cut.tile_out,
-                  TILE_IN=cut.tile_in, NORM=False, BIAS=False, RESIDUAL=True, GATED=False, PDL=False)
+                  TILE_IN=cut.tile_in, EARLY=0, NORM=False, BIAS=False, RESIDUAL=True, GATED=False, PDL=False)
 
 def grouped(capability, limit, number, pairs, gated):
     shape = moe.moe_shape(128 * pairs, 128, 2 if number == "bf16" else 4, limit)
