@@ -1,9 +1,10 @@
 """A mixture of experts for one token, in the Triton language: bound by reading the weights of the experts picked.
 
 Three kernels from the hidden state to the hidden state. The first computes the router's logits of the normed state, and
-writes a copy of them for each choice. Every program of the other two finds its experts in a copy for itself: that takes
-less time than to wait for one that finds them for all, but a copy for all would be where they wait for each other. The
-second norms on its way. The third adds the experts up, and the residual, where it computes them, in a fixed order.
+writes a copy of them for each choice; or early_router.py has done so already, beside the product before. Every program
+of the other two finds its experts in a copy for itself: that takes less time than to wait for one that finds them for
+all, but a copy for all would be where they wait for each other. The second norms on its way. The third adds the experts
+up, and the residual, where it computes them, in a fixed order.
 
 `pdl`: programmatic dependent launch, whose rules stand in small_linear.py, with one exception made on purpose. The
 second kernel lets the third start only after its own wait. So what the first one wrote is there when the third starts:
@@ -56,29 +57,51 @@ def mixture(
     pdl: bool = False,
 ) -> torch.Tensor:
     """The contract is `Ops.mixture`'s, for one token."""
-    (num_experts, hidden, size), k = down.shape, experts_per_token
+    (num_experts, hidden, _), k = down.shape, experts_per_token
     logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
+    norm_or_x = norm_weight if norm_weight is not None else x
+    _route_kernel[(triton.cdiv(num_experts, ROUTE.tile_out),)](
+        x, norm_or_x, router, logits, eps, SIZE_IN=hidden, SIZE_PADDED=triton.next_power_of_2(hidden),
+        EXPERTS=num_experts, TILE=ROUTE.tile_out, K=k, K_PADDED=triton.next_power_of_2(k),
+        NORM=norm_weight is not None, **launch_options(pdl, ROUTE.num_warps),
+    )  # fmt: skip
+    return experts(x, logits, gate_up, down, renormalize, norm_weight=norm_weight, eps=eps, residual=residual, pdl=pdl)
+
+
+def experts(
+    x: torch.Tensor,
+    logits: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    renormalize: bool,
+    *,
+    divided: bool = True,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """`mixture` behind the router: logits [k, num_experts] are k copies of a token's; not `divided`: yet to be, as
+    the norm divides x."""
+    (num_experts, hidden, size), k = down.shape, len(logits)
     activated = torch.empty((k, size), dtype=x.dtype, device=x.device)
+    scale = torch.empty(1, dtype=torch.float32, device=x.device)
     out = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
     norm_or_x, norm = norm_weight if norm_weight is not None else x, {"NORM": norm_weight is not None}
     padded = triton.next_power_of_2(hidden)
     choices = {"K": k, "K_PADDED": triton.next_power_of_2(k)}
-    experts = {"EXPERTS": num_experts, "EXPERTS_PADDED": triton.next_power_of_2(num_experts)}
-    _route_kernel[(triton.cdiv(num_experts, ROUTE.tile_out),)](
-        x, norm_or_x, router, logits, eps, SIZE_IN=hidden, SIZE_PADDED=padded, EXPERTS=num_experts, TILE=ROUTE.tile_out,
-        **choices, **norm, **launch_options(pdl, ROUTE.num_warps),
-    )  # fmt: skip
+    ranked = {"EXPERTS": num_experts, "EXPERTS_PADDED": triton.next_power_of_2(num_experts), "DIVIDED": divided}
     tile_out = max(1, GATE_UP.tile_out * GATE_UP.tile_in // padded)
     programs = min(GATE_UP_PROGRAMS, triton.cdiv(size, tile_out))
     _gate_up_kernel[(k, programs)](
-        x, norm_or_x, logits, gate_up, activated, eps, SIZE_OUT=size, SIZE_IN=hidden, SIZE_PADDED=padded,
-        TILE_OUT=tile_out, PROGRAMS=programs, WARPS=GATE_UP.num_warps, **experts, **norm,
+        x, norm_or_x, logits, gate_up, activated, scale, eps, SIZE_OUT=size, SIZE_IN=hidden, SIZE_PADDED=padded,
+        TILE_OUT=tile_out, PROGRAMS=programs, WARPS=GATE_UP.num_warps, **ranked, **norm,
         **launch_options(pdl, GATE_UP.num_warps),
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, DOWN.tile_out),)](
-        activated, logits, down, residual if residual is not None else x, out, SIZE_OUT=hidden, SIZE_IN=size,
+        activated, logits, down, residual if residual is not None else x, scale, out, SIZE_OUT=hidden, SIZE_IN=size,
         TILE_OUT=DOWN.tile_out, TILE_IN=DOWN.tile_in, RENORMALIZE=renormalize, RESIDUAL=residual is not None,
-        WARPS=DOWN.num_warps, **choices, **experts, **launch_options(pdl, DOWN.num_warps),
+        WARPS=DOWN.num_warps, **choices, **ranked, **launch_options(pdl, DOWN.num_warps),
     )  # fmt: skip
     return out
 
@@ -160,10 +183,10 @@ def _keys(logits_ptr, copy, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, norm_ptr, logits_ptr, weight_ptr, out_ptr, eps,
+    x_ptr, norm_ptr, logits_ptr, weight_ptr, out_ptr, scale_ptr, eps,
     EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
     SIZE_PADDED: tl.constexpr, TILE_OUT: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr,
-    PDL: tl.constexpr,
+    DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[choice] = silu(gate @ norm(x)) * (up @ norm(x)) for each expert of the token."""
     choice = tl.program_id(0)
@@ -180,6 +203,8 @@ def _gate_up_kernel(
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE_IN + eps)
         x = x * norm
+    if not DIVIDED and choice + tl.program_id(1) == 0:
+        tl.store(scale_ptr, scale)
     best = tl.max(key, 1)
     for _ in tl.range(choice):
         key = tl.where(key == best[:, None], GONE, key)
@@ -190,8 +215,9 @@ def _gate_up_kernel(
         o_ok = o < SIZE_OUT
         at = weight_ptr + (expert * (2 * SIZE_OUT) + o)[:, None] * SIZE_IN + i[None, :]
         ok = o_ok[:, None] & i_ok[None, :]
-        gate = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-        up = tl.load(at + SIZE_OUT * SIZE_IN, mask=ok, other=0.0).to(tl.float32)
+        # The first to leave the L2 cache: nobody reads them again in this step, but others' states and norms.
+        gate = tl.load(at, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
+        up = tl.load(at + SIZE_OUT * SIZE_IN, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
         gate_sum = tl.sum(gate * x[None, :], 1) * scale
         up_sum = tl.sum(up * x[None, :], 1) * scale
         result = gate_sum / (1.0 + tl.exp(-gate_sum)) * up_sum
@@ -199,11 +225,22 @@ def _gate_up_kernel(
 
 
 @triton.jit
+def _shares(below, others, ok, RENORMALIZE: tl.constexpr):
+    """Of the experts picked, from their logits and those of all experts [warps, experts], less the largest each."""
+    share = tl.where(ok, tl.exp(below), 0.0)
+    if RENORMALIZE:
+        return share / tl.sum(share, 0)
+    else:
+        return share / tl.max(tl.sum(tl.exp(others), 1), 0)
+
+
+@triton.jit
 def _down_kernel(
-    x_ptr, logits_ptr, weight_ptr, residual_ptr, out_ptr,
+    x_ptr, logits_ptr, weight_ptr, residual_ptr, scale_ptr, out_ptr,
     EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
-    RENORMALIZE: tl.constexpr, RESIDUAL: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+    RENORMALIZE: tl.constexpr, RESIDUAL: tl.constexpr, WARPS: tl.constexpr, DIVIDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of down @ x[choice] over the token's experts, and its residual."""
     if PDL:
@@ -220,11 +257,9 @@ def _down_kernel(
         key = tl.where(key == best[:, None], GONE, key)
     expert = _expert(picked)
     top = _logit(tl.max(picked, 0))
-    share = tl.where(c_ok, tl.exp(_logit(picked) - top), 0.0)
-    if RENORMALIZE:
-        pair_weight = share / tl.sum(share, 0)
-    else:
-        pair_weight = share / tl.max(tl.sum(tl.exp(logits - top), 1), 0)
+    below, others = _logit(picked) - top, logits - top
+    if DIVIDED:
+        pair_weight = _shares(below, others, c_ok, RENORMALIZE)
     o = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     o_ok = o < SIZE_OUT
     k = tl.arange(0, TILE_IN)
@@ -234,11 +269,16 @@ def _down_kernel(
     for step in tl.static_range(0, (SIZE_IN + TILE_IN - 1) // TILE_IN):
         i = step * TILE_IN + k
         i_ok = i < SIZE_IN
-        w = tl.load(rows[:, :, None] + i[None, None, :], mask=rows_ok[:, :, None] & i_ok[None, None, :], other=0.0)
+        w_at, w_ok = rows[:, :, None] + i[None, None, :], rows_ok[:, :, None] & i_ok[None, None, :]
+        w = tl.load(w_at, mask=w_ok, other=0.0, eviction_policy="evict_first")
         if PDL and step == 0:
             tl_cuda.gdc_wait()
+        if not DIVIDED and step == 0:
+            scale = tl.load(scale_ptr, cache_modifier=".cg")
         x = tl.load(x_ptr + c[:, None] * SIZE_IN + i[None, :], mask=c_ok[:, None] & i_ok[None, :], other=0.0)
         acc += w.to(tl.float32) * x.to(tl.float32)[:, None, :]
+    if not DIVIDED:
+        pair_weight = _shares(below * scale, others * scale, c_ok, RENORMALIZE)
     result = tl.sum(tl.sum(acc, 2) * pair_weight[:, None], 0)
     if RESIDUAL:
         result += tl.load(residual_ptr + o, mask=o_ok, other=0.0).to(tl.float32)

@@ -132,6 +132,35 @@ class Ops(ABC):
         expert_ids, weights = self.route(self.linear(x, router), experts_per_token, renormalize)
         return self.moe(x, expert_ids, weights, gate_up, down, residual)
 
+    def early_router(
+        self, router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What `product_and_mixture` needs of these weights, to be made once; None: it does not serve them.
+
+        router [num_experts, hidden], norm_weight [hidden], product [hidden, size_in].
+        """
+        return None
+
+    def product_and_mixture(
+        self,
+        x: torch.Tensor,
+        product: torch.Tensor,
+        residual: torch.Tensor,
+        early: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        experts_per_token: int,
+        renormalize: bool,
+        *,
+        norm_weight: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        """One token's `linear` with product [hidden, size_in] and the residual, then `mixture` with norm and residual.
+
+        x [1, size_in], residual [1, hidden] -> [1, hidden]. early: `early_router` of these weights.
+        """
+        raise NotImplementedError
+
 
 def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
     """The best implementation for a device: Triton-language kernels on a GPU, compiled ones for bfloat16 on a

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels import fused, moe, moe_few, moe_one, small_linear
+from minisgl_backend.kernels import early_router, fused, moe, moe_few, moe_one, small_linear
 from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -183,6 +183,32 @@ class TritonOps(TorchOps):
         return super().mixture(
             x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
             residual=residual,
+        )  # fmt: skip
+
+    def early_router(
+        self, router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor
+    ) -> torch.Tensor | None:
+        return early_router.early_router(router, norm_weight, product) if early_router.serves(router, product) else None
+
+    def product_and_mixture(
+        self,
+        x: torch.Tensor,
+        product: torch.Tensor,
+        residual: torch.Tensor,
+        early: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        experts_per_token: int,
+        renormalize: bool,
+        *,
+        norm_weight: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        pdl = self._pdl(x)
+        hidden, logits = early_router.output_and_logits(x, product, residual, early, experts_per_token, pdl=pdl)
+        return moe_one.experts(
+            hidden, logits, gate_up, down, renormalize, divided=False, norm_weight=norm_weight, eps=eps,
+            residual=hidden, pdl=pdl,
         )  # fmt: skip
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +12,7 @@ from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
-from minisgl_backend.layers.residual import Lanes, joined
+from minisgl_backend.layers.residual import Lanes, Residual, joined
 from minisgl_backend.layers.weights import LayerContext
 
 
@@ -57,15 +58,20 @@ class SelfAttention(nn.Module):
         positions: torch.Tensor,
         ctx: ForwardContext,
         wanted: torch.Tensor | None = None,
+        *,
+        leaves_product: Callable[[int], bool],
     ) -> Lanes:
         """hidden + attention(norm(hidden)), both [num_tokens, hidden_size] in all lanes; positions int [num_tokens].
 
         `wanted`, int [num_wanted]: only these lines are returned; keys and values are stored for all tokens.
+        `leaves_product`: whether the last product, of so many lines, is left to what comes next.
         """
         hidden, qkv = zip(*(self.qkv_proj(lane, norm) for lane in lanes), strict=True)
         attended = ctx.attend(self._layer_index, joined(qkv), positions, self._rotation, self._ops).flatten(1)
         if wanted is not None:
             attended, hidden = attended[wanted], (joined(hidden)[wanted],)
+        if leaves_product(len(attended)):
+            return (Residual(joined(hidden), product=(attended, self.o_proj.weight)),)
         sizes, in_norm = self._tp.lanes(len(attended)), self._tp.sums_in_norm(len(attended))
         if len(sizes) != len(hidden):
             hidden = joined(hidden).split(sizes)

@@ -17,6 +17,13 @@ class GatedMLP(nn.Module):
         self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, False, placement)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, "down_proj", False, placement)
 
+    def derive_weights(self, product: RowParallelLinear, norm: RMSNorm) -> None:
+        """To be called when all weights are loaded, with the product and the norm before this; nothing to do here."""
+
+    def takes_product(self, num_tokens: int) -> bool:
+        """Whether `forward` is to be given the product before this, of so many tokens, undone."""
+        return False
+
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         """hidden + mlp(norm(hidden)), both [num_tokens, hidden_size]."""
         hidden, gated = self.gate_up_proj(residual, norm, gated=True)

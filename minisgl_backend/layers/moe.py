@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from minisgl_backend.layers.linear import RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
@@ -36,10 +37,28 @@ class MoeMLP(WeightedLayer):
         self.router = placement.parameter(num_experts, hidden_size)
         self.gate_up = placement.parameter(num_experts, 2 * local, hidden_size)
         self.down = placement.parameter(num_experts, hidden_size, local)
+        self._early: torch.Tensor | None = None
+
+    def derive_weights(self, product: RowParallelLinear, norm: RMSNorm) -> None:
+        """To be called when all weights are loaded, with the product and the norm before this."""
+        if self._placement.tp.size == 1 and product.bias is None:
+            self._early = self._placement.ops.early_router(self.router, norm.weight, product.weight)
+
+    def takes_product(self, num_tokens: int) -> bool:
+        """Whether `forward` is to be given the product before this, of so many tokens, undone."""
+        return self._early is not None and num_tokens == 1
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         """hidden + experts(norm(hidden)), both [num_tokens, hidden_size]."""
         tp = self._placement.tp
+        if residual.product is not None and self._early is not None:
+            x, product = residual.product
+            return Residual(
+                self._placement.ops.product_and_mixture(
+                    x, product, residual.hidden, self._early, self.gate_up, self.down, self._experts_per_token,
+                    self._norm_topk_prob, norm_weight=norm.weight, eps=norm.eps,
+                )
+            )  # fmt: skip
         if tp.size == 1:
             hidden = residual.hidden
             return Residual(self._experts(hidden, norm_weight=norm.weight, eps=norm.eps, residual=hidden))

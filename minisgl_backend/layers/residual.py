@@ -15,11 +15,15 @@ class Residual:
     With tensor parallelism the last product may not be in it yet. Of few rows each rank has a `partial` of it then, as
     large, and the next norm adds them up on its way (`RMSNorm.settle`), which saves two kernels. Of many rows the sum
     over the ranks, in place, is on its way, and `arrival` waits for its end.
+
+    In front of a mixture of experts the `product` may be yet to be done, of x [num_tokens, size_in] and a weight
+    [hidden_size, size_in]: the router runs beside it then.
     """
 
     hidden: torch.Tensor
     partial: torch.Tensor | None = None
     arrival: Callable[[], object] | None = None
+    product: tuple[torch.Tensor, torch.Tensor] | None = None
 
 
 # Of a long prompt the residual stream goes through products, norms and MLPs in two lanes, its first and its last rows:

@@ -78,6 +78,7 @@ def build_model(
         _fill_with_noise(model)
     else:
         _load_weights(model, Path(model_dir), device, on_progress or (lambda done, total: None))
+    model.derive_weights()
     return model
 
 

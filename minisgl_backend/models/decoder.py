@@ -40,6 +40,10 @@ class DecoderLayer(nn.Module):
         )
         self.mlp = mlp
 
+    def derive_weights(self) -> None:
+        """What is computed from weights: to be called when all of them are loaded."""
+        self.mlp.derive_weights(self.self_attn.o_proj, self.post_attention_layernorm)
+
     def forward(
         self,
         lanes: Lanes,
@@ -48,7 +52,8 @@ class DecoderLayer(nn.Module):
         wanted: torch.Tensor | None = None,
     ) -> Lanes:
         """lanes of num_tokens together, positions int [num_tokens] -> the same, or their `wanted` lines."""
-        lanes = self.self_attn(lanes, self.input_layernorm, positions, ctx, wanted)
+        takes_product = self.mlp.takes_product
+        lanes = self.self_attn(lanes, self.input_layernorm, positions, ctx, wanted, leaves_product=takes_product)
         return tuple(self.mlp(lane, self.post_attention_layernorm) for lane in lanes)
 
 
@@ -107,6 +112,12 @@ class CausalLM(nn.Module):
         """As `logits`, of all rows of a decode step, once a step; but ranks other than 0, which sample nothing, may get
         [num_sampled, 0]."""
         return self.lm_head.on_rank_0(hidden)
+
+    def derive_weights(self) -> None:
+        """What layers compute from weights: to be called when all of them are loaded."""
+        for module in self.modules():
+            if isinstance(module, DecoderLayer):
+                module.derive_weights()
 
     def prepare(self, batch_sizes: Sequence[int]) -> None:
         """Lets the products choose their kernels for decode steps of these sizes; to be called before a capture."""

@@ -276,6 +276,67 @@ def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, expert
         assert torch.equal(out, chain(patient, x))
 
 
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_a_router_beside_the_product_before_matches_torch(renormalize):
+    from minisgl_backend.kernels.torch_ops import TorchOps
+    from minisgl_backend.kernels.triton_ops import TritonOps
+
+    torch.manual_seed(0)
+    experts, k, hidden, size_in, size = 128, 8, 2048, 4096, 768
+    # As above: experts stand far above others, by the residual.
+    router = torch.linalg.qr(torch.randn(hidden, experts, device="cuda")).Q.t().contiguous()
+    levels = torch.zeros(1, experts, device="cuda")
+    levels[0, torch.randperm(experts, device="cuda")[:k]] = torch.linspace(10, 20, k, device="cuda")
+    residual, x = (levels @ router).bfloat16(), torch.randn(1, size_in, device="cuda").bfloat16()
+    product = (torch.randn(hidden, size_in, device="cuda") * 1e-3).bfloat16()
+    router, norm_weight = router.bfloat16(), (torch.rand(hidden, device="cuda") * 0.1 + 1).bfloat16()
+    gate_up = (torch.randn(experts, 2 * size, hidden, device="cuda") * 0.02).bfloat16()
+    down = (torch.randn(experts, hidden, size, device="cuda") * 0.03).bfloat16()
+    norm = {"norm_weight": norm_weight, "eps": 1e-6}
+    ops, reference = TritonOps(torch.device("cuda")), TorchOps()
+    states = reference.linear(x, product, residual=residual)
+    expected = reference.mixture(states, router, gate_up, down, k, renormalize, residual=states, **norm)
+    early = ops.early_router(router, norm_weight, product)
+    for _ in range(3):  # each launch may overlap the one before
+        found = ops.product_and_mixture(x, product, residual, early, gate_up, down, k, renormalize, **norm)
+        assert relative(found, expected) < 2e-2
+
+
+def test_routers_that_start_early_see_what_was_written_before():
+    """A chain of layers as one graph, replayed with another token each time, against launches that wait for others."""
+    from minisgl_backend.kernels.triton_ops import TritonOps
+
+    torch.manual_seed(0)
+    experts, k, hidden, size = 60, 4, 1024, 256
+    ops, patient = TritonOps(torch.device("cuda")), TritonOps(torch.device("cuda"))
+    patient.pdl = False
+    norm = torch.rand(hidden, device="cuda").bfloat16() + 0.5
+    layers = []
+    for _ in range(4):
+        router = torch.randn(experts, hidden, device="cuda").bfloat16() * 0.1
+        product = torch.randn(hidden, hidden, device="cuda").bfloat16() * 0.03
+        gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.03
+        down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.06
+        layers.append((product, ops.early_router(router, norm, product), gate_up, down))
+
+    def chain(by, x):
+        for product, early, gate_up, down in layers:
+            attended = by.rms_norm(x, norm, 1e-6)
+            x = by.product_and_mixture(attended, product, x, early, gate_up, down, k, True, norm_weight=norm, eps=1e-6)
+        return x
+
+    x = torch.zeros(1, hidden, device="cuda").bfloat16()
+    chain(ops, x)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = chain(ops, x)
+    for _ in range(200):
+        x.copy_(torch.randn_like(x))
+        graph.replay()
+        assert torch.equal(out, chain(patient, x))
+
+
 @pytest.mark.parametrize("experts", [128, 60])
 def test_route_matches_torch(experts):
     from minisgl_backend.kernels.moe import route

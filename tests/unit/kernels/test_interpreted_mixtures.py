@@ -17,7 +17,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels import moe_few, moe_one, moe_wide, small_linear
+from minisgl_backend.kernels import early_router, moe_few, moe_one, moe_wide, small_linear
 from minisgl_backend.kernels.moe import moe, route
 from minisgl_backend.kernels.moe_tiles import align
 
@@ -72,6 +72,26 @@ def test_mixture_of_one_token(experts, k, renormalize, complete):
     arguments = (x, router, gate_up, down, k, renormalize)
     expected = reference.mixture(*arguments, **(more if complete else {}))
     found = moe_one.mixture(*arguments, **(more if complete else {}))
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize(("experts", "k", "size_in"), [(8, 2, 64), (5, 3, 200), (60, 8, 96)])
+@pytest.mark.parametrize("renormalize", [False, True])
+def test_mixture_whose_router_runs_beside_the_product_before(experts, k, size_in, renormalize):
+    torch.manual_seed(experts)
+    hidden, size, reference = 96, 40, TorchOps()
+    x, residual = torch.randn(1, size_in), torch.randn(1, hidden)
+    product, router = torch.randn(hidden, size_in) * 0.1, torch.randn(experts, hidden) * 0.3
+    gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
+    norm = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6}
+    states = reference.linear(x, product, residual=residual)
+    expected = reference.mixture(states, router, gate_up, down, k, renormalize, residual=states, **norm)
+    early = early_router.early_router(router, norm["norm_weight"], product)
+    hidden_states, logits = early_router.output_and_logits(x, product, residual, early, k)
+    torch.testing.assert_close(hidden_states, states, atol=1e-5, rtol=1e-4)
+    found = moe_one.experts(
+        hidden_states, logits, gate_up, down, renormalize, divided=False, residual=hidden_states, **norm
+    )
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 

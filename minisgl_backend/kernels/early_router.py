@@ -1,0 +1,102 @@
+"""The end of attention and the router of a mixture of experts, for one token, in one kernel of the Triton language.
+
+A router's logits are W norm(r + O a): of the residual r and attention's result a, with the router's weights W and the
+output product's O. By what the norm divides does not change which experts are the best, and without it the logits are
+(W n) r + (W n O) a, where n are the norm's weights. So with W n O multiplied out when the model is loaded, the router
+runs beside the product instead of behind it: a kernel less for which everything waits. Logits are divided by whoever
+needs the shares of the experts.
+
+[W n O, W n] is rounded to the model's numbers, as the states are that the router would read otherwise.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.moe_one import MAX_EXPERTS, launch_options
+
+MAX_SIZE = 8192  # of a line of weights, which a program holds in registers
+# Measured best on an H200 for 2,048 outputs, 4,096 inputs and 128 experts: all programs run at once.
+NUMBERS = 8192  # of a program's weights; a program of the router has one expert's
+NUM_WARPS = 4
+
+
+def serves(router: torch.Tensor, product: torch.Tensor) -> bool:
+    """Whether `early_router` and `output_and_logits` do. Undivided logits may be more than float16 holds."""
+    return router.dtype == torch.bfloat16 and max(product.shape) <= MAX_SIZE and len(router) <= MAX_EXPERTS
+
+
+def early_router(router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+    """[W n O, W n], [num_experts, size_in + hidden], of router [num_experts, hidden], norm_weight [hidden] and product
+    [hidden, size_in]."""
+    normed = router.float() * norm_weight.float()
+    return torch.cat([normed @ product.float(), normed], 1).to(router.dtype)
+
+
+def output_and_logits(
+    x: torch.Tensor,
+    product: torch.Tensor,
+    residual: torch.Tensor,
+    early: torch.Tensor,
+    experts_per_token: int,
+    *,
+    pdl: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual + x @ product.T [1, hidden], and undivided logits [experts_per_token, num_experts], the same in each
+    line: x [1, size_in], product [hidden, size_in], residual [1, hidden], early as above.
+
+    pdl: programmatic dependent launch, whose rules stand in small_linear.py.
+    """
+    (hidden, size_in), num_experts, k = product.shape, len(early), experts_per_token
+    out = torch.empty_like(residual)
+    logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
+    padded = triton.next_power_of_2(size_in)
+    tile = max(1, NUMBERS // padded)
+    _output_and_logits_kernel[(num_experts + triton.cdiv(hidden, tile),)](
+        x, product, residual, early, out, logits, SIZE_OUT=hidden, SIZE_IN=size_in, SIZE_PADDED=padded,
+        OUT_PADDED=triton.next_power_of_2(hidden), EXPERTS=num_experts, K=k, K_PADDED=triton.next_power_of_2(k),
+        TILE=tile, **launch_options(pdl, NUM_WARPS),
+    )  # fmt: skip
+    return out, logits
+
+
+@triton.jit
+def _output_and_logits_kernel(
+    x_ptr, weight_ptr, residual_ptr, early_ptr, out_ptr, logits_ptr,
+    SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, OUT_PADDED: tl.constexpr,
+    EXPERTS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, TILE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The first programs compute the logit of an expert each, the others a tile of the product."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    program = tl.program_id(0)
+    i = tl.arange(0, SIZE_PADDED)
+    i_ok = i < SIZE_IN
+    if program < EXPERTS:
+        j = tl.arange(0, OUT_PADDED)
+        j_ok = j < SIZE_OUT
+        line = early_ptr + program * (SIZE_IN + SIZE_OUT)
+        w = tl.load(line + i, mask=i_ok, other=0.0)
+        w_residual = tl.load(line + SIZE_IN + j, mask=j_ok, other=0.0)
+        if PDL:
+            tl_cuda.gdc_wait()
+        x = tl.load(x_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
+        residual = tl.load(residual_ptr + j, mask=j_ok, other=0.0).to(tl.float32)
+        logit = tl.sum(w.to(tl.float32) * x, 0) + tl.sum(w_residual.to(tl.float32) * residual, 0)
+        c = tl.arange(0, K_PADDED)
+        copies = tl.full([K_PADDED], 0.0, tl.float32) + logit
+        tl.store(logits_ptr + c * EXPERTS + program, copies.to(logits_ptr.dtype.element_ty), mask=c < K)
+    else:
+        o = (program - EXPERTS) * TILE + tl.arange(0, TILE)
+        o_ok = o < SIZE_OUT
+        at = weight_ptr + o[:, None] * SIZE_IN + i[None, :]
+        tile = tl.load(at, mask=o_ok[:, None] & i_ok[None, :], other=0.0)
+        if PDL:
+            tl_cuda.gdc_wait()
+        added = tl.load(residual_ptr + o, mask=o_ok, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
+        total = tl.sum(tile.to(tl.float32) * x[None, :], 1) + added
+        tl.store(out_ptr + o, total.to(out_ptr.dtype.element_ty), mask=o_ok)

@@ -1,0 +1,74 @@
+"""A lone token's attention leaves its product to the mixture behind it, where the operations serve that."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from minisgl_backend.kernels.early_router import early_router
+from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.models import build
+from tests.parity.checkpoints import save_checkpoint
+from tests.parity.paged import PagedModel
+
+
+class EarlyOps(TorchOps):
+    """In plain torch, with a note of each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def early_router(
+        self, router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor
+    ) -> torch.Tensor | None:
+        return early_router(router, norm_weight, product)
+
+    def product_and_mixture(
+        self,
+        x: torch.Tensor,
+        product: torch.Tensor,
+        residual: torch.Tensor,
+        early: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        experts_per_token: int,
+        renormalize: bool,
+        *,
+        norm_weight: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        self.calls += 1
+        logits = torch.cat([x, residual], 1) @ early.t()
+        hidden = self.linear(x, product, residual=residual)
+        scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
+        ids, weights = self.route(logits * scale, experts_per_token, renormalize)
+        return self.moe(self.rms_norm(hidden, norm_weight, eps), ids, weights, gate_up, down, hidden)
+
+
+@pytest.mark.parametrize(
+    ("name", "more"), [("qwen3_moe", {}), ("qwen3_moe-sharded-mixed", {}), ("qwen3_moe", {"attention_bias": True})]
+)
+def test_a_lone_token_gets_the_same_logits(
+    name: str, more: dict[str, bool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And several tokens together go the other way. A product with a bias is never left."""
+    save_checkpoint(name, tmp_path, **more)
+
+    def logits(ops: TorchOps) -> list[torch.Tensor]:
+        monkeypatch.setattr(build, "select_ops", lambda *args, **kwargs: ops)
+        paged = PagedModel(tmp_path, page_size=16)
+        steps = [
+            paged.step({1: [3, 4, 5]}, {}),
+            paged.step({}, {1: 7}),
+            paged.step({}, {1: 9, 2: 4}),
+            paged.step({}, {1: 8}),
+        ]
+        return [rows for step in steps for rows in step.values()]
+
+    early = EarlyOps()
+    for found, expected in zip(logits(early), logits(TorchOps()), strict=True):
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    mixtures = sum(type(module).__name__ == "MoeMLP" for module in PagedModel(tmp_path, page_size=16).model.modules())
+    assert early.calls == (0 if more else 2 * mixtures)
