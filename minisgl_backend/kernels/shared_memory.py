@@ -17,7 +17,8 @@ def shared_memory(device: torch.device) -> int:
     """Bytes; what is no GPU has no limit of its own."""
     if device.type != "cuda":
         return LARGEST
-    return int(triton.runtime.driver.active.utils.get_device_properties(device.index)["max_shared_mem"])
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def stages_that_fit(num_stages: int, stage_bytes: int, shared: int) -> int:
