@@ -114,8 +114,8 @@ class TritonOps(TorchOps):
 
     def _is_long(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
         """Of products with nothing fused: those behind a sum over ranks, or behind a gated product. Measured on an H200
-        in a chain of Qwen3-32B's kernels over two ranks; alone, cuBLAS is as fast. Behind attention it is faster:
-        programs that start early find some multiprocessors free before others, and crowd there."""
+        in a chain of Qwen3-32B's kernels over two ranks; alone, cuBLAS is as fast. Behind attention, which has fewer
+        inputs than outputs, cuBLAS was faster by 12 us."""
         rows, size_out, size_in = x.shape[0], *weight.shape
         is_plain = x.stride(1) == 1 and x.element_size() == 2
         return self._has_room and is_plain and rows <= 16 and size_out <= size_in and size_out * size_in >= LARGE_LONG
