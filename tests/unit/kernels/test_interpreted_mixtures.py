@@ -104,12 +104,15 @@ def test_mixture_of_one_token_that_is_no_number(poison):
     assert not torch.isfinite(found).any()
 
 
+# Tokens, experts, choices of each token.
+FEW = ((2, 8, 2), (5, 5, 3), (8, 60, 8), (8, 3, 1), (3, 20, 15), (3, 20, 16), (11, 12, 4), (33, 3, 2), (64, 20, 4))
+
+
 @pytest.mark.parametrize(
-    ("num_tokens", "experts", "k"),
-    [(2, 8, 2), (5, 5, 3), (8, 60, 8), (8, 3, 1), (3, 20, 15), (3, 20, 16), (11, 12, 4), (33, 3, 2), (64, 20, 4)],
+    ("num_tokens", "experts", "k", "renormalize", "complete"),
+    # Every pair of values: the two switches equal where the place is even, else unequal.
+    [(*few, first, first == (place % 2 == 0)) for place, few in enumerate(FEW) for first in (False, True)],
 )
-@pytest.mark.parametrize("renormalize", [False, True])
-@pytest.mark.parametrize("complete", [False, True])
 def test_mixture_of_a_few_tokens(num_tokens, experts, k, renormalize, complete):
     """Planned by the router and behind it, with tiles that are packed and that hold too many choices for it, one an
     expert and several. `complete`: with norm and residual."""
