@@ -373,12 +373,12 @@ def test_ctrl_c_shows_what_was_measured(openai_url: str, script: Script, tmp_pat
     out = tmp_path / "out.json"
     command = [sys.executable, "-m", "client", "bench", "--openai", openai_url, "--warm-up", "0", "--json", str(out)]
     process = subprocess.Popen(
-        [*command, "--concurrency", "2", "--requests", "100000"],
+        [*command, "--concurrency", "2", "--requests", "5000"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env={**os.environ},
     )  # fmt: skip
     try:
         assert process.stderr is not None
-        while "100000 requests" not in (line := process.stderr.readline()):
+        while "5000 requests" not in (line := process.stderr.readline()):
             assert line
         deadline = time.monotonic() + WAIT
         while len(script.requests) < 20:
