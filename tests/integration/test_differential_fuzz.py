@@ -1,7 +1,7 @@
 """Each request alone against all together: random requests with every option, chunked, starved of pages, overlapped,
 with shared prefixes, padded and in pieces. Whatever runs beside a request, its answer is the same.
 
-20 more rounds, with tensor parallelism against one rank, are in test_tensor_parallel_requests.py.
+More rounds, with tensor parallelism against one rank, are in test_tensor_parallel_requests.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from minisgl_backend import LLM
 from tests.gauge.harness import engine, expect_short_answers
 from tests.random_requests import RandomAnswer, RandomRequest, alone, ask_core, assert_same, random_requests
 
-ROUNDS = 180  # over all cells
+ROUNDS, MANY_ROUNDS = 90, 180  # over all cells; many with --full, and where few of them take pages from others
 REQUESTS = 6  # of a round
 SIZES: dict[str, Any] = {"longest_prompt": 160, "most_tokens": 16}
 CHUNKS = {"max_prefill_length": 48, "mixed_prefill_length": 24, "max_running_requests": 8}
@@ -42,13 +42,15 @@ def lonely() -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize("cell", CELLS)
-def test_company_changes_no_answer(cell: str, lonely: LLM) -> None:
+def test_company_changes_no_answer(cell: str, lonely: LLM, pytestconfig: pytest.Config) -> None:
     first = list(CELLS).index(cell)
+    full = pytestconfig.getoption("--full", default=False)
+    rounds = MANY_ROUNDS if full or "starved" in cell else ROUNDS
     preempted = 0
     with engine(**CELLS[cell]) as llm:
         if "starved" in cell:
             expect_short_answers(llm)
-        for seed in range(first, ROUNDS, len(CELLS)):
+        for seed in range(first, rounds, len(CELLS)):
             requests = _requests(seed)
             expected = [_ask_alone(lonely, one) for one in requests]
             assert_same(requests, expected, ask_core(llm.engine.core, requests, together="starved" in cell))

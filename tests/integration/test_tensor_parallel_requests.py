@@ -17,9 +17,9 @@ from minisgl_backend.config import Environment
 from minisgl_backend.request import Grammar
 from minisgl_backend.sampling.metadata import SamplingRows
 from tests.gauge.harness import BASELINE, expect_short_answers
-from tests.random_requests import RandomAnswer, ask_core, assert_same, random_requests
+from tests.random_requests import RandomAnswer, RandomRequest, ask_core, assert_same, random_requests
 
-ROUNDS = 20
+ROUNDS, MANY_ROUNDS = 10, 20  # many with --full
 REQUESTS = 10  # of a round
 FEW_PAGES = {**BASELINE, "page_size": 1, "num_pages": 300, "max_running_requests": 8, "max_prefill_length": 64}
 CAPTURED = {"tp": 2, "cuda_graph_max_tokens": 64}
@@ -42,17 +42,18 @@ def pair() -> Iterator[LLM]:
         yield llm
 
 
-def answer_all(llm: LLM) -> list[list[list[RandomAnswer]]]:
+def answer_all(llm: LLM, rounds: list[list[RandomRequest]]) -> list[list[list[RandomAnswer]]]:
     expect_short_answers(llm)
-    rounds = [random_requests(seed, REQUESTS, longest_prompt=200, most_tokens=30) for seed in range(ROUNDS)]
     return [ask_core(llm.engine.core, requests) for requests in rounds]
 
 
-def test_random_requests_are_answered_as_on_one_rank(single: LLM, pair: LLM) -> None:
+def test_random_requests_are_answered_as_on_one_rank(single: LLM, pair: LLM, pytestconfig: pytest.Config) -> None:
     pytest.importorskip("xgrammar")
-    expected, found = answer_all(single), answer_all(pair)
-    for seed, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
-        assert_same(random_requests(seed, REQUESTS, longest_prompt=200, most_tokens=30), ours, theirs)
+    count = MANY_ROUNDS if pytestconfig.getoption("--full", default=False) else ROUNDS
+    rounds = [random_requests(seed, REQUESTS, longest_prompt=200, most_tokens=30) for seed in range(count)]
+    expected, found = answer_all(single, rounds), answer_all(pair, rounds)
+    for requests, ours, theirs in zip(rounds, expected, found, strict=True):
+        assert_same(requests, ours, theirs)
     assert pair.stats.total_preempted > 0
     assert pair.stats.pages_leased == 0
 
