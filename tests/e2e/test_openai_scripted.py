@@ -52,7 +52,7 @@ ODD = (
     '<tool_call>{"name": "time", "arguments": {}}}</tool_call>\n<tool_call>{"name": "weather"}</tool_call>',
 )
 SCRIPTS = (HERMES, LLAMA, CODER, THOUGHTS, OPENED, BOTH, *ODD, FOREVER)
-CUT = {"hermes": BOTH, "llama3_json": LLAMA, "qwen3_coder": CODER}  # parser -> the script that is cut at every token
+CUT = {"hermes": BOTH, "llama3_json": LLAMA, "qwen3_coder": CODER}  # parser -> the script that is cut
 TOOLS: Any = [{"type": "function", "function": {"name": name}} for name, _ in CALLS]
 MESSAGES: Any = [{"role": "user", "content": "hello"}]
 RUNNING, WAITING = 4, 2
@@ -213,8 +213,11 @@ def joined(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return message
 
 
-def test_streams_are_what_comes_at_once_cut_at_every_token(tmp_path: Path) -> None:
-    """Scripts of which each character is a token or more: streamed, at once, and ended behind each of them."""
+def test_streams_are_what_comes_at_once_wherever_it_is_cut(tmp_path: Path, pytestconfig: pytest.Config) -> None:
+    """Scripts of which each character is a token or more: streamed, at once, and ended behind every fifth of them, so
+    within every tag; with --full behind each. tests/unit/openai/test_parsers.py cuts at every place.
+    """
+    every = 1 if pytestconfig.getoption("--full", default=False) else 5
     tokenizer = Tokenizer(DEMO)
     scripts = [[int(token) for character in text for token in tokenizer.encode(character)] for text in SCRIPTS]
     options = {"null_runner_rate": "2000", "model": thinking_model(tmp_path)}
@@ -238,7 +241,7 @@ def test_streams_are_what_comes_at_once_cut_at_every_token(tmp_path: Path) -> No
     async def compare_all(endpoint: Endpoint, cut: int) -> None:
         room = asyncio.Semaphore(16)
         cases = [(number, 1000) for number in range(len(SCRIPTS) - 1)]
-        cases += [(cut, limit) for limit in range(1, len(scripts[cut]))]
+        cases += [(cut, limit) for limit in range(1, len(scripts[cut]), every)]
         async with endpoint.async_client() as client:
             await asyncio.gather(*(compare(client, room, number, limit) for number, limit in cases))
 

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.e2e
 SECRET = "xyzzy plugh"  # a prompt that no log may hold
 BACK_SECONDS = 100.0  # an idle machine needs five to ten
 NOTICED_SECONDS = 15.0  # an idle machine needs a tenth of one
-EXIT_SECONDS = 20  # of these, four fifths are for what can be finished
+EXIT_SECONDS = 12  # of these, four fifths are for what can be finished
 
 
 @pytest.fixture(scope="module")
