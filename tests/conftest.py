@@ -6,6 +6,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,21 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Other people's tests, which tests/e2e/test_third_party_clients.py runs against a server.
 collect_ignore = ["third_party", "e2e/vllm_ci"]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def torch_takes_one_core() -> Iterator[None]:
+    """As an engine does with models as small as those of tests (`ONE_CORE_WEIGHT_BYTES`). Two cores that wake each
+    other for every product are up to ten times slower; servers, ranks and compilers of grammars need the other one."""
+    if "torch" not in sys.modules:
+        yield
+        return
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="session")

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.gauge.cells import CELLS
 from tests.gauge.harness import Gauge, full_questions, quick_questions, short_questions, starved_questions
-from tests.threads import one_core
 
 SHORT_PER_KIND = 2
 
@@ -26,18 +23,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker(pytest.mark.timeout(0))
 
 
-@pytest.fixture(scope="package", autouse=True)
-def engines_take_one_core() -> Iterator[None]:
-    with one_core():
-        yield
-
-
 @pytest.fixture(scope="session")
 def full_matrix(request: pytest.FixtureRequest) -> bool:
     return bool(request.config.getoption("--full-matrix"))
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def gauge(request: pytest.FixtureRequest, full_matrix: bool) -> Gauge:
     if full_matrix:
         asked = full_questions(request.config.getoption("--questions"))

@@ -17,15 +17,8 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.engine_client import EngineClient
 from minisgl_backend.ipc.messages import Outputs, Rejected, Stats
 from minisgl_backend.request import FinishReason, Request, SamplingParams
-from tests.threads import one_core
 
 START_SECONDS = 120.0  # for a core to start, on a machine with much else to do
-
-
-@pytest.fixture(scope="package", autouse=True)
-def engines_take_one_core() -> Iterator[None]:
-    with one_core():
-        yield
 
 
 def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:

@@ -26,11 +26,15 @@ EPS = 1e-6
 
 
 @pytest.fixture(scope="module")
-def ops() -> CpuOps:
+def ops() -> Iterator[CpuOps]:
+    """Their threads are torch's: several here, whatever the other tests take."""
     library = cpu_library()
     if library is None:
         pytest.skip("no AVX-512 BF16 or no C++ compiler here")
-    return CpuOps(library)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield CpuOps(library)
+    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)
