@@ -12,15 +12,17 @@ import pytest
 def quick_interpreter() -> Iterator[None]:
     """It puts its own functions into `triton.language` when a kernel starts, and again at each call of a function in
     the kernel, `tl.sum` and `tl.max` among them: here at the first of them. And it makes a table of all types whenever
-    it looks one up: here once for each.
+    it looks one up: here once for each. These are names of its own: a version without them does it as it likes.
     """
     try:
         import triton.language as tl
         from triton.runtime import interpreter
-    except ImportError:
+
+        launch, patch, look_up = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
+        no_scope = interpreter._LangPatchScope
+    except (ImportError, AttributeError):
         yield
         return
-    launch, patch, look_up = interpreter.GridExecutor.__call__, interpreter._patch_lang, interpreter._get_np_dtype
     patched: set[tuple[bool, bool]] = set()  # which modules a function sees, of those called in the launch that runs
     numpy_types: dict[str, Any] = {}
 
@@ -32,7 +34,7 @@ def quick_interpreter() -> Iterator[None]:
         seen = [value for value in function.__globals__.values() if value is tl or value is tl.core]
         modules = tl in seen, tl.core in seen
         if modules in patched:
-            return interpreter._LangPatchScope()
+            return no_scope()
         patched.add(modules)
         return patch(function)
 
