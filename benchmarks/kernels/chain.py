@@ -16,7 +16,8 @@ from minisgl_backend.kernels.decode_attention import (
     rotation_pays,
 )
 from minisgl_backend.kernels.sampling import SamplingWorkspace, sample_plain
-from minisgl_backend.kernels.triton_ops import TritonOps
+from minisgl_backend.kernels.small_linear import MAX_ROWS
+from minisgl_backend.kernels.triton_ops import LARGEST_OUT, TritonOps
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.sampling.params import encode_params
 
@@ -32,11 +33,12 @@ class PolicyOps(TritonOps):
     def _is_small(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool, normed: bool
     ) -> bool:
-        if self._policy == "cublas" or x.shape[0] > 64 or weight.shape[0] > 65536:
-            return False
         if self._policy == "all":
-            return True
-        return super()._is_small(x, weight, residual, gated, normed)
+            return x.shape[0] <= MAX_ROWS and weight.shape[0] <= LARGEST_OUT
+        return self._policy != "cublas" and super()._is_small(x, weight, residual, gated, normed)
+
+    def _is_long(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
+        return self._policy != "cublas" and super()._is_long(x, weight)
 
 
 @dataclass(frozen=True)

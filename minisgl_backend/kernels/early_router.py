@@ -30,8 +30,8 @@ def serves(router: torch.Tensor, product: torch.Tensor) -> bool:
 
 
 def early_router(router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
-    """[W n O, W n], [num_experts, size_in + hidden], of router [num_experts, hidden], norm_weight [hidden] and product
-    [hidden, size_in]."""
+    """[W n O, W n], bfloat16 [num_experts, size_in + hidden], of router [num_experts, hidden], norm_weight [hidden] and
+    product [hidden, size_in], bfloat16 too."""
     normed = router.float() * norm_weight.float()
     return torch.cat([normed @ product.float(), normed], 1).to(router.dtype)
 
@@ -46,7 +46,7 @@ def output_and_logits(
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """residual + x @ product.T [1, hidden], and undivided logits [experts_per_token, num_experts], the same in each
-    line: x [1, size_in], product [hidden, size_in], residual [1, hidden], early as above.
+    line: x [1, size_in], product [hidden, size_in], residual [1, hidden], early as above, all in one number format.
 
     pdl: programmatic dependent launch, whose rules stand in small_linear.py.
     """

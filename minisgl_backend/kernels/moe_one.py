@@ -215,7 +215,7 @@ def _gate_up_kernel(
         o_ok = o < SIZE_OUT
         at = weight_ptr + (expert * (2 * SIZE_OUT) + o)[:, None] * SIZE_IN + i[None, :]
         ok = o_ok[:, None] & i_ok[None, :]
-        # The first to leave the L2 cache: nobody reads them again in this step, but others' states and norms.
+        # The first to leave the L2 cache: nobody reads these again in this step, but states and norms are read again.
         gate = tl.load(at, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
         up = tl.load(at + SIZE_OUT * SIZE_IN, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
         gate_sum = tl.sum(gate * x[None, :], 1) * scale
@@ -278,7 +278,8 @@ def _down_kernel(
         x = tl.load(x_ptr + c[:, None] * SIZE_IN + i[None, :], mask=c_ok[:, None] & i_ok[None, :], other=0.0)
         acc += w.to(tl.float32) * x.to(tl.float32)[:, None, :]
     if not DIVIDED:
-        pair_weight = _shares(below * scale, others * scale, c_ok, RENORMALIZE)
+        others = tl.where(others == -float("inf"), others, others * scale)  # scale may be 0
+        pair_weight = _shares(below * scale, others, c_ok, RENORMALIZE)
     result = tl.sum(tl.sum(acc, 2) * pair_weight[:, None], 0)
     if RESIDUAL:
         result += tl.load(residual_ptr + o, mask=o_ok, other=0.0).to(tl.float32)

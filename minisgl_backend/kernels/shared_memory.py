@@ -12,12 +12,15 @@ LARGEST = (
 )  # of Hopper and of Blackwell for data centres; 163 KiB of an A100, 99 of compute capability 8.6, 8.9, 12
 
 
-@cache
 def shared_memory(device: torch.device) -> int:
     """Bytes; what is no GPU has no limit of its own."""
     if device.type != "cuda":
         return LARGEST
-    index = torch.cuda.current_device() if device.index is None else device.index
+    return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+
+@cache
+def _of_gpu(index: int) -> int:
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 

@@ -14,7 +14,8 @@ Products whose output is too narrow to fill the device are split along the input
 last adds the partial sums in order, so that results do not depend on timing.
 
 With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts as soon as every program of the one before
-it has started; the first two then load weights before they wait for that one's results. Since every kernel
+it has started; the first two, and the third where `early` says so, then load weights before they wait for that one's
+results. Since every kernel
 lets the next one start before it waits itself, what a kernel reads before its wait must have been written before this
 chain of kernels began: before the last launch without `pdl`, which waits for all that was launched earlier. In a decode
 step that is the lookup of tokens and slots and the embedding. Everything else is read, and everything is written, after
@@ -56,7 +57,9 @@ class LinearShape:
     num_stages: int
     vector: bool = False
     slices: int = 1
-    early: int = 0  # tiles of a program's weights that it loads before it waits; of `_linear_kernel`
+    # Of `_linear_kernel`: tiles of a program's weights that it loads before it waits. They stay in registers or shared
+    # memory until the others are done.
+    early: int = 0
 
 
 class LinearWorkspace:

@@ -23,7 +23,8 @@ from minisgl_backend.kv.layout import ONE, KVScales
 # Numbers of a gated weight from which on our kernel, with the activation but without the norm, is faster than two.
 LARGE_GATED = 120 << 20
 LARGE_LONG = 24 << 20  # likewise of a weight with at least as many inputs as outputs
-LARGEST_OUT = 65536  # of weights that are products with a few rows; a vocabulary is a product with one row alone
+LARGEST_OUT = 65536  # of weights of products with a few rows; a vocabulary has more
+LEAST_VOCABULARY_IN = 2048  # inputs of a product with a vocabulary, one row, that were measured to be enough for ours
 
 
 class TritonOps(TorchOps):
@@ -35,7 +36,7 @@ class TritonOps(TorchOps):
         properties = torch.cuda.get_device_properties(device)
         self.pdl = properties.major >= 9
         self._num_sms = properties.multi_processor_count
-        self._has_room = self.pdl and shared_memory(device) >= LARGEST
+        self._has_room = shared_memory(device) >= LARGEST
         if self.pdl and hidden_size is not None and hidden_size <= LARGEST_HIDDEN:
             prefer_shared_memory()
         self._workspace = small_linear.LinearWorkspace(device)
@@ -62,7 +63,7 @@ class TritonOps(TorchOps):
             )  # fmt: skip
         if norm_weight is None and bias is None and residual is None and not gated and self._is_long(x, weight):
             shape = small_linear.long_shape(weight.shape[0], weight.shape[1], self._num_sms)
-            return small_linear.linear(x, weight, self._workspace, shape=shape, pdl=True)
+            return small_linear.linear(x, weight, self._workspace, shape=shape, pdl=self._pdl(x))
         if norm_weight is not None:
             x = self.rms_norm(x, norm_weight, eps)
         if bias is None and (out := self._tuned.linear(x, weight, residual)) is not None:
@@ -75,6 +76,7 @@ class TritonOps(TorchOps):
         return fused.silu_mul(out, self._pdl(x)) if gated else out
 
     def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        # Of a vocabulary ours was not tried there: its programs write two numbers each, and `out` may be far away.
         if len(weight) <= LARGEST_OUT and self._is_small(x, weight, None, False, False):
             if x.shape[0] == 1:
                 small_linear.linear(x, weight, self._workspace, pdl=self._pdl(x), out=out)
@@ -99,7 +101,7 @@ class TritonOps(TorchOps):
         if rows > small_linear.MAX_ROWS or x.stride(1) != 1 or x.element_size() != 2:
             return False  # the tiles were chosen for numbers of two bytes
         if size_out > LARGEST_OUT:
-            return rows == 1
+            return rows == 1 and size_in >= LEAST_VOCABULARY_IN and not (gated or normed) and residual is None
         if rows <= small_linear.MAX_VECTOR_ROWS:
             return True
         if residual is not None:
@@ -117,8 +119,8 @@ class TritonOps(TorchOps):
         in a chain of Qwen3-32B's kernels over two ranks; alone, cuBLAS is as fast. Behind attention, which has fewer
         inputs than outputs, cuBLAS was faster by 12 us."""
         rows, size_out, size_in = x.shape[0], *weight.shape
-        is_plain = x.stride(1) == 1 and x.element_size() == 2
-        return self._has_room and is_plain and rows <= 16 and size_out <= size_in and size_out * size_in >= LARGE_LONG
+        serves = self.pdl and self._has_room and x.stride(1) == 1 and x.element_size() == 2
+        return serves and rows <= 16 and size_out <= size_in and size_out * size_in >= LARGE_LONG
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return fused.rms_norm(x, weight, eps, self._pdl(x))

@@ -43,6 +43,7 @@ class ColumnParallelLinear(WeightedLayer):
         """The settled hidden states [num_tokens, input_size], and the products of their norm [num_tokens, local
         outputs]; gated as in `Ops.linear`."""
         linear = self._placement.ops.linear
+        assert residual.product is None, "it is left to those who take it"
         if residual.partial is None:
             hidden = residual.hidden
             if residual.arrival is not None:

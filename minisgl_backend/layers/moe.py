@@ -51,7 +51,8 @@ class MoeMLP(WeightedLayer):
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         """hidden + experts(norm(hidden)), both [num_tokens, hidden_size]."""
         tp = self._placement.tp
-        if residual.product is not None and self._early is not None:
+        if residual.product is not None:
+            assert self._early is not None, "takes_product says so"
             x, product = residual.product
             return Residual(
                 self._placement.ops.product_and_mixture(

@@ -24,6 +24,7 @@ class RMSNorm(WeightedLayer):
 
     def settle(self, residual: Residual) -> tuple[torch.Tensor, torch.Tensor]:
         """The hidden states with all that is still to be added, and their norm: [num_tokens, size] each."""
+        assert residual.product is None, "it is left to those who take it"
         if residual.arrival is not None:
             residual.arrival()
         if residual.partial is None:

@@ -91,7 +91,7 @@ class NoLibrary:
 
 def make_ops():
     ops = triton_ops.TritonOps.__new__(triton_ops.TritonOps)
-    ops.pdl, ops._tuned = True, NoLibrary()
+    ops.pdl, ops._tuned, ops._num_sms, ops._has_room = True, NoLibrary(), 132, True
     ops._workspace = small_linear.LinearWorkspace(torch.device("cpu"), 512, 8)
     return ops
 
@@ -116,6 +116,10 @@ def mixture(tokens, experts, k):
     x = torch.empty(tokens, HIDDEN, **bf16)
     ops.mixture(x, weight(experts, HIDDEN), weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE),
                 k, True, norm_weight=norm, eps=1e-6, residual=x)
+    if tokens == 1:
+        ops.product_and_mixture(x, weight(HIDDEN, HIDDEN), x, weight(experts, 2 * HIDDEN),
+                                weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE), k, True,
+                                norm_weight=norm, eps=1e-6)
 
 def decode(batch, kv_heads, group, num_sms, can_share, workspace, alone):
     # Beside a prompt, and where that is slower, rotation is a kernel of its own.
