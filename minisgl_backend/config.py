@@ -152,8 +152,12 @@ class EngineConfig:
         "above 0 and at most 1",
         lambda value: 0 < value <= 1,
     )
-    max_prefill_length: int = _option(
-        8192, "token budget of one step; longer prompts are computed in chunks", "1 or more", _positive
+    max_prefill_length: int | None = _option(
+        None,
+        "token budget of one step; longer prompts are computed in chunks; unset: 8192, but 16384 of a mixture of "
+        "experts that a GPU computes in a quarter of a second",
+        "1 or more",
+        _positive,
     )
     mixed_prefill_length: int | None = _option(
         None,

@@ -261,12 +261,19 @@ def _limits(
         mixed,
         f", in a backlog {backlog.mixed_prefill_length}" if backlog else "",
     )
-    limits = _scheduler_limits(runtime.config, model, runtime.page_size, runner.num_pages, runtime.max_seq_len, mixed)
+    pages, longest = runner.num_pages, runtime.max_prefill_length
+    limits = _scheduler_limits(runtime.config, model, runtime.page_size, pages, runtime.max_seq_len, longest, mixed)
     return dataclasses.replace(limits, backlog=backlog, sparse_step_sizes=runner.sparse_step_sizes)
 
 
 def _scheduler_limits(
-    config: EngineConfig, model: ModelConfig, page_size: int, num_pages: int, max_seq_len: int, mixed: int
+    config: EngineConfig,
+    model: ModelConfig,
+    page_size: int,
+    num_pages: int,
+    max_seq_len: int,
+    max_prefill_length: int,
+    mixed: int,
 ) -> SchedulerLimits:
     return SchedulerLimits(
         page_size=page_size,
@@ -274,7 +281,7 @@ def _scheduler_limits(
         max_seq_len=max_seq_len,
         max_running_requests=config.max_running_requests,
         max_waiting_requests=config.max_waiting_requests,
-        max_prefill_length=config.max_prefill_length,
+        max_prefill_length=max_prefill_length,
         mixed_prefill_length=mixed,
         cache_type=config.cache_type,
         record_cache_changes=config.kv_events_endpoint is not None,
@@ -286,6 +293,8 @@ def _scheduler_limits(
 def _null_runner(
     config: EngineConfig, environment: Environment, model_dir: Path, model: ModelConfig
 ) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
+    from minisgl_backend.runner.resolve import resolve_max_prefill_length
+
     tokenizer = _load_tokenizer(config, model_dir)
     answer = tokenizer(NULL_ANSWER, add_special_tokens=False)["input_ids"]
     page_size = config.page_size or NULL_PAGE_SIZE
@@ -299,7 +308,8 @@ def _null_runner(
     else:
         runner = NullRunner(np.array(answer, dtype=np.int32), config.null_runner_rate, log_file)
     mixed = NULL_MIXED_PREFILL if config.mixed_prefill_length is None else config.mixed_prefill_length
-    limits = _scheduler_limits(config, model, page_size, pages, max_seq_len, mixed)
+    longest = resolve_max_prefill_length(config, model, 0)
+    limits = _scheduler_limits(config, model, page_size, pages, max_seq_len, longest, mixed)
     return runner, limits, f"null runner with the tokenizer of {config.model}", lambda: None
 
 

@@ -85,7 +85,7 @@ def _build(
     spec, runner_with = _load(runtime, model_config, device, tp, progress)
     max_running, moe = runtime.config.max_running_requests, model_config.moe
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
-    limits = (max_running, runtime.config.max_prefill_length, runtime.max_seq_len, counts)
+    limits = (max_running, runtime.max_prefill_length, runtime.max_seq_len, counts)
     step_bytes, graph_max_bs = 0, runtime.cuda_graph_max_bs
     if device.type == "cuda":
         name_kernels()
@@ -192,7 +192,7 @@ def _out_of_memory(runtime: RuntimeConfig, device: torch.device, error: Exceptio
     config = runtime.config
     pages = "" if config.num_pages is None else f" num_pages ({config.num_pages}),"
     return (
-        f"out of memory on {device} while starting; lower{pages} max_prefill_length ({config.max_prefill_length}), "
+        f"out of memory on {device} while starting; lower{pages} max_prefill_length ({runtime.max_prefill_length}), "
         f"max_running_requests ({config.max_running_requests}), cuda_graph_max_bs, cuda_graph_max_tokens "
         f"({runtime.cuda_graph_max_tokens}) or memory_ratio ({config.memory_ratio}), or raise tp. "
         f"The failed allocation: {str(error).splitlines()[0]}"

@@ -74,7 +74,7 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
         raise ConfigError(
             f"no memory is left for the KV cache: {config.memory_ratio:g} of {free_at_start >> 20} MiB (memory_ratio) "
             f"does not hold the weights, a step ({step_bytes >> 20} MiB) and one page ({page_bytes} bytes); raise "
-            f"memory_ratio, lower max_prefill_length ({config.max_prefill_length}) or max_running_requests "
+            f"memory_ratio, lower max_prefill_length ({runtime.max_prefill_length}) or max_running_requests "
             f"({config.max_running_requests}), or raise tp"
         )
     return pages
@@ -86,7 +86,7 @@ def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.devic
     All are executed for real, with every token on the padding page.
     """
     max_running = runtime.config.max_running_requests
-    plans = [*worst_plans(max_running, runtime.config.max_prefill_length, runtime.max_seq_len)]
+    plans = [*worst_plans(max_running, runtime.max_prefill_length, runtime.max_seq_len)]
     if runtime.cuda_graph_max_tokens:
         longest = np.zeros(runtime.cuda_graph_max_tokens, dtype=np.int32)
         plans.append(prompt_plan(longest, max_running, runtime.max_seq_len))

@@ -40,7 +40,7 @@ def measure_prefill_budget(
 
     max_running = config.max_running_requests
     # Equal tokens take less power, of which a large model's products never have enough, and all the same experts.
-    ids = np.random.default_rng(0).integers(0, vocab_size, config.max_prefill_length, dtype=np.int32)
+    ids = np.random.default_rng(0).integers(0, vocab_size, runtime.max_prefill_length, dtype=np.int32)
     beside = min(1, max_running - 1)  # without a stream it would be another pass, that of a lone prompt
 
     def seconds(num_tokens: int) -> float:
@@ -54,7 +54,7 @@ def measure_prefill_budget(
             best = min(best, time.perf_counter() - started)
         return tp.minimum(round(1e6 * best)) / 1e6
 
-    longest = min(config.max_prefill_length, (max_running - beside) * (runtime.max_seq_len - 1))
+    longest = min(runtime.max_prefill_length, (max_running - beside) * (runtime.max_seq_len - 1))
     return choose_prefill_budget(seconds, longest)
 
 

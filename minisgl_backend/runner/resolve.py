@@ -16,6 +16,9 @@ from minisgl_backend.runner.runtime_config import RuntimeConfig
 
 log = logging.getLogger(__name__)
 
+# Prompt tokens of a step where nobody says. A mixture's experts get more of a longer step each, so that less of their
+# last tiles is empty; but a request that comes meanwhile waits for its end.
+PREFILL_LENGTH, MIXTURE_PREFILL_LENGTH, LONGEST_PREFILL_S = 8192, 16384, 0.25
 # Steps with prompt tokens are captured where a host would launch them for longer than the device computes: LAUNCH_S for
 # each layer, the slower of the hosts that were measured, while a multiprocessor computes FLOPS in a second. That is an
 # upper estimate, by which rather too many tokens are captured than too few: steps of Qwen3-0.6B reach four fifths of it
@@ -58,6 +61,7 @@ def resolve(
     _check_num_pages(config.num_pages, attention.page_size)
     for warning in attention.warnings:
         log.warning("%s", warning)
+    max_prefill_length = resolve_max_prefill_length(config, model, device.multiprocessors)
     return RuntimeConfig(
         config=config,
         model_dir=str(model_dir),
@@ -70,7 +74,8 @@ def resolve(
         page_size=attention.page_size,
         max_seq_len=model.max_seq_len(config.max_seq_len_override),
         cuda_graph_max_bs=_graph_max_bs(config, device, environment.eager_graphs),
-        cuda_graph_max_tokens=_graph_max_tokens(config, model, device, environment.eager_graphs),
+        max_prefill_length=max_prefill_length,
+        cuda_graph_max_tokens=_graph_max_tokens(config, model, device, environment.eager_graphs, max_prefill_length),
         eager_graphs=environment.eager_graphs,
         flashinfer_tensor_cores=environment.flashinfer_tensor_cores,
     )
@@ -102,7 +107,19 @@ def _graph_max_bs(config: EngineConfig, device: DeviceFacts, eager: bool) -> int
     return None if wanted is None else min(wanted, config.max_running_requests)
 
 
-def _graph_max_tokens(config: EngineConfig, model: ModelConfig, device: DeviceFacts, eager: bool) -> int:
+def resolve_max_prefill_length(config: EngineConfig, model: ModelConfig, multiprocessors: int) -> int:
+    """multiprocessors: of each rank's GPU; 0: of none."""
+    if config.max_prefill_length is not None:
+        return config.max_prefill_length
+    flops = 2 * MIXTURE_PREFILL_LENGTH * model.layer_weights_per_token / config.tp
+    if model.moe is not None and flops <= LONGEST_PREFILL_S * multiprocessors * MULTIPROCESSOR_FLOPS:
+        return MIXTURE_PREFILL_LENGTH
+    return PREFILL_LENGTH
+
+
+def _graph_max_tokens(
+    config: EngineConfig, model: ModelConfig, device: DeviceFacts, eager: bool, max_prefill_length: int
+) -> int:
     if device.kind == "cpu" and not eager:
         return 0
     wanted = config.cuda_graph_max_tokens
@@ -110,7 +127,7 @@ def _graph_max_tokens(config: EngineConfig, model: ModelConfig, device: DeviceFa
         wanted = 0
     if wanted is None:
         wanted = LEAST_GRAPH_TOKENS if eager else _graph_tokens(model, config.tp, device.multiprocessors)
-    return min(wanted, config.max_prefill_length + config.max_running_requests)  # the most that a step can have
+    return min(wanted, max_prefill_length + config.max_running_requests)  # the most that a step can have
 
 
 def _graph_tokens(model: ModelConfig, tp: int, multiprocessors: int) -> int:

@@ -22,6 +22,7 @@ class RuntimeConfig:
     decode_backend: str
     page_size: int
     max_seq_len: int
+    max_prefill_length: int
     cuda_graph_max_bs: int | None  # None: chosen from free memory once the weights are loaded
     cuda_graph_max_tokens: int  # 0: steps with prompt tokens run without graphs
     eager_graphs: bool = False  # graphs and pieces are not captured

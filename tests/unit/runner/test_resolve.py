@@ -142,6 +142,40 @@ def test_graphs_of_steps_with_prompt_tokens(options: dict[str, Any], expected: i
     assert resolved(CPU, **{**options, "tp": 1}).cuda_graph_max_tokens == 0
 
 
+QWEN3_30B_A3B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "hidden_size": 2048,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+QWEN3_235B_A22B = {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64}
+
+
+@pytest.mark.parametrize(
+    ("shape", "device", "options", "expected"),
+    [
+        (QWEN3_30B_A3B, HOPPER, {}, 16384),
+        (QWEN3_30B_A3B, HOPPER, {"max_prefill_length": 2048}, 2048),
+        (QWEN3_30B_A3B, ADA, {}, 8192),
+        (QWEN3_30B_A3B, CPU, {}, 8192),
+        ({**QWEN3_30B_A3B, **QWEN3_235B_A22B}, HOPPER, {"tp": 4}, 8192),
+        ({}, HOPPER, {}, 8192),
+    ],
+)
+def test_a_mixture_that_computes_them_soon_has_longer_steps(
+    shape: dict[str, Any], device: DeviceFacts, options: dict[str, Any], expected: int
+) -> None:
+    assert resolved(device, shape=shape, **options).max_prefill_length == expected
+
+
 @pytest.mark.parametrize(
     ("hidden", "intermediate", "layers", "device", "tp", "expected"),
     [
