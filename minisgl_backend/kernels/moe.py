@@ -137,14 +137,14 @@ def moe(
     if pairs == 0:
         return torch.empty_like(x) if residual is None else residual.clone()
     activated = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
-    result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
+    result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)  # by pair; of many tokens, in sorted order
     ids, weights = expert_ids.contiguous(), expert_weights.contiguous()
     shared = shared_memory(x.device)
     if tma and moe_wide.serves(x, gate_up, down, pairs, shared):
         tiles = align(ids, num_experts, moe_wide.TILE_PAIRS)
         moe_wide.gate_up_product(x, gate_up, activated, tiles, k)
-        moe_wide.down_product(activated, down, result, tiles, weights)
-        return combine(result, k, residual)
+        moe_wide.down_product(activated, down, result, tiles)
+        return moe_wide.combine(result, tiles, weights, residual)
     shape = shape or moe_shape(pairs, num_experts, x.element_size(), shared)
     tiles = align(ids, num_experts, shape.tile_pairs, pdl)
     count = tiles.expert.numel()

@@ -27,6 +27,7 @@ class Tiles:
     """Which pairs each tile holds, on the device; int32."""
 
     order: torch.Tensor  # [num_pairs]  pairs sorted by expert, those of one expert by number
+    place: torch.Tensor  # [num_pairs]  of each pair in `order`
     expert: torch.Tensor  # [max_tiles]  of each tile; -1: not used
     first: torch.Tensor  # [max_tiles]  index into `order`
     end: torch.Tensor  # [max_tiles]
@@ -45,6 +46,7 @@ def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool
     counts = torch.empty((blocks, padded), dtype=torch.int32, device=device)
     totals = torch.empty(padded, dtype=torch.int32, device=device)
     order = torch.empty(pairs, dtype=torch.int32, device=device)
+    place = torch.empty_like(order)
     tiles = torch.empty((3, most), dtype=torch.int32, device=device)
     used = torch.empty(1, dtype=torch.int32, device=device)
     _count_kernel[(blocks,)](
@@ -55,10 +57,10 @@ def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool
         ROWS=FEW_BLOCKS if blocks <= FEW_BLOCKS else 512, num_warps=4, **launch(pdl),
     )  # fmt: skip
     _place_kernel[(blocks,)](
-        expert_ids, counts, totals, order, tiles, used, pairs, most, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded,
-        TILE_PAIRS=tile_pairs, TILES=LAID_TILES, num_warps=8, **launch(pdl),
+        expert_ids, counts, totals, order, place, tiles, used, pairs, most, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded,
+        TILE_PAIRS=tile_pairs, TILES=LAID_TILES, num_warps=2 if blocks > FEW_BLOCKS else 8, **launch(pdl),
     )  # fmt: skip
-    return Tiles(order, tiles[0], tiles[1], tiles[2], used)
+    return Tiles(order, place, tiles[0], tiles[1], tiles[2], used)
 
 
 def launch(pdl: bool) -> dict[str, bool]:
@@ -104,7 +106,7 @@ def _scan_kernel(
 
 @triton.jit(do_not_specialize=["pairs", "most"])
 def _place_kernel(
-    ids_ptr, before_ptr, totals_ptr, order_ptr, tiles_ptr, used_ptr, pairs, most,
+    ids_ptr, before_ptr, totals_ptr, order_ptr, place_ptr, tiles_ptr, used_ptr, pairs, most,
     BLOCK: tl.constexpr, EXPERTS_PADDED: tl.constexpr, TILE_PAIRS: tl.constexpr, TILES: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -123,6 +125,7 @@ def _place_kernel(
     place = tl.sum(smaller, 1) + tl.sum(earlier.to(tl.int32), 1)
     place += tl.load(before_ptr + block * EXPERTS_PADDED + ids, mask=i < pairs, other=0)
     tl.store(order_ptr + place, i, mask=i < pairs)
+    tl.store(place_ptr + i, place, mask=i < pairs)
 
     tiles = (totals + TILE_PAIRS - 1) // TILE_PAIRS
     tile_ends = tl.cumsum(tiles, 0)

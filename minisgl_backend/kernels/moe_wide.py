@@ -4,7 +4,7 @@ Descriptors of the weights, and of the gated values between the two products, le
 whole tile to shared memory. Programs stay and take one tile after the other; in the product with down, the loads of the
 next tile begin before the last one's results are stored. All columns of one tile of pairs follow one another, so that
 the rows which they share come from the L2 cache. Half a tile is enough for what is left of an expert's pairs, where
-there is no more.
+there is no more. Results stay in sorted order until they are summed.
 """
 
 from __future__ import annotations
@@ -73,25 +73,38 @@ def gate_up_product(
 
 
 def down_product(
-    activated: torch.Tensor,
-    weight: torch.Tensor,
-    out: torch.Tensor,
-    tiles: Tiles,
-    pair_weights: torch.Tensor,
-    cut: WideShape = DOWN,
+    activated: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tiles: Tiles, cut: WideShape = DOWN
 ) -> None:
-    """out[pair] = down @ activated * the pair's weight; activated [num_pairs, size] is in sorted order.
+    """out = down @ activated, both in sorted order: neither pairs nor their weights are looked up here, where that
+    would take a tenth of the time.
 
-    weight [num_experts, hidden, size], out [num_pairs, hidden], pair_weights float32 [num_pairs].
+    activated [num_pairs, size], weight [num_experts, hidden, size], out [num_pairs, hidden].
     """
     num_experts, hidden, size = weight.shape
     descriptor = _descriptor(weight.view(num_experts * hidden, size), cut.tile_out, cut.tile_in)
     values = _descriptor(activated, TILE_PAIRS, cut.tile_in)
     _down_kernel[(_programs(out.device, tiles.expert.numel() * triton.cdiv(hidden, cut.tile_out)),)](
-        values, descriptor, out, pair_weights, tiles.order, tiles.expert, tiles.first, tiles.end, tiles.used,
+        values, descriptor, out, tiles.expert, tiles.first, tiles.end, tiles.used,
         SIZE_OUT=hidden, SIZE_IN=size, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in,
         num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
+
+
+def combine(
+    result: torch.Tensor, tiles: Tiles, pair_weights: torch.Tensor, residual: torch.Tensor | None
+) -> torch.Tensor:
+    """The weighted sum of each token's results, and of its residual: [num_tokens, hidden].
+
+    result [num_pairs, hidden] in sorted order, pair_weights float32 [num_tokens, k], residual [num_tokens, hidden].
+    """
+    (num_tokens, k), hidden = pair_weights.shape, result.shape[1]
+    out = torch.empty((num_tokens, hidden), dtype=result.dtype, device=result.device)
+    tile = min(2048, triton.next_power_of_2(hidden))
+    _combine_kernel[(num_tokens, triton.cdiv(hidden, tile))](
+        result, tiles.place, pair_weights, result if residual is None else residual, out, K=k, SIZE=hidden, TILE=tile,
+        RESIDUAL=residual is not None, num_warps=4,
+    )  # fmt: skip
+    return out
 
 
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
@@ -159,7 +172,7 @@ def _gate_up_tile(
 
 @triton.jit
 def _down_kernel(
-    values, weight, out_ptr, pair_weight_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, used_ptr,
+    values, weight, out_ptr, expert_ptr, first_ptr, end_ptr, used_ptr,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
     TILE_IN: tl.constexpr,
 ):  # fmt: skip
@@ -169,16 +182,31 @@ def _down_kernel(
         tile = task // columns
         column = (task % columns) * TILE_OUT
         row = tl.load(expert_ptr + tile) * SIZE_OUT + column
-        first = tl.load(first_ptr + tile)
+        first, end = tl.load(first_ptr + tile), tl.load(end_ptr + tile)
         acc = tl.zeros([TILE_PAIRS, TILE_OUT], tl.float32)
         for start in range(0, SIZE_IN, TILE_IN):
             x = values.load([first, start])
             w = weight.load([row, start])
             acc = tl.dot(x, w.T, acc, input_precision="ieee")
         i = first + tl.arange(0, TILE_PAIRS)
-        i_ok = i < tl.load(end_ptr + tile)
-        pair = tl.load(order_ptr + i, mask=i_ok, other=0)
-        acc = acc * tl.load(pair_weight_ptr + pair, mask=i_ok, other=0.0)[:, None]
         o = column + tl.arange(0, TILE_OUT)
-        address = pair.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
-        tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=i_ok[:, None] & (o < SIZE_OUT)[None, :])
+        address = i.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
+        tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=(i < end)[:, None] & (o < SIZE_OUT)[None, :])
+
+
+@triton.jit
+def _combine_kernel(
+    result_ptr, place_ptr, weight_ptr, residual_ptr, out_ptr, K: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    RESIDUAL: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    ok = i < SIZE
+    acc = tl.zeros([TILE], tl.float32)
+    for choice in tl.static_range(K):
+        place = tl.load(place_ptr + token * K + choice).to(tl.int64)
+        result = tl.load(result_ptr + place * SIZE + i, mask=ok, other=0.0).to(tl.float32)
+        acc += result * tl.load(weight_ptr + token * K + choice)
+    if RESIDUAL:
+        acc += tl.load(residual_ptr + token * SIZE + i, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out_ptr + token * SIZE + i, acc.to(out_ptr.dtype.element_ty), mask=ok)
