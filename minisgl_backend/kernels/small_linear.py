@@ -371,6 +371,23 @@ def _sliced_kernel(
     tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=ok)
 
 
+@triton.jit
+def _rows_of_x(
+    x_ptr, norm_ptr, r, r_ok, i, i_ok, x_stride, scale, squares, NORM: tl.constexpr, NORM_FIRST: tl.constexpr
+):  # fmt: skip
+    """Columns `i` of the rows, [inputs, rows]: times the norm's weights with NORM, and before that times `scale` with
+    NORM_FIRST; else their sums of squares are added to `squares`."""
+    x = tl.load(x_ptr + r[:, None] * x_stride + i[None, :], mask=r_ok[:, None] & i_ok[None, :], other=0.0)
+    if NORM:
+        x32 = x.to(tl.float32)
+        if NORM_FIRST:
+            x32 = x32 * scale[:, None]
+        else:
+            squares += tl.sum(x32 * x32, 1)
+        x = (x32 * tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
+    return tl.trans(x), squares
+
+
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
     x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
@@ -405,6 +422,7 @@ def _linear_kernel(
         early += ((w, w_up),)
     if PDL:
         tl_cuda.gdc_wait()
+    scale = squares
     if NORM_FIRST:
         # A large activation times its norm weight may be more than float16 has, so the root mean square comes first.
         for start in tl.range(0, SIZE_IN, TILE_IN):
@@ -417,15 +435,9 @@ def _linear_kernel(
         i = start + k
         i_ok = i < SIZE_IN
         w = tl.load(weight_rows + i[None, :], mask=o_ok[:, None] & i_ok[None, :], other=0.0)
-        x = tl.load(x_ptr + r[:, None] * x_stride + i[None, :], mask=r_ok[:, None] & i_ok[None, :], other=0.0)
-        if NORM:
-            x32 = x.to(tl.float32)
-            if NORM_FIRST:
-                x32 = x32 * scale[:, None]
-            else:
-                squares += tl.sum(x32 * x32, 1)
-            x = (x32 * tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
-        x = tl.trans(x)
+        x, squares = _rows_of_x(
+            x_ptr, norm_ptr, r, r_ok, i, i_ok, x_stride, scale, squares, NORM=NORM, NORM_FIRST=NORM_FIRST
+        )
         acc = tl.dot(w, x, acc, input_precision="ieee")
         if GATED:
             w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=o_ok[:, None] & i_ok[None, :], other=0.0)
@@ -434,15 +446,9 @@ def _linear_kernel(
     for tile_early in tl.static_range(EARLY):
         i = begin + tile_early * TILE_IN + k
         i_ok = i < end
-        x = tl.load(x_ptr + r[:, None] * x_stride + i[None, :], mask=r_ok[:, None] & i_ok[None, :], other=0.0)
-        if NORM:
-            x32 = x.to(tl.float32)
-            if NORM_FIRST:
-                x32 = x32 * scale[:, None]
-            else:
-                squares += tl.sum(x32 * x32, 1)
-            x = (x32 * tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)[None, :]).to(x.dtype)
-        x = tl.trans(x)
+        x, squares = _rows_of_x(
+            x_ptr, norm_ptr, r, r_ok, i, i_ok, x_stride, scale, squares, NORM=NORM, NORM_FIRST=NORM_FIRST
+        )
         acc = tl.dot(early[tile_early][0], x, acc, input_precision="ieee")
         if GATED:
             acc_up = tl.dot(early[tile_early][1], x, acc_up, input_precision="ieee")

@@ -28,10 +28,11 @@ class PagedModel:
         max_rows: int = 8,
         tp: TensorParallel | None = None,
         device: str = "cpu",
+        dtype: torch.dtype = torch.float32,
     ) -> None:
         tp = tp or TensorParallel.single()
         config = ModelConfig.load(folder)
-        self.device, dtype = torch.device(device), torch.float32
+        self.device = torch.device(device)
         self.spec = attention_spec(
             config,
             tp_size=tp.size,
