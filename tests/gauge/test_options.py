@@ -19,7 +19,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "page_size": (0, 3, -16, 16.0, True),
     "num_pages": (0, -1, "many"),
     "memory_ratio": (0, 1.1, -0.5, "half", float("nan")),
-    "max_prefill_length": (0, None, "8k"),
+    "max_prefill_length": (0, -8, "8k"),
     "mixed_prefill_length": (-1, "most"),
     "max_running_requests": (0, 4097, 1.5),
     "max_waiting_requests": (0, None),
