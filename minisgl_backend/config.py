@@ -416,6 +416,8 @@ class Backlog:
 
 # Matrix products compute so many tokens at a time on a GPU: a step of 402 takes as long as one of 512.
 TILE_TOKENS = 128
+# Prompt tokens of a step where neither the user nor the model (see runner.resolve) asks for others.
+PREFILL_LENGTH = 8192
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.config import EngineConfig, Environment, SchedulerLimits
+from minisgl_backend.config import PREFILL_LENGTH, EngineConfig, Environment, SchedulerLimits
 from minisgl_backend.engine.core import EngineCore, StepRunner
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.grammar import Grammars
@@ -293,8 +293,6 @@ def _scheduler_limits(
 def _null_runner(
     config: EngineConfig, environment: Environment, model_dir: Path, model: ModelConfig
 ) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
-    from minisgl_backend.runner.resolve import resolve_max_prefill_length
-
     tokenizer = _load_tokenizer(config, model_dir)
     answer = tokenizer(NULL_ANSWER, add_special_tokens=False)["input_ids"]
     page_size = config.page_size or NULL_PAGE_SIZE
@@ -308,7 +306,7 @@ def _null_runner(
     else:
         runner = NullRunner(np.array(answer, dtype=np.int32), config.null_runner_rate, log_file)
     mixed = NULL_MIXED_PREFILL if config.mixed_prefill_length is None else config.mixed_prefill_length
-    longest = resolve_max_prefill_length(config, model, 0)
+    longest = config.max_prefill_length or PREFILL_LENGTH
     limits = _scheduler_limits(config, model, page_size, pages, max_seq_len, longest, mixed)
     return runner, limits, f"null runner with the tokenizer of {config.model}", lambda: None
 

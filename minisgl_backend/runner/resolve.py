@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minisgl_backend.attention.registry import choose_attention, import_failure
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import PREFILL_LENGTH, EngineConfig, Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import max_pages
 from minisgl_backend.models.config import ModelConfig
@@ -16,9 +16,9 @@ from minisgl_backend.runner.runtime_config import RuntimeConfig
 
 log = logging.getLogger(__name__)
 
-# Prompt tokens of a step where nobody says. A mixture's experts get more of a longer step each, so that less of their
-# last tiles is empty; but a request that comes meanwhile waits for its end.
-PREFILL_LENGTH, MIXTURE_PREFILL_LENGTH, LONGEST_PREFILL_S = 8192, 16384, 0.25
+# Of a longer step a mixture's experts get more each, so that less of their last tiles is empty; but a request that
+# comes meanwhile waits for its end.
+MIXTURE_PREFILL_LENGTH, LONGEST_PREFILL_S = 16384, 0.25
 # Steps with prompt tokens are captured where a host would launch them for longer than the device computes: LAUNCH_S for
 # each layer, the slower of the hosts that were measured, while a multiprocessor computes FLOPS in a second. That is an
 # upper estimate, by which rather too many tokens are captured than too few: steps of Qwen3-0.6B reach four fifths of it
@@ -61,7 +61,7 @@ def resolve(
     _check_num_pages(config.num_pages, attention.page_size)
     for warning in attention.warnings:
         log.warning("%s", warning)
-    max_prefill_length = resolve_max_prefill_length(config, model, device.multiprocessors)
+    max_prefill_length = _max_prefill_length(config, model, device.multiprocessors)
     return RuntimeConfig(
         config=config,
         model_dir=str(model_dir),
@@ -107,7 +107,7 @@ def _graph_max_bs(config: EngineConfig, device: DeviceFacts, eager: bool) -> int
     return None if wanted is None else min(wanted, config.max_running_requests)
 
 
-def resolve_max_prefill_length(config: EngineConfig, model: ModelConfig, multiprocessors: int) -> int:
+def _max_prefill_length(config: EngineConfig, model: ModelConfig, multiprocessors: int) -> int:
     """multiprocessors: of each rank's GPU; 0: of none."""
     if config.max_prefill_length is not None:
         return config.max_prefill_length

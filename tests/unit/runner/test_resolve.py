@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.model_shapes import SHAPES
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
@@ -142,20 +143,7 @@ def test_graphs_of_steps_with_prompt_tokens(options: dict[str, Any], expected: i
     assert resolved(CPU, **{**options, "tp": 1}).cuda_graph_max_tokens == 0
 
 
-QWEN3_30B_A3B: dict[str, Any] = {
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "hidden_size": 2048,
-    "num_hidden_layers": 48,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-}
+QWEN3_30B_A3B = SHAPES["qwen3-30b-a3b"]
 QWEN3_235B_A22B = {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_heads": 64}
 
 
