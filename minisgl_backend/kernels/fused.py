@@ -75,15 +75,28 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, PDL
     tl.store(out_ptr + token * size + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def combine(result: torch.Tensor, k: int, residual: torch.Tensor | None = None, pdl: bool = False) -> torch.Tensor:
-    """The sum of each token's k results, and of its residual: result [num_tokens * k, size] -> [num_tokens, size]."""
+def combine(
+    result: torch.Tensor,
+    k: int,
+    residual: torch.Tensor | None = None,
+    pdl: bool = False,
+    *,
+    place: torch.Tensor | None = None,
+    weights: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The sum of each token's k results, and of its residual: result [num_tokens * k, size] -> [num_tokens, size].
+
+    place int32 [num_tokens * k]: where the result of each pair of token and expert is, if not in its own line; then
+    weights float32, as many, are what it is multiplied by.
+    """
     pairs, size = result.shape
     num_tokens = pairs // k
     out = torch.empty((num_tokens, size), dtype=result.dtype, device=result.device)
-    tile = 1024
+    tile = 1024 if place is None else 2048  # whole lines where they are far apart
     if num_tokens > 0:
         _combine_kernel[(num_tokens, triton.cdiv(size, tile))](
-            result, result if residual is None else residual, out, K=k, SIZE=size, TILE=tile,
+            result, result if place is None else place, result if weights is None else weights,
+            result if residual is None else residual, out, K=k, SIZE=size, TILE=tile, PLACED=place is not None,
             RESIDUAL=residual is not None, PDL=pdl, num_warps=4, **_launch(pdl),
         )  # fmt: skip
     return out
@@ -91,8 +104,8 @@ def combine(result: torch.Tensor, k: int, residual: torch.Tensor | None = None, 
 
 @triton.jit
 def _combine_kernel(
-    result_ptr, residual_ptr, out_ptr, K: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-    RESIDUAL: tl.constexpr, PDL: tl.constexpr,
+    result_ptr, place_ptr, weight_ptr, residual_ptr, out_ptr, K: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
+    PLACED: tl.constexpr, RESIDUAL: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -102,7 +115,13 @@ def _combine_kernel(
     ok = i < SIZE
     acc = tl.zeros([TILE], tl.float32)
     for choice in tl.static_range(K):
-        acc += tl.load(result_ptr + (token * K + choice) * SIZE + i, mask=ok, other=0.0).to(tl.float32)
+        line = token * K + choice
+        if PLACED:
+            weight = tl.load(weight_ptr + line)
+            line = tl.load(place_ptr + line).to(tl.int64)
+            acc += tl.load(result_ptr + line * SIZE + i, mask=ok, other=0.0).to(tl.float32) * weight
+        else:
+            acc += tl.load(result_ptr + line * SIZE + i, mask=ok, other=0.0).to(tl.float32)
     if RESIDUAL:
         acc += tl.load(residual_ptr + token * SIZE + i, mask=ok, other=0.0).to(tl.float32)
     tl.store(out_ptr + token * SIZE + i, acc.to(out_ptr.dtype.element_ty), mask=ok)

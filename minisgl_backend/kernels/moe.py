@@ -144,7 +144,7 @@ def moe(
         tiles = align(ids, num_experts, moe_wide.TILE_PAIRS)
         moe_wide.gate_up_product(x, gate_up, activated, tiles, k)
         moe_wide.down_product(activated, down, result, tiles)
-        return moe_wide.combine(result, tiles, weights, residual)
+        return combine(result, k, residual, place=tiles.place, weights=weights)
     shape = shape or moe_shape(pairs, num_experts, x.element_size(), shared)
     tiles = align(ids, num_experts, shape.tile_pairs, pdl)
     count = tiles.expert.numel()

@@ -90,23 +90,6 @@ def down_product(
     )  # fmt: skip
 
 
-def combine(
-    result: torch.Tensor, tiles: Tiles, pair_weights: torch.Tensor, residual: torch.Tensor | None
-) -> torch.Tensor:
-    """The weighted sum of each token's results, and of its residual: [num_tokens, hidden].
-
-    result [num_pairs, hidden] in sorted order, pair_weights float32 [num_tokens, k], residual [num_tokens, hidden].
-    """
-    (num_tokens, k), hidden = pair_weights.shape, result.shape[1]
-    out = torch.empty((num_tokens, hidden), dtype=result.dtype, device=result.device)
-    tile = min(2048, triton.next_power_of_2(hidden))
-    _combine_kernel[(num_tokens, triton.cdiv(hidden, tile))](
-        result, tiles.place, pair_weights, result if residual is None else residual, out, K=k, SIZE=hidden, TILE=tile,
-        RESIDUAL=residual is not None, num_warps=4,
-    )  # fmt: skip
-    return out
-
-
 def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
     """Of a matrix that is read in tiles of so many rows and columns."""
     from triton.tools.tensor_descriptor import TensorDescriptor  # which older Tritons do not have
@@ -192,21 +175,3 @@ def _down_kernel(
         o = column + tl.arange(0, TILE_OUT)
         address = i.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
         tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=(i < end)[:, None] & (o < SIZE_OUT)[None, :])
-
-
-@triton.jit
-def _combine_kernel(
-    result_ptr, place_ptr, weight_ptr, residual_ptr, out_ptr, K: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-    RESIDUAL: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    ok = i < SIZE
-    acc = tl.zeros([TILE], tl.float32)
-    for choice in tl.static_range(K):
-        place = tl.load(place_ptr + token * K + choice).to(tl.int64)
-        result = tl.load(result_ptr + place * SIZE + i, mask=ok, other=0.0).to(tl.float32)
-        acc += result * tl.load(weight_ptr + token * K + choice)
-    if RESIDUAL:
-        acc += tl.load(residual_ptr + token * SIZE + i, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * SIZE + i, acc.to(out_ptr.dtype.element_ty), mask=ok)

@@ -46,7 +46,7 @@ def test_lone_tokens_of_a_mixture_in_bfloat16(tmp_path: Path) -> None:
     with torch.inference_mode():
         expected = reference(torch.tensor([paged.tokens[2]])).logits[0]
     difference = (torch.cat(got).float().cpu() - expected).abs().amax(1) / expected.abs().amax(1)
-    assert difference[40:].median() <= max(3e-2, 2 * difference[:40].median()), difference
+    assert difference[40:].median() <= 4e-2, difference  # plain torch has half of it
 
 
 @pytest.mark.parametrize("num_tokens", [1, 9, 300])
