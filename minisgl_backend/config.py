@@ -241,7 +241,7 @@ class EngineConfig:
     kv_events_topic: str = _option("", "topic of the KV events, which subscribers may filter by", "any text")
     disable_pynccl: bool = _option(
         False,
-        "leave all sums over ranks to torch's NCCL; else those of few tokens go through memory that the GPUs share",
+        "leave all sums over ranks to torch's NCCL; else through memory that the GPUs share, where they can",
         "true or false",
     )
     dummy_weights: bool = _option(False, "random weights, for benchmarks", "true or false", internal=True)

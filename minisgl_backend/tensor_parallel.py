@@ -5,6 +5,7 @@ There is no default group: whoever needs a collective holds this object.
 
 from __future__ import annotations
 
+import enum
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from minisgl_backend.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
+    from minisgl_backend.kernels.peer_copies import PeerCopies, Sent
     from minisgl_backend.kernels.peer_logits import PeerLogits
     from minisgl_backend.kernels.peer_sums import PeerSums
 
@@ -31,6 +33,14 @@ OVERLAP_ROWS = 4096
 LANE_ROWS = 128  # a lane's rows are a multiple of these: what a product's tile has
 
 log = logging.getLogger(__name__)
+
+
+class SumWay(enum.Enum):
+    """How the ranks' parts of a product are summed."""
+
+    IN_NORM = enum.auto()  # few rows: by the norm that comes next, which saves two kernels
+    SENT_AHEAD = enum.auto()  # many: likewise, but parts are sent before, beside products of other rows
+    IN_PLACE = enum.auto()  # by NCCL or gloo
 
 
 class TensorParallel:
@@ -44,6 +54,7 @@ class TensorParallel:
         self._leaver = None if group is None else _Leaver(group.abort if device.type == "cuda" else group.shutdown)
         self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self._peer_sums: PeerSums | None = None
+        self._peer_copies: PeerCopies | None = None
         self._peer_logits: PeerLogits | None = None
 
     @classmethod
@@ -127,32 +138,61 @@ class TensorParallel:
         first = -(-num_rows // (2 * LANE_ROWS)) * LANE_ROWS
         return [first, num_rows - first]
 
-    def share_memory(self, hidden_size: int, dtype: torch.dtype) -> None:
-        """From now on sums of few rows of `hidden_size` go through memory that the ranks' GPUs share, where they can.
+    def share_memory(self, hidden_size: int, dtype: torch.dtype, max_rows: int) -> None:
+        """From now on sums of rows of `hidden_size` go through memory that the ranks' GPUs share, where they can.
 
-        All ranks call this at the same time, before anything is captured.
+        max_rows: of a pass; sums of longer ones are NCCL's. All ranks call this at the same time, before anything is
+        captured.
         """
         if self._group is None or self._device.type != "cuda":
             return
         # Imported here: Triton exists only where there is a GPU.
+        from minisgl_backend.kernels.peer_copies import MOST_RANKS, PeerCopies
         from minisgl_backend.kernels.peer_sums import PeerSums
 
         try:
             self._peer_sums = PeerSums.open(
                 self.rank, self.size, hidden_size, dtype, self._device, self.all_gather, self.minimum
             )
+            if self.size <= MOST_RANKS and max_rows >= OVERLAP_ROWS:
+                most = self.lanes(max_rows)[0]
+                self._peer_copies = PeerCopies.open(
+                    self.rank, self.size, most, hidden_size, dtype, self._device, self.all_gather, self.minimum
+                )
         except OSError as error:
-            log.warning("all sums over the ranks are left to NCCL: %s", error)
+            log.warning("sums over the ranks are left to NCCL: %s", error)
 
-    def sums_in_norm(self, num_rows: int) -> bool:
-        """Whether `sum_norm` serves the sums of a pass of so many rows; the same on all ranks."""
-        return self._peer_sums is not None and num_rows < OVERLAP_ROWS and self._peer_sums.fits(num_rows)
+    def sum_way(self, num_rows: int) -> SumWay:
+        """How the sums of a pass of so many rows are done; the same on all ranks."""
+        if num_rows < OVERLAP_ROWS:
+            fits = self._peer_sums is not None and self._peer_sums.fits(num_rows)
+            return SumWay.IN_NORM if fits else SumWay.IN_PLACE
+        serves = self._peer_copies is not None and self._peer_copies.serves(self.lanes(num_rows)[0])
+        return SumWay.SENT_AHEAD if serves else SumWay.IN_PLACE
+
+    def send_ahead(self, partial: torch.Tensor, way: SumWay) -> Sent | None:
+        """Begins to send this rank's `partial` [rows, hidden_size], contiguous, to the other ranks, where that is the
+        `way`; `sum_norm` wants what is returned. At most two are on their way, and end in the order of their beginning.
+        """
+        if way is not SumWay.SENT_AHEAD:
+            return None
+        assert self._peer_copies is not None, "share_memory comes first"
+        return self._peer_copies.send(partial)
 
     def sum_norm(
-        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+        self,
+        partial: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        sent: Sent | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """residual + the sum of the ranks' `partial`, and its RMSNorm: [rows, hidden_size] each, the same bits on every
-        rank. The first may be written over `residual`. Only where `sums_in_norm` says so."""
+        rank. The first may be written over `residual`. Only where `sum_way` is not IN_PLACE; `sent`: of `send_ahead`.
+        """
+        if sent is not None:
+            assert self._peer_copies is not None, "share_memory comes first"
+            return self._peer_copies.add_norm(sent, partial, residual, weight, eps)
         assert self._peer_sums is not None, "share_memory comes first"
         return self._peer_sums.reduce_norm(partial, residual, weight, eps)
 
@@ -237,11 +277,11 @@ class TensorParallel:
         if leaver is not None and not leaver.join(CLOSE_S):
             log.warning("rank %d could not leave its group within %g s; it is left behind", self.rank, CLOSE_S)
             return
-        shared, self._peer_sums, self._peer_logits = (self._peer_sums, self._peer_logits), None, None
+        shared = self._shared()
+        self._peer_sums = self._peer_copies = self._peer_logits = None
         for one in shared:
             try:
-                if one is not None:
-                    one.close()
+                one.close()
             except OSError as error:  # a device that failed
                 log.warning("the memory that ranks shared was not freed: %s", error)
 
@@ -249,11 +289,13 @@ class TensorParallel:
         """Begins to leave the group. On a GPU that ends collectives which wait for a rank that is gone: whoever waits
         for their results goes on, and must not use them."""
         self._group = None
-        for shared in (self._peer_sums, self._peer_logits):
-            if shared is not None:
-                shared.stop()
+        for shared in self._shared():
+            shared.stop()
         if self._leaver is not None:
             self._leaver.go.set()
+
+    def _shared(self) -> list[PeerSums | PeerCopies | PeerLogits]:
+        return [one for one in (self._peer_sums, self._peer_copies, self._peer_logits) if one is not None]
 
 
 def _check_shared(store: dist.Store, rank: int, shared: Mapping[str, str]) -> None:

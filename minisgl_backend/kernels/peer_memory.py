@@ -74,6 +74,13 @@ class PeerMemory:
             addresses.append(opened.value)
         return addresses
 
+    def write_word(self, address: int, word: int, stream: torch.cuda.Stream) -> None:
+        """Writes a signed integer of 4 bytes to an address that this process sees, behind all that is on the stream:
+        who sees it sees what was written before. The stream's device does that without a multiprocessor."""
+        value = ctypes.c_uint32(word)
+        queue = ctypes.c_void_p(stream.cuda_stream)
+        self._call("cuStreamWriteValue32_v2", queue, ctypes.c_uint64(address), value, ctypes.c_uint(0))
+
     def leave(self) -> None:
         """Closes the other ranks' memory. No kernel of this rank may use it any more."""
         opened, self._opened = self._opened, []

@@ -11,7 +11,7 @@ from minisgl_backend.kernels.peer_memory import Gather, Minimum, PeerMemory, end
 
 # The largest sum, in bytes, by number of ranks. Every rank sends all of it to every other, so that the more ranks there
 # are, the sooner NCCL's rings and trees are faster.
-MOST_BYTES = {2: 20 << 20, 3: 1 << 20, 4: 512 << 10, 5: 384 << 10, 6: 256 << 10, 7: 256 << 10, 8: 256 << 10}
+MOST_BYTES = {2: 40 << 20, 3: 1 << 20, 4: 512 << 10, 5: 384 << 10, 6: 256 << 10, 7: 256 << 10, 8: 256 << 10}
 PDL_ROWS = 64  # as in triton_ops: at more, a kernel that starts early takes room from the one that still runs
 
 

@@ -66,14 +66,21 @@ class SelfAttention(nn.Module):
         `wanted`, int [num_wanted]: only these lines are returned; keys and values are stored for all tokens.
         `leaves_product`: whether the last product, of so many lines, is left to what comes next.
         """
-        hidden, qkv = zip(*(self.qkv_proj(lane, norm) for lane in lanes), strict=True)
-        attended = ctx.attend(self._layer_index, joined(qkv), positions, self._rotation, self._ops).flatten(1)
+        hidden: tuple[torch.Tensor, ...]
+        if len(lanes) == 1:
+            first, qkv = self.qkv_proj(lanes[0], norm)
+            hidden = (first,)
+        else:  # attention wants one tensor, of which each lane has its lines
+            qkv = lanes[0].hidden.new_empty(len(positions), len(self.qkv_proj.weight))
+            lines = qkv.split([len(lane.hidden) for lane in lanes])
+            hidden = tuple(self.qkv_proj.into(lane, norm, out) for lane, out in zip(lanes, lines, strict=True))
+        attended = ctx.attend(self._layer_index, qkv, positions, self._rotation, self._ops).flatten(1)
         if wanted is not None:
             attended, hidden = attended[wanted], (joined(hidden)[wanted],)
         if leaves_product(len(attended)):
             return (Residual(joined(hidden), product=(attended, self.o_proj.weight)),)
-        sizes, in_norm = self._tp.lanes(len(attended)), self._tp.sums_in_norm(len(attended))
+        sizes, way = self._tp.lanes(len(attended)), self._tp.sum_way(len(attended))
         if len(sizes) != len(hidden):
             hidden = joined(hidden).split(sizes)
         parts = zip(attended.split(sizes), hidden, strict=True)
-        return tuple(self.o_proj(part, lane, in_norm=in_norm) for part, lane in parts)
+        return tuple(self.o_proj(part, lane, way) for part, lane in parts)

@@ -1,7 +1,7 @@
 """Matrix products, split over tensor-parallel ranks by their outputs (column) or their inputs (row).
 
 A column layer followed by a row layer needs one all-reduce, at the end: the scheme of Megatron-LM (Shoeybi et al.,
-2019). Of few rows it is done by the norm that comes next; of many it runs beside the products of other rows.
+2019). `SumWay` says how.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
+from minisgl_backend.tensor_parallel import SumWay
 
 
 class ColumnParallelLinear(WeightedLayer):
@@ -54,6 +55,14 @@ class ColumnParallelLinear(WeightedLayer):
         hidden, x = norm.settle(residual)
         return hidden, linear(x, self.weight, bias=self.bias, gated=gated)
 
+    def into(self, residual: Residual, norm: RMSNorm, out: torch.Tensor) -> torch.Tensor:
+        """`forward` with the products written to `out`; returns the settled hidden states."""
+        hidden, x = norm.settle(residual)
+        self._placement.ops.linear_into(x, self.weight, out)
+        if self.bias is not None:
+            out += self.bias
+        return hidden
+
     def weight_parts(self) -> list[WeightPart]:
         tp, parts, row = self._placement.tp, [], 0
         for name, size in self._outputs.items():
@@ -79,16 +88,14 @@ class RowParallelLinear(WeightedLayer):
         self.weight = placement.parameter(output_size, input_size // placement.tp.size)
         self.bias = placement.parameter(output_size) if bias else None
 
-    def forward(self, x: torch.Tensor, hidden: torch.Tensor, *, in_norm: bool) -> Residual:
-        """x [num_tokens, local inputs], hidden [num_tokens, output_size] -> hidden + product, summed over ranks.
-
-        in_norm: the sum is left to the norm that comes next (`TensorParallel.sums_in_norm`).
-        """
+    def forward(self, x: torch.Tensor, hidden: torch.Tensor, way: SumWay) -> Residual:
+        """x [num_tokens, local inputs], hidden [num_tokens, output_size] -> hidden + product, summed over ranks."""
         ops, tp = self._placement.ops, self._placement.tp
         # Bias and hidden states must enter the sum once, so only rank 0 adds them.
         bias = self.bias if tp.rank == 0 else None
-        if in_norm:
-            return Residual(hidden, ops.linear(x, self.weight, bias=bias))
+        if way is not SumWay.IN_PLACE:
+            partial = ops.linear(x, self.weight, bias=bias)
+            return Residual(hidden, partial, tp.send_ahead(partial, way))
         out = ops.linear(x, self.weight, bias=bias, residual=hidden if tp.rank == 0 else None)
         return Residual(out, arrival=tp.begin_all_reduce(out))
 

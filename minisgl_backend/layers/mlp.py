@@ -27,4 +27,4 @@ class GatedMLP(nn.Module):
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         """hidden + mlp(norm(hidden)), both [num_tokens, hidden_size]."""
         hidden, gated = self.gate_up_proj(residual, norm, gated=True)
-        return self.down_proj(gated, hidden, in_norm=residual.partial is not None)  # as the sum before
+        return self.down_proj(gated, hidden, residual.way)

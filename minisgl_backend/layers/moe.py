@@ -11,6 +11,7 @@ from minisgl_backend.layers.linear import RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
+from minisgl_backend.tensor_parallel import SumWay
 
 
 class MoeMLP(WeightedLayer):
@@ -65,8 +66,9 @@ class MoeMLP(WeightedLayer):
             return Residual(self._experts(hidden, norm_weight=norm.weight, eps=norm.eps, residual=hidden))
         hidden, x = norm.settle(residual)
         # All ranks compute the same router, so they pick the same experts.
-        if residual.partial is not None:  # as the sum before
-            return Residual(hidden, self._experts(x))
+        if residual.way is not SumWay.IN_PLACE:
+            partial = self._experts(x)
+            return Residual(hidden, partial, tp.send_ahead(partial, residual.way))
         # The hidden states must enter the sum once.
         out = self._experts(x, residual=hidden if tp.rank == 0 else None)
         return Residual(out, arrival=tp.begin_all_reduce(out))

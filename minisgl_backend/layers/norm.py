@@ -29,7 +29,7 @@ class RMSNorm(WeightedLayer):
             residual.arrival()
         if residual.partial is None:
             return residual.hidden, self(residual.hidden)
-        return self._placement.tp.sum_norm(residual.partial, residual.hidden, self.weight, self.eps)
+        return self._placement.tp.sum_norm(residual.partial, residual.hidden, self.weight, self.eps, residual.sent)
 
     def weight_parts(self) -> list[WeightPart]:
         return [WeightPart(name=f"{self._name}.weight", shape=tuple(self.weight.shape), target=self.weight)]

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
+
+from minisgl_backend.tensor_parallel import SumWay
+
+if TYPE_CHECKING:
+    from minisgl_backend.kernels.peer_copies import Sent
 
 
 @dataclass(frozen=True, slots=True)
 class Residual:
     """The residual stream, [num_tokens, hidden_size].
 
-    With tensor parallelism the last product may not be in it yet. Of few rows each rank has a `partial` of it then, as
-    large, and the next norm adds them up on its way (`RMSNorm.settle`), which saves two kernels. Of many rows the sum
-    over the ranks, in place, is on its way, and `arrival` waits for its end.
+    With tensor parallelism the last product may not be in it yet. Each rank has a `partial` of it then, as large, and
+    the next norm adds them up on its way (`RMSNorm.settle`); of many rows they are `sent` to the other ranks before.
+    Or the sum over the ranks, in place, is on its way, and `arrival` waits for its end.
 
     In front of a mixture of experts the `product` may be yet to be done, of x [num_tokens, size_in] and a weight
     [hidden_size, size_in]: the router runs beside it then.
@@ -22,8 +28,16 @@ class Residual:
 
     hidden: torch.Tensor
     partial: torch.Tensor | None = None
+    sent: Sent | None = None
     arrival: Callable[[], object] | None = None
     product: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def way(self) -> SumWay:
+        """How the last product is summed over the ranks."""
+        if self.partial is None:
+            return SumWay.IN_PLACE
+        return SumWay.IN_NORM if self.sent is None else SumWay.SENT_AHEAD
 
 
 # Of a long prompt the residual stream goes through products, norms and MLPs in two lanes, its first and its last rows:

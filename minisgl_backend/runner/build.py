@@ -80,7 +80,8 @@ def _build(
     # GPUs open each other's memory on one machine alone; over several, NCCL makes all sums.
     shares_memory = not runtime.config.disable_pynccl and runtime.config.nodes == 1
     if shares_memory:
-        tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype))
+        most_rows = runtime.max_prefill_length + runtime.config.max_running_requests
+        tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype), most_rows)
     free_at_start = free_bytes(device)
     spec, runner_with = _load(runtime, model_config, device, tp, progress)
     max_running, moe = runtime.config.max_running_requests, model_config.moe

@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.tensor_parallel import SumWay
 
 pytestmark = [
     pytest.mark.gpu,
@@ -33,6 +34,7 @@ SIZES = [size for size in (2, 4, 8) if size <= torch.cuda.device_count()] or [2]
 EPS = 1e-6
 CHAIN = 6  # sums of one captured step
 REPLAYS = 1000
+LONG = 8448  # rows of the longest pass
 
 
 def on_ranks(size: int, work: Callable[..., None], *arguments: Any) -> None:
@@ -91,11 +93,11 @@ def same_on_all_ranks(tp: Any, tensor: torch.Tensor) -> bool:
 def shapes_and_types(tp: Any, device: torch.device, hidden: int, dtype: torch.dtype) -> None:
     torch.manual_seed(100)  # the same hidden states on all ranks; the parts are a rank's own
     own = torch.Generator(device).manual_seed(tp.rank)
-    tp.share_memory(hidden, dtype)
-    assert tp.sums_in_norm(1)
+    tp.share_memory(hidden, dtype, 0)
+    assert tp.sum_way(1) is SumWay.IN_NORM
     weight = torch.randn(hidden, device=device).to(dtype)
     for rows in (1, 2, 7, 64, 1, 200, 263, 265, 300, 1000, 3):
-        if not tp.sums_in_norm(rows):
+        if tp.sum_way(rows) is SumWay.IN_PLACE:
             continue
         for _ in range(3):
             partial = torch.randn(rows, hidden, device=device, generator=own).to(dtype)
@@ -125,7 +127,7 @@ def races(tp: Any, device: torch.device, sleeper: int) -> None:
 
     hidden, dtype = 1024, torch.bfloat16
     torch.manual_seed(3)
-    tp.share_memory(hidden, dtype)
+    tp.share_memory(hidden, dtype, 0)
     ops = TritonOps(device)
     weight = 1.0 + torch.rand(hidden, device=device).to(dtype)
     own = torch.Generator(device).manual_seed(tp.rank)
@@ -191,14 +193,53 @@ def test_captured_sums_with_a_late_rank(size: int, sleeper: int) -> None:
     on_ranks(size, races, sleeper)
 
 
-def gives_up(tp: Any, device: torch.device) -> None:
-    tp.share_memory(1024, torch.bfloat16)
-    x, weight = torch.ones(4, 1024, device=device).bfloat16(), torch.ones(1024, device=device).bfloat16()
+def sent_ahead(tp: Any, device: torch.device, hidden: int, dtype: torch.dtype, sleeper: int) -> None:
+    """Chains of a product and a sum in two lanes, one beside the other, while one rank is late: what the ranks' own
+    collectives give for each sum, from the same parts."""
+    torch.manual_seed(3)
+    tp.share_memory(hidden, dtype, LONG)
+    weight = 1.0 + torch.rand(hidden, device=device).to(dtype)
+    own = torch.Generator(device).manual_seed(tp.rank)
+    product = (torch.randn(hidden, hidden, device=device, generator=own) / hidden**0.5).to(dtype)
+    late = random.Random(2)
+    for turn, rows in enumerate((4096, 5000, LONG, 4097, 4096)):
+        assert tp.sum_way(rows) is SumWay.SENT_AHEAD
+        x = torch.randn(rows, hidden, device=device, dtype=dtype)
+        lanes = x.split(tp.lanes(rows))
+        states, normed, sent, parts = [lane.clone() for lane in lanes], list(lanes), [None, None], [None, None]
+        for step in range(20):
+            for lane in (0, 1):
+                if tp.rank == sleeper and late.random() < 0.2:
+                    torch.cuda._sleep(late.randrange(1, 2_000_000))  # cycles, up to 1 ms
+                if sent[lane] is not None:
+                    before = states[lane].clone()
+                    _, normed[lane] = tp.sum_norm(parts[lane], states[lane], weight, EPS, sent[lane])
+                    if step % 5 == 0:
+                        expected, expected_norm = reference(tp, parts[lane], before, weight)
+                        assert torch.equal(states[lane], expected), (turn, step, lane)
+                        torch.testing.assert_close(normed[lane], expected_norm, rtol=2e-2, atol=2e-2)
+                parts[lane] = normed[lane] @ product
+                sent[lane] = tp.send_ahead(parts[lane], SumWay.SENT_AHEAD)
+        for lane in (0, 1):
+            tp.sum_norm(parts[lane], states[lane], weight, EPS, sent[lane])
+            assert same_on_all_ranks(tp, states[lane])
+    tp.minimum(0)
+
+
+@pytest.mark.parametrize("sleeper", [0, 1])
+@pytest.mark.parametrize(("hidden", "dtype"), [(5120, torch.bfloat16), (1024, torch.float32)])
+def test_sums_that_are_sent_ahead(hidden: int, dtype: torch.dtype, sleeper: int) -> None:
+    on_ranks(2, sent_ahead, hidden, dtype, sleeper)
+
+
+def gives_up(tp: Any, device: torch.device, rows: int) -> None:
+    tp.share_memory(1024, torch.bfloat16, LONG)
+    x, weight = torch.ones(rows, 1024, device=device).bfloat16(), torch.ones(1024, device=device).bfloat16()
     torch.cuda.synchronize()
     tp.minimum(0)
     if tp.rank == 0:  # the others never come
         for _ in range(20):
-            tp.sum_norm(x, x.clone(), weight, EPS)
+            tp.sum_norm(x, x.clone(), weight, EPS, tp.send_ahead(x, tp.sum_way(2 * rows)))
         done = torch.cuda.Event()
         done.record()
         time.sleep(0.3)
@@ -211,8 +252,9 @@ def gives_up(tp: Any, device: torch.device) -> None:
         time.sleep(3.0)  # its memory stays as long as rank 0 needs it
 
 
-def test_a_rank_that_never_comes_is_given_up() -> None:
-    on_ranks(2, gives_up)
+@pytest.mark.parametrize("rows", [4, 2048])
+def test_a_rank_that_never_comes_is_given_up(rows: int) -> None:
+    on_ranks(2, gives_up, rows)
 
 
 LOGITS_ROWS = (1, 3, 8, 64, 256)
@@ -230,7 +272,7 @@ def logits_to_rank_0(tp: Any, device: torch.device, vocab_size: int, dtype: torc
 
     hidden = 1024
     inputs = torch.Generator(device).manual_seed(9)  # the same on all ranks
-    tp.share_memory(hidden, dtype)
+    tp.share_memory(hidden, dtype, 0)
     tp.share_logits(max(LOGITS_ROWS), vocab_size, dtype)
     assert tp.logits_columns(1, 0, 1) is not None
     assert tp.logits_columns(max(LOGITS_ROWS) + 1, 0, 1) is None

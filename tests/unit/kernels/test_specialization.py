@@ -32,7 +32,7 @@ CONSTANT = {
     "table_stride": "pages of a row, at most", "tokens_stride": "tokens of a row, at most",
     "logits_stride": "the vocabulary, or the experts", "params_stride": "sampling parameters of a row",
     "counts_stride": "the vocabulary", "counters_stride": "rows, at most", "prefixes_stride": "tokens, at most",
-    "max_rules": "rules of a row, at most",
+    "max_rules": "rules of a row, at most", "source_stride": "what another rank may send at once",
 }
 # Numbers that Triton does not specialise.
 FLOATS = {"eps", "scale_log2", "k_inverse", "v_inverse", "v_scale"}

@@ -160,10 +160,10 @@ def test_lanes(rows: int, lanes: list[int]) -> None:
     assert TensorParallel(0, 2, None, CPU).lanes(rows) == lanes
 
 
-@pytest.mark.parametrize("shared_memory", [False, True])
+@pytest.mark.parametrize("shared_memory", ["none", "sums", "sums and copies"])
 @pytest.mark.parametrize("name", ["llama-bias-mha", "qwen2-tied", "qwen3_moe-sharded-mixed"])
 def test_a_split_model_in_two_lanes(
-    name: str, shared_memory: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, shared_memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums of one half of a prompt run beside the products of the other half, with every token wanted or the last."""
     monkeypatch.setattr(tensor_parallel, "OVERLAP_ROWS", 16)
@@ -172,10 +172,14 @@ def test_a_split_model_in_two_lanes(
     prompt = [5 + 7 * i % 300 for i in range(41)]
 
     def work(tp: TensorParallel) -> list[torch.Tensor]:
-        if tp.size > 1 and shared_memory:
+        if tp.size > 1 and "sums" in shared_memory:
             tp.__dict__["_peer_sums"] = SharedMemory(tp, 100)
+        copies = SharedCopies(tp, 24)
+        if tp.size > 1 and "copies" in shared_memory:
+            tp.__dict__["_peer_copies"] = copies
         paged = PagedModel(tmp_path, page_size=16, max_seq_len=64, max_rows=2, tp=tp)
         logits = [paged.step({int(last): prompt}, {}, last_only=last)[int(last)] for last in (False, True)]
+        assert (copies.sums > 0) is (tp.size > 1 and "copies" in shared_memory)
         return [*logits, paged.step({}, {0: 9})[0]]
 
     expected = work(TensorParallel.single())
@@ -207,6 +211,33 @@ class SharedMemory:
 
     def close(self) -> None:
         pass
+
+
+class SharedCopies(SharedMemory):
+    """Likewise for parts that are sent ahead."""
+
+    def __init__(self, tp: TensorParallel, most: int) -> None:
+        super().__init__(tp, most)
+        self._on_their_way: list[torch.Tensor] = []
+
+    def serves(self, rows: int) -> bool:
+        return self.fits(rows)
+
+    def send(self, partial: torch.Tensor) -> torch.Tensor:
+        self._on_their_way.append(partial)
+        assert len(self._on_their_way) <= 2
+        return partial
+
+    def add_norm(
+        self,
+        sent: torch.Tensor,
+        partial: torch.Tensor,
+        residual: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        assert sent is partial is self._on_their_way.pop(0)
+        return self.reduce_norm(partial, residual, weight, eps)
 
 
 class SharedLogits:

@@ -1,0 +1,250 @@
+"""Sums of many rows over the ranks that cost the products beside them nothing: parts travel by the copy engines.
+
+Of a long prompt the sum of some rows runs while other rows are computed (`TensorParallel.lanes`). NCCL sums with a
+kernel, and that holds multiprocessors which the product beside it needs: a GEMM has as many programs as there are
+multiprocessors, with equal shares of the tiles, so those that get no place at once begin when the sum has ended and
+make the GEMM longer by as much as the sum took. A copy to another GPU's memory needs no multiprocessor; torch's
+asynchronous tensor parallelism moves its parts like this too. What is left, the addition, is done by the norm that
+comes next, on its way. Every rank sends all of its part to every other, which for two ranks is what a ring sends.
+
+Parts are added in float32 in the order of the ranks, so that every rank has the same bits. The residual is added before
+the one rounding, as in a product of one rank.
+
+Behind each copy, on the same stream, a count is written into the other GPU's memory, and the kernel that adds looks at
+it before it reads what came. Counts go round: what matters is whether one is behind another.
+
+Why nobody overwrites what is still to be read: there are PLACES places, used in turns, and no rank begins a sum while
+PLACES / 2 others have begun on its stream and not ended. So a rank that sends sum n has ended sum n - PLACES / 2, for
+which it needed the others' parts; they sent these behind the end of their sum n - PLACES, in whose place it is written.
+
+Why it cannot deadlock: copies and counts need no multiprocessor, and wait for nothing but the products before them. A
+rank that never sends is found by the host, which sets `stop`, as in peer_reduce.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from minisgl_backend.kernels.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together, tensor_at
+
+PLACES = 4  # for sums that have begun and not ended, of which there are at most half as many
+MOST_RANKS = 2  # every rank sends all of its part to all others: with more, NCCL's rings send less
+SPINS = tl.constexpr(1024)  # between two looks at `stop`
+_PROGRAMS_EACH = 4  # of a multiprocessor, at most
+_COUNT_BYTES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """A rank's part of a sum, on its way to the others."""
+
+    number: int  # of the sum; this rank's first is 1
+    left: torch.cuda.Event  # all of it has been read
+
+
+def add_norm(
+    partial: torch.Tensor,
+    received: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    rank: int,
+    counts: int,
+    number: int,
+    stop: int,
+    num_programs: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """residual + the ranks' sum of their parts, and that over its root mean square, times `weight`.
+
+    partial and residual [rows, hidden], contiguous, of one type; the first result is written over `residual`. received
+    [size - 1, at least rows, hidden], of the ranks after this one. `counts`: address of int32 [size - 1], the number of
+    the last sum that has come from each of these; waits for `number`, in 32 bits with a sign, or until the int32 at
+    address `stop` is not 0.
+    """
+    rows, hidden = partial.shape
+    out = torch.empty_like(partial)
+    padded = triton.next_power_of_2(hidden)
+    _add_norm_kernel[(min(rows, num_programs),)](
+        partial, received, residual, weight, out, counts, stop, number, rows, received.stride(0), eps,
+        RANK=rank, SIZE=received.shape[0] + 1, HIDDEN=hidden, PADDED=padded, num_warps=8 if padded >= 4096 else 4,
+    )  # fmt: skip
+    return residual, out
+
+
+@triton.jit(do_not_specialize=["counts", "stop", "number", "rows"])
+def _add_norm_kernel(
+    partial_ptr, received_ptr, residual_ptr, weight_ptr, out_ptr, counts, stop, number, rows, source_stride, eps,
+    RANK: tl.constexpr, SIZE: tl.constexpr, HIDDEN: tl.constexpr, PADDED: tl.constexpr,
+):  # fmt: skip
+    counts_ptr = counts.to(tl.int64).to(tl.pointer_type(tl.int32))
+    stop_ptr = stop.to(tl.int64).to(tl.pointer_type(tl.int32))
+    for source in tl.static_range(SIZE - 1):
+        count = tl.load(counts_ptr + source, volatile=True)
+        stopped = 0
+        spins = 0
+        while (count - number < 0) & (stopped == 0):
+            count = tl.load(counts_ptr + source, volatile=True)
+            spins += 1
+            if spins % SPINS == 0:
+                stopped = tl.load(stop_ptr, volatile=True)
+        tl.atomic_add(
+            counts_ptr + source, 0, sem="acquire", scope="sys"
+        )  # what came before the count is seen from here
+    i = tl.arange(0, PADDED)
+    ok = i < HIDDEN
+    weight = tl.load(weight_ptr + i, mask=ok, other=0.0)
+    for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
+        start = tl.full([], 0, tl.int64) + row * HIDDEN  # rows times numbers may need more than 32 bits
+        residual = tl.load(residual_ptr + start + i, mask=ok, other=0.0)
+        total = tl.zeros([PADDED], tl.float32)
+        for source in tl.static_range(SIZE):
+            if source == RANK:
+                part = tl.load(partial_ptr + start + i, mask=ok, other=0.0)
+            else:
+                line = ((source - RANK + SIZE) % SIZE - 1) * source_stride + start
+                part = tl.load(received_ptr + line + i, mask=ok, other=0.0)
+            total += part.to(tl.float32)
+        hidden = (total + residual.to(tl.float32)).to(out_ptr.dtype.element_ty)
+        tl.store(residual_ptr + start + i, hidden, mask=ok)
+        x = hidden.to(tl.float32)
+        scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / HIDDEN + eps)
+        tl.store(out_ptr + start + i, (x * scale * weight.to(tl.float32)).to(out_ptr.dtype.element_ty), mask=ok)
+
+
+class PeerCopies:
+    """One rank's part in the sums. All ranks make theirs at the same time, and call it in the same order; no call is
+    captured, since the place of a sum is chosen on the host."""
+
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        inbox: torch.Tensor,
+        others: Mapping[int, tuple[torch.Tensor, int]],
+        counts: int,
+        memory: PeerMemory,
+        stop: torch.Tensor,
+        num_programs: int,
+    ) -> None:
+        """inbox [PLACES, size - 1, max_rows, hidden], by the ranks after this one; `counts`: address of this rank's;
+        others: by rank, where they want what this one sends, [PLACES, max_rows, hidden], and the address of its count.
+        """
+        self._rank = rank
+        self._size = size
+        self._inbox = inbox
+        self._others = dict(others)
+        self._counts = counts
+        self._memory = memory
+        self._stop = stop  # int32 [1] on the host, which the device sees
+        self._num_programs = num_programs
+        self._stream = torch.cuda.Stream(inbox.device)
+        self._number = 0  # of the last sum that has begun
+
+    @classmethod
+    def open(
+        cls,
+        rank: int,
+        size: int,
+        max_rows: int,
+        hidden: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        gather: Gather,
+        minimum: Minimum,
+    ) -> PeerCopies:
+        """For sums of up to max_rows rows. `gather` and `minimum` are the ranks' own.
+
+        Raises OSError, on all ranks alike, where the GPUs cannot reach each other's memory.
+        """
+        shape = (PLACES, size - 1, max_rows, hidden)
+        inbox_bytes = torch.Size(shape).numel() * dtype.itemsize
+
+        def use(memory: PeerMemory, opened: Mapping[int, int]) -> PeerCopies:
+            properties = torch.cuda.get_device_properties(device)
+            others = {}
+            for other, address in opened.items():
+                source = (rank - other) % size - 1  # this rank, counted from the one after the other
+                places = tensor_at(address, shape, dtype, device)[:, source]
+                others[other] = (places, address + inbox_bytes + _COUNT_BYTES * source)
+            return cls(
+                rank,
+                size,
+                tensor_at(memory.address, shape, dtype, device),
+                others,
+                memory.address + inbox_bytes,
+                memory,
+                torch.zeros(1, dtype=torch.int32).pin_memory(),
+                _PROGRAMS_EACH * properties.multi_processor_count,
+            )
+
+        return open_together(
+            rank,
+            [other for other in range(size) if other != rank],
+            device,
+            gather,
+            minimum,
+            allocate=lambda: PeerMemory(inbox_bytes + _COUNT_BYTES * (size - 1), 0, _COUNT_BYTES, device),
+            use=use,
+            trial=lambda copies: copies._trial(),
+        )
+
+    def serves(self, rows: int) -> bool:
+        """Sums of so many rows, as things are now."""
+        return rows <= self._inbox.shape[2] and not torch.cuda.is_current_stream_capturing()
+
+    def send(self, partial: torch.Tensor) -> Sent:
+        """Begins a sum of `partial`, [rows, hidden], contiguous, behind what the current stream does now."""
+        self._number += 1
+        place, rows = self._number % PLACES, len(partial)
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for places, count in self._others.values():
+                places[place, :rows].copy_(partial)
+                self._memory.write_word(count, _signed(self._number), self._stream)
+            left = torch.cuda.Event()
+            left.record()
+        return Sent(self._number, left)
+
+    def add_norm(
+        self, sent: Sent, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ends the sum, the first of those that have not ended: as the module's `add_norm`."""
+        torch.cuda.current_stream().wait_event(sent.left)  # nothing is written over `partial` before
+        return add_norm(
+            partial, self._inbox[sent.number % PLACES], residual, weight, eps, rank=self._rank, counts=self._counts,
+            number=_signed(sent.number), stop=self._stop.data_ptr(), num_programs=self._num_programs,
+        )  # fmt: skip
+
+    def stop(self) -> None:
+        """Ends sums that wait for a rank, now and later. Their results are not to be used. On any thread."""
+        self._stop.fill_(1)
+
+    def close(self) -> None:
+        """Gives the memory back: when this rank computes nothing any more, and the others have gone."""
+        self._memory.close()
+
+    def _trial(self) -> str:
+        """Two sums for each place, two on their way at the same time; what is wrong with them."""
+        hidden, device, dtype = self._inbox.shape[3], self._inbox.device, self._inbox.dtype
+        weight = torch.ones(hidden, dtype=dtype, device=device)
+        residuals = [torch.zeros(1, hidden, dtype=dtype, device=device) for _ in range(PLACES // 2)]
+        partial = torch.full_like(weight, 1.0 + self._rank).unsqueeze(0)
+        for _ in range(4):
+            sent = [self.send(partial) for _ in residuals]
+            for one, residual in zip(sent, residuals, strict=True):
+                self.add_norm(one, partial, residual, weight, 0.0)
+        if not ends_in_time(self.stop):
+            return "nothing came from another rank"
+        expected = 4 * self._size * (self._size + 1) // 2
+        return "" if all(bool((one == expected).all()) for one in residuals) else "another number came than a rank sent"
+
+
+def _signed(number: int) -> int:
+    """The last 32 bits, of which the highest is a sign."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)
