@@ -127,6 +127,7 @@ class LogitsRunner:
         )
         graphs = graphs or _graphs(attention, self.device, max_running)
         self._graphs = _TappedGraphs(graphs) if graphs is not None else None
+        self._runner.choose_kernels(self._graphs.sizes if self._graphs is not None else (), max_seq_len)
         if self._graphs is not None:
             self._runner.use_graphs(self._graphs)
 
@@ -218,8 +219,8 @@ class _TappedModel:
         self.hidden = self._model(input_ids, positions, replace(ctx, wanted=None))
         return self.hidden if ctx.wanted is None else self.hidden[ctx.wanted]
 
-    def prepare(self, batch_sizes: Sequence[int]) -> None:
-        self._model.prepare(batch_sizes)
+    def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
+        self._model.prepare(batch_sizes, longest)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)

@@ -48,8 +48,11 @@ class Ops(ABC):
         """
         out.copy_(self.linear(x, weight))
 
-    def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> None:  # noqa: B027  optional
-        """Chooses how `linear` does products of these weights, all of one shape, with so many rows; may measure it.
+    def prepare_linear(  # noqa: B027  optional
+        self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0
+    ) -> None:
+        """Chooses how `linear` does products of these weights, all of one shape, with so many rows, and with those of
+        prompts, up to `longest`; may measure it.
 
         Called once before anything is captured, or not at all: `linear` needs it for speed only.
         """

@@ -1,7 +1,7 @@
 """`Ops` on a GPU: Triton-language kernels where they beat a chain of library calls, cuBLAS elsewhere.
 
 Which product takes which way was measured on an H200 with benchmarks/kernels; with which algorithm cuBLAS does it is
-measured at start, for the row counts of decode steps.
+measured at start, for the row counts of decode steps and for some of prompts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from minisgl_backend.kernels import early_router, fused, moe, moe_few, moe_one, 
 from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
 from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.kernels.tuned_linear import TunedLinear
+from minisgl_backend.kernels.tuned_linear import PROMPT_ROWS, TunedLinear
 from minisgl_backend.kv.layout import ONE, KVScales
 
 # Numbers of a gated weight from which on our kernel, with the activation but without the norm, is faster than two.
@@ -42,8 +42,10 @@ class TritonOps(TorchOps):
         self._workspace = small_linear.LinearWorkspace(device)
         self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "products.json")
 
-    def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
+    def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0) -> None:
         self._tuned.tune(weights, rows)
+        # By itself: where there is no memory to measure these, the others have been chosen.
+        self._tuned.tune(weights, [size for size in PROMPT_ROWS if size <= longest])
 
     def linear(
         self,

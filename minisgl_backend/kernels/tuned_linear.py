@@ -1,4 +1,4 @@
-"""Matrix products of decode steps by the cuBLASLt algorithm that was measured fastest on this device.
+"""Matrix products by the cuBLASLt algorithm that was measured fastest on this device.
 
 At 16 to 256 rows a product of a large model is two or three waves of blocks over the device, so its speed is decided by
 how well the tiles fill the last wave: 88 x 192 tiles cut [34816 outputs, 192 rows] into 396 blocks, three full waves of
@@ -6,6 +6,11 @@ how well the tiles fill the last wave: 88 x 192 tiles cut [34816 outputs, 192 ro
 products of a Qwen3-14B layer take 250 us at 192 rows as torch calls them, 225 us with the best tiles, against a floor
 of 161 (docs/performance.md has more). So candidates are the library's suggestions and the tiles that a simple count of
 waves favours; all are measured, once for a device and a version of the library, then read from a file.
+
+Of a prompt's rows a large product is limited by power: the same number of operations takes less of it with tiles for
+which less is moved. On an H100, 4,096 rows, tiles of 256 x 160 make the four products of a rank of Qwen3-32B over two
+GPUs 2 to 4% faster than torch's choice. Those are measured too, of some numbers of rows, each of which stands for those
+near it.
 
 Only algorithms without atomics, so that results do not depend on timing. As with torch's choice, they may depend on the
 number of rows by a rounding, since some algorithms add partial sums and others do not.
@@ -34,8 +39,14 @@ from minisgl_backend.kernels.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Prod
 log = logging.getLogger(__name__)
 
 ROWS_STEP = 16  # one choice serves so many numbers of rows
+PROMPT_ROWS = (512, 1024, 2048, 3072, 4096, 6144, 8192, 16384)  # what steps with prompts have, or nearly
+LEAST_LONG = 1920  # rows: of so many and more, a choice serves those within
+NEAR = 1 / 16  # of the number that was measured
 SUGGESTIONS = 8
 TILES, CLUSTERS_EACH = 12, 2  # that are measured beside the suggestions
+# Likewise, of at least LEAST_LONG rows: they fill the device in any case, and how well decides less.
+LONG_TILES = ((256, 160), (128, 256), (256, 128), (192, 192), (128, 192))
+LONG_CLUSTERS = (3, 5)
 WORTH = 0.98  # of torch's time: a smaller gain is noise
 _COLD_BYTES = 200 << 20  # of weights, one after the other: none of them stays in the L2 cache
 _SMALL_BYTES = 16 << 20  # of one weight: such a product takes 8 us on an H200, of which tiles decide 0.3
@@ -65,13 +76,14 @@ class TunedLinear:
         self._lt: CublasLt | None = None
         self._failed = False
         self._stream: torch.cuda.Stream | None = None  # one for all measurements: libraries keep workspaces for each
-        self._algorithms: dict[tuple[Shape, torch.dtype, int], bytes] = {}  # by rows, rounded up to ROWS_STEP
+        self._algorithms: dict[tuple[Shape, torch.dtype, int], bytes] = {}  # by `measured_rows`
         self._launchers: dict[_Key, Launch | None] = {}  # None: not allowed
 
     def tune(self, weights: Sequence[torch.Tensor], rows: Sequence[int]) -> None:
         """Chooses for weights [size_out, size_in] of one shape and type, and for each number of rows.
 
-        Takes some milliseconds for each ROWS_STEP of rows where nothing is remembered; synchronises with the device.
+        Takes some milliseconds for each ROWS_STEP of rows where nothing is remembered, and up to a second for thousands
+        of rows; synchronises with the device.
         Where the library or the memory for measuring is missing, torch keeps these products: that is no error.
         """
         weight = weights[0]
@@ -84,7 +96,7 @@ class TunedLinear:
         known = _read(self._file)
         name = f"{torch.cuda.get_device_name(self._device)} cublasLt {lt.version} {dtype} {shape[0]}x{shape[1]}"
         remembered = known.get(name, {})
-        steps = sorted({-(-count // ROWS_STEP) * ROWS_STEP for count in rows})
+        steps = sorted({step for count in rows if (step := measured_rows(count))})
         missing = [step for step in steps if str(step) not in remembered]
         if missing:
             try:
@@ -142,7 +154,7 @@ class TunedLinear:
         return True
 
     def _launcher(self, key: _Key) -> Launch | None:
-        algorithm = self._algorithms.get((key.shape, key.dtype, -(-key.rows // ROWS_STEP) * ROWS_STEP))
+        algorithm = self._algorithms.get((key.shape, key.dtype, measured_rows(key.rows)))
         if algorithm is None or self._lt is None:
             return None
         if key not in self._launchers:
@@ -173,6 +185,13 @@ class TunedLinear:
                 best[str(rows)] = _fastest(lt, x[:rows], cold)
         torch.cuda.current_stream(self._device).wait_stream(stream)
         return best
+
+
+def measured_rows(rows: int) -> int:
+    """The number of rows whose choice serves so many; 0: none does."""
+    if rows < LEAST_LONG:
+        return -(-rows // ROWS_STEP) * ROWS_STEP
+    return next((size for size in PROMPT_ROWS if abs(rows - size) <= NEAR * size), 0)
 
 
 def _allowed(lt: CublasLt, key: _Key, algorithm: bytes) -> Launch | None:
@@ -231,17 +250,21 @@ def candidates(product: Product, num_sms: int) -> list[bytes]:
     if not suggested:
         return []
     sizes, rows, size_out, size_in = tile_sizes(), product.rows, product.size_out, product.size_in
+    if rows >= LEAST_LONG:
+        tiles = (tile for tile, size in sizes.items() if size in LONG_TILES)
+        others = chain.from_iterable(_variants(product, suggested[0], tile, LONG_CLUSTERS) for tile in tiles)
+        return list(dict.fromkeys([*suggested, *others]))
     known = (tile for tile in product.tiles(suggested[0]) if tile in sizes)
     costs = {tile: predicted_us(rows, size_out, size_in, sizes[tile], num_sms) for tile in known}
     likely = sorted((tile for tile in costs if math.isfinite(costs[tile])), key=costs.__getitem__)
     # Most tiles have no kernel with most clusters, and asking takes time: not more is asked than is measured.
-    variants = (list(islice(_variants(product, suggested[0], tile), CLUSTERS_EACH)) for tile in likely)
+    variants = (list(islice(_variants(product, suggested[0], tile, CLUSTERS), CLUSTERS_EACH)) for tile in likely)
     return list(dict.fromkeys([*suggested, *chain.from_iterable(islice(filter(None, variants), TILES))]))
 
 
-def _variants(product: Product, algorithm: bytes, tile: int) -> Iterator[bytes]:
-    """`algorithm` with this tile and each cluster that there is a kernel for."""
-    return filter(None, (product.with_tile(algorithm, tile, cluster) for cluster in CLUSTERS))
+def _variants(product: Product, algorithm: bytes, tile: int, clusters: Sequence[int]) -> Iterator[bytes]:
+    """`algorithm` with this tile and each of these clusters that there is a kernel for."""
+    return filter(None, (product.with_tile(algorithm, tile, cluster) for cluster in clusters))
 
 
 def predicted_us(rows: int, size_out: int, size_in: int, tile: tuple[int, int], num_sms: int) -> float:

@@ -86,7 +86,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, place: LayerContext, max_seq_len: int) -> None:
         super().__init__()
         self.config = config
-        self._ops = place.ops
+        self._ops, self._tp = place.ops, place.tp
         ropes = {layer.rope for layer in config.attention}
         tables = {rope: rope_table(rope, config.head_dim, max_seq_len, place.device) for rope in ropes}
         layers = (
@@ -119,17 +119,20 @@ class CausalLM(nn.Module):
             if isinstance(module, DecoderLayer):
                 module.derive_weights()
 
-    def prepare(self, batch_sizes: Sequence[int]) -> None:
-        """Lets the products choose their kernels for decode steps of these sizes; to be called before a capture."""
+    def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
+        """Lets the products choose their kernels for decode steps of these sizes, and for prompts of up to `longest`
+        tokens a step; to be called before a capture."""
         # Products with a bias stay with torch, which adds it on the way.
         linear = (
             m for m in self.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear)) and m.bias is None
         )
         by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-        for module in (*linear, self.lm_head):
+        for module in linear:
             by_shape.setdefault(module.weight.shape, []).append(module.weight)
+        longest_lane = self._tp.lanes(longest)[0]
         for weights in by_shape.values():
-            self._ops.prepare_linear(weights, batch_sizes)
+            self._ops.prepare_linear(weights, batch_sizes, longest_lane)
+        self._ops.prepare_linear([self.lm_head.weight], batch_sizes)
 
 
 def rehearsal(config: ModelConfig) -> tuple[int, ...]:

@@ -106,6 +106,7 @@ def _build(
     sizes = _graph_sizes(graph_max_bs or 0, runtime, runner.attention)
     pieces = piece_sizes(runtime.cuda_graph_max_tokens)
     total = len(sizes) + len(pieces)
+    runner.choose_kernels(sizes, runtime.max_prefill_length)
     if sizes:
         graphs: GraphRunner = (
             EagerGraphRunner(sizes)

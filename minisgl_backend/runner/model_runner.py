@@ -43,7 +43,7 @@ class Model(Protocol):
 
     def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
-    def prepare(self, batch_sizes: Sequence[int]) -> None: ...
+    def prepare(self, batch_sizes: Sequence[int], longest: int) -> None: ...
 
     def parameters(self) -> Iterable[torch.Tensor]: ...
 
@@ -106,9 +106,14 @@ class ModelRunner:
         return sum(parameter.nbytes for parameter in self._model.parameters())
 
     @torch.inference_mode()
+    def choose_kernels(self, batch_sizes: Sequence[int], longest: int) -> None:
+        """Of products in decode steps of these sizes and in prompts of up to `longest` tokens a step: they may be
+        measured. Before anything is captured."""
+        self._model.prepare(batch_sizes, longest)
+
+    @torch.inference_mode()
     def use_graphs(self, graphs: GraphRunner) -> None:
         """Captures the decode step; from now on it serves the steps without a prefill part that fit its sizes."""
-        self._model.prepare(graphs.sizes)
         steps = DecodeSteps(self._decode_plain, partial(self._decode_plain, rehearses=True), self._decode_extended)
         graphs.capture(steps, self._builder, self.attention)
         self._graphs = graphs

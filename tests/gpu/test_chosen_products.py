@@ -89,11 +89,11 @@ def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     ops = TritonOps(DEVICE)
     down, gate_up = weights_of(5120, 8192, torch.bfloat16), weights_of(16384, 5120, torch.bfloat16)
-    ops.prepare_linear(down, ROWS)
-    ops.prepare_linear(gate_up, ROWS)
+    ops.prepare_linear(down, ROWS, 4096)
+    ops.prepare_linear(gate_up, ROWS, 4096)
     chosen = json.loads((tmp_path / "minisgl" / "products.json").read_text())
     assert sum(bool(algorithm) for choices in chosen.values() for algorithm in choices.values()) > 2
-    for rows in (72, 136, 192, 200, 256):
+    for rows in (72, 136, 192, 200, 256, 512, 2000, 3100, 4000):
         x = torch.randn(rows, 5120, device="cuda").bfloat16()
         residual = torch.randn(rows, 5120, device="cuda").bfloat16()
         kept = residual.clone()

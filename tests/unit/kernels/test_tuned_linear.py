@@ -15,7 +15,16 @@ import torch
 
 from minisgl_backend.kernels import tuned_linear
 from minisgl_backend.kernels.cublaslt import CLUSTERS, tile_sizes
-from minisgl_backend.kernels.tuned_linear import TunedLinear, _read, _write, candidates, predicted_us
+from minisgl_backend.kernels.tuned_linear import (
+    LONG_CLUSTERS,
+    LONG_TILES,
+    TunedLinear,
+    _read,
+    _write,
+    candidates,
+    measured_rows,
+    predicted_us,
+)
 
 ALGORITHM = "42" + "0f" * 63
 
@@ -75,6 +84,29 @@ def test_candidates_are_the_suggestions_and_the_likeliest_tiles_that_there_are_k
     tiles = [tile for tile in sizes if tile % 2 == 0][:12]
     assert found == [b"a", b"b", *(b"%d/%d" % (tile, cluster) for tile in tiles for cluster in CLUSTERS[1:3])]
     assert product.asked <= 3 * 12 + 4 * sizes.index(tiles[-1])
+
+
+class LongProduct(TiledProduct):
+    rows = 4096
+
+
+def test_candidates_of_a_prompt_are_the_suggestions_and_tiles_that_take_little_power():
+    sizes = {size: tile for tile, size in tile_sizes().items()}
+    tiles = sorted(tile for size in LONG_TILES if (tile := sizes[size]) % 2 == 0)
+    assert tiles
+    expected = [b"a", b"b", *(b"%d/%d" % (tile, cluster) for tile in tiles for cluster in LONG_CLUSTERS)]
+    assert candidates(LongProduct(), 132) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "measured"),
+    [
+        (1, 16), (16, 16), (17, 32), (1919, 1920), (1920, 2048), (2176, 2048), (2177, 0), (2880, 3072), (3840, 4096),
+        (5000, 0), (8192, 8192), (8704, 8192), (9000, 0), (100_000, 0),
+    ],
+)  # fmt: skip
+def test_a_choice_serves_near_numbers_of_rows(rows, measured):
+    assert measured_rows(rows) == measured
 
 
 def test_what_is_remembered_grows_by_products(tmp_path: Path):
