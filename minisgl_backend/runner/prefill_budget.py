@@ -21,7 +21,7 @@ from minisgl_backend.tensor_parallel import TensorParallel
 TARGET_S = 0.022  # a step of prompt tokens beside one stream; beside many it takes a little longer
 SLOW_TARGET = 2.0  # times a step of one token, where that is more: the weights of a large model have to be read anyway
 BACKLOG_FACTOR = 5  # how much longer steps may take while prompts wait
-DEEP_BACKLOG_FACTOR = 16  # and while many do
+DEEP_BACKLOG_FACTOR = 24  # and while many do
 ROUNDS = 3  # of which the fastest counts: the first may load kernels, and a busy host disturbs some
 BACKLOG_S = 1.0  # of waiting prompts, at the pace beside streams
 

@@ -25,7 +25,7 @@ MIN_LATER_CHUNK = 64
 
 # In a backlog a step computes at least this part of what waits: beside a wait of seconds, a longer one for the next
 # token is little, and few long steps end the wait earlier than many short ones.
-BACKLOG_SHARE = 8
+BACKLOG_SHARE = 3
 
 
 class Planner:

@@ -135,7 +135,7 @@ def test_a_backlog_of_prompts_gets_larger_chunks() -> None:
 
 
 def test_in_a_deep_backlog_chunks_grow_with_what_waits() -> None:
-    """One stream, then 32 prompts of 25 tokens: whole ones within an eighth of what waits and 75 tokens."""
+    """One stream, then 32 prompts of 25 tokens: whole ones within a third of what waits and 75 tokens."""
     backlog = Backlog(waiting_tokens=100, mixed_prefill_length=25, most_prefill_length=75)
     loop = make_loop(limits(num_pages=1000, mixed_prefill_length=10, max_prefill_length=2048, backlog=backlog))
     loop.scheduler.add(make_request(0, [0], max_tokens=60, ignore_eos=True))
@@ -145,7 +145,7 @@ def test_in_a_deep_backlog_chunks_grow_with_what_waits() -> None:
     loop.run()
     mixed = [plan for plan in loop.runner.plans if plan.prefill and len(plan.decode_rows)]
     tokens = [sum(len(chunk.token_ids) for chunk in plan.prefill) for plan in mixed]
-    assert tokens == [75] * 3 + [50] * 4 + [25] * 15
+    assert tokens == [75] * 8 + [50] * 2 + [25] * 4
 
 
 @pytest.mark.parametrize("overlap", [False, True])
