@@ -12,6 +12,7 @@ from __future__ import annotations
 import dataclasses
 import faulthandler
 import os
+import random
 import shutil
 import signal
 import tempfile
@@ -124,6 +125,22 @@ def test_random_requests_are_answered_as_on_one_rank(expected: list[list[RandomA
     assert len(different) <= MOST_DIFFERENT * REQUESTS
     assert not any(answer.reason is FinishReason.ERROR for group in answers for answer in group)
     assert leased == 0
+
+
+@pytest.mark.skipif(not ON_GPUS, reason="needs the GPUs' copy engines")
+def test_passes_in_two_lanes_are_answered_as_on_one_rank() -> None:
+    """Thousands of prompt tokens a step, kernel by kernel: parts of sums are sent ahead."""
+    rng = random.Random(5)
+    prompts = [[rng.randrange(300) for _ in range(rng.randint(100, 140))] for _ in range(160)]
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    options = {**PAIR, "max_prefill_length": 8192, "cuda_graph_max_tokens": 0, "dtype": "float32"}
+    answers = []
+    for tp in (1, 2):
+        with LLM("demo", **{**options, "tp": tp}) as llm:
+            answers.append([output.token_ids for output in llm.generate(prompts, params)])
+    same = sum(one == other for one, other in zip(*answers, strict=True))
+    note(f"{len(prompts)} prompts in steps of 8,192 tokens, float32", f"{same} of {len(prompts)} the same")
+    assert same >= (1 - MOST_DIFFERENT) * len(prompts)
 
 
 # ---- bfloat16: right answers, and every option
