@@ -27,8 +27,8 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.peer_sums import PeerSums
 
 CLOSE_S = 5.0  # what leaving a group may take
-# Rows from which on sums over the ranks run beside products of other rows. Two H200s: Qwen3-32B's prefill in steps of
-# 8,192 rows 1.2% faster; prompts of 1,000 to 2,000 rows 5 to 11% slower, since smaller products waste more.
+# Rows from which on sums over the ranks run beside products of other rows. Smaller products waste more: on two H200s,
+# with sums by NCCL, prompts of 1,000 to 2,000 rows were 5 to 11% slower in two lanes, and steps of 8,192 1.2% faster.
 OVERLAP_ROWS = 4096
 LANE_ROWS = 128  # a lane's rows are a multiple of these: what a product's tile has
 
@@ -138,11 +138,18 @@ class TensorParallel:
         first = -(-num_rows // (2 * LANE_ROWS)) * LANE_ROWS
         return [first, num_rows - first]
 
+    def longest_lane(self, max_rows: int) -> int:
+        """Rows of the longest lane of all passes of up to max_rows."""
+        if self.size == 1 or max_rows < OVERLAP_ROWS:
+            return max_rows
+        return max(OVERLAP_ROWS - 1, self.lanes(max_rows)[0])
+
     def share_memory(self, hidden_size: int, dtype: torch.dtype, max_rows: int) -> None:
         """From now on sums of rows of `hidden_size` go through memory that the ranks' GPUs share, where they can.
 
-        max_rows: of a pass; sums of longer ones are NCCL's. All ranks call this at the same time, before anything is
-        captured.
+        max_rows: of a pass. Takes memory for 4 sums of half as many rows, and for 2 of fewer, each up to MOST_BYTES of
+        peer_copies.py and peer_sums.py; what is larger is NCCL's. All ranks call this at the same time, before anything
+        is captured.
         """
         if self._group is None or self._device.type != "cuda":
             return
@@ -154,21 +161,27 @@ class TensorParallel:
             self._peer_sums = PeerSums.open(
                 self.rank, self.size, hidden_size, dtype, self._device, self.all_gather, self.minimum
             )
-            if self.size <= MOST_RANKS and max_rows >= OVERLAP_ROWS:
-                most = self.lanes(max_rows)[0]
-                self._peer_copies = PeerCopies.open(
-                    self.rank, self.size, most, hidden_size, dtype, self._device, self.all_gather, self.minimum
-                )
         except OSError as error:
-            log.warning("sums over the ranks are left to NCCL: %s", error)
+            log.warning("all sums over the ranks are left to NCCL: %s", error)
+            return
+        if self.size > MOST_RANKS or max_rows < OVERLAP_ROWS:
+            return
+        longest = self.lanes(max_rows)[0]
+        try:
+            self._peer_copies = PeerCopies.open(
+                self.rank, self.size, longest, hidden_size, dtype, self._device, self.all_gather, self.minimum
+            )
+        except OSError as error:
+            log.warning("sums of %d rows and more are left to NCCL: %s", OVERLAP_ROWS, error)
 
-    def sum_way(self, num_rows: int) -> SumWay:
-        """How the sums of a pass of so many rows are done; the same on all ranks."""
+    def sum_way(self, num_rows: int, *, captured: bool) -> SumWay:
+        """How the sums of a pass of so many rows are done, the same on all ranks. Not by copies where it is captured:
+        their places are chosen on the host."""
         if num_rows < OVERLAP_ROWS:
             fits = self._peer_sums is not None and self._peer_sums.fits(num_rows)
             return SumWay.IN_NORM if fits else SumWay.IN_PLACE
-        serves = self._peer_copies is not None and self._peer_copies.serves(self.lanes(num_rows)[0])
-        return SumWay.SENT_AHEAD if serves else SumWay.IN_PLACE
+        fits = self._peer_copies is not None and self._peer_copies.fits(self.lanes(num_rows)[0])
+        return SumWay.SENT_AHEAD if fits and not captured else SumWay.IN_PLACE
 
     def send_ahead(self, partial: torch.Tensor, way: SumWay) -> Sent | None:
         """Begins to send this rank's `partial` [rows, hidden_size], contiguous, to the other ranks, where that is the

@@ -7,8 +7,8 @@ make the GEMM longer by as much as the sum took. A copy to another GPU's memory 
 asynchronous tensor parallelism moves its parts like this too. What is left, the addition, is done by the norm that
 comes next, on its way. Every rank sends all of its part to every other, which for two ranks is what a ring sends.
 
-Parts are added in float32 in the order of the ranks, so that every rank has the same bits. The residual is added before
-the one rounding, as in a product of one rank.
+Parts are added in float32 in the order of the ranks, so that every rank has the same bits, and the residual before the
+sum is rounded.
 
 Behind each copy, on the same stream, a count is written into the other GPU's memory, and the kernel that adds looks at
 it before it reads what came. Counts go round: what matters is whether one is behind another.
@@ -33,6 +33,7 @@ import triton.language as tl
 from minisgl_backend.kernels.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together, tensor_at
 
 PLACES = 4  # for sums that have begun and not ended, of which there are at most half as many
+MOST_BYTES = 128 << 20  # of a rank's part: longer ones are left to NCCL
 MOST_RANKS = 2  # every rank sends all of its part to all others: with more, NCCL's rings send less
 SPINS = tl.constexpr(1024)  # between two looks at `stop`
 _PROGRAMS_EACH = 4  # of a multiprocessor, at most
@@ -100,7 +101,7 @@ def _add_norm_kernel(
     ok = i < HIDDEN
     weight = tl.load(weight_ptr + i, mask=ok, other=0.0)
     for row in tl.range(tl.program_id(0), rows, tl.num_programs(0)):
-        start = tl.full([], 0, tl.int64) + row * HIDDEN  # rows times numbers may need more than 32 bits
+        start = (tl.full([], 0, tl.int64) + row) * HIDDEN  # rows times numbers may need more than 32 bits
         residual = tl.load(residual_ptr + start + i, mask=ok, other=0.0)
         total = tl.zeros([PADDED], tl.float32)
         for source in tl.static_range(SIZE):
@@ -158,11 +159,11 @@ class PeerCopies:
         gather: Gather,
         minimum: Minimum,
     ) -> PeerCopies:
-        """For sums of up to max_rows rows. `gather` and `minimum` are the ranks' own.
+        """For sums of up to max_rows rows, and MOST_BYTES. `gather` and `minimum` are the ranks' own.
 
         Raises OSError, on all ranks alike, where the GPUs cannot reach each other's memory.
         """
-        shape = (PLACES, size - 1, max_rows, hidden)
+        shape = (PLACES, size - 1, min(max_rows, MOST_BYTES // (hidden * dtype.itemsize)), hidden)
         inbox_bytes = torch.Size(shape).numel() * dtype.itemsize
 
         def use(memory: PeerMemory, opened: Mapping[int, int]) -> PeerCopies:
@@ -194,9 +195,8 @@ class PeerCopies:
             trial=lambda copies: copies._trial(),
         )
 
-    def serves(self, rows: int) -> bool:
-        """Sums of so many rows, as things are now."""
-        return rows <= self._inbox.shape[2] and not torch.cuda.is_current_stream_capturing()
+    def fits(self, rows: int) -> bool:
+        return rows <= self._inbox.shape[2]
 
     def send(self, partial: torch.Tensor) -> Sent:
         """Begins a sum of `partial`, [rows, hidden], contiguous, behind what the current stream does now."""

@@ -143,7 +143,10 @@ def open_together(
         except OSError as error:
             problem = str(error)
         if _all_well(problem, minimum) and made is not None:
-            problem = trial(made)
+            try:
+                problem = trial(made)
+            except OSError as error:
+                problem = str(error)
             if _all_well(problem, minimum):
                 return made
     if memory is not None:

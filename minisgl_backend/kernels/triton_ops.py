@@ -17,7 +17,7 @@ from minisgl_backend.kernels import early_router, fused, moe, moe_few, moe_one, 
 from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
 from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.kernels.tuned_linear import PROMPT_ROWS, TunedLinear
+from minisgl_backend.kernels.tuned_linear import TunedLinear, prompt_rows
 from minisgl_backend.kv.layout import ONE, KVScales
 
 # Numbers of a gated weight from which on our kernel, with the activation but without the norm, is faster than two.
@@ -44,8 +44,7 @@ class TritonOps(TorchOps):
 
     def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0) -> None:
         self._tuned.tune(weights, rows)
-        # By itself: where there is no memory to measure these, the others have been chosen.
-        self._tuned.tune(weights, [size for size in PROMPT_ROWS if size <= longest])
+        self._tuned.tune(weights, prompt_rows(longest))
 
     def linear(
         self,

@@ -99,18 +99,13 @@ class TunedLinear:
         steps = sorted({step for count in rows if (step := measured_rows(count))})
         missing = [step for step in steps if str(step) not in remembered]
         if missing:
-            try:
-                measured = self._measure(lt, weights, missing)
-            except RuntimeError as error:  # out of memory is one of them
-                torch.cuda.synchronize(self._device)  # raises what nobody could go on after
-                torch.cuda.empty_cache()
-                log.warning("products of %d x %d are left to torch: %s", *shape, error)
-                return
+            measured = self._measure(lt, weights, missing)
             remembered = {**remembered, **measured}
-            _write(self._file, name, measured)
+            if measured:
+                _write(self._file, name, measured)
         for step in steps:
-            if remembered[str(step)]:
-                self._algorithms[shape, dtype, step] = bytes.fromhex(remembered[str(step)])
+            if chosen := remembered.get(str(step)):
+                self._algorithms[shape, dtype, step] = bytes.fromhex(chosen)
 
     def linear(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None = None
@@ -171,20 +166,32 @@ class TunedLinear:
         return self._lt
 
     def _measure(self, lt: CublasLt, weights: Sequence[torch.Tensor], steps: Sequence[int]) -> dict[str, str]:
-        """The fastest algorithm in hexadecimal digits for each number of rows; empty where torch's is."""
+        """The fastest algorithm in hexadecimal digits for each number of rows; empty where torch's is. Those that fail
+        are left out."""
         weight = weights[0]
         cold = weights[: 1 + _COLD_BYTES // weight.nbytes]
-        # Not torch's global generator, whose state belongs to the caller.
-        generator = torch.Generator(self._device).manual_seed(0)
-        x = torch.randn(steps[-1], weight.shape[1], generator=generator, device=self._device).to(weight.dtype)
         best = {}
         stream = self._stream = self._stream or torch.cuda.Stream(self._device)
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.device(self._device), torch.cuda.stream(stream):
-            for rows in steps:
-                best[str(rows)] = _fastest(lt, x[:rows], cold)
+            for rows in reversed(steps):  # the largest first: the others fit into its memory
+                try:
+                    # Not torch's global generator, whose state belongs to the caller.
+                    generator = torch.Generator(self._device).manual_seed(0)
+                    x = torch.randn(rows, weight.shape[1], generator=generator, device=self._device).to(weight.dtype)
+                    best[str(rows)] = _fastest(lt, x, cold)
+                except RuntimeError as error:  # out of memory is one of them
+                    torch.cuda.synchronize(self._device)  # raises what nobody could go on after
+                    torch.cuda.empty_cache()
+                    log.warning("products of %d x %d, %d rows, are left to torch: %s", *weight.shape, rows, error)
         torch.cuda.current_stream(self._device).wait_stream(stream)
+        torch.cuda.empty_cache()  # what is captured next would get none of the memory that is kept for this stream
         return best
+
+
+def prompt_rows(longest: int) -> list[int]:
+    """Those of PROMPT_ROWS whose choices serve some number of rows up to `longest`."""
+    return [size for size in PROMPT_ROWS if size - NEAR * size <= longest]
 
 
 def measured_rows(rows: int) -> int:

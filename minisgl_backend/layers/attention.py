@@ -79,7 +79,7 @@ class SelfAttention(nn.Module):
             attended, hidden = attended[wanted], (joined(hidden)[wanted],)
         if leaves_product(len(attended)):
             return (Residual(joined(hidden), product=(attended, self.o_proj.weight)),)
-        sizes, way = self._tp.lanes(len(attended)), self._tp.sum_way(len(attended))
+        sizes, way = self._tp.lanes(len(attended)), self._tp.sum_way(len(attended), captured=ctx.captured)
         if len(sizes) != len(hidden):
             hidden = joined(hidden).split(sizes)
         parts = zip(attended.split(sizes), hidden, strict=True)

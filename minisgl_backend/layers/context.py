@@ -24,6 +24,9 @@ class ForwardContext(ABC):
     slots: torch.Tensor  # int [num_tokens], device; where each token's keys and values go
     wanted: torch.Tensor | None = None  # int [num_wanted], lines that the model is asked for; None: all of them
     rehearses: bool = False  # only layers that launch other kernels than those before them; what comes out is noise
+    captured: bool = (
+        False  # the pass is captured, or rehearses one that is: what it launches is the same in each replay
+    )
 
     @abstractmethod
     def attend(

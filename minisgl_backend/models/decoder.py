@@ -129,7 +129,7 @@ class CausalLM(nn.Module):
         by_shape: dict[torch.Size, list[torch.Tensor]] = {}
         for module in linear:
             by_shape.setdefault(module.weight.shape, []).append(module.weight)
-        longest_lane = self._tp.lanes(longest)[0]
+        longest_lane = self._tp.longest_lane(longest)
         for weights in by_shape.values():
             self._ops.prepare_linear(weights, batch_sizes, longest_lane)
         self._ops.prepare_linear([self.lm_head.weight], batch_sizes)

@@ -231,11 +231,19 @@ class ModelRunner:
         positions: torch.Tensor,
         plan: HybridPlan,
         wanted: torch.Tensor | None = None,
+        *,
         rehearses: bool = False,
+        captured: bool = False,
     ) -> torch.Tensor:
         token_ids, slots = self._table.lookup(rows, positions)
         ctx = StepContext(
-            pool=self._pool, slots=slots, attention=self.attention, plan=plan, wanted=wanted, rehearses=rehearses
+            pool=self._pool,
+            slots=slots,
+            attention=self.attention,
+            plan=plan,
+            wanted=wanted,
+            rehearses=rehearses,
+            captured=captured,
         )
         return self._model.forward(token_ids, positions, ctx)
 
@@ -298,7 +306,7 @@ class ModelRunner:
 
     def _decode_plain(self, decode: DecodeInputs, plan: HybridPlan, rehearses: bool = False) -> DecodeOutputs:
         """The whole decode step, as it is captured: from the token table back into the token table."""
-        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, rehearses=rehearses)
+        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, rehearses=rehearses, captured=True)
         logits = self._model.decode_logits(hidden)
         if self._tp.rank == 0:
             token_ids = self._sampler.sample_plain(logits, decode.rows, decode.kv_lens)

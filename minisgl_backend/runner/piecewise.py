@@ -48,6 +48,7 @@ class CutContext(ForwardContext):
     queries: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
     attended: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
     at_attention: AtAttention
+    captured: bool = True
 
     def attend(
         self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops
@@ -65,6 +66,7 @@ class PromptContext(ForwardContext):
     attended: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
     attention: HybridAttention
     plan: HybridPlan
+    captured: bool = True
 
     def attend(
         self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops

@@ -23,8 +23,8 @@ IndexArray = npt.NDArray[np.intp]
 # more than they compute.
 MIN_LATER_CHUNK = 64
 
-# In a backlog a step computes at least this part of what waits: beside a wait of seconds, a longer one for the next
-# token is little, and few long steps end the wait earlier than many short ones.
+# In a backlog a step computes this part of what waits, within the bounds of Backlog: beside a wait of seconds, a longer
+# one for the next token is little, and few long steps end the wait earlier than many short ones.
 BACKLOG_SHARE = 3
 
 

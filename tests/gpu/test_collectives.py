@@ -94,10 +94,10 @@ def shapes_and_types(tp: Any, device: torch.device, hidden: int, dtype: torch.dt
     torch.manual_seed(100)  # the same hidden states on all ranks; the parts are a rank's own
     own = torch.Generator(device).manual_seed(tp.rank)
     tp.share_memory(hidden, dtype, 0)
-    assert tp.sum_way(1) is SumWay.IN_NORM
+    assert tp.sum_way(1, captured=True) is SumWay.IN_NORM
     weight = torch.randn(hidden, device=device).to(dtype)
     for rows in (1, 2, 7, 64, 1, 200, 263, 265, 300, 1000, 3):
-        if tp.sum_way(rows) is SumWay.IN_PLACE:
+        if tp.sum_way(rows, captured=True) is SumWay.IN_PLACE:
             continue
         for _ in range(3):
             partial = torch.randn(rows, hidden, device=device, generator=own).to(dtype)
@@ -203,7 +203,8 @@ def sent_ahead(tp: Any, device: torch.device, hidden: int, dtype: torch.dtype, s
     product = (torch.randn(hidden, hidden, device=device, generator=own) / hidden**0.5).to(dtype)
     late = random.Random(2)
     for turn, rows in enumerate((4096, 5000, LONG, 4097, 4096)):
-        assert tp.sum_way(rows) is SumWay.SENT_AHEAD
+        assert tp.sum_way(rows, captured=False) is SumWay.SENT_AHEAD
+        assert tp.sum_way(rows, captured=True) is SumWay.IN_PLACE
         x = torch.randn(rows, hidden, device=device, dtype=dtype)
         lanes = x.split(tp.lanes(rows))
         states, normed, sent, parts = [lane.clone() for lane in lanes], list(lanes), [None, None], [None, None]
@@ -239,7 +240,7 @@ def gives_up(tp: Any, device: torch.device, rows: int) -> None:
     tp.minimum(0)
     if tp.rank == 0:  # the others never come
         for _ in range(20):
-            tp.sum_norm(x, x.clone(), weight, EPS, tp.send_ahead(x, tp.sum_way(2 * rows)))
+            tp.sum_norm(x, x.clone(), weight, EPS, tp.send_ahead(x, tp.sum_way(2 * rows, captured=False)))
         done = torch.cuda.Event()
         done.record()
         time.sleep(0.3)

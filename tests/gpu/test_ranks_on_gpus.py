@@ -128,18 +128,20 @@ def test_random_requests_are_answered_as_on_one_rank(expected: list[list[RandomA
 
 
 @pytest.mark.skipif(not ON_GPUS, reason="needs the GPUs' copy engines")
-def test_passes_in_two_lanes_are_answered_as_on_one_rank() -> None:
-    """Thousands of prompt tokens a step, kernel by kernel: parts of sums are sent ahead."""
+@pytest.mark.parametrize("captured", [0, 8192])
+def test_passes_in_two_lanes_are_answered_as_on_one_rank(captured: int) -> None:
+    """Thousands of prompt tokens a step: kernel by kernel parts of sums are sent ahead, in graphs NCCL sums."""
     rng = random.Random(5)
     prompts = [[rng.randrange(300) for _ in range(rng.randint(100, 140))] for _ in range(160)]
     params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
-    options = {**PAIR, "max_prefill_length": 8192, "cuda_graph_max_tokens": 0, "dtype": "float32"}
+    options = {**PAIR, "max_prefill_length": 8192, "cuda_graph_max_tokens": captured, "dtype": "float32"}
     answers = []
     for tp in (1, 2):
         with LLM("demo", **{**options, "tp": tp}) as llm:
             answers.append([output.token_ids for output in llm.generate(prompts, params)])
     same = sum(one == other for one, other in zip(*answers, strict=True))
-    note(f"{len(prompts)} prompts in steps of 8,192 tokens, float32", f"{same} of {len(prompts)} the same")
+    what = f"{len(prompts)} prompts in steps of 8,192 tokens, {captured} in graphs, float32"
+    note(what, f"{same} of {len(prompts)} the same")
     assert same >= (1 - MOST_DIFFERENT) * len(prompts)
 
 

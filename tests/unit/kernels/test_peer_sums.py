@@ -64,7 +64,7 @@ class SharedMemory:
         self._done.append("free")
 
 
-@pytest.mark.parametrize("wrong", ["open", "trial"])
+@pytest.mark.parametrize("wrong", ["open", "trial", "driver"])
 def test_no_rank_frees_what_another_one_still_has_open(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     size, done, together = 3, list[str](), threading.Barrier(3)
     values: list[int] = []
@@ -90,10 +90,15 @@ def test_no_rank_frees_what_another_one_still_has_open(monkeypatch: pytest.Monke
     def gather(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.expand(size, -1)
 
+    def trial(sums: PeerSums, *_: object) -> str:
+        if wrong == "driver" and sums._inboxes.rank == 1:
+            raise OSError("cuStreamWriteValue32 says no")
+        return "another number came" if wrong == "trial" else ""
+
     memories: dict[int, SharedMemory] = {}  # by thread
     monkeypatch.setattr(module, "most_rows", lambda *_: 8)
     monkeypatch.setattr(module, "PeerMemory", lambda *_: memories[threading.get_ident()])
-    monkeypatch.setattr(PeerSums, "_trial", lambda self, *_: "another number came" if wrong == "trial" else "")
+    monkeypatch.setattr(PeerSums, "_trial", trial)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4, major=9)

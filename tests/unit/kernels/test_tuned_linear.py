@@ -18,12 +18,14 @@ from minisgl_backend.kernels.cublaslt import CLUSTERS, tile_sizes
 from minisgl_backend.kernels.tuned_linear import (
     LONG_CLUSTERS,
     LONG_TILES,
+    PROMPT_ROWS,
     TunedLinear,
     _read,
     _write,
     candidates,
     measured_rows,
     predicted_us,
+    prompt_rows,
 )
 
 ALGORITHM = "42" + "0f" * 63
@@ -267,6 +269,31 @@ def test_torch_keeps_what_gains_too_little(tmp_path: Path, monkeypatch: pytest.M
     tuned.tune(weights, [8])
     assert list(_read(path).values()) == [{"16": ""}]
     assert tuned.linear(torch.randn(8, 1024).bfloat16(), weights[0]) is None
+
+
+@pytest.mark.parametrize(
+    ("longest", "sizes"),
+    [(0, []), (479, []), (480, [512]), (1919, [512, 1024]), (8192, list(PROMPT_ROWS[:-1])), (16384, list(PROMPT_ROWS))],
+)
+def test_rows_of_prompts_that_are_measured(longest: int, sizes: list[int]):
+    assert prompt_rows(longest) == sizes
+
+
+@pytest.mark.usefixtures("on_cpu")
+def test_one_size_that_fails_takes_no_other_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    weights, path = two_weights(), tmp_path / "products.json"
+
+    def few_rows(self: FakeProduct, most: int) -> list[bytes]:
+        if self.rows > 16:
+            raise torch.OutOfMemoryError("tried to allocate 1 GiB")
+        return [RIGHT]
+
+    monkeypatch.setattr(FakeProduct, "suggestions", few_rows)
+    tuned = TunedLinear(torch.device("cpu"), path)
+    tuned.tune(weights, [8, 24])
+    assert list(_read(path).values()) == [{"16": RIGHT.hex()}]
+    assert tuned.linear(torch.randn(8, 1024).bfloat16(), weights[0]) is not None
+    assert tuned.linear(torch.randn(24, 1024).bfloat16(), weights[0]) is None
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -19,7 +19,7 @@ import torch
 from minisgl_backend import tensor_parallel
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.tensor_parallel import SumWay, TensorParallel
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
@@ -160,6 +160,28 @@ def test_lanes(rows: int, lanes: list[int]) -> None:
     assert TensorParallel(0, 2, None, CPU).lanes(rows) == lanes
 
 
+def test_ways_of_sums() -> None:
+    """By memory that is shared: short ones, and long ones that are not captured, up to what it holds."""
+    tp = TensorParallel(0, 2, None, CPU)
+    assert tp.sum_way(1, captured=True) is SumWay.IN_PLACE
+    assert tp.sum_way(4096, captured=False) is SumWay.IN_PLACE
+    tp.__dict__["_peer_sums"], tp.__dict__["_peer_copies"] = SharedMemory(tp, 2000), SharedCopies(tp, 2560)
+    ways = {rows: [tp.sum_way(rows, captured=captured) for captured in (False, True)] for rows in (1, 3000, 5120, 5121)}
+    assert ways == {
+        1: [SumWay.IN_NORM] * 2,
+        3000: [SumWay.IN_PLACE] * 2,
+        5120: [SumWay.SENT_AHEAD, SumWay.IN_PLACE],
+        5121: [SumWay.IN_PLACE] * 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "longest"), [(1, 9000, 9000), (2, 4095, 4095), (2, 4096, 4095), (2, 8192, 4096), (4, 9000, 4608)]
+)
+def test_the_longest_lane(size: int, rows: int, longest: int) -> None:
+    assert TensorParallel(0, size, None, CPU).longest_lane(rows) == longest
+
+
 @pytest.mark.parametrize("shared_memory", ["none", "sums", "sums and copies"])
 @pytest.mark.parametrize("name", ["llama-bias-mha", "qwen2-tied", "qwen3_moe-sharded-mixed"])
 def test_a_split_model_in_two_lanes(
@@ -219,9 +241,6 @@ class SharedCopies(SharedMemory):
     def __init__(self, tp: TensorParallel, most: int) -> None:
         super().__init__(tp, most)
         self._on_their_way: list[torch.Tensor] = []
-
-    def serves(self, rows: int) -> bool:
-        return self.fits(rows)
 
     def send(self, partial: torch.Tensor) -> torch.Tensor:
         self._on_their_way.append(partial)
