@@ -94,9 +94,8 @@ def _add_norm_kernel(
             spins += 1
             if spins % SPINS == 0:
                 stopped = tl.load(stop_ptr, volatile=True)
-        tl.atomic_add(
-            counts_ptr + source, 0, sem="acquire", scope="sys"
-        )  # what came before the count is seen from here
+        # What came before the count is seen from here on.
+        tl.atomic_add(counts_ptr + source, 0, sem="acquire", scope="sys")
     i = tl.arange(0, PADDED)
     ok = i < HIDDEN
     weight = tl.load(weight_ptr + i, mask=ok, other=0.0)
