@@ -43,8 +43,7 @@ class TritonOps(TorchOps):
         self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "products.json")
 
     def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0) -> None:
-        self._tuned.tune(weights, rows)
-        self._tuned.tune(weights, prompt_rows(longest))
+        self._tuned.tune(weights, [*rows, *prompt_rows(longest)])
 
     def linear(
         self,

@@ -7,10 +7,10 @@ products of a Qwen3-14B layer take 250 us at 192 rows as torch calls them, 225 u
 of 161 (docs/performance.md has more). So candidates are the library's suggestions and the tiles that a simple count of
 waves favours; all are measured, once for a device and a version of the library, then read from a file.
 
-Of a prompt's rows a large product is limited by power: the same number of operations takes less of it with tiles for
-which less is moved. On an H100, 4,096 rows, tiles of 256 x 160 make the four products of a rank of Qwen3-32B over two
-GPUs 2 to 4% faster than torch's choice. Those are measured too, of some numbers of rows, each of which stands for those
-near it.
+Products of prompts are measured too, of some numbers of rows, each of which stands for those near it: on an H100 at
+4,096 rows those of a rank of Qwen3-32B over two GPUs become 2 to 4% faster. Power, which limits such products after
+some milliseconds, is not seen in runs as short as these: tiles of 256 x 160 came first there when each candidate ran
+for half a second.
 
 Only algorithms without atomics, so that results do not depend on timing. As with torch's choice, they may depend on the
 number of rows by a rounding, since some algorithms add partial sums and others do not.
@@ -149,11 +149,12 @@ class TunedLinear:
         return True
 
     def _launcher(self, key: _Key) -> Launch | None:
+        if key in self._launchers:
+            return self._launchers[key]
         algorithm = self._algorithms.get((key.shape, key.dtype, measured_rows(key.rows)))
         if algorithm is None or self._lt is None:
             return None
-        if key not in self._launchers:
-            self._launchers[key] = _allowed(self._lt, key, algorithm)
+        self._launchers[key] = _allowed(self._lt, key, algorithm)
         return self._launchers[key]
 
     def _library(self) -> CublasLt | None:
@@ -191,7 +192,7 @@ class TunedLinear:
 
 def prompt_rows(longest: int) -> list[int]:
     """Those of PROMPT_ROWS whose choices serve some number of rows up to `longest`."""
-    return [size for size in PROMPT_ROWS if size - NEAR * size <= longest]
+    return [size for size in PROMPT_ROWS if size <= longest or size == measured_rows(longest)]
 
 
 def measured_rows(rows: int) -> int:

@@ -273,7 +273,15 @@ def test_torch_keeps_what_gains_too_little(tmp_path: Path, monkeypatch: pytest.M
 
 @pytest.mark.parametrize(
     ("longest", "sizes"),
-    [(0, []), (479, []), (480, [512]), (1919, [512, 1024]), (8192, list(PROMPT_ROWS[:-1])), (16384, list(PROMPT_ROWS))],
+    [
+        (0, []),
+        (496, []),
+        (497, [512]),
+        (1919, [512, 1024]),
+        (1920, [512, 1024, 2048]),
+        (8192, list(PROMPT_ROWS[:-1])),
+        (16384, list(PROMPT_ROWS)),
+    ],
 )
 def test_rows_of_prompts_that_are_measured(longest: int, sizes: list[int]):
     assert prompt_rows(longest) == sizes
