@@ -36,8 +36,8 @@ ROWS = (1, 2, 8, 16, 64, 128, 256, 512, 1024, 2048, 4096)
 
 def measure(rank: int, size: int, port: int, hidden: int, rows: list[int], vocab: int) -> dict[str, float]:
     """The figures of one rank; all call this at the same time. Names are WHAT_ROWS_KIND_us: sum, end, tokens."""
-    from minisgl_backend.kernels import fused
-    from minisgl_backend.kernels.peer_sums import PDL_ROWS, PeerSums
+    from minisgl_backend.kernels import elementwise as fused
+    from minisgl_backend.kernels.collectives.peer_sums import PDL_ROWS, PeerSums
 
     device = torch.device("cuda", rank)
     tp = TensorParallel.connect(rank, size, "127.0.0.1", port, device, timeout_s=60)

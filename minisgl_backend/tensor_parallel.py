@@ -22,9 +22,9 @@ import torch.distributed as dist
 from minisgl_backend.errors import ConfigError, EngineDeadError
 
 if TYPE_CHECKING:
-    from minisgl_backend.kernels.peer_copies import PeerCopies, Sent
-    from minisgl_backend.kernels.peer_logits import PeerLogits
-    from minisgl_backend.kernels.peer_sums import PeerSums
+    from minisgl_backend.kernels.collectives.copy_engines import PeerCopies, Sent
+    from minisgl_backend.kernels.collectives.logits_to_rank_0 import PeerLogits
+    from minisgl_backend.kernels.collectives.peer_sums import PeerSums
 
 CLOSE_S = 5.0  # what leaving a group may take
 # Rows from which on sums over the ranks run beside products of other rows. Smaller products waste more: on two H200s,
@@ -148,14 +148,14 @@ class TensorParallel:
         """From now on sums of rows of `hidden_size` go through memory that the ranks' GPUs share, where they can.
 
         max_rows: of a pass. Takes memory for 4 sums of half as many rows, and for 2 of fewer, each up to MOST_BYTES of
-        peer_copies.py and peer_sums.py; what is larger is NCCL's. All ranks call this at the same time, before anything
-        is captured.
+        copy_engines.py and peer_sums.py in kernels/collectives; what is larger is NCCL's. All ranks call this at the
+        same time, before anything is captured.
         """
         if self._group is None or self._device.type != "cuda":
             return
         # Imported here: Triton exists only where there is a GPU.
-        from minisgl_backend.kernels.peer_copies import MOST_RANKS, PeerCopies
-        from minisgl_backend.kernels.peer_sums import PeerSums
+        from minisgl_backend.kernels.collectives.copy_engines import MOST_RANKS, PeerCopies
+        from minisgl_backend.kernels.collectives.peer_sums import PeerSums
 
         try:
             self._peer_sums = PeerSums.open(
@@ -218,7 +218,7 @@ class TensorParallel:
         """
         if self._group is None or self._device.type != "cuda":
             return
-        from minisgl_backend.kernels.peer_logits import PeerLogits
+        from minisgl_backend.kernels.collectives.logits_to_rank_0 import PeerLogits
 
         try:
             self._peer_logits = PeerLogits.open(
@@ -231,7 +231,7 @@ class TensorParallel:
         """Where rank 0 wants this rank's logits [num_rows, count] of a decode step, of the tokens from `start` on, the
         rows further apart; None: they are to be gathered. The same on all ranks.
 
-        Only for decode steps; `collect_logits` is next. kernels/peer_logits.py says why.
+        Only for decode steps; `collect_logits` is next. kernels/collectives/logits_to_rank_0.py says why.
         """
         if self._peer_logits is None or not self._peer_logits.fits(num_rows):
             return None

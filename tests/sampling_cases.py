@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from minisgl_backend.kernels import sampling_layout as layout
+from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.request import Grammar, SamplingParams
 from minisgl_backend.sampling.logits_processors import TokenRules
 from minisgl_backend.sampling.metadata import SamplingInputs

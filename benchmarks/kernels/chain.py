@@ -8,15 +8,15 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels.timing import profile_step, random_weights, time_graph
-from minisgl_backend.kernels.decode_attention import (
+from minisgl_backend.kernels.attention.decode import (
     DecodeWorkspace,
     decode_attention,
     decode_shape,
     rotating_decode_attention,
     rotation_pays,
 )
-from minisgl_backend.kernels.sampling import SamplingWorkspace, sample_plain
-from minisgl_backend.kernels.small_linear import MAX_ROWS
+from minisgl_backend.kernels.linear.small_rows import MAX_ROWS
+from minisgl_backend.kernels.sampling.launch import SamplingWorkspace, sample_plain
 from minisgl_backend.kernels.triton_ops import LARGEST_OUT, TritonOps
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.sampling.params import encode_params

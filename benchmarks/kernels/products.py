@@ -12,7 +12,7 @@ import torch
 import triton
 
 from benchmarks.kernels.timing import Timer, random_weights, time_graph
-from minisgl_backend.kernels.small_linear import LinearShape, LinearWorkspace, linear, linear_shape
+from minisgl_backend.kernels.linear.small_rows import LinearShape, LinearWorkspace, linear, linear_shape
 from minisgl_backend.kernels.triton_ops import TritonOps
 
 # (name, size_out, size_in, norm, residual, gated) of one decoder layer

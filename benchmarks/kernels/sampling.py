@@ -8,8 +8,8 @@ import itertools
 import torch
 
 from benchmarks.kernels.timing import Timer, profile_step
-from minisgl_backend.kernels import sampling_layout as layout
-from minisgl_backend.kernels.sampling import (
+from minisgl_backend.kernels.sampling import layout
+from minisgl_backend.kernels.sampling.launch import (
     EditInputs,
     SamplingWorkspace,
     pack_logprobs,

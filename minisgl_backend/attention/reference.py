@@ -6,7 +6,8 @@ computed in separate groups, so that a long one does not pad all others. It does
 What is gathered beyond the end of a sequence is set to zero before it is used. A mask is not enough: the weight of a
 masked position is 0, and 0 times what another sequence left there, if that is not a number, is not a number either.
 
-On a CPU that multiplies bfloat16, decode steps read the pages where they are, and copy nothing (`kernels/cpu.cpp`).
+On a CPU that multiplies bfloat16, decode steps read the pages where they are, and copy nothing
+(`kernels/cpu/kernels.cpp`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ import torch.nn.functional as F
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.cpu_library import cpu_library
+from minisgl_backend.kernels.cpu.library import cpu_library
 from minisgl_backend.kernels.torch_ops import as_bits
 from minisgl_backend.kv.layout import LayerKV
 

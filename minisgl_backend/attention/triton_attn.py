@@ -18,7 +18,7 @@ from minisgl_backend.attention.base import (
     PrefillInputs,
     QKNormRope,
 )
-from minisgl_backend.kernels.decode_attention import (
+from minisgl_backend.kernels.attention.decode import (
     MAX_EARLY_BATCH,
     DecodeShape,
     DecodeWorkspace,
@@ -28,7 +28,7 @@ from minisgl_backend.kernels.decode_attention import (
     rotating_decode_attention,
     rotation_pays,
 )
-from minisgl_backend.kernels.prefill_attention import prefill_attention
+from minisgl_backend.kernels.attention.prefill import prefill_attention
 from minisgl_backend.kv.layout import LayerKV
 
 

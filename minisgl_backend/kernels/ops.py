@@ -1,4 +1,4 @@
-"""The few places where a fused kernel may replace a chain of torch calls, and the one choice of who serves them.
+"""The few places where a fused kernel may replace a chain of torch calls.
 
 `Ops` is the contract; `torch_ops.TorchOps` serves it on every device and is the reference that other implementations
 are tested against.
@@ -6,7 +6,6 @@ are tested against.
 
 from __future__ import annotations
 
-import importlib.util
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
@@ -163,32 +162,3 @@ class Ops(ABC):
         x [1, size_in], residual [1, hidden] -> [1, hidden]. early: `early_router` of these weights.
         """
         raise NotImplementedError
-
-
-def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
-    """The best implementation for a device: Triton-language kernels on a GPU, compiled ones for bfloat16 on a
-    CPU that multiplies it, plain torch elsewhere. hidden_size, dtype, is_mixture (of experts): of the model."""
-    # Imported here: the implementations import this module, and Triton exists only where there is a GPU.
-    from minisgl_backend.kernels.torch_ops import TorchOps
-
-    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
-        from minisgl_backend.kernels.triton_ops import TritonOps
-
-        return TritonOps(device, None if is_mixture else hidden_size)
-    if device.type == "cpu" and dtype == torch.bfloat16:
-        from minisgl_backend.kernels.cpu_library import cpu_library
-        from minisgl_backend.kernels.cpu_ops import CpuOps
-
-        library = cpu_library()
-        if library is not None:
-            return CpuOps(library)
-    return TorchOps()
-
-
-def mixture_token_counts(device: torch.device, num_experts: int, experts_per_token: int) -> tuple[int, ...]:
-    """From each of these numbers of tokens on, `Ops.mixture` launches kernels that fewer tokens did not need."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return ()
-    from minisgl_backend.kernels.moe import token_counts
-
-    return token_counts(num_experts, experts_per_token)

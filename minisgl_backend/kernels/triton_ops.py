@@ -13,11 +13,16 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels import early_router, fused, moe, moe_few, moe_one, small_linear
+from minisgl_backend.kernels import elementwise as fused
 from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
+from minisgl_backend.kernels.linear import small_rows as small_linear
+from minisgl_backend.kernels.linear.tuned import TunedLinear, prompt_rows
+from minisgl_backend.kernels.moe import early_router
+from minisgl_backend.kernels.moe import few_tokens as moe_few
+from minisgl_backend.kernels.moe import grouped as moe
+from minisgl_backend.kernels.moe import one_token as moe_one
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
 from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.kernels.tuned_linear import TunedLinear, prompt_rows
 from minisgl_backend.kv.layout import ONE, KVScales
 
 # Numbers of a gated weight from which on our kernel, with the activation but without the norm, is faster than two.

@@ -11,7 +11,7 @@ import torch
 from minisgl_backend.tensor_parallel import SumWay
 
 if TYPE_CHECKING:
-    from minisgl_backend.kernels.peer_copies import Sent
+    from minisgl_backend.kernels.collectives.copy_engines import Sent
 
 
 @dataclass(frozen=True, slots=True)

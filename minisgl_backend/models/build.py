@@ -21,7 +21,8 @@ from safetensors import SafetensorError, safe_open
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.ops import Ops, select_ops
+from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.select import select_ops
 from minisgl_backend.kv.layout import KVScales, MHALayout
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 from minisgl_backend.models.config import ModelConfig

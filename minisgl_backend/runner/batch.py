@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
-from minisgl_backend.kernels.sampling_layout import NUM_PARAMS
+from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
 from minisgl_backend.runner.lone_prompt import PromptLayout, PromptTensors
 from minisgl_backend.runner.piecewise import piece_size
 from minisgl_backend.runner.row_table import RowTable, RowUpdates

@@ -16,7 +16,7 @@ from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.hybrid import HybridAttention
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.ops import mixture_token_counts
+from minisgl_backend.kernels.select import mixture_token_counts
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec, build_model, read_kv_scales
 from minisgl_backend.models.config import ModelConfig

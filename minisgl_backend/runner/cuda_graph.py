@@ -16,7 +16,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
-from minisgl_backend.kernels.sampling_layout import SAMPLING_GRAPHS
+from minisgl_backend.kernels.sampling.layout import SAMPLING_GRAPHS
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.capture import captured, many_captures
 

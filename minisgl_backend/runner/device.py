@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from minisgl_backend.kernels.cpu_library import cpu_library
+from minisgl_backend.kernels.cpu.library import cpu_library
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
-from minisgl_backend.kernels import sampling_layout as layout
+from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext, StepContext
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep

@@ -9,7 +9,7 @@ from types import ModuleType
 
 import torch
 
-from minisgl_backend.kernels.sampling_layout import NUM_PARAMS
+from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
 
 
 @dataclass(frozen=True)
@@ -85,4 +85,4 @@ def _kernels(device: torch.device) -> ModuleType | None:
     """The module of Triton-language kernels for row tables, where it can run."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
-    return importlib.import_module("minisgl_backend.kernels.rows")
+    return importlib.import_module("minisgl_backend.kernels.row_tables")

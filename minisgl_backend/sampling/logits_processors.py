@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl_backend.kernels import sampling_layout as layout
+from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.request import (
     MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORDS_TOKENS,

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from minisgl_backend.kernels import sampling_layout as layout
+from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.sampling.logits_processors import TokenRules
 from minisgl_backend.sampling.params import flags_of
 from minisgl_backend.sampling.penalties import PenaltyCounts

@@ -7,7 +7,7 @@ import struct
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.kernels import sampling_layout as layout
+from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.request import SamplingParams
 
 SMALLEST_TEMPERATURE = 1e-5  # below it, a distribution is greedy in float32 anyway

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from minisgl_backend.kernels.sampling_layout import FREQUENCY, IN_PROMPT, MOST_ANSWERED, PRESENCE, REPETITION
+from minisgl_backend.kernels.sampling.layout import FREQUENCY, IN_PROMPT, MOST_ANSWERED, PRESENCE, REPETITION
 
 
 class PenaltyCounts:

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl_backend.kernels import sampling_layout as layout
-from minisgl_backend.kernels.cpu_library import cpu_library
+from minisgl_backend.kernels.cpu.library import cpu_library
+from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.sampling import logprobs
 from minisgl_backend.sampling.gumbel import gumbel, row_keys
 from minisgl_backend.sampling.logits_processors import TokenRules
@@ -24,7 +24,7 @@ from minisgl_backend.sampling.metadata import SamplingInputs
 from minisgl_backend.sampling.penalties import PenaltyCounts
 
 if TYPE_CHECKING:
-    from minisgl_backend.kernels.sampling import EditInputs, SamplingWorkspace
+    from minisgl_backend.kernels.sampling.launch import EditInputs, SamplingWorkspace
 
 UNIT = float(1 << 40)  # of probabilities relative to the largest
 
@@ -60,7 +60,7 @@ class Sampler:
         Rows that need more get any token: `sample_extended` overwrites it.
         """
         if self._workspace is not None:
-            from minisgl_backend.kernels.sampling import sample_plain
+            from minisgl_backend.kernels.sampling.launch import sample_plain
 
             return sample_plain(logits, rows, positions, self._params, self._workspace, self._pdl)
         params = self._params[rows]
@@ -76,7 +76,7 @@ class Sampler:
         if not inputs.flags & layout.EXTENDED:
             return
         if self._workspace is not None:
-            from minisgl_backend.kernels.sampling import sample_extended
+            from minisgl_backend.kernels.sampling.launch import sample_extended
 
             sample_extended(
                 logits,
@@ -109,13 +109,13 @@ class Sampler:
     def logprobs(self, logits: torch.Tensor, lines: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
         """See logprobs.pack; of some `lines` [k] of logits [n, vocab_size]. `token_ids` [n] are those of all lines."""
         if self._workspace is not None:
-            from minisgl_backend.kernels.sampling import pack_logprobs
+            from minisgl_backend.kernels.sampling.launch import pack_logprobs
 
             return pack_logprobs(logits, lines, token_ids, top, self._workspace)
         return logprobs.pack(logits[lines], token_ids[lines], top)
 
     def _edits(self, inputs: SamplingInputs) -> EditInputs:
-        from minisgl_backend.kernels.sampling import EditInputs
+        from minisgl_backend.kernels.sampling.launch import EditInputs
 
         return EditInputs(
             tokens=self._tokens,
@@ -179,7 +179,7 @@ def sampling_workspace(max_rows: int, vocab_size: int, device: torch.device) -> 
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
     # Imported late: the package is missing on machines without a GPU.
-    from minisgl_backend.kernels.sampling import SamplingWorkspace
+    from minisgl_backend.kernels.sampling.launch import SamplingWorkspace
 
     return SamplingWorkspace(max(max_rows, logprobs.PROMPT_SLAB), vocab_size, device)
 

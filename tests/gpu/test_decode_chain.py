@@ -51,7 +51,7 @@ class Layers:
     """Random weights, and the chain over them. Nothing in it starts early with `pdl=False`."""
 
     def __init__(self, heads: Heads, dtype: torch.dtype, batch: int, *, pdl: bool) -> None:
-        from minisgl_backend.kernels.decode_attention import DecodeWorkspace
+        from minisgl_backend.kernels.attention.decode import DecodeWorkspace
         from minisgl_backend.kernels.triton_ops import TritonOps
 
         def weight(rows: int, columns: int) -> torch.Tensor:
@@ -71,7 +71,7 @@ class Layers:
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
 
     def run(self, step: Step) -> torch.Tensor:
-        from minisgl_backend.kernels.decode_attention import decode_shape, rotating_decode_attention
+        from minisgl_backend.kernels.attention.decode import decode_shape, rotating_decode_attention
 
         shape = decode_shape(len(step.rows), self.heads.kv, self.heads.q // self.heads.kv, 132)
         hidden = step.hidden.clone()

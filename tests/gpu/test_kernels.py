@@ -32,7 +32,7 @@ def dense_attention(q, k_cache, v_cache, row_pages, kv_len, scale):
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (8, 4, 64), (40, 8, 128), (8, 8, 128)])
 def test_decode_attention(page_size, heads, kv_heads, head_dim):
-    from minisgl_backend.kernels.decode_attention import DecodeWorkspace, decode_attention, decode_shape
+    from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, decode_shape
 
     torch.manual_seed(page_size + heads)
     for lengths in ([1], [400], [1, 63, 64, 65, 1000, 517, 3000, 2], [300] * 256):
@@ -67,7 +67,7 @@ def test_decode_attention(page_size, heads, kv_heads, head_dim):
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_prefill_attention(page_size):
-    from minisgl_backend.kernels.prefill_attention import prefill_attention
+    from minisgl_backend.kernels.attention.prefill import prefill_attention
 
     torch.manual_seed(page_size)
     heads, kv_heads, head_dim = 16, 8, 128
@@ -91,7 +91,7 @@ def test_prefill_attention(page_size):
 @pytest.mark.parametrize("rows", [1, 3, 16, 33, 64])
 @pytest.mark.parametrize(("size_out", "size_in"), [(4096, 1024), (1024, 3072), (1000, 520)])
 def test_small_linear(rows, size_out, size_in):
-    from minisgl_backend.kernels.small_linear import LinearWorkspace, linear
+    from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
 
     torch.manual_seed(rows)
     workspace = LinearWorkspace(torch.device("cuda"))
@@ -117,7 +117,7 @@ def test_small_linear(rows, size_out, size_in):
     [(1, 4096, 1024), (1, 1024, 3072), (1, 1000, 520), (1, 151936, 1024), (2, 5120, 2560), (2, 1000, 4104)],
 )
 def test_small_linear_vector(rows, size_out, size_in, pdl):
-    from minisgl_backend.kernels.small_linear import LinearWorkspace, linear, linear_shape
+    from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear, linear_shape
 
     torch.manual_seed(rows)
     workspace = LinearWorkspace(torch.device("cuda"))
@@ -199,7 +199,7 @@ def test_fused_chains_match_torch(rows):
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
 def test_moe_matches_torch(tokens, tma):
-    from minisgl_backend.kernels.moe import moe
+    from minisgl_backend.kernels.moe.grouped import moe
     from minisgl_backend.kernels.torch_ops import TorchOps
 
     torch.manual_seed(tokens)
@@ -339,7 +339,7 @@ def test_routers_that_start_early_see_what_was_written_before():
 
 @pytest.mark.parametrize("experts", [128, 60])
 def test_route_matches_torch(experts):
-    from minisgl_backend.kernels.moe import route
+    from minisgl_backend.kernels.moe.grouped import route
     from minisgl_backend.kernels.torch_ops import TorchOps
 
     logits = torch.randn(300, experts, device="cuda")

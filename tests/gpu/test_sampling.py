@@ -14,7 +14,7 @@ VOCAB = 151_936
 
 
 def workspace_of(n: int, vocab_size: int = VOCAB, **sizes: int):
-    from minisgl_backend.kernels.sampling import SamplingWorkspace
+    from minisgl_backend.kernels.sampling.launch import SamplingWorkspace
 
     return SamplingWorkspace(n, vocab_size, DEVICE, **sizes)
 
@@ -41,7 +41,7 @@ def test_every_option_is_that_of_torch(kind: str, vocab_size: int) -> None:
 
 @pytest.mark.parametrize("pdl", [False, True])
 def test_temperature_alone_is_that_of_torch(pdl: bool) -> None:
-    from minisgl_backend.kernels.sampling import sample_plain
+    from minisgl_backend.kernels.sampling.launch import sample_plain
 
     case = SamplingCase(VOCAB, DEVICE, 5, ["greedy", "temperature"])
     logits = logits_of("bf16", 2, VOCAB, 5).to(DEVICE)

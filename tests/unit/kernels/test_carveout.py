@@ -10,8 +10,12 @@ import torch
 
 triton = pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels import carveout, decode_attention, fused, sampling, small_linear, triton_ops  # noqa: E402
-from minisgl_backend.kernels.ops import select_ops  # noqa: E402
+from minisgl_backend.kernels import carveout, triton_ops  # noqa: E402
+from minisgl_backend.kernels import elementwise as fused  # noqa: E402
+from minisgl_backend.kernels.attention import decode as decode_attention  # noqa: E402
+from minisgl_backend.kernels.linear import small_rows as small_linear  # noqa: E402
+from minisgl_backend.kernels.sampling import launch as sampling  # noqa: E402
+from minisgl_backend.kernels.select import select_ops  # noqa: E402
 from minisgl_backend.kernels.torch_ops import TorchOps  # noqa: E402
 
 

@@ -14,10 +14,11 @@ import torch
 
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import resolve_options
-from minisgl_backend.kernels import cpu_library as library_module
-from minisgl_backend.kernels.cpu_library import cpu_kernels, cpu_library, multiplies_bfloat16
-from minisgl_backend.kernels.cpu_ops import MOST_ROWS, CpuOps
-from minisgl_backend.kernels.ops import Ops, select_ops
+from minisgl_backend.kernels.cpu import library as library_module
+from minisgl_backend.kernels.cpu.library import cpu_kernels, cpu_library, multiplies_bfloat16
+from minisgl_backend.kernels.cpu.ops import MOST_ROWS, CpuOps
+from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.select import select_ops
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.runner.device import DeviceFacts
 

@@ -21,15 +21,15 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels import fused
-from minisgl_backend.kernels.decode_attention import (
+from minisgl_backend.kernels import elementwise as fused
+from minisgl_backend.kernels.attention.decode import (
     DecodeShape,
     DecodeWorkspace,
     decode_attention,
     decode_shape,
     rotating_decode_attention,
 )
-from minisgl_backend.kernels.prefill_attention import prefill_attention
+from minisgl_backend.kernels.attention.prefill import prefill_attention
 
 CPU = torch.device("cpu")
 

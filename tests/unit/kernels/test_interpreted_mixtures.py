@@ -17,9 +17,13 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels import early_router, moe_few, moe_one, moe_wide, small_linear
-from minisgl_backend.kernels.moe import moe, route
-from minisgl_backend.kernels.moe_tiles import align
+from minisgl_backend.kernels.linear import small_rows as small_linear
+from minisgl_backend.kernels.moe import early_router
+from minisgl_backend.kernels.moe import few_tokens as moe_few
+from minisgl_backend.kernels.moe import grouped_tma as moe_wide
+from minisgl_backend.kernels.moe import one_token as moe_one
+from minisgl_backend.kernels.moe.align import align
+from minisgl_backend.kernels.moe.grouped import moe, route
 
 CPU = torch.device("cpu")
 

@@ -18,7 +18,8 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels import fused, small_linear
+from minisgl_backend.kernels import elementwise as fused
+from minisgl_backend.kernels.linear import small_rows as small_linear
 from minisgl_backend.kernels.triton_ops import TritonOps
 
 CPU = torch.device("cpu")

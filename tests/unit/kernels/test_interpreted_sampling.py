@@ -20,7 +20,8 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels import rows, sampling
+from minisgl_backend.kernels import row_tables as rows
+from minisgl_backend.kernels.sampling import launch as sampling
 from tests.sampling_cases import SamplingCase, logits_of
 
 CPU = torch.device("cpu")

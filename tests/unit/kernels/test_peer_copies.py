@@ -11,7 +11,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_collectives.py runs the kernel compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels.peer_copies import add_norm
+from minisgl_backend.kernels.collectives.copy_engines import add_norm
 
 EPS = 1e-6
 

@@ -11,9 +11,9 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_collectives.py runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels import peer_logits
-from minisgl_backend.kernels.peer_logits import EMPTY, Mailboxes, PeerLogits
-from minisgl_backend.kernels.peer_memory import tensor_at
+from minisgl_backend.kernels.collectives import logits_to_rank_0 as peer_logits
+from minisgl_backend.kernels.collectives.logits_to_rank_0 import EMPTY, Mailboxes, PeerLogits
+from minisgl_backend.kernels.collectives.peer_memory import tensor_at
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu/test_collectives.py runs the kernel compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels.peer_reduce import PLACES, Inboxes, empty_word, reduce_norm
+from minisgl_backend.kernels.collectives.all_reduce_norm import PLACES, Inboxes, empty_word, reduce_norm
 
 EPS = 1e-6
 WORDS = {2: torch.int16, 4: torch.int32}

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from minisgl_backend.kernels import peer_reduce
+from minisgl_backend.kernels.collectives import all_reduce_norm as peer_reduce
 
 kernel = peer_reduce._reduce_norm_kernel
 types = dict.fromkeys(["partial_ptr", "residual_ptr", "weight_ptr", "out_ptr"], "*bf16")
@@ -46,7 +46,7 @@ print(json.dumps(found))
 
 def test_all_programs_run_at_the_same_time() -> None:
     """Else one that waits could keep away another whose part somebody waits for."""
-    from minisgl_backend.kernels.peer_reduce import REGISTERS, programs_each
+    from minisgl_backend.kernels.collectives.all_reduce_norm import REGISTERS, programs_each
 
     environment = {**os.environ, "TRITON_INTERPRET": "0"}
     kernels = [(size, hidden, ahead) for size, hidden in SHAPES for ahead in (0, 1)]

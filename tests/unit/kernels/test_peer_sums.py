@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from minisgl_backend.kernels import peer_sums as module
-from minisgl_backend.kernels.peer_memory import HANDLE_BYTES
-from minisgl_backend.kernels.peer_sums import PeerSums
+from minisgl_backend.kernels.collectives import peer_sums as module
+from minisgl_backend.kernels.collectives.peer_memory import HANDLE_BYTES
+from minisgl_backend.kernels.collectives.peer_sums import PeerSums
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ import json, sys
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from minisgl_backend.kernels import moe, prefill_attention, small_linear
+from minisgl_backend.kernels.moe import grouped as moe
+from minisgl_backend.kernels.attention import prefill as prefill_attention
+from minisgl_backend.kernels.linear import small_rows as small_linear
 
 POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr"}
 COUNTS = {"counters_ptr", "order_ptr", "expert_ptr", "first_ptr", "end_ptr", "cu_seqlens_ptr", "kv_lens_ptr",
@@ -85,8 +87,9 @@ def test_kernels_fit_the_gpus_that_are_served() -> None:
 
 
 def test_a_gpu_with_room_takes_what_was_measured() -> None:
-    from minisgl_backend.kernels import moe, small_linear
-    from minisgl_backend.kernels.prefill_attention import long_tiles_fit
+    from minisgl_backend.kernels.attention.prefill import long_tiles_fit
+    from minisgl_backend.kernels.linear import small_rows as small_linear
+    from minisgl_backend.kernels.moe import grouped as moe
 
     for rows in (2, 3, 8, 16):
         for size_out, size_in in ((1024, 3072), (4096, 4096), (5120, 5120), (4096, 12288), (5120, 25600), (2048, 4096)):

@@ -81,7 +81,10 @@ def record(kernel, *args, grid, warmup, **options):
     variants.setdefault(key, reason)
 
 JITFunction.run = record
-from minisgl_backend.kernels import decode_attention, moe, small_linear, triton_ops
+from minisgl_backend.kernels import triton_ops
+from minisgl_backend.kernels.attention import decode as decode_attention
+from minisgl_backend.kernels.moe import grouped as moe
+from minisgl_backend.kernels.linear import small_rows as small_linear
 from minisgl_backend.runner.warm_up import decode_plans, sampled_plans, warm_up_plans
 
 HIDDEN, SIZE, HEADS, DIM, PAGE = 64, 64, 8, 16, 16

@@ -13,9 +13,9 @@ from typing import ClassVar
 import pytest
 import torch
 
-from minisgl_backend.kernels import tuned_linear
-from minisgl_backend.kernels.cublaslt import CLUSTERS, tile_sizes
-from minisgl_backend.kernels.tuned_linear import (
+from minisgl_backend.kernels.linear import tuned as tuned_linear
+from minisgl_backend.kernels.linear.cublaslt import CLUSTERS, tile_sizes
+from minisgl_backend.kernels.linear.tuned import (
     LONG_CLUSTERS,
     LONG_TILES,
     PROMPT_ROWS,

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hand_made_plans import Driver
 
-from minisgl_backend.kernels import sampling_layout as layout
+from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner import staging
 from minisgl_backend.runner.batch import BatchBuilder, StepTensors, expand

@@ -6,7 +6,7 @@ import torch
 from hand_made_plans import EVERY_WISH, Driver, say
 from tiny_runner import CPU, GREEDY, PROMPTS, MakeRunner
 
-from minisgl_backend.kernels.sampling_layout import SAMPLING_GRAPHS, SEARCHES
+from minisgl_backend.kernels.sampling.layout import SAMPLING_GRAPHS, SEARCHES
 from minisgl_backend.runner.async_output import UnsampledStep
 from minisgl_backend.runner.cuda_graph import LARGEST_SAMPLING_GRAPH, EagerGraphRunner
 from minisgl_backend.tensor_parallel import TensorParallel

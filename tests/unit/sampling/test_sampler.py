@@ -13,7 +13,7 @@ import pytest
 import sampling_reference as reference
 import torch
 
-from minisgl_backend.kernels import sampling_layout as layout
+from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.request import (
     MAX_BAD_WORD_SPELLINGS,
     MAX_BAD_WORDS,

@@ -37,7 +37,7 @@ class Tiles:
 def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool = False) -> Tiles:
     """Sorts pairs by expert in three launches: counts by block, their sums over the blocks, then places and tiles.
 
-    expert_ids int64 [num_tokens, k], contiguous. pdl: programmatic dependent launch, see small_linear.py.
+    expert_ids int64 [num_tokens, k], contiguous. pdl: programmatic dependent launch, see linear/small_rows.py.
     """
     pairs, device = expert_ids.numel(), expert_ids.device
     blocks = triton.cdiv(pairs, ALIGN_BLOCK)

@@ -16,7 +16,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.moe_one import MAX_EXPERTS, launch_options
+from minisgl_backend.kernels.moe.one_token import MAX_EXPERTS, launch_options
 
 MAX_SIZE = 8192  # of a line of weights, which a program holds in registers
 # Measured best on an H200 for 2,048 outputs, 4,096 inputs and 128 experts: all programs run at once.
@@ -48,7 +48,7 @@ def output_and_logits(
     """residual + x @ product.T [1, hidden], and undivided logits [experts_per_token, num_experts], the same in each
     line: x [1, size_in], product [hidden, size_in], residual [1, hidden], early as above, all in one number format.
 
-    pdl: programmatic dependent launch, whose rules stand in small_linear.py.
+    pdl: programmatic dependent launch, whose rules stand in linear/small_rows.py.
     """
     (hidden, size_in), num_experts, k = product.shape, len(early), experts_per_token
     out = torch.empty_like(residual)

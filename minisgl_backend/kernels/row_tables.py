@@ -1,7 +1,7 @@
 """Reads and writes of the row tables around a forward pass, one kernel each, in the Triton language.
 
 In plain torch these are a dozen launches of tiny kernels, which a decode step at small batch pays for in full. They are
-launched without `pdl`, on purpose: `lookup` begins the chain of kernels of a step, see small_linear.py.
+launched without `pdl`, on purpose: `lookup` begins the chain of kernels of a step, see linear/small_rows.py.
 """
 
 from __future__ import annotations

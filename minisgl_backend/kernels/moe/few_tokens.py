@@ -6,8 +6,8 @@ their own, so that an expert's weights are read once. Up to MAX_ROUTED_TOKENS th
 first ones norm the tokens; of more, the plan is a kernel behind the router's product. Then come the two products and
 the sum.
 
-`pdl`: programmatic dependent launch, whose rules stand in small_linear.py, with the exception of moe_one.py: the first
-product lets the second start only after its own wait, so that this one may read the plan before it waits.
+`pdl`: programmatic dependent launch, whose rules stand in linear/small_rows.py, with the exception of one_token.py: the
+first product lets the second start only after its own wait, so that this one may read the plan before it waits.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.fused import combine
-from minisgl_backend.kernels.moe_one import GONE, launch_options, order_keys
-from minisgl_backend.kernels.small_linear import LinearWorkspace, linear
+from minisgl_backend.kernels.elementwise import combine
+from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
+from minisgl_backend.kernels.moe.one_token import GONE, launch_options, order_keys
 
 MAX_TOKENS = 64
 MAX_ROUTED_TOKENS = 8  # whose states one program holds in registers beside a line of the router

@@ -1,4 +1,4 @@
-// What a step computes in bfloat16 on processors with AVX-512 BF16, compiled at the first start (kernels/cpu_library.py)
+// What a step computes in bfloat16 on processors with AVX-512 BF16, compiled at the first start (kernels/cpu/library.py)
 // by GCC 11 or later.
 //
 // Weights stay as checkpoints have them, one row for each output: nothing is packed, so they are in memory once. A

@@ -11,8 +11,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels import sampling_layout as layout
-from minisgl_backend.kernels.sampling_common import EDITS, FLAGS, MOST_ANSWERED, PENALTIES, wait_for_previous
+from minisgl_backend.kernels.sampling import layout
+from minisgl_backend.kernels.sampling.common import EDITS, FLAGS, MOST_ANSWERED, PENALTIES, wait_for_previous
 
 _REPETITION = tl.constexpr(layout.REPETITION)
 _PRESENCE = tl.constexpr(layout.PRESENCE)

@@ -1,4 +1,4 @@
-"""`Ops` on a CPU that multiplies bfloat16: the compiled kernels of `cpu.cpp` where they serve, torch elsewhere."""
+"""`Ops` on a CPU that multiplies bfloat16: the compiled kernels of `kernels.cpp` where they serve, torch elsewhere."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import ONE, KVScales
 
-# Rows up to which `cpu.cpp` multiplies: with more, oneDNN (torch's) is as fast, and faster on processors with AMX.
+# Rows up to which `kernels.cpp` multiplies: with more, oneDNN (torch's) is as fast, and faster on processors with AMX.
 MOST_ROWS = 64
 _LANES = 32  # numbers of a register: what is summed over has a multiple of them
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels import sampling_layout as layout
-from minisgl_backend.kernels.sampling_common import (
+from minisgl_backend.kernels.sampling import layout
+from minisgl_backend.kernels.sampling.common import (
     BORDER_COLUMN,
     DONE_COLUMN,
     EDITS,

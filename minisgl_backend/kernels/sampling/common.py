@@ -1,6 +1,6 @@
 """What the sampling kernels of several stages need: the order of tokens, their weights, and how programs of a row meet.
 
-The stages in their order: see sampling.py.
+The stages in their order: see launch.py.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels import sampling_layout as layout
+from minisgl_backend.kernels.sampling import layout
 
 MOST_SORTED = tl.constexpr(128)  # candidates that are sorted
 

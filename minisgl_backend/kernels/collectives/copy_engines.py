@@ -18,7 +18,7 @@ PLACES / 2 others have begun on its stream and not ended. So a rank that sends s
 which it needed the others' parts; they sent these behind the end of their sum n - PLACES, in whose place it is written.
 
 Why it cannot deadlock: copies and counts need no multiprocessor, and wait for nothing but the products before them. A
-rank that never sends is found by the host, which sets `stop`, as in peer_reduce.py.
+rank that never sends is found by the host, which sets `stop`, as in all_reduce_norm.py.
 """
 
 from __future__ import annotations
@@ -30,7 +30,14 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together, tensor_at
+from minisgl_backend.kernels.collectives.peer_memory import (
+    Gather,
+    Minimum,
+    PeerMemory,
+    ends_in_time,
+    open_together,
+    tensor_at,
+)
 
 PLACES = 4  # for sums that have begun and not ended, of which there are at most half as many
 MOST_BYTES = 128 << 20  # of a rank's part: longer ones are left to NCCL

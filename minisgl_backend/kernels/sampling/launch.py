@@ -34,12 +34,12 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels import sampling_layout as layout
-from minisgl_backend.kernels.sampling_common import NUM_FLOATS, NUM_LONGS
-from minisgl_backend.kernels.sampling_draw import sample_kernel
-from minisgl_backend.kernels.sampling_edits import edit_kernel, rules_kernel
-from minisgl_backend.kernels.sampling_filters import collect_kernel, search_kernel, settle_kernel, stats_kernel
-from minisgl_backend.kernels.sampling_logprobs import logprob_collect_kernel, logprob_stats_kernel
+from minisgl_backend.kernels.sampling import layout
+from minisgl_backend.kernels.sampling.common import NUM_FLOATS, NUM_LONGS
+from minisgl_backend.kernels.sampling.draw import sample_kernel
+from minisgl_backend.kernels.sampling.edits import edit_kernel, rules_kernel
+from minisgl_backend.kernels.sampling.filters import collect_kernel, search_kernel, settle_kernel, stats_kernel
+from minisgl_backend.kernels.sampling.logprobs import logprob_collect_kernel, logprob_stats_kernel
 
 _SLICE = 2048
 _GROUPS = 512  # at least, where the vocabulary is that large

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.decode_attention import for_cache
+from minisgl_backend.kernels.attention.decode import for_cache
 from minisgl_backend.kernels.shared_memory import shared_memory
 from minisgl_backend.kv.layout import FP8, ONE, KVScales
 

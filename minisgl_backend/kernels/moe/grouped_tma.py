@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.moe_tiles import Tiles
+from minisgl_backend.kernels.moe.align import Tiles
 from minisgl_backend.kernels.shared_memory import LARGEST
 
 TILE_PAIRS = 128

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 
 import torch
 
-from minisgl_backend.kernels import peer_reduce
-from minisgl_backend.kernels.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together
+from minisgl_backend.kernels.collectives import all_reduce_norm as peer_reduce
+from minisgl_backend.kernels.collectives.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together
 
 # The largest sum, in bytes, by number of ranks. Every rank sends all of it to every other, so that the more ranks there
 # are, the sooner NCCL's rings and trees are faster.

@@ -34,7 +34,7 @@ from typing import NamedTuple
 
 import torch
 
-from minisgl_backend.kernels.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Product, tile_sizes
+from minisgl_backend.kernels.linear.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Product, tile_sizes
 
 log = logging.getLogger(__name__)
 

@@ -27,7 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.fused import largest_number, to_cache
+from minisgl_backend.kernels.elementwise import largest_number, to_cache
 from minisgl_backend.kv.layout import FP8, ONE, KVScales
 
 
@@ -177,7 +177,7 @@ def decode_attention(
     q [batch, num_q_heads, head_dim] (rows may be strided, heads of a row follow each other), caches
     [num_pages, num_kv_heads, page_size, head_dim], rows and kv_lens (1 or more) int32 [batch], page_table int32
     [max_rows, max_pages]. Returns [batch, num_q_heads, head_dim].
-    pdl: programmatic dependent launch (Hopper and later), whose rules stand in small_linear.py.
+    pdl: programmatic dependent launch (Hopper and later), whose rules stand in linear/small_rows.py.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     _launch(
@@ -516,7 +516,7 @@ def _attend_part(
         # The last token is this step's own: it comes from qkv, everything before it from the cache.
         cached_end = tl.minimum(end, kv_len - 1)
         if EARLY:
-            # Lengths, pages and earlier tokens were written before this chain of kernels began (small_linear.py).
+            # Lengths, pages and earlier tokens were written before this chain of kernels began (linear/small_rows.py).
             offsets = _tile_offsets(table, begin, n, kv_len - 1, kv_stride_page, kv_stride_token, TILE, PAGE_SIZE)
             early_ok = begin + n < cached_end
             if WINDOW:

@@ -1,7 +1,7 @@
 """Elementwise chains between matrix products, one kernel each, in the Triton language.
 
 `torch_ops` holds the same functions in plain torch; tests compare them. `pdl`: programmatic dependent launch (Hopper
-and later), whose rules stand in small_linear.py.
+and later), whose rules stand in linear/small_rows.py.
 """
 
 from __future__ import annotations

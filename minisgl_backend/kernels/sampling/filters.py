@@ -2,7 +2,7 @@
 
 In order: min-p (Nguyen et al. 2024), top-k, top-p (Holtzman et al. 2019) on what top-k left. Min-p needs the largest
 logit alone. The other two keep all tokens from a border on, by logit and then by token id, and four kernels close in on
-it; sampling.py says what each does.
+it; launch.py says what each does.
 
 The search is the multi-pivot search of FlashInfer's sorting-free sampling, down to a bracket with few tokens in it.
 `collect_kernel` reads the row a last time: tokens above the bracket are kept in any case, so that it draws from them at
@@ -17,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.sampling_common import (
+from minisgl_backend.kernels.sampling.common import (
     BORDER_COLUMN,
     DONE_COLUMN,
     EDITS,
@@ -52,7 +52,7 @@ from minisgl_backend.kernels.sampling_common import (
     token_weights,
     wait_for_previous,
 )
-from minisgl_backend.kernels.sampling_draw import gumbel_score, noise_keys, write_token
+from minisgl_backend.kernels.sampling.draw import gumbel_score, noise_keys, write_token
 
 _WAYS = tl.constexpr(4)  # into which a step to the exact border cuts what is left
 

@@ -1,9 +1,9 @@
 """Mixture of experts, in the Triton language: which experts a token takes, and their MLPs as two grouped GEMMs.
 
-Nothing waits for the device. Pairs of (token, expert) are sorted by expert and cut into tiles (moe_tiles.py). How many
+Nothing waits for the device. Pairs of (token, expert) are sorted by expert and cut into tiles (align.py). How many
 tiles there are is known on the device only, so the grid has room for the most there can be and the rest return at once;
-hence it runs under CUDA graphs, in decode and in prefill. A lone token is computed by moe_one.py, a few by moe_few.py,
-many by moe_wide.py.
+hence it runs under CUDA graphs, in decode and in prefill. A lone token is computed by one_token.py, a few by
+few_tokens.py, many by grouped_tma.py.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels import moe_few, moe_wide
-from minisgl_backend.kernels.fused import combine
-from minisgl_backend.kernels.moe_tiles import ALIGN_BLOCK, FEW_BLOCKS, align, launch
+from minisgl_backend.kernels.elementwise import combine
+from minisgl_backend.kernels.moe import few_tokens as moe_few
+from minisgl_backend.kernels.moe import grouped_tma as moe_wide
+from minisgl_backend.kernels.moe.align import ALIGN_BLOCK, FEW_BLOCKS, align, launch
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 MAX_PDL_TOKENS = 256  # of a decode step
@@ -129,7 +130,7 @@ def moe(
     x [num_tokens, hidden], expert_ids int64 [num_tokens, k], expert_weights float32 [num_tokens, k],
     gate_up [num_experts, 2 * size, hidden], down [num_experts, hidden, size] -> [num_tokens, hidden].
     tma: the device has tensor memory access (Hopper and later), which many tokens are computed with.
-    pdl: programmatic dependent launch, whose rules stand in small_linear.py, but not of those many.
+    pdl: programmatic dependent launch, whose rules stand in linear/small_rows.py, but not of those many.
     """
     num_experts, hidden, size = down.shape
     k = expert_ids.shape[1]

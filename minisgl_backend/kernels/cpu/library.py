@@ -1,4 +1,4 @@
-"""The compiled kernels of `cpu.cpp`: built by the machine's C++ compiler at the first start, kept for the next ones.
+"""The compiled kernels of `kernels.cpp`: built by the machine's C++ compiler at the first start and kept.
 
 A wheel cannot bring them for every processor, and a compiler needs two seconds.
 """
@@ -24,7 +24,7 @@ import torch  # noqa: F401  its OpenMP is the library's: it must be loaded befor
 
 log = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("cpu.cpp")
+SOURCE = Path(__file__).with_name("kernels.cpp")
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fopenmp", "-fPIC", "-w")
 _COMPILERS = ("c++", "g++")  # clang's OpenMP is another than torch's
 _COMPILE_S = 120.0
@@ -58,7 +58,7 @@ def multiplies_bfloat16(cpuinfo: Path = Path("/proc/cpuinfo")) -> bool:
 
 @dataclass(frozen=True)
 class CpuKernels:
-    """The functions of cpu.cpp. `library`: None where there are none; `refusal` then says why, and is empty else."""
+    """The functions of kernels.cpp. `library`: None where there are none; `refusal` then says why, else ""."""
 
     library: ctypes.CDLL | None
     refusal: str
@@ -87,7 +87,7 @@ def cpu_kernels() -> CpuKernels:
 
 
 def cpu_library() -> ctypes.CDLL | None:
-    """The functions of cpu.cpp; None where this processor or machine has none."""
+    """The functions of kernels.cpp; None where this processor or machine has none."""
     return cpu_kernels().library
 
 

@@ -6,7 +6,7 @@ of the other two finds its experts in a copy for itself: that takes less time th
 all, but a copy for all would be where they wait for each other. The second norms on its way. The third adds the experts
 up, and the residual, where it computes them, in a fixed order.
 
-`pdl`: programmatic dependent launch, whose rules stand in small_linear.py, with one exception made on purpose. The
+`pdl`: programmatic dependent launch, whose rules stand in linear/small_rows.py, with one exception made on purpose. The
 second kernel lets the third start only after its own wait. So what the first one wrote is there when the third starts:
 it knows its experts, and fetches weights while the second still runs.
 """

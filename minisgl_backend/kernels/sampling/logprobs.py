@@ -10,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.sampling_common import (
+from minisgl_backend.kernels.sampling.common import (
     LOW_COLUMN,
     LOWEST_KEY,
     MAX_COLUMN,

@@ -23,7 +23,7 @@ steps. A rank writes the receipt when it has taken the tokens and emptied the pl
 of steps, and twice in one.
 
 Nobody waits for what comes later in another rank's order: flags, tokens and receipts are those of calls that all ranks
-make in the same order. A rank that never comes is found by the host, which sets `stop`, as in peer_reduce.py.
+make in the same order. A rank that never comes is found by the host, which sets `stop`, as in all_reduce_norm.py.
 """
 
 from __future__ import annotations
@@ -35,7 +35,14 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together, tensor_at
+from minisgl_backend.kernels.collectives.peer_memory import (
+    Gather,
+    Minimum,
+    PeerMemory,
+    ends_in_time,
+    open_together,
+    tensor_at,
+)
 
 SPINS = tl.constexpr(1024)  # between two looks at `stop`
 EMPTY = -(1 << 31)  # what no token is

@@ -1,0 +1,1 @@
+"""Attention over the paged KV cache, in the Triton language: decode and prefill."""

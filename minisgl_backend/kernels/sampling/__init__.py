@@ -1,0 +1,1 @@
+"""Sampling in the Triton language, one module a stage; `launch` runs them in order."""

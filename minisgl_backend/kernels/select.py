@@ -1,0 +1,35 @@
+"""Which implementation of `Ops` a device gets: the one place that knows them all."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import torch
+
+from minisgl_backend.kernels.cpu.library import cpu_library
+from minisgl_backend.kernels.cpu.ops import CpuOps
+from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.torch_ops import TorchOps
+
+
+def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
+    """The best implementation for a device: Triton-language kernels on a GPU, compiled ones for bfloat16 on a
+    CPU that multiplies it, plain torch elsewhere. hidden_size, dtype, is_mixture (of experts): of the model."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from minisgl_backend.kernels.triton_ops import TritonOps
+
+        return TritonOps(device, None if is_mixture else hidden_size)
+    if device.type == "cpu" and dtype == torch.bfloat16:
+        library = cpu_library()
+        if library is not None:
+            return CpuOps(library)
+    return TorchOps()
+
+
+def mixture_token_counts(device: torch.device, num_experts: int, experts_per_token: int) -> tuple[int, ...]:
+    """From each of these numbers of tokens on, `Ops.mixture` launches kernels that fewer tokens did not need."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return ()
+    from minisgl_backend.kernels.moe.grouped import token_counts
+
+    return token_counts(num_experts, experts_per_token)
