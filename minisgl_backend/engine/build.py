@@ -23,10 +23,10 @@ import numpy.typing as npt
 from minisgl_backend.config import PREFILL_LENGTH, EngineConfig, Environment, SchedulerLimits
 from minisgl_backend.engine.core import EngineCore, StepRunner
 from minisgl_backend.engine.followers import Followers, LeaderRunner
-from minisgl_backend.engine.grammar import Grammars
-from minisgl_backend.engine.grammar_compilers import GrammarCompilers
 from minisgl_backend.engine.open_device import OpenedDevice
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
+from minisgl_backend.grammar.compilers import GrammarCompilers
+from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.host.liveness import Heartbeat
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from minisgl_backend.cache.changes import CacheChange
-from minisgl_backend.engine.grammar import Grammars
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, MinisglError
+from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.ipc.messages import Rejected
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.outputs import SequenceOutputs

@@ -349,7 +349,7 @@ def test_a_stream_is_checked_before_it_begins(llm: LLM) -> None:
 
 
 def test_a_batch_may_have_more_grammars_than_wait_at_a_time(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl_backend.engine.grammar.MAX_COMPILING", 3)
+    monkeypatch.setattr("minisgl_backend.grammar.grammars.MAX_COMPILING", 3)
     guides = [Grammar(kind="regex", text=f"[a-c]{{{length}}}") for length in range(1, 9)]
     params = [SamplingParams(max_tokens=16, grammar=guide) for guide in guides]
     answers = llm.generate(["a"] * len(guides), params)

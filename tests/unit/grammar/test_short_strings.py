@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl_backend.engine.grammar_process import compile_grammar
-from minisgl_backend.engine.short_strings import MAX_LENGTH, unrolled
+from minisgl_backend.grammar.compiler import compile_grammar
+from minisgl_backend.grammar.short_strings import MAX_LENGTH, unrolled
 from minisgl_backend.request import Grammar
 
 xgrammar = pytest.importorskip("xgrammar")

@@ -15,13 +15,13 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from minisgl_backend.engine import grammar as grammar_module
 from minisgl_backend.engine.core import MAX_FAILED_STEPS, EngineCore
-from minisgl_backend.engine.grammar import Grammars
-from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
-from minisgl_backend.engine.grammar_memory import GrammarMemory
-from minisgl_backend.engine.grammar_pace import Pace
 from minisgl_backend.errors import CapacityError, InvalidRequestError
+from minisgl_backend.grammar import grammars as grammar_module
+from minisgl_backend.grammar.compilers import GrammarCompilers, Job
+from minisgl_backend.grammar.grammars import Grammars
+from minisgl_backend.grammar.memory import GrammarMemory
+from minisgl_backend.grammar.pace import Pace
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import FinishReason, Grammar

@@ -1,4 +1,4 @@
-"""A grammar compiler's own process: `python -m minisgl_backend.engine.grammar_process`, started by `grammar_compilers`.
+"""A grammar compiler's own process: `python -m minisgl_backend.grammar.compiler`, started by `grammar_compilers`.
 
 Some grammars of a few kilobytes take xgrammar minutes and gigabytes, and nothing can interrupt it: a process can be
 ended, and has a bound on its memory. What took it little time is known to be harmless, and the engine core compiles it
@@ -23,9 +23,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.engine.grammar_pace import LATE_S, TOO_SLOW
-from minisgl_backend.engine.short_strings import unrolled
 from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.grammar.pace import LATE_S, TOO_SLOW
+from minisgl_backend.grammar.short_strings import unrolled
 from minisgl_backend.host.spawn import TIED, begin_child
 from minisgl_backend.request import Grammar
 

@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl_backend.engine import mask_filler
-from minisgl_backend.engine.grammar_pace import Pace
-from minisgl_backend.engine.mask_filler import MaskFiller
+from minisgl_backend.grammar import mask_filler
+from minisgl_backend.grammar.mask_filler import MaskFiller
+from minisgl_backend.grammar.pace import Pace
 from minisgl_backend.request import Grammar
 
 WORDS = 3

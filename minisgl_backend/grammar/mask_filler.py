@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.engine.grammar_pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
 from minisgl_backend.errors import CapacityError, InvalidRequestError
+from minisgl_backend.grammar.pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
 from minisgl_backend.request import Grammar
 
 log = logging.getLogger(__name__)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl_backend.engine import grammar_memory
-from minisgl_backend.engine.grammar_memory import ENTRY_BYTES, MAX_REMEMBERED, TEXT_BYTES, GrammarMemory
 from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.grammar import memory as grammar_memory
+from minisgl_backend.grammar.memory import ENTRY_BYTES, MAX_REMEMBERED, TEXT_BYTES, GrammarMemory
 from minisgl_backend.request import Grammar
 
 

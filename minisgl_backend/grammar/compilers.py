@@ -18,10 +18,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_backend.engine.compiler_process import CompilerProcess
-from minisgl_backend.engine.grammar_memory import GrammarMemory
-from minisgl_backend.engine.grammar_process import compile_grammar
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
+from minisgl_backend.grammar.compiler import compile_grammar
+from minisgl_backend.grammar.compiler_process import CompilerProcess
+from minisgl_backend.grammar.memory import GrammarMemory
 from minisgl_backend.request import Grammar
 
 log = logging.getLogger(__name__)

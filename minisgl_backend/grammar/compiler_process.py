@@ -7,7 +7,7 @@ from multiprocessing.connection import Connection
 
 import msgspec
 
-from minisgl_backend.engine.grammar_process import Answer
+from minisgl_backend.grammar.compiler import Answer
 from minisgl_backend.host.spawn import start_child
 from minisgl_backend.request import Grammar
 
@@ -27,7 +27,7 @@ class CompilerProcess:
             with theirs:
                 arguments, fds = ["--fd", str(theirs.fileno())], (theirs.fileno(),)
                 self._popen = start_child(
-                    "minisgl_backend.engine.grammar_process", arguments, fds=fds, tied=True, environment=ENVIRONMENT
+                    "minisgl_backend.grammar.compiler", arguments, fds=fds, tied=True, environment=ENVIRONMENT
                 )
         except OSError:
             self._connection.close()

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
-from minisgl_backend.engine.grammar_pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
-from minisgl_backend.engine.mask_filler import MaskFiller
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
+from minisgl_backend.grammar.compilers import GrammarCompilers, Job
+from minisgl_backend.grammar.mask_filler import MaskFiller
+from minisgl_backend.grammar.pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
 from minisgl_backend.request import FinishReason, Grammar, Request
 from minisgl_backend.step import SequenceDetail, StepPlan, StepResult
 

@@ -9,20 +9,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.unit.engine.test_grammar import Harness, guided
+from tests.unit.engine.test_mask_filler import WORDS, Matcher
 
-from minisgl_backend.engine import grammar as grammar_module
-from minisgl_backend.engine import grammar_pace
-from minisgl_backend.engine.grammar import Grammars
-from minisgl_backend.engine.grammar_compilers import GrammarCompilers
-from minisgl_backend.engine.grammar_memory import GrammarMemory
-from minisgl_backend.engine.grammar_pace import TOO_SLOW, Pace
-from minisgl_backend.engine.mask_filler import MaskFiller
 from minisgl_backend.errors import CapacityError, InvalidRequestError
+from minisgl_backend.grammar import grammars as grammar_module
+from minisgl_backend.grammar import pace as grammar_pace
+from minisgl_backend.grammar.compilers import GrammarCompilers
+from minisgl_backend.grammar.grammars import Grammars
+from minisgl_backend.grammar.mask_filler import MaskFiller
+from minisgl_backend.grammar.memory import GrammarMemory
+from minisgl_backend.grammar.pace import TOO_SLOW, Pace
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import FinishReason, Grammar
-from tests.unit.engine.test_grammar import Harness, guided
-from tests.unit.engine.test_mask_filler import WORDS, Matcher
 
 xgrammar = pytest.importorskip("xgrammar")
 

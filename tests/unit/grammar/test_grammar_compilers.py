@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl_backend.engine import grammar_compilers, grammar_memory, grammar_process
-from minisgl_backend.engine.grammar_compilers import GrammarCompilers, Job
-from minisgl_backend.engine.grammar_process import Answer
 from minisgl_backend.errors import MinisglError
+from minisgl_backend.grammar import compiler as grammar_process
+from minisgl_backend.grammar import compilers as grammar_compilers
+from minisgl_backend.grammar import memory as grammar_memory
+from minisgl_backend.grammar.compiler import Answer
+from minisgl_backend.grammar.compilers import GrammarCompilers, Job
 from minisgl_backend.host.processes import process_table
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -157,7 +159,7 @@ def test_the_library_keeps_no_grammar_of_its_own(compilers: GrammarCompilers) ->
 def test_a_compiler_has_a_bound_on_its_memory() -> None:
     program = """
 import xgrammar
-from minisgl_backend.engine import grammar_process as module
+from minisgl_backend.grammar import compiler as module
 from minisgl_backend.request import Grammar
 
 module.MORE_BYTES = 64 << 20
