@@ -45,7 +45,7 @@ class Own(System):
     """This project's engine, scheduler and sampler included, with its default options."""
 
     def __init__(self, folder: Path, format: str, threads: int) -> None:
-        from minisgl_backend.host.resources import set_torch_defaults
+        from minisgl_backend.process.resources import set_torch_defaults
 
         os.environ["OMP_NUM_THREADS"] = str(threads)
         set_torch_defaults()

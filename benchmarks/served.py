@@ -18,7 +18,7 @@ from typing import Any
 
 from client.metrics import Metrics, fetch_metrics
 from minisgl_backend.errors import EngineDeadError
-from minisgl_backend.host.processes import Process, descendants, environment_folder, process_table
+from minisgl_backend.process.processes import Process, descendants, environment_folder, process_table
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 120.0  # far above what anything needs: the machine may be busy

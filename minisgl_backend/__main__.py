@@ -16,7 +16,7 @@ from rich.table import Table
 from minisgl_backend import __version__
 from minisgl_backend.config import OPTIONS, EngineConfig, Environment, Option
 from minisgl_backend.errors import MinisglError
-from minisgl_backend.host.spawn import log_to_stderr
+from minisgl_backend.process.spawn import log_to_stderr
 
 PANELS: Mapping[str, tuple[str, ...]] = {
     "Model": ("model", "dtype", "max_seq_len_override", "dummy_weights", "trust_remote_code"),

@@ -31,7 +31,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from minisgl_backend.config import OPTIONS, EngineConfig, Environment
 from minisgl_backend.engine.build import Engine, build_engine
 from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError
-from minisgl_backend.host.resources import set_torch_defaults
+from minisgl_backend.process.resources import set_torch_defaults
 from minisgl_backend.request import FinishReason, Grammar, SamplingParams, check_prompt
 from minisgl_backend.scheduler.outputs import NO_TOKEN, SequenceOutputs
 from minisgl_backend.step import SequenceDetail, StepStats

@@ -19,7 +19,6 @@ from minisgl_backend.delivery.core_link import NOT_RUNNING, CoreLink, Pauses
 from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.delivery.router import Router
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
-from minisgl_backend.host.status_files import up_mark
 from minisgl_backend.ipc.acks import AckReceiver
 from minisgl_backend.ipc.messages import (
     Abort,
@@ -33,6 +32,7 @@ from minisgl_backend.ipc.messages import (
     uid_of,
 )
 from minisgl_backend.ipc.private import make_private
+from minisgl_backend.process.status_files import up_mark
 from minisgl_backend.request import FinishReason, Request
 
 log = logging.getLogger(__name__)

@@ -20,9 +20,9 @@ from minisgl_backend.delivery.prober import PROBE_AFTER_S, Prober
 from minisgl_backend.delivery.responder import Responder
 from minisgl_backend.delivery.stream import Sender, SequenceStream, Stream, append_outputs, streams_of
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, status_of
-from minisgl_backend.host.status_files import drain_deadline, drained_mark, lost_at
 from minisgl_backend.ipc.messages import CANCELLED, Outputs, Rejected, Welcome
 from minisgl_backend.ipc.wire import Chunk, EngineRequest
+from minisgl_backend.process.status_files import drain_deadline, drained_mark, lost_at
 from minisgl_backend.request import MAX_PRIORITY, FinishReason, Request
 from minisgl_backend.text.vocabulary import PROMPT_TAIL, Vocabulary
 

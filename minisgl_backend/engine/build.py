@@ -27,10 +27,10 @@ from minisgl_backend.engine.open_device import OpenedDevice
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
 from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.grammars import Grammars
-from minisgl_backend.host.liveness import Heartbeat
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.process.liveness import Heartbeat
 from minisgl_backend.runner.null_runner import NullRunner
 from minisgl_backend.runner.runtime_config import RuntimeConfig
 from minisgl_backend.runner.scripted_runner import ScriptedRunner

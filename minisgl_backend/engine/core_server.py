@@ -14,7 +14,6 @@ from minisgl_backend.config import HANG_S
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.engine.kv_events import KVEventPublisher
-from minisgl_backend.host.liveness import Heartbeat
 from minisgl_backend.ipc.channel import ALL, CoreChannel, Entries, split_by_front
 from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S, Histogram
 from minisgl_backend.ipc.messages import (
@@ -29,6 +28,7 @@ from minisgl_backend.ipc.messages import (
     Welcome,
     front_of,
 )
+from minisgl_backend.process.liveness import Heartbeat
 from minisgl_backend.request import FinishReason
 from minisgl_backend.scheduler.outputs import SequenceOutputs
 from minisgl_backend.step import StepStats

@@ -6,7 +6,7 @@ import os
 
 import torch
 
-from minisgl_backend.host.resources import threads_of_rank
+from minisgl_backend.process.resources import threads_of_rank
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.runtime_config import RuntimeConfig
 

@@ -18,11 +18,11 @@ from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.cpu_threads import share_cores
 from minisgl_backend.engine.followers import HOST, LENGTH
 from minisgl_backend.errors import ConfigError, EngineDeadError
-from minisgl_backend.host.liveness import Heartbeat, Sign
-from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
 from minisgl_backend.ipc.plan_codec import unpack_step
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.process.liveness import Heartbeat, Sign
+from minisgl_backend.process.spawn import TIED, begin_child, log_to_stderr
 from minisgl_backend.runner.async_output import PendingStep, UnsampledStep
 from minisgl_backend.runner.build import build_runner
 from minisgl_backend.runner.compiling import announce_compiling

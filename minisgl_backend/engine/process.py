@@ -24,10 +24,10 @@ from minisgl_backend.engine.core_server import CoreServer
 from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.engine.kv_events import KVEventPublisher
 from minisgl_backend.errors import ConfigError, EngineDeadError
-from minisgl_backend.host.liveness import Heartbeat, Sign
-from minisgl_backend.host.spawn import TIED, begin_child, log_to_stderr
 from minisgl_backend.ipc.channel import CoreChannel
 from minisgl_backend.ipc.messages import StartReport
+from minisgl_backend.process.liveness import Heartbeat, Sign
+from minisgl_backend.process.spawn import TIED, begin_child, log_to_stderr
 
 log = logging.getLogger("minisgl_backend.engine.process")  # __name__ is __main__ here
 

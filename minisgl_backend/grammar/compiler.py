@@ -26,7 +26,7 @@ import numpy.typing as npt
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.grammar.pace import LATE_S, TOO_SLOW
 from minisgl_backend.grammar.short_strings import unrolled
-from minisgl_backend.host.spawn import TIED, begin_child
+from minisgl_backend.process.spawn import TIED, begin_child
 from minisgl_backend.request import Grammar
 
 Int32Array = npt.NDArray[np.int32]

@@ -8,7 +8,7 @@ from multiprocessing.connection import Connection
 import msgspec
 
 from minisgl_backend.grammar.compiler import Answer
-from minisgl_backend.host.spawn import start_child
+from minisgl_backend.process.spawn import start_child
 from minisgl_backend.request import Grammar
 
 # Of a process, which imports torch since xgrammar does: it needs no GPU, and tvm-ffi is to build nothing for torch.

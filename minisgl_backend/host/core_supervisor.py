@@ -18,10 +18,10 @@ import msgspec
 
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
-from minisgl_backend.host.liveness import PERIOD_S, Liveness, Sign
-from minisgl_backend.host.spawn import start_child
 from minisgl_backend.ipc.channel import LOCK_NAME
 from minisgl_backend.ipc.messages import StartReport
+from minisgl_backend.process.liveness import PERIOD_S, Liveness, Sign
+from minisgl_backend.process.spawn import start_child
 
 log = logging.getLogger(__name__)
 

@@ -24,13 +24,13 @@ from typing import Any
 
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.installed import DISTRIBUTION, Requirement, requirements_of
-from minisgl_backend.host.ports import free_port_error
-from minisgl_backend.host.resources import usable_cores
 from minisgl_backend.host.serve_options import parse_arguments
 from minisgl_backend.host.triton_server import find_triton_server
 from minisgl_backend.installation import model_repository
 from minisgl_backend.models.folder import DEMO, find_model_dir
+from minisgl_backend.process.installed import DISTRIBUTION, Requirement, requirements_of
+from minisgl_backend.process.ports import free_port_error
+from minisgl_backend.process.resources import usable_cores
 
 OK = "ok"
 NOTE = "note"  # something is amiss or missing that the demo does not need

@@ -14,8 +14,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from minisgl_backend.host.status_files import ask_to_drain, fronts_not_drained, has_fronts
 from minisgl_backend.ipc.channel import live_socket_directories
+from minisgl_backend.process.status_files import ask_to_drain, fronts_not_drained, has_fronts
 
 LAST_CHUNK_SECONDS = 0.5  # from the engine's last chunk through the detokenizer to the client
 ANSWER_SECONDS = 5.0  # after the time limit; a front on a free processor ends what still runs within a tenth of one

@@ -24,11 +24,8 @@ from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
 from minisgl_backend.host.node_options import read_secret
-from minisgl_backend.host.ports import free_port_error
 from minisgl_backend.host.serve_options import Arguments, say
 from minisgl_backend.host.settings import read_engine_config
-from minisgl_backend.host.spawn import start_child
-from minisgl_backend.host.stop_signals import on_stop_signals
 from minisgl_backend.ipc.node_link import (
     READY,
     Accepted,
@@ -47,6 +44,9 @@ from minisgl_backend.ipc.node_link import (
     tie,
 )
 from minisgl_backend.models.folder import find_model_dir, fingerprint
+from minisgl_backend.process.ports import free_port_error
+from minisgl_backend.process.spawn import start_child
+from minisgl_backend.process.stop_signals import on_stop_signals
 
 LOOK_S = 0.1
 RETRY_S = 0.5

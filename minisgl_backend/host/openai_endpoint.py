@@ -23,8 +23,8 @@ from typing import Any
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.option_arguments import tcp_port_or_none
 from minisgl_backend.host.parser_names import REASONING_PARSERS, TOOL_PARSERS
-from minisgl_backend.host.spawn import start_child
-from minisgl_backend.host.stop_signals import on_stop_signals
+from minisgl_backend.process.spawn import start_child
+from minisgl_backend.process.stop_signals import on_stop_signals
 
 SETTINGS_VARIABLE = "MINISGL_OPENAI_SETTINGS"  # not on a command line, where everybody could read the keys
 

@@ -26,18 +26,18 @@ from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.drain import ANSWER_SECONDS, LAST_CHUNK_SECONDS
-from minisgl_backend.host.processes import ServerProcesses
 from minisgl_backend.host.serve_options import ADMIN_APIS, ServerSettings
 from minisgl_backend.host.server_log import LogFilter
-from minisgl_backend.host.status_files import (
+from minisgl_backend.host.triton_server import DIE_WITH_PARENT, TritonInstall
+from minisgl_backend.ipc.channel import socket_directory
+from minisgl_backend.process.processes import ServerProcesses
+from minisgl_backend.process.status_files import (
     ask_to_drain,
     fronts_not_drained,
     fronts_without_core,
     has_fronts,
     note_lost,
 )
-from minisgl_backend.host.triton_server import DIE_WITH_PARENT, TritonInstall
-from minisgl_backend.ipc.channel import socket_directory
 
 _CONTROL_HEADER = "minisgl-control"
 _MAX_BODY, _MAX_BODY_BYTES = "--http-max-input-size", 16 << 20  # Triton 2.59 and later; 64 MB by default

@@ -20,12 +20,12 @@ from minisgl_backend.host.health import HealthServer
 from minisgl_backend.host.node_supervisor import serve_node
 from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
 from minisgl_backend.host.option_check import OptionCheck
-from minisgl_backend.host.ports import free_port_error
 from minisgl_backend.host.repository import render_repository
 from minisgl_backend.host.serve_options import Arguments, ServerSettings, parse_arguments, say
 from minisgl_backend.host.server_process import ServerProcess
-from minisgl_backend.host.stop_signals import on_stop_signals
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
+from minisgl_backend.process.ports import free_port_error
+from minisgl_backend.process.stop_signals import on_stop_signals
 
 _LOOK_SECONDS = 0.05  # between looks at the processes that are known
 _SCAN_SECONDS = 0.5  # between looks for new ones

@@ -13,9 +13,9 @@ import subprocess
 import sys
 import time
 
-from minisgl_backend.host.processes import ServerProcesses, process_of
-from minisgl_backend.host.spawn import start_child
 from minisgl_backend.ipc.channel import remove_stale_directories
+from minisgl_backend.process.processes import ServerProcesses, process_of
+from minisgl_backend.process.spawn import start_child
 
 _LOOK_SECONDS = 1.0
 _SCAN_SECONDS = 5.0  # between looks for new processes

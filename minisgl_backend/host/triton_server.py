@@ -23,9 +23,9 @@ from functools import cached_property
 from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.installed import version_of
-from minisgl_backend.host.resources import raise_file_limit, raise_stack_limit, torch_defaults
 from minisgl_backend.ipc.private import make_private
+from minisgl_backend.process.installed import version_of
+from minisgl_backend.process.resources import raise_file_limit, raise_stack_limit, torch_defaults
 
 DIE_WITH_PARENT = "--die-with-parent"
 

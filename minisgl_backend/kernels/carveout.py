@@ -2,8 +2,8 @@
 
 A kernel for which the driver chooses another division than for the one before it waits until a multiprocessor is empty.
 That takes away what its early launch gains (`pdl`, see linear/small_rows.py), so all of them ask for the largest share
-of shared memory. By the chain of benchmarks.kernels, a step of Qwen3-0.6B on an H200 takes 706 instead of 736 us at batch
-1, and 3,046 instead of 3,063 at 64.
+of shared memory. By the chain of benchmarks.kernels, a step of Qwen3-0.6B on an H200 takes 706 instead of 736 us at
+batch 1, and 3,046 instead of 3,063 at 64.
 
 It is for models of small layers, whose time goes into starts and ends of kernels. With it, a step of Qwen3-32B took
 17.5 ms at batch 1, more than at batch 8. Large products of one row read through the cache, which then is small; that

@@ -11,9 +11,9 @@ import uvicorn
 
 from minisgl_backend.config import Environment
 from minisgl_backend.host.openai_endpoint import SETTINGS_VARIABLE, EndpointSettings
-from minisgl_backend.host.resources import raise_file_limit
-from minisgl_backend.host.spawn import TIED, begin_child
 from minisgl_backend.openai.app import create_app
+from minisgl_backend.process.resources import raise_file_limit
+from minisgl_backend.process.spawn import TIED, begin_child
 
 _KEEP_ALIVE_SECONDS = 75  # longer than proxies keep theirs, so that they do not meet a connection that just ends
 _MAX_HEADER_BYTES = 64 << 10

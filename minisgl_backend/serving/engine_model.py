@@ -20,9 +20,9 @@ from minisgl_backend.delivery.frontend import EngineFront
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.host.server_watch import start_watch
 from minisgl_backend.host.settings import read_engine_config
-from minisgl_backend.host.spawn import log_to_stderr
 from minisgl_backend.ipc.channel import socket_directory
 from minisgl_backend.ipc.wire import Chunk, Codec
+from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.serving.metrics import MetricsReporter
 from minisgl_backend.text.vocabulary import load_vocabulary
 

@@ -17,10 +17,10 @@ import triton_python_backend_utils as pb_utils
 from minisgl_backend.config import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.host.settings import is_demo, read_engine_config
-from minisgl_backend.host.spawn import log_to_stderr
 from minisgl_backend.ipc.wire import Codec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import DEMO
+from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.serving.codec import CodecSettings, RequestCodec
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.text.tokenizer import Tokenizer

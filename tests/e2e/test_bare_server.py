@@ -15,7 +15,7 @@ import pytest
 
 from benchmarks.served import command_line
 from client import Client, ClientError, Unavailable
-from minisgl_backend.host.processes import Process, descendants, process_of, process_table
+from minisgl_backend.process.processes import Process, descendants, process_of, process_table
 from tests.e2e.conftest import RunningServer
 from tests.e2e.wire import PATIENCE_SECONDS, Server
 

@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from minisgl_backend.host.processes import descendants, process_table
+from minisgl_backend.process.processes import descendants, process_table
 from tests.e2e.wire import PATIENCE_SECONDS, GrpcStream, Server, batched
 
 pytestmark = pytest.mark.e2e

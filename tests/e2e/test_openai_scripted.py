@@ -17,7 +17,7 @@ from typing import Any
 import openai
 import pytest
 
-from minisgl_backend.host.processes import descendants, process_table
+from minisgl_backend.process.processes import descendants, process_table
 from minisgl_backend.text.tokenizer import Tokenizer
 from tests.e2e.conftest import ROOT
 from tests.e2e.openai_stack import Endpoint, running_endpoint, scripted_server

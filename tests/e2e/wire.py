@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import tritonclient.grpc as grpcclient
 
-from minisgl_backend.host.processes import descendants, process_table
+from minisgl_backend.process.processes import descendants, process_table
 
 DEATH = r"a process of model \w+ died|the server died"  # in the supervisor's log
 PATIENCE_SECONDS = 120.0  # far above what is ever needed: the machine may be busy

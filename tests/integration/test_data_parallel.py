@@ -12,7 +12,7 @@ import pytest
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError, EngineDeadError
-from minisgl_backend.host.status_files import fronts_without_core
+from minisgl_backend.process.status_files import fronts_without_core
 from minisgl_backend.request import FinishReason
 from tests.integration.conftest import START_SECONDS, Front, alive, wait_for
 

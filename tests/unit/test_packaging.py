@@ -14,8 +14,8 @@ import pytest
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import triton_server
-from minisgl_backend.host.resources import SERVER_STACK_BYTES, stacks_are_free
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
+from minisgl_backend.process.resources import SERVER_STACK_BYTES, stacks_are_free
 
 ROOT = Path(__file__).resolve().parents[2]
 PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")

@@ -22,9 +22,9 @@ from minisgl_backend.delivery import core_link, engine_client
 from minisgl_backend.delivery.core_link import Pauses
 from minisgl_backend.delivery.engine_client import CORE_DIED, CORE_UNHEARD, EngineClient
 from minisgl_backend.errors import EngineDeadError
-from minisgl_backend.host.status_files import fronts_without_core
 from minisgl_backend.ipc.channel import CoreChannel, FrontChannel
 from minisgl_backend.ipc.messages import Abort, Command, Hello, Outputs, Rejected, Submit
+from minisgl_backend.process.status_files import fronts_without_core
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from tests.unit.delivery.fake_engine import WELCOME
 

@@ -16,7 +16,7 @@ from minisgl_backend.engine import follower as follower_module
 from minisgl_backend.engine import followers as module
 from minisgl_backend.engine.followers import Followers
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
-from minisgl_backend.host.liveness import Heartbeat
+from minisgl_backend.process.liveness import Heartbeat
 
 
 def test_ranks_that_cannot_be_watched_count_as_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

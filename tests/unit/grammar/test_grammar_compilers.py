@@ -21,9 +21,9 @@ from minisgl_backend.grammar import compilers as grammar_compilers
 from minisgl_backend.grammar import memory as grammar_memory
 from minisgl_backend.grammar.compiler import Answer
 from minisgl_backend.grammar.compilers import GrammarCompilers, Job
-from minisgl_backend.host.processes import process_table
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.process.processes import process_table
 from minisgl_backend.request import Grammar
 
 xgrammar = pytest.importorskip("xgrammar")

@@ -16,9 +16,15 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.frontend import EngineFront
 from minisgl_backend.host.drain import LAST_CHUNK_SECONDS, drain
 from minisgl_backend.host.drain import main as drain_command
-from minisgl_backend.host.status_files import ask_to_drain, fronts_not_drained, fronts_without_core, note_lost, up_mark
 from minisgl_backend.ipc.channel import live_socket_directories, socket_directory
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, OutputOptions
+from minisgl_backend.process.status_files import (
+    ask_to_drain,
+    fronts_not_drained,
+    fronts_without_core,
+    note_lost,
+    up_mark,
+)
 from minisgl_backend.request import FinishReason, SamplingParams
 from minisgl_backend.text.vocabulary import Vocabulary
 from tests.unit.delivery.fake_engine import FakeEngine, Recorder, anything

@@ -17,12 +17,12 @@ import pytest
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import server_process, server_supervisor
 from minisgl_backend.host.option_check import OptionCheck
-from minisgl_backend.host.processes import process_of, process_table
 from minisgl_backend.host.serve_options import parse_arguments, say
 from minisgl_backend.host.server_log import LogFilter
 from minisgl_backend.host.server_process import ServerProcess
 from minisgl_backend.host.server_supervisor import Supervisor
 from minisgl_backend.host.triton_server import TritonInstall
+from minisgl_backend.process.processes import process_of, process_table
 
 
 def test_a_terminal_that_was_closed_stops_neither_the_log_nor_the_server(

@@ -23,12 +23,12 @@ from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
 from minisgl_backend.host.openai_endpoint import EndpointSettings, api_keys_of
-from minisgl_backend.host.ports import free_port_error
-from minisgl_backend.host.processes import ServerProcesses, descendants, process_table
 from minisgl_backend.host.serve_options import ADMIN_APIS, parse_arguments
 from minisgl_backend.host.server_process import server_arguments
 from minisgl_backend.host.server_supervisor import main
 from minisgl_backend.host.triton_server import TritonInstall
+from minisgl_backend.process.ports import free_port_error
+from minisgl_backend.process.processes import ServerProcesses, descendants, process_table
 
 
 def test_defaults_serve_the_demo_model_on_this_machine_only() -> None:

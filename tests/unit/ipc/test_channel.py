@@ -18,7 +18,6 @@ import pytest
 import zmq
 
 from minisgl_backend.errors import ConfigError, EngineDeadError
-from minisgl_backend.host.status_files import ask_to_drain, drain_deadline
 from minisgl_backend.ipc import channel
 from minisgl_backend.ipc.channel import (
     CoreChannel,
@@ -39,6 +38,7 @@ from minisgl_backend.ipc.messages import (
     uid_of,
 )
 from minisgl_backend.ipc.private import make_private
+from minisgl_backend.process.status_files import ask_to_drain, drain_deadline
 from minisgl_backend.step import SequenceDetail
 from tests.fakes import make_request
 

@@ -9,7 +9,7 @@ import pytest
 
 COUNTS = """
 import os, signal, threading, time
-from minisgl_backend.host.stop_signals import on_stop_signals
+from minisgl_backend.process.stop_signals import on_stop_signals
 signal.signal(signal.SIG{name}, signal.SIG_{before})
 stop = threading.Event()
 told = []

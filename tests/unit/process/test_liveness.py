@@ -6,7 +6,7 @@ import threading
 
 import pytest
 
-from minisgl_backend.host.liveness import LONG_S, PERIOD_S, Heartbeat, Liveness, Sign, wait_in_vain
+from minisgl_backend.process.liveness import LONG_S, PERIOD_S, Heartbeat, Liveness, Sign, wait_in_vain
 
 HANG_S = 15.0
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import minisgl_backend
-from minisgl_backend.host.resources import torch_defaults, usual_stack_limit
+from minisgl_backend.process.resources import torch_defaults, usual_stack_limit
 
 PR_SET_PDEATHSIG = 1
 TIED = "--tied"  # tells a child that its parent's starting thread lives as long as the parent

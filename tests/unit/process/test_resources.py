@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.host.resources import (
+from minisgl_backend.process.resources import (
     MOST_FILES,
     ONE_CORE_WEIGHT_BYTES,
     SERVER_STACK_BYTES,
@@ -21,7 +21,7 @@ from minisgl_backend.host.resources import (
     torch_defaults,
     usable_cores,
 )
-from minisgl_backend.host.spawn import start_child
+from minisgl_backend.process.spawn import start_child
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,7 +39,7 @@ def test_openmp_waits_passively_unless_the_user_says_otherwise() -> None:
 
 
 def test_ranks_share_the_cores_that_a_quota_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("minisgl_backend.host.resources.usable_cores", lambda: 8)
+    monkeypatch.setattr("minisgl_backend.process.resources.usable_cores", lambda: 8)
     large = ONE_CORE_WEIGHT_BYTES + 1
     assert [threads_of_rank(ranks, large, {}) for ranks in (1, 2, 3, 8, 16)] == [8, 4, 2, 1, 1]
     assert threads_of_rank(2, large, torch_defaults({})) == 4, "the default is nobody's wish"
@@ -107,7 +107,7 @@ def test_cores_are_those_of_the_container(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_shells_limit_of_files_is_none_of_the_servers() -> None:
     code = """
 import resource
-from minisgl_backend.host.resources import raise_file_limit
+from minisgl_backend.process.resources import raise_file_limit
 hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 for limits in ((128, hard), (128, 512), (128, 128)):
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
@@ -123,7 +123,7 @@ def test_stacks_are_large_for_the_server_and_usual_for_its_children() -> None:
     """In a process of its own: limits are a process's."""
     code = """
 import resource, subprocess, sys
-from minisgl_backend.host.resources import raise_stack_limit, usual_stack_limit
+from minisgl_backend.process.resources import raise_stack_limit, usual_stack_limit
 resource.setrlimit(resource.RLIMIT_STACK, (8 << 20, resource.getrlimit(resource.RLIMIT_STACK)[1]))
 def child():
     ask = "import resource; print(resource.getrlimit(resource.RLIMIT_STACK)[0])"
