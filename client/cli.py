@@ -17,7 +17,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import minisgl_backend
-from minisgl_backend.host.parser_names import REASONING_PARSERS, TOOL_PARSERS
+from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 
 from .bench.command import bench_app
 from .chat.command import ChatLoop

@@ -22,7 +22,7 @@ from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.option_arguments import tcp_port_or_none
-from minisgl_backend.host.parser_names import REASONING_PARSERS, TOOL_PARSERS
+from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 from minisgl_backend.process.spawn import start_child
 from minisgl_backend.process.stop_signals import on_stop_signals
 

@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_backend.openai.parts import Part
-from minisgl_backend.openai.reasoning import ReasoningParser
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.tools import NamedTool
-from minisgl_backend.openai.tool_calls import ArgumentsParser, CallListParser, ToolParser
 from minisgl_backend.openai.triton import Delta
+from minisgl_backend.parsers.parts import Part
+from minisgl_backend.parsers.reasoning import ReasoningParser
+from minisgl_backend.parsers.tool_calls import ArgumentsParser, CallListParser, ToolParser
 
 
 class MessageParser:

@@ -11,10 +11,10 @@ from typing import Any
 
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.errors import ApiError, invalid
-from minisgl_backend.openai.qwen_coder import QwenCoderParser
-from minisgl_backend.openai.reasoning import CLOSE, OPEN, ReasoningParser
-from minisgl_backend.openai.tool_calls import HermesParser, LlamaParser, ToolParser
 from minisgl_backend.openai.triton import ModelInfo, Prompt, TritonServer
+from minisgl_backend.parsers.qwen_coder import QwenCoderParser
+from minisgl_backend.parsers.reasoning import CLOSE, OPEN, ReasoningParser
+from minisgl_backend.parsers.tool_calls import HermesParser, LlamaParser, ToolParser
 
 _TOOL_PARSERS: Mapping[str, Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]] = {
     "hermes": HermesParser,

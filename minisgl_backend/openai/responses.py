@@ -10,11 +10,11 @@ from minisgl_backend.openai.answers import Header, usage
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.logprobs import HeldPositions, chat_logprobs
 from minisgl_backend.openai.message import MessageParser, new_call_id
-from minisgl_backend.openai.parts import Part
-from minisgl_backend.openai.reasoning import CLOSE
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.sse import encode, named_event
 from minisgl_backend.openai.triton import Delta, Generation
+from minisgl_backend.parsers.parts import Part
+from minisgl_backend.parsers.reasoning import CLOSE
 
 Event = dict[str, Any]  # without its number, which it gets when it is sent
 

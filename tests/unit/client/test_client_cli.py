@@ -19,7 +19,7 @@ from client import Client, Unavailable, cli
 from client.cli import app
 from client.console import write_answer
 from client.results import Choice, Result
-from minisgl_backend.host.parser_names import REASONING_PARSERS, TOOL_PARSERS
+from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 
 FULL_TEXT = "".join(WORDS)
 WAIT = 20.0  # seconds; generous, nothing here measures time

@@ -11,11 +11,11 @@ import pytest
 
 from minisgl_backend.openai.answers import Header
 from minisgl_backend.openai.message import MessageParser
-from minisgl_backend.openai.reasoning import ReasoningParser
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.responses import ResponseAnswer
-from minisgl_backend.openai.tool_calls import HermesParser
 from minisgl_backend.openai.triton import Delta, TokenLogprob
+from minisgl_backend.parsers.reasoning import ReasoningParser
+from minisgl_backend.parsers.tool_calls import HermesParser
 
 CALL = '<tool_call>{"name": "f", "arguments": {"a": "Hi"}}</tool_call>'
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from minisgl_backend.openai.parts import Part
+from minisgl_backend.parsers.parts import Part
 
 OPEN, CLOSE = "<think>", "</think>"
 

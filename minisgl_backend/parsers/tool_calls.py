@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Protocol
 
-from minisgl_backend.openai.call_reader import SPACE, Calls
-from minisgl_backend.openai.parts import Part
-from minisgl_backend.openai.reasoning import partial_suffix
+from minisgl_backend.parsers.json_calls import SPACE, Calls
+from minisgl_backend.parsers.parts import Part
+from minisgl_backend.parsers.reasoning import partial_suffix
 
 
 class ToolParser(Protocol):

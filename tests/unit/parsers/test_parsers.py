@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minisgl_backend.openai.qwen_coder import QwenCoderParser
-from minisgl_backend.openai.reasoning import ReasoningParser
-from minisgl_backend.openai.tool_calls import ArgumentsParser, CallListParser, HermesParser, LlamaParser
+from minisgl_backend.parsers.qwen_coder import QwenCoderParser
+from minisgl_backend.parsers.reasoning import ReasoningParser
+from minisgl_backend.parsers.tool_calls import ArgumentsParser, CallListParser, HermesParser, LlamaParser
 
 ARGUMENTS = {"city": 'Köln "am" {Rhein}\\', "days": [1, {"x": None}], "flag": True}
 NAMES = ("weather", "time")

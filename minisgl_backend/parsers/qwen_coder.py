@@ -20,9 +20,9 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from minisgl_backend.openai.argument_types import ArgumentTypes
-from minisgl_backend.openai.parts import Part, without_surrogates
-from minisgl_backend.openai.reasoning import partial_suffix
+from minisgl_backend.parsers.argument_types import ArgumentTypes
+from minisgl_backend.parsers.parts import Part, without_surrogates
+from minisgl_backend.parsers.reasoning import partial_suffix
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Literal
 
-from minisgl_backend.openai.parts import Part, without_surrogates
+from minisgl_backend.parsers.parts import Part, without_surrogates
 
 SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")

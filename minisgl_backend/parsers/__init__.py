@@ -1,0 +1,1 @@
+"""What models write, as it arrives: thoughts, tool calls and content."""
