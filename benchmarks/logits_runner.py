@@ -22,7 +22,7 @@ from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.batch import BatchBuilder
-from minisgl_backend.runner.cuda_graph import (
+from minisgl_backend.runner.graphs.whole import (
     CudaGraphRunner,
     DecodeOutputs,
     DecodeSteps,

@@ -46,7 +46,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
-from minisgl_backend.runner.device import DeviceFacts
+from minisgl_backend.runner.start.device import DeviceFacts
 
 MODELS = ("qwen3-0.6b", "llama-3.2-1b")
 BACKENDS = ("torch", "triton", "fa", "fi", "trtllm", "fa,triton", "fa,fi", "fa,trtllm")

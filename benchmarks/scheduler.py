@@ -23,8 +23,8 @@ import torch
 from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.request import Request, SamplingParams
 from minisgl_backend.runner.batch import BatchBuilder
-from minisgl_backend.runner.null_runner import NullRunner
 from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.runner.stand_ins.null import NullRunner
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan

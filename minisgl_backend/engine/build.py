@@ -31,9 +31,9 @@ from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.process.liveness import Heartbeat
-from minisgl_backend.runner.null_runner import NullRunner
-from minisgl_backend.runner.runtime_config import RuntimeConfig
-from minisgl_backend.runner.scripted_runner import ScriptedRunner
+from minisgl_backend.runner.stand_ins.null import NullRunner
+from minisgl_backend.runner.stand_ins.scripted import ScriptedRunner
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan
 
@@ -121,8 +121,8 @@ def build_engine(
 
 def resolve_options(config: EngineConfig, environment: Environment) -> tuple[RuntimeConfig, ModelConfig]:
     """What the options come to on this machine, without loading anything. Raises ConfigError."""
-    from minisgl_backend.runner.device import DeviceFacts
-    from minisgl_backend.runner.resolve import resolve
+    from minisgl_backend.runner.start.device import DeviceFacts
+    from minisgl_backend.runner.start.resolve import resolve
 
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = ModelConfig.load(model_dir)
@@ -131,7 +131,7 @@ def resolve_options(config: EngineConfig, environment: Environment) -> tuple[Run
 
 def start_progress() -> Any:
     """Progress reports of a rank's start."""
-    from minisgl_backend.runner.build import StartProgress
+    from minisgl_backend.runner.start.build import StartProgress
 
     return StartProgress(
         weights=ProgressReport("loading weights", mebibytes), graphs=ProgressReport("capturing graphs")
@@ -183,8 +183,8 @@ def _resolve(
 ) -> tuple[RuntimeConfig, str]:
     """What the options come to on this machine, and in words."""
     opened = _load_torch(config.first_device(dp_rank))
-    from minisgl_backend.runner.device import DeviceFacts
-    from minisgl_backend.runner.resolve import resolve
+    from minisgl_backend.runner.start.device import DeviceFacts
+    from minisgl_backend.runner.start.resolve import resolve
 
     facts = DeviceFacts.detect()
     if opened is not None and facts.kind == "cpu":
@@ -227,13 +227,13 @@ def _device(runtime: RuntimeConfig) -> torch.device:
 
 
 def _announce_compiling(runtime: RuntimeConfig, heartbeat: Heartbeat) -> None:
-    from minisgl_backend.runner.compiling import announce_compiling
+    from minisgl_backend.runner.start.compiling import announce_compiling
 
     announce_compiling(runtime.device, heartbeat.compiling, heartbeat.compiled)
 
 
 def _build_runner(runtime: RuntimeConfig, model: ModelConfig, tp: TensorParallel | None = None) -> ModelRunner:
-    from minisgl_backend.runner.build import build_runner
+    from minisgl_backend.runner.start.build import build_runner
 
     return build_runner(runtime, model, tp, start_progress())
 
@@ -245,7 +245,7 @@ def _share_cores(runtime: RuntimeConfig, runner: ModelRunner) -> None:
 
 
 def _trial_plan(config: EngineConfig) -> StepPlan:
-    from minisgl_backend.runner.memory import trial_plan
+    from minisgl_backend.runner.start.memory import trial_plan
 
     return trial_plan(config.max_running_requests)
 
@@ -253,7 +253,7 @@ def _trial_plan(config: EngineConfig) -> StepPlan:
 def _limits(
     runtime: RuntimeConfig, model: ModelConfig, runner: ModelRunner, tp: TensorParallel | None = None
 ) -> SchedulerLimits:
-    from minisgl_backend.runner.prefill_budget import measure_prefill_budget
+    from minisgl_backend.runner.start.prefill_budget import measure_prefill_budget
 
     mixed, backlog = measure_prefill_budget(runner, runtime, model.vocab_size, tp)
     log.info(

@@ -8,7 +8,7 @@ import torch
 
 from minisgl_backend.process.resources import threads_of_rank
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.runner.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 
 
 def share_cores(runtime: RuntimeConfig, runner: ModelRunner) -> None:

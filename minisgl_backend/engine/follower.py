@@ -24,12 +24,12 @@ from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.process.liveness import Heartbeat, Sign
 from minisgl_backend.process.spawn import TIED, begin_child, log_to_stderr
 from minisgl_backend.runner.async_output import PendingStep, UnsampledStep
-from minisgl_backend.runner.build import build_runner
-from minisgl_backend.runner.compiling import announce_compiling
-from minisgl_backend.runner.device import DeviceFacts
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.runner.prefill_budget import measure_prefill_budget
-from minisgl_backend.runner.resolve import resolve
+from minisgl_backend.runner.start.build import build_runner
+from minisgl_backend.runner.start.compiling import announce_compiling
+from minisgl_backend.runner.start.device import DeviceFacts
+from minisgl_backend.runner.start.prefill_budget import measure_prefill_budget
+from minisgl_backend.runner.start.resolve import resolve
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
 
 log = logging.getLogger("minisgl_backend.engine.follower")  # __name__ is __main__ here

@@ -36,7 +36,7 @@ from minisgl_backend.host.node_options import read_secret
 from minisgl_backend.ipc.plan_codec import pack_step
 from minisgl_backend.process.liveness import PERIOD_S, Heartbeat, Liveness, Sign, wait_in_vain
 from minisgl_backend.process.spawn import start_child
-from minisgl_backend.runner.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.step import StepDecisions, StepPlan
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
-from minisgl_backend.runner.lone_prompt import PromptLayout, PromptTensors
-from minisgl_backend.runner.piecewise import piece_size
+from minisgl_backend.runner.graphs.pieces import piece_size
+from minisgl_backend.runner.graphs.single_prompt import PromptLayout, PromptTensors
 from minisgl_backend.runner.row_table import RowTable, RowUpdates
 from minisgl_backend.runner.staging import Staged, Staging
 from minisgl_backend.sampling.metadata import NOTHING, SamplingInputs, SamplingMetadata, SamplingRows

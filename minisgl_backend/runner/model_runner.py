@@ -23,8 +23,8 @@ from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext, StepContext
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
 from minisgl_backend.runner.batch import BatchBuilder, HostBatch, StepTensors
-from minisgl_backend.runner.cuda_graph import DecodeOutputs, DecodeSteps, GraphRunner
-from minisgl_backend.runner.piecewise import PiecewiseRunner
+from minisgl_backend.runner.graphs.pieces import PiecewiseRunner
+from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import MaskStaging
 from minisgl_backend.sampling import logprobs

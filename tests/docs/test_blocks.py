@@ -41,7 +41,7 @@ FOREIGN = {"samples/client.py"}  # of another repository
 
 
 def test_files_that_the_text_names_are_there() -> None:
-    """By their whole path or the end of it, as `runner/memory.py`."""
+    """By their whole path or the end of it, as `runner/start/memory.py`."""
     folders = [path for path in ROOT.iterdir() if path.is_dir() and path.name not in (".venv", ".git", "build")]
     files = [path for folder in folders for path in folder.rglob("*.*")] + list(ROOT.glob("*.*"))
     endings = {"/".join(path.relative_to(ROOT).parts[-length:]) for path in files for length in range(1, 8)}

@@ -19,11 +19,11 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.batch import BatchBuilder
-from minisgl_backend.runner.build import build_runner
-from minisgl_backend.runner.cuda_graph import LARGEST_SAMPLING_GRAPH, GraphRunner
-from minisgl_backend.runner.device import DeviceFacts
+from minisgl_backend.runner.graphs.whole import LARGEST_SAMPLING_GRAPH, GraphRunner
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.runner.resolve import resolve
+from minisgl_backend.runner.start.build import build_runner
+from minisgl_backend.runner.start.device import DeviceFacts
+from minisgl_backend.runner.start.resolve import resolve
 from tests.unit.runner.hand_made_plans import EVERY_WISH, Driver, say
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

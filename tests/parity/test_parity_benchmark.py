@@ -17,7 +17,7 @@ from benchmarks.parity_reference import Sequences, save_checkpoint, transformers
 from minisgl_backend.models.build import build_model, weight_parts
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
-from minisgl_backend.runner.cuda_graph import EagerGraphRunner, GraphRunner
+from minisgl_backend.runner.graphs.whole import EagerGraphRunner, GraphRunner
 
 SMALL: dict[str, Any] = {
     "hidden_size": 64,

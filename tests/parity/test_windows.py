@@ -21,7 +21,7 @@ from minisgl_backend import LLM
 from minisgl_backend.config import Environment
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.runner.cuda_graph import EagerGraphRunner
+from minisgl_backend.runner.graphs.whole import EagerGraphRunner
 from tests.gauge.cells import BASELINE, CELLS, Cell
 from tests.gauge.harness import expect_short_answers
 from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoint, save_tokenizer

@@ -15,8 +15,8 @@ from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.build import resolve_options
 from minisgl_backend.engine.machine_report import report
 from minisgl_backend.host import doctor
-from minisgl_backend.runner import device as device_module
-from minisgl_backend.runner.device import DeviceFacts
+from minisgl_backend.runner.start import device as device_module
+from minisgl_backend.runner.start.device import DeviceFacts
 
 
 def test_it_is_what_the_engine_would_take() -> None:

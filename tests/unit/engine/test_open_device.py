@@ -152,7 +152,7 @@ load = build._load_torch
 def load_and_tell(first_device):
     opened = load(first_device)
     import torch
-    from minisgl_backend.runner.device import DeviceFacts
+    from minisgl_backend.runner.start.device import DeviceFacts
     torch.version.cuda = "12.8"
     facts = dataclasses.replace(DeviceFacts.detect(), count=4, **FACTS)
     DeviceFacts.detect = lambda: facts

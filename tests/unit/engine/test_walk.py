@@ -21,7 +21,7 @@ from minisgl_backend.engine.core_server import CoreServer
 from minisgl_backend.ipc.channel import CoreChannel, FrontChannel
 from minisgl_backend.ipc.messages import Outputs, Submit
 from minisgl_backend.request import Request, SamplingParams
-from minisgl_backend.runner.cuda_graph import EagerGraphRunner
+from minisgl_backend.runner.graphs.whole import EagerGraphRunner
 
 ROOT = Path(minisgl_backend.__file__).parent
 MOST_FILES = 20

@@ -20,7 +20,7 @@ from minisgl_backend.kernels.cpu.ops import MOST_ROWS, CpuOps
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops
 from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.runner.device import DeviceFacts
+from minisgl_backend.runner.start.device import DeviceFacts
 
 CPU = torch.device("cpu")
 EPS = 1e-6

@@ -85,7 +85,7 @@ from minisgl_backend.kernels import triton_ops
 from minisgl_backend.kernels.attention import decode as decode_attention
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.linear import small_rows as small_linear
-from minisgl_backend.runner.warm_up import decode_plans, sampled_plans, warm_up_plans
+from minisgl_backend.runner.start.warm_up import decode_plans, sampled_plans, warm_up_plans
 
 HIDDEN, SIZE, HEADS, DIM, PAGE = 64, 64, 8, 16, 16
 

@@ -12,9 +12,9 @@ from minisgl_backend.attention.hybrid import HybridAttention
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.runner.cuda_graph import EagerGraphRunner
+from minisgl_backend.runner.graphs.pieces import EagerPieces
+from minisgl_backend.runner.graphs.whole import EagerGraphRunner
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.runner.piecewise import EagerPieces
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.tensor_parallel import TensorParallel

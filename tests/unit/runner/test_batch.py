@@ -13,7 +13,7 @@ from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner import staging
 from minisgl_backend.runner.batch import BatchBuilder, StepTensors, expand
-from minisgl_backend.runner.cuda_graph import graph_sizes
+from minisgl_backend.runner.graphs.whole import graph_sizes
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.params import encode_params

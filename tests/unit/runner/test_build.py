@@ -17,14 +17,14 @@ from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import SamplingParams
-from minisgl_backend.runner import build, memory
-from minisgl_backend.runner.build import StartProgress, build_runner
-from minisgl_backend.runner.cuda_graph import EagerGraphRunner
-from minisgl_backend.runner.device import DeviceFacts, is_out_of_memory
-from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages, prompt_plan, worst_plans
-from minisgl_backend.runner.piecewise import EagerPieces
-from minisgl_backend.runner.resolve import resolve
-from minisgl_backend.runner.runtime_config import RuntimeConfig
+from minisgl_backend.runner.graphs.pieces import EagerPieces
+from minisgl_backend.runner.graphs.whole import EagerGraphRunner
+from minisgl_backend.runner.start import build, memory
+from minisgl_backend.runner.start.build import StartProgress, build_runner
+from minisgl_backend.runner.start.device import DeviceFacts, is_out_of_memory
+from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, prompt_plan, worst_plans
+from minisgl_backend.runner.start.resolve import resolve
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.tensor_parallel import TensorParallel
 
 CPU = torch.device("cpu")

@@ -8,7 +8,7 @@ from tiny_runner import CPU, GREEDY, PROMPTS, MakeRunner
 
 from minisgl_backend.kernels.sampling.layout import SAMPLING_GRAPHS, SEARCHES
 from minisgl_backend.runner.async_output import UnsampledStep
-from minisgl_backend.runner.cuda_graph import LARGEST_SAMPLING_GRAPH, EagerGraphRunner
+from minisgl_backend.runner.graphs.whole import LARGEST_SAMPLING_GRAPH, EagerGraphRunner
 from minisgl_backend.tensor_parallel import TensorParallel
 
 

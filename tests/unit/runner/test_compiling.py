@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from minisgl_backend.runner.compiling import announce_compiling
+from minisgl_backend.runner.start.compiling import announce_compiling
 
 
 def test_a_compilation_is_announced_and_its_end_too_where_it_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ AHEAD = """
 import torch, triton, triton.language as tl
 from concurrent.futures import ThreadPoolExecutor
 from triton.backends.compiler import GPUTarget
-from minisgl_backend.runner import compiling
+from minisgl_backend.runner.start import compiling
 
 class Driver:  # a GPU that is not there: its kernels can be compiled, and not launched
     def get_current_target(self): return GPUTarget("cuda", 90, 32)

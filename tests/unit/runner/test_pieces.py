@@ -12,8 +12,8 @@ from tiny_runner import GREEDY, PROMPTS, SAMPLED, MakeRunner, run
 
 from minisgl_backend.config import TILE_TOKENS
 from minisgl_backend.request import SamplingParams
+from minisgl_backend.runner.graphs.pieces import EagerPieces, piece_sizes
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.runner.piecewise import EagerPieces, piece_sizes
 
 
 def test_captured_passes_of_lone_prompts_change_nothing(make_runner: MakeRunner, expected: list[list[int]]) -> None:

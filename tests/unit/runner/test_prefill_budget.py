@@ -11,16 +11,16 @@ import pytest
 
 from minisgl_backend.config import TILE_TOKENS
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.runner.build import build_runner
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.runner.prefill_budget import (
+from minisgl_backend.runner.start.build import build_runner
+from minisgl_backend.runner.start.prefill_budget import (
     BACKLOG_FACTOR,
     DEEP_BACKLOG_FACTOR,
     TARGET_S,
     choose_prefill_budget,
     measure_prefill_budget,
 )
-from minisgl_backend.runner.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.step import StepPlan
 from tests.unit.runner.test_build import runtime_for
 

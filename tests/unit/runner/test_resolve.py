@@ -14,9 +14,9 @@ from benchmarks.model_shapes import SHAPES
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.runner.device import DeviceFacts, free_bytes
-from minisgl_backend.runner.resolve import resolve
-from minisgl_backend.runner.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.device import DeviceFacts, free_bytes
+from minisgl_backend.runner.start.resolve import resolve
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.tensor_parallel import device_of_rank
 
 CPU = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)

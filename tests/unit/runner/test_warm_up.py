@@ -8,9 +8,9 @@ import itertools
 import pytest
 from tiny_runner import GREEDY, MAX_SEQ_LEN, PROMPTS, MakeRunner, generate
 
-from minisgl_backend.runner.compiling import Compilations
-from minisgl_backend.runner.warm_up import SAMPLED as SAMPLED_AT_START
-from minisgl_backend.runner.warm_up import compile_kernels, warm_up, warm_up_plans
+from minisgl_backend.runner.start.compiling import Compilations
+from minisgl_backend.runner.start.warm_up import SAMPLED as SAMPLED_AT_START
+from minisgl_backend.runner.start.warm_up import compile_kernels, warm_up, warm_up_plans
 from minisgl_backend.step import StepPlan
 
 
@@ -35,8 +35,8 @@ def test_kernels_are_compiled_with_the_steps_of_a_start(
         return prepare(plan)
 
     monkeypatch.setattr(runner, "prepare", noted)
-    monkeypatch.setattr("minisgl_backend.runner.warm_up.compiles_ahead", lambda: True)
-    monkeypatch.setattr("minisgl_backend.runner.warm_up.compiling_ahead", lambda: contextlib.nullcontext(done))
+    monkeypatch.setattr("minisgl_backend.runner.start.warm_up.compiles_ahead", lambda: True)
+    monkeypatch.setattr("minisgl_backend.runner.start.warm_up.compiling_ahead", lambda: contextlib.nullcontext(done))
     compile_kernels(runner, 6, 100, MAX_SEQ_LEN)
     decoding = {len(plan.decode_rows) for plan in executed if not plan.prefill}
     asked = [plan.admitted[0].params for plan in executed if plan.admitted]

@@ -18,7 +18,7 @@ from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.kernels.sampling.layout import SAMPLING_GRAPHS
 from minisgl_backend.runner.batch import BatchBuilder
-from minisgl_backend.runner.capture import captured, many_captures
+from minisgl_backend.runner.graphs.capture import captured, many_captures
 
 # With more rows the device works longer on a step than the host needs to launch the sampler's kernels.
 LARGEST_SAMPLING_GRAPH = 16

@@ -27,8 +27,8 @@ from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
-from minisgl_backend.runner.capture import captured, end_failed, many_captures
-from minisgl_backend.runner.lone_prompt import PromptTensors
+from minisgl_backend.runner.graphs.capture import captured, end_failed, many_captures
+from minisgl_backend.runner.graphs.single_prompt import PromptTensors
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # that of models.decoder.CausalLM
 AtAttention = Callable[[int], None]  # what to do between two pieces, with the layer's index

@@ -20,15 +20,15 @@ from minisgl_backend.kernels.select import mixture_token_counts
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec, build_model, read_kv_scales
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.runner.compiling import name_kernels
-from minisgl_backend.runner.cuda_graph import CudaGraphRunner, EagerGraphRunner, GraphRunner, graph_sizes
-from minisgl_backend.runner.device import free_bytes, is_out_of_memory
-from minisgl_backend.runner.memory import choose_graph_max_bs, choose_num_pages, profile_run
+from minisgl_backend.runner.graphs.pieces import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
+from minisgl_backend.runner.graphs.whole import CudaGraphRunner, EagerGraphRunner, GraphRunner, graph_sizes
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.runner.piecewise import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.row_table import RowTable
-from minisgl_backend.runner.runtime_config import RuntimeConfig
-from minisgl_backend.runner.warm_up import compile_kernels, warm_up
+from minisgl_backend.runner.start.compiling import name_kernels
+from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
+from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, profile_run
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.warm_up import compile_kernels, warm_up
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank

@@ -11,8 +11,8 @@ from minisgl_backend.config import PREFILL_LENGTH, EngineConfig, Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import max_pages
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.runner.device import DeviceFacts
-from minisgl_backend.runner.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.device import DeviceFacts
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from minisgl_backend.request import Grammar, SamplingParams
 from minisgl_backend.runner.async_output import UnsampledStep
-from minisgl_backend.runner.compiling import compiles_ahead, compiling_ahead
-from minisgl_backend.runner.cuda_graph import graph_sizes
-from minisgl_backend.runner.memory import LARGEST_DEFAULT_GRAPH, PLAIN_PARAMS, padding_plan, prompt_plan
+from minisgl_backend.runner.graphs.whole import graph_sizes
 from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.start.compiling import compiles_ahead, compiling_ahead
+from minisgl_backend.runner.start.memory import LARGEST_DEFAULT_GRAPH, PLAIN_PARAMS, padding_plan, prompt_plan
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 log = logging.getLogger(__name__)

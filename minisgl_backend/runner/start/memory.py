@@ -15,9 +15,9 @@ from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool, max_pages
 from minisgl_backend.request import MAX_LOGPROBS, SamplingParams
-from minisgl_backend.runner.device import free_bytes
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.runner.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.device import free_bytes
+from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 # On the CPU memory is shared with everything else, so nobody wants "all that is left" by default.

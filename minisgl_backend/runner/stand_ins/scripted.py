@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from minisgl_backend.runner.null_runner import NullStep
+from minisgl_backend.runner.stand_ins.null import NullStep
 from minisgl_backend.step import StepPlan
 
 Int32Array = npt.NDArray[np.int32]

@@ -1,0 +1,1 @@
+"""CUDA graphs: whole decode steps, prompts in pieces, single prompts."""

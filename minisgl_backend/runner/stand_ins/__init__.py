@@ -1,0 +1,1 @@
+"""Runners without a model, for tests and for measuring everything else."""

@@ -1,0 +1,1 @@
+"""Before the first step: device, memory, compilation, warm-up."""
