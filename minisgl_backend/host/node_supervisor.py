@@ -23,7 +23,6 @@ import minisgl_backend
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
-from minisgl_backend.host.node_options import read_secret
 from minisgl_backend.host.serve_options import Arguments, say
 from minisgl_backend.host.settings import read_engine_config
 from minisgl_backend.ipc.node_link import (
@@ -44,6 +43,7 @@ from minisgl_backend.ipc.node_link import (
     tie,
 )
 from minisgl_backend.models.folder import find_model_dir, fingerprint
+from minisgl_backend.process.node_options import read_secret
 from minisgl_backend.process.ports import free_port_error
 from minisgl_backend.process.spawn import start_child
 from minisgl_backend.process.stop_signals import on_stop_signals

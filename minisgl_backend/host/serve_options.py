@@ -17,12 +17,12 @@ from pathlib import Path
 
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.node_options import fill_in, read_secret
 from minisgl_backend.host.openai_endpoint import EndpointSettings, add_endpoint_options, endpoint_of
 from minisgl_backend.host.option_arguments import add_engine_options, given_parameters, tcp_port, tcp_port_or_none
 from minisgl_backend.host.repository import DEMO_MODEL
 from minisgl_backend.host.triton_server import check_ascii
 from minisgl_backend.installation import model_repository
+from minisgl_backend.process.node_options import fill_in, read_secret
 
 ANSWERED = 3  # exit code of this module as a program: help or the version was printed, nothing else is wanted
 

@@ -15,8 +15,8 @@ from benchmarks.served import Served, free_ports
 from client import Client, ClientError, Unavailable
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.node_options import SECRET
 from minisgl_backend.host.triton_server import find_triton_server
+from minisgl_backend.process.node_options import SECRET
 from tests.integration.test_nodes import LOST_S, Node
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -27,8 +27,8 @@ import tritonclient.grpc as grpcclient
 from tritonclient.utils import InferenceServerException
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.node_options import SECRET
 from minisgl_backend.host.triton_server import find_triton_server
+from minisgl_backend.process.node_options import SECRET
 from minisgl_backend.process.processes import Process, descendants, environment_folder, process_table
 from tests.e2e.wire import DEATH, HOSTILE_BODIES, post_raw
 

@@ -22,7 +22,7 @@ import torch
 from minisgl_backend import LLM
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.errors import EngineDeadError
-from minisgl_backend.host.node_options import SECRET
+from minisgl_backend.process.node_options import SECRET
 from tests.integration.conftest import wait_for
 from tests.integration.test_nodes import LOST_S, Node, free_port
 from tests.integration.test_tensor_parallel import QUESTIONS

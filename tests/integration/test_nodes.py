@@ -20,8 +20,8 @@ import pytest
 from minisgl_backend.config import OPTIONS as OPTIONS_TABLE
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.node_options import SECRET
 from minisgl_backend.llm import LLM
+from minisgl_backend.process.node_options import SECRET
 from tests.integration.conftest import Front, alive, wait_for
 from tests.integration.test_tensor_parallel import OPTIONS, answers, followers_of
 

@@ -41,7 +41,7 @@ DESCRIPTORS = {"weight", "values"}
 CHANGING = {("sample_kernel", "out_stride"), ("settle_kernel", "out_stride"), ("logprob_collect_kernel", "out_stride")}
 
 kernels, wrong = {}, []
-for info in pkgutil.iter_modules(minisgl_backend.kernels.__path__, "minisgl_backend.kernels."):
+for info in pkgutil.walk_packages(minisgl_backend.kernels.__path__, "minisgl_backend.kernels."):
     module = importlib.import_module(info.name)
     for name, function in vars(module).items():
         if isinstance(function, JITFunction) and name.endswith("_kernel") and function.fn.__module__ == info.name:

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.node_options import SECRET, SECRET_FILE, fill_in, read_place, read_secret
 from minisgl_backend.host.serve_options import parse_arguments
 from minisgl_backend.host.server_supervisor import main
+from minisgl_backend.process.node_options import SECRET, SECRET_FILE, fill_in, read_place, read_secret
 
 TORCHRUN = {
     "TORCHELASTIC_RUN_ID": "none",

@@ -1,0 +1,103 @@
+"""What each layer of a model computes, as data: families write it (models/families), layers are built from it.
+
+Needs neither torch nor transformers, so that a model folder is read and refused in milliseconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh"]  # of the gate; gelu_tanh is transformers' gelu_pytorch_tanh
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary position embedding. Fields beyond `theta` and `rotary_dim` are for the types that they name."""
+
+    type: str = "default"  # default, linear, llama3, yarn or longrope
+    theta: float = 10000.0
+    rotary_dim: int | None = None  # leading dimensions of a head that are rotated; None: all (partial rotary)
+    factor: float = 1.0  # linear, llama3, yarn, longrope
+    original_max_position: int = 0  # llama3, yarn, longrope; tokens
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    attention_factor: float | None = None  # yarn, longrope; None: computed from the other fields
+    mscale: float | None = None  # yarn
+    mscale_all_dim: float | None = None  # yarn
+    truncate: bool = True  # yarn
+    short_factor: tuple[float, ...] = ()  # longrope; one a pair of dimensions
+    long_factor: tuple[float, ...] = ()  # longrope
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """RMSNorm (Zhang and Sennrich, 2019)."""
+
+    eps: float
+    weight_offset: float = 0.0  # added to the stored weight; Gemma stores what is to be added to 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig:
+    """Self-attention of one layer; heads are those of the whole model, before they are split over ranks."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rope: RopeConfig | None  # None: no position embedding (NoPE)
+    window: int | None = None  # tokens that a token sees, the last of which is itself; None: all up to itself
+    scale: float | None = None  # of queries' products with keys; None: head_dim ** -0.5
+    soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
+    sinks: bool = False  # a learned logit a head that takes part in the softmax and has no value (gpt-oss)
+    qkv_bias: bool = False
+    output_bias: bool = False
+    qk_norm: NormConfig | None = None  # RMSNorm of queries and keys before the rotation
+    qk_norm_over_heads: bool = False  # that norm is over all heads together (OLMo-2), not over each
+
+
+@dataclass(frozen=True, kw_only=True)
+class MlpConfig:
+    """The gated MLP: down(activation(gate(x)) * up(x))."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterConfig:
+    """How a mixture picks experts: the best `experts_per_token` of scores by softmax or sigmoid over all logits."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    renormalize: bool = True  # the shares of those picked add up to 1
+    correction_bias: bool = False  # added to the scores for the choice alone (DeepSeek-V3)
+    num_groups: int = 1  # experts are picked from the best `groups_per_token` of these groups (DeepSeek-V2)
+    groups_per_token: int = 1
+    scaling: float = 1.0  # factor of all shares
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoeConfig:
+    """Mixture of experts: the router picks `experts_per_token` of `num_experts` gated MLPs for each token."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int  # of one expert
+    router: RouterConfig
+    activation: Activation = "silu"
+    shared_intermediate_size: int = 0  # of an MLP that every token takes besides; 0: there is none
+    shared_gate: bool = False  # its result is multiplied by the sigmoid of a product with the input (Qwen2-MoE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerConfig:
+    """One decoder layer: attention, then an MLP, each added to the residual stream."""
+
+    attention: AttentionConfig
+    mlp: MlpConfig | MoeConfig
+    norm: NormConfig
+    norms: Literal["before", "after", "both"] = "before"  # of attention and MLP: of their input, their output, or both
+    residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)
