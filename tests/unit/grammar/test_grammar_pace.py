@@ -9,8 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.engine.test_grammar import Harness, guided
-from tests.unit.engine.test_mask_filler import WORDS, Matcher
 
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.grammar import grammars as grammar_module
@@ -23,6 +21,8 @@ from minisgl_backend.grammar.pace import TOO_SLOW, Pace
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import FinishReason, Grammar
+from tests.unit.grammar.test_grammar import Harness, guided
+from tests.unit.grammar.test_mask_filler import WORDS, Matcher
 
 xgrammar = pytest.importorskip("xgrammar")
 
