@@ -8,13 +8,12 @@ import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
-from fastapi.responses import HTMLResponse, PlainTextResponse
+from fastapi.responses import PlainTextResponse
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
@@ -29,6 +28,7 @@ from minisgl_backend.openai.limits import TOO_LARGE, ApiKeys, BodyLimit
 from minisgl_backend.openai.message import MessageParser, message_parsers
 from minisgl_backend.openai.metrics import ServerMetrics
 from minisgl_backend.openai.model import ServedModel
+from minisgl_backend.openai.page import add_page
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.messages import Message
@@ -249,8 +249,6 @@ def create_app(settings: EndpointSettings) -> FastAPI:
 
 
 def _add_routes(app: FastAPI, endpoint: Endpoint) -> None:
-    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
-
     @app.post("/v1/chat/completions")
     async def chat_completions(request: Request, body: ChatRequest) -> Response:
         return await endpoint.chat(request, body)
@@ -293,9 +291,7 @@ def _add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     async def version() -> Response:
         return _json({"version": minisgl_backend.__version__})
 
-    @app.get("/", include_in_schema=False)
-    async def index() -> Response:
-        return HTMLResponse(page)
+    add_page(app)
 
 
 def _json(value: Any, status: int = 200) -> Response:

@@ -11,11 +11,16 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.page import PAGE_FILES
 from minisgl_backend.openai.sse import encode
 
 TOO_LARGE = "body_too_large"
 
 _OPEN_PATHS = ("/", "/health", "/metrics", "/version")  # no model is asked there
+
+
+def _is_open(path: str) -> bool:
+    return path in _OPEN_PATHS or path.startswith(f"{PAGE_FILES}/")
 
 
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *, close: bool = False) -> None:
@@ -67,7 +72,7 @@ class ApiKeys:
         self._keys = [key.encode() for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] in _OPEN_PATHS or scope["method"] == "OPTIONS"
+        is_open = scope["type"] != "http" or _is_open(scope["path"]) or scope["method"] == "OPTIONS"
         given = "" if is_open else Headers(scope=scope).get("authorization", "")
         if is_open or self._is_known(given):
             await self._app(scope, receive, send)

@@ -18,17 +18,15 @@ from typing import Any
 import openai
 import pytest
 from pydantic import BaseModel
-from selenium import webdriver
-from selenium.webdriver.chrome.service import Service
-from selenium.webdriver.common.by import By
-from selenium.webdriver.support.ui import WebDriverWait
 
 from tests.e2e.conftest import free_ports
 from tests.e2e.openai_stack import Endpoint, fetch, running_endpoint
 from tests.e2e.wire import Server
+from tests.integration.browser import chromium
 
 pytestmark = pytest.mark.e2e
 
+QUESTION_AND_ANSWER = ["What is 17 + 25?", "17 + 25 = 42."]
 QUESTION = [{"role": "user", "content": "What is 17 + 25?"}]
 COUNT = [{"role": "user", "content": "Count from 1 to 9."}]
 COUNTED = "1, 2, 3, 4, 5, 6, 7, 8, 9"
@@ -398,7 +396,7 @@ def test_keys_names_origins_and_certificates(server: Server, tmp_path: Path) -> 
         assert refusal() == "this server needs an API key; allowed: Authorization: Bearer KEY"
         wrong = "the API key is none of this server's; allowed: Authorization: Bearer KEY"
         assert refusal(Authorization="Bearer wrong") == wrong
-        assert ask("/health")[0] == 200
+        assert [ask(path)[0] for path in ("/health", "/", "/page/chat.js")] == [200, 200, 200]
         for name in ("first", "second"):
             assert ask(f"/v1/models/{name}", Authorization="Bearer open")[0] == 200
         assert ask("/v1/models/demo", Authorization="Bearer sesame")[0] == 404
@@ -449,26 +447,22 @@ def test_the_command_beside_a_server_elsewhere(server: Server) -> None:
 
 
 def test_the_page_in_a_browser(endpoint: Endpoint, tmp_path: Path) -> None:
-    browser = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-    driver = shutil.which("chromedriver")
-    if browser is None or driver is None:
-        assert not os.environ.get("CI"), "continuous integration has a browser and its driver; see .ci/run"
-        pytest.skip("no Chromium, or no chromedriver, to look at the page with")
-    options = webdriver.ChromeOptions()
-    options.binary_location = browser
-    for option in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage", "no-proxy-server"):
-        options.add_argument(f"--{option}")
-    options.add_argument(f"--user-data-dir={tmp_path}")
-    with webdriver.Chrome(options, Service(driver)) as page:
-        page.get(f"{endpoint.url}/?q=What+is+17+%2B+25%3F")
-        log, state = page.find_element(By.ID, "log"), page.find_element(By.ID, "state")
-        WebDriverWait(page, 120).until(lambda _: "42." in log.text or log.find_elements(By.CLASS_NAME, "error"))
-        assert [span.text for span in log.find_elements(By.TAG_NAME, "span")] == ["What is 17 + 25?", "17 + 25 = 42."]
-        WebDriverWait(page, 60).until(lambda _: state.text == "ready")
-        assert page.find_elements(By.CSS_SELECTOR, ".message.error") == []
+    with chromium(tmp_path, f"{endpoint.url}/") as page:
+        page.open(1280, 800)
+        page.press("What is 17 + 25?")
+        page.wait(lambda: page.all(".turn > small") and page.text(".turn > small"))
+        assert [page.text(f".turn .{name}") for name in ("user", "answer", "error")] == [*QUESTION_AND_ANSWER, ""]
+        assert page.text("#model") == "demo"
+        assert page.text("#value-kv") != "-"
 
 
 def test_the_page_needs_nothing_from_other_hosts(endpoint: Endpoint) -> None:
-    status, page = endpoint.get("/")
-    assert status == 200
-    assert re.findall(r"""(?:src|href)=(?!["']?(?:openapi\.json|data:))|https?://|@import|url\(""", page) == []
+    request = urllib.request.Request(f"{endpoint.url}/")
+    with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(request, timeout=60) as reply:
+        policy, page = reply.headers["Content-Security-Policy"], reply.read().decode()
+    assert "default-src 'none'" in policy
+    assert "http" not in policy
+    files = re.findall(r"""(?:src|href)=["'](?!data:)([^"']*)""", page)
+    assert "page/chat.js" in files
+    assert not [name for name in files if endpoint.get(f"/{name}")[0] != 200]
+    assert "https://" not in page

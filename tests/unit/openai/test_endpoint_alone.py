@@ -115,6 +115,11 @@ def test_the_page_and_the_description(endpoint: OpenAIEndpoint) -> None:
     status, page, headers = ask(endpoint, "/")
     assert (status, headers["content-type"]) == (200, "text/html; charset=utf-8")
     assert page.rstrip().endswith("</html>")
+    assert "script-src 'self'" in headers["content-security-policy"]
+    status, _, script = ask(endpoint, "/page/chat.js")
+    assert (status, script["content-security-policy"]) == (200, headers["content-security-policy"])
+    assert "javascript" in script["content-type"]
+    assert ask(endpoint, "/page/../../app.py")[0] == ask(endpoint, "/page/nothing.js")[0] == 404
     assert "/v1/chat/completions" in json.loads(ask(endpoint, "/openapi.json")[1])["paths"]
     assert set(json.loads(ask(endpoint, "/version")[1])) == {"version"}
 
