@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu import offline_load
 from benchmarks.model_shapes import SHAPES
+from minisgl_backend.layers.config import LayerConfig, MoeConfig
 from minisgl_backend.models.config import ModelConfig
 
 BYTES_PER_VALUE = 2  # bfloat16
@@ -37,22 +38,18 @@ class Floors:
     def __init__(self, config: ModelConfig, limits: Limits) -> None:
         self._config = config
         self._limits = limits
-        heads = 2 * config.num_q_heads + 2 * config.num_kv_heads  # q and o, k and v
-        self._parameters = config.num_layers * heads * config.head_dim * config.hidden_size
-        self._expert_parameters = 0  # of one expert, all layers together
-        dense_layers = config.num_layers
-        if config.moe is not None:
-            dense_layers = len(config.moe.dense_layers)
-            sparse_layers = config.num_layers - dense_layers
-            self._parameters += sparse_layers * config.moe.num_experts * config.hidden_size  # the routers
-            self._expert_parameters = sparse_layers * 3 * config.hidden_size * config.moe.intermediate_size
-        self._parameters += dense_layers * 3 * config.hidden_size * config.intermediate_size
+        self._parameters = sum(_shared_parameters(layer, config.hidden_size) for layer in config.layers)
+        self._expert_parameters = sum(  # of one expert, all layers together
+            3 * config.hidden_size * layer.mlp.intermediate_size
+            for layer in config.layers
+            if isinstance(layer.mlp, MoeConfig)
+        )
         self._head_parameters = config.vocab_size * config.hidden_size
         self._kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * BYTES_PER_VALUE
 
     def distinct_experts(self, tokens: int) -> float:
         """How many experts of a layer `tokens` tokens reach together, if each picks its own uniformly; 0: no MoE."""
-        moe = self._config.moe
+        moe = self._config.mixture
         if moe is None:
             return 0.0
         return float(moe.num_experts * (1 - (1 - moe.experts_per_token / moe.num_experts) ** tokens))
@@ -73,7 +70,8 @@ class Floors:
         for length in prompts:
             flop += length * self._flop_per_token(head=False) + 2 * self._head_parameters
             # Scores and their product with the values, 2 * head_dim each, over half of length x length.
-            flop += 4 * self._config.num_layers * self._config.num_q_heads * self._config.head_dim * length**2 / 2
+            heads = sum(layer.attention.num_q_heads for layer in self._config.layers)
+            flop += 4 * heads * self._config.head_dim * length**2 / 2
         return flop / self._limits.flop_per_s
 
     def offline_tok_s(self, load: Sequence[tuple[list[int], int]]) -> float:
@@ -100,9 +98,20 @@ class Floors:
         return (self._parameters + experts + self._head_parameters) * BYTES_PER_VALUE
 
     def _flop_per_token(self, head: bool) -> float:
-        experts = self._config.moe.experts_per_token if self._config.moe is not None else 0
+        experts = self._config.mixture.experts_per_token if self._config.mixture is not None else 0
         parameters = self._parameters + experts * self._expert_parameters
         return 2.0 * (parameters + (self._head_parameters if head else 0))
+
+
+def _shared_parameters(layer: LayerConfig, hidden_size: int) -> int:
+    """Those of one layer that every token is multiplied with: all but the routed experts."""
+    attention, mlp = layer.attention, layer.mlp
+    rows = 2 * (attention.num_q_heads + attention.num_kv_heads) * attention.head_dim  # q and o, k and v
+    if isinstance(mlp, MoeConfig):
+        rows += mlp.num_experts + 3 * mlp.shared_intermediate_size  # the router
+    else:
+        rows += 3 * mlp.intermediate_size
+    return rows * hidden_size
 
 
 def _digits(value: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from minisgl_backend.layers.config import MlpConfig
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual
@@ -11,8 +12,9 @@ from minisgl_backend.layers.weights import LayerContext
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, hidden_size: int, intermediate_size: int, placement: LayerContext) -> None:
+    def __init__(self, config: MlpConfig, hidden_size: int, placement: LayerContext) -> None:
         super().__init__()
+        intermediate_size = config.intermediate_size
         outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, False, placement)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, "down_proj", False, placement)

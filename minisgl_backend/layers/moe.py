@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.layers.linear import RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual
@@ -17,23 +18,14 @@ from minisgl_backend.tensor_parallel import SumWay
 class MoeMLP(WeightedLayer):
     """Checkpoint names are those of Qwen3-MoE: mlp.gate and mlp.experts.N.{gate,up,down}_proj."""
 
-    def __init__(
-        self,
-        *,
-        hidden_size: int,
-        intermediate_size: int,
-        num_experts: int,
-        experts_per_token: int,
-        norm_topk_prob: bool,
-        name: str,
-        placement: LayerContext,
-    ) -> None:
+    def __init__(self, config: MoeConfig, hidden_size: int, name: str, placement: LayerContext) -> None:
         super().__init__()
         self._placement = placement
         self._name = name
-        self._intermediate_size = intermediate_size
-        self._experts_per_token = experts_per_token
-        self._norm_topk_prob = norm_topk_prob
+        self._intermediate_size = intermediate_size = config.intermediate_size
+        self._experts_per_token = config.experts_per_token
+        self._norm_topk_prob = config.router.renormalize
+        num_experts = config.num_experts
         local = intermediate_size // placement.tp.size
         self.router = placement.parameter(num_experts, hidden_size)
         self.gate_up = placement.parameter(num_experts, 2 * local, hidden_size)

@@ -24,13 +24,10 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops
 from minisgl_backend.kv.layout import KVScales, MHALayout
+from minisgl_backend.layers.config import AttentionConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
-from minisgl_backend.models.llama import LlamaForCausalLM
-from minisgl_backend.models.qwen2 import Qwen2ForCausalLM
-from minisgl_backend.models.qwen3 import Qwen3ForCausalLM
-from minisgl_backend.models.qwen3_moe import Qwen3MoeForCausalLM
 from minisgl_backend.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -41,14 +38,6 @@ _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_AT_ONCE = 8192  # of both, while they are compared
 
 Progress = Callable[[int, int], None]  # (bytes read so far, bytes to read), of this rank, after every tensor
-
-MODELS: dict[str, type[CausalLM]] = {
-    "LlamaForCausalLM": LlamaForCausalLM,
-    "MistralForCausalLM": LlamaForCausalLM,
-    "Qwen2ForCausalLM": Qwen2ForCausalLM,
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "Qwen3MoeForCausalLM": Qwen3MoeForCausalLM,
-}
 
 
 def build_model(
@@ -70,11 +59,11 @@ def build_model(
     """
     tp = tp or TensorParallel.single()
     config.check_tensor_parallel(tp.size)
-    ops = ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.moe is not None)
+    ops = ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.mixture is not None)
     placement = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp)
     if config.tie_word_embeddings and not dummy_weights and not _is_tied(Path(model_dir)):
         config = dataclasses.replace(config, tie_word_embeddings=False)
-    model = MODELS[config.architecture](config, placement, max_seq_len).eval()
+    model = CausalLM(config, placement, max_seq_len).eval()
     if dummy_weights:
         _fill_with_noise(model)
     else:
@@ -102,16 +91,16 @@ def attention_spec(
     kv = MHALayout(
         num_kv_heads=max(1, config.num_kv_heads // tp_size), head_dim=config.head_dim, dtype=kv_dtype or dtype
     )
-    # A window that no sequence outgrows is none: its layers join those that see everything.
-    windows = [w if w is not None and w < max_seq_len else None for w in (one.window for one in config.attention)]
+    kinds = [_kind(layer.attention, max_seq_len) for layer in config.layers]
     groups = tuple(
         LayerGroup(
-            layers=tuple(layer for layer, other in enumerate(windows) if other == window),
-            num_q_heads=config.num_q_heads // tp_size,
+            layers=tuple(index for index, other in enumerate(kinds) if other == kind),
+            num_q_heads=kind.num_q_heads // tp_size,
             kv=kv,
-            window=window,
+            window=kind.window,
+            scale=kind.scale,
         )
-        for window in dict.fromkeys(windows)
+        for kind in dict.fromkeys(kinds)
     )
     return AttentionSpec(
         groups=groups,
@@ -121,6 +110,20 @@ def attention_spec(
         dtype=dtype,
         device=device,
         flashinfer_tensor_cores=flashinfer_tensor_cores,
+    )
+
+
+def _kind(attention: AttentionConfig, max_seq_len: int) -> AttentionConfig:
+    """What layers of one group have in common. A window that no sequence outgrows is none: its layers join those that
+    see everything."""
+    window = attention.window
+    return AttentionConfig(
+        num_q_heads=attention.num_q_heads,
+        num_kv_heads=attention.num_kv_heads,
+        head_dim=attention.head_dim,
+        rope=None,
+        window=window if window is not None and window < max_seq_len else None,
+        scale=attention.scale,
     )
 
 

@@ -1,4 +1,4 @@
-"""The skeleton that all served architectures share: embedding, layers, final norm, output projection."""
+"""The modules of a decoder, built from its description: embedding, layers, final norm, output projection."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from minisgl_backend.layers.attention import AttentionShape, SelfAttention
+from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig, RopeConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -23,22 +24,24 @@ from minisgl_backend.layers.rotary import (
     yarn_frequencies,
 )
 from minisgl_backend.layers.weights import LayerContext
-from minisgl_backend.models.config import ModelConfig, RopeConfig
+from minisgl_backend.models.config import ModelConfig
 
 
 class DecoderLayer(nn.Module):
     """Attention, then an MLP, each with a norm before and the residual added after it."""
 
     def __init__(
-        self, config: ModelConfig, attention: SelfAttention, mlp: GatedMLP | MoeMLP, place: LayerContext
+        self, layer: LayerConfig, index: int, hidden_size: int, cos_sin: torch.Tensor, place: LayerContext
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, "input_layernorm", place)
-        self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(
-            config.hidden_size, config.rms_norm_eps, "post_attention_layernorm", place
+        self.input_layernorm = RMSNorm(hidden_size, layer.norm.eps, "input_layernorm", place)
+        self.self_attn = SelfAttention(attention_shape(layer.attention, hidden_size), index, cos_sin, place)
+        self.post_attention_layernorm = RMSNorm(hidden_size, layer.norm.eps, "post_attention_layernorm", place)
+        self.mlp = (
+            GatedMLP(layer.mlp, hidden_size, place)
+            if isinstance(layer.mlp, MlpConfig)
+            else MoeMLP(layer.mlp, hidden_size, "mlp", place)
         )
-        self.mlp = mlp
 
     def derive_weights(self) -> None:
         """What is computed from weights: to be called when all of them are loaded."""
@@ -65,7 +68,7 @@ class Decoder(nn.Module):
         self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", place)
         self.layers = nn.ModuleList(layers)
         self._rehearsal = rehearsal(config)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, "norm", place)
+        self.norm = RMSNorm(config.hidden_size, config.norm.eps, "norm", place)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_wanted, hidden_size].
@@ -87,18 +90,21 @@ class CausalLM(nn.Module):
         super().__init__()
         self.config = config
         self._ops, self._tp = place.ops, place.tp
-        ropes = {layer.rope for layer in config.attention}
-        tables = {rope: rope_table(rope, config.head_dim, max_seq_len, place.device) for rope in ropes}
+        # Layers with the same rope share a table.
+        tables: dict[tuple[RopeConfig | None, int], torch.Tensor] = {
+            (a.rope, a.head_dim): rope_table(a.rope, a.head_dim, max_seq_len, place.device)
+            for a in dict.fromkeys(layer.attention for layer in config.layers)
+            if a.rope is not None
+        }
         layers = (
-            self.make_layer(config, index, tables[layer.rope], place) for index, layer in enumerate(config.attention)
+            DecoderLayer(
+                layer, index, config.hidden_size, tables[layer.attention.rope, layer.attention.head_dim], place
+            )
+            for index, layer in enumerate(config.layers)
         )
         self.model = Decoder(config, layers, place)
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, "lm_head", place, tied)
-
-    def make_layer(self, config: ModelConfig, index: int, cos_sin: torch.Tensor, place: LayerContext) -> DecoderLayer:
-        """The one thing that an architecture has to say. `cos_sin` is the layer's rope table, shared with its like."""
-        raise NotImplementedError
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, of the tokens ctx.wanted."""
@@ -138,23 +144,20 @@ class CausalLM(nn.Module):
 def rehearsal(config: ModelConfig) -> tuple[int, ...]:
     """Layers, ascending, that launch every kernel of a forward pass: the first, before which there is nothing to be
     added, the first of each kind behind it, and the last, which may have fewer lines."""
-    dense = config.moe.dense_layers if config.moe is not None else frozenset()
-    kinds = [(layer, index in dense) for index, layer in enumerate(config.attention)]
-    later = {kind: index for index, kind in reversed(list(enumerate(kinds))) if index > 0}
-    return tuple(sorted({0, *later.values(), len(kinds) - 1}))
+    later = {kind: index for index, kind in reversed(list(enumerate(config.layers))) if index > 0}
+    return tuple(sorted({0, *later.values(), config.num_layers - 1}))
 
 
-def attention_shape(config: ModelConfig, *, qkv_bias: bool, output_bias: bool, qk_norm: bool) -> AttentionShape:
-    """The sizes of config.json with what only the architecture knows."""
+def attention_shape(config: AttentionConfig, hidden_size: int) -> AttentionShape:
     return AttentionShape(
-        hidden_size=config.hidden_size,
+        hidden_size=hidden_size,
         num_q_heads=config.num_q_heads,
         num_kv_heads=config.num_kv_heads,
         head_dim=config.head_dim,
-        eps=config.rms_norm_eps,
-        qkv_bias=qkv_bias,
-        output_bias=output_bias,
-        qk_norm=qk_norm,
+        eps=config.qk_norm.eps if config.qk_norm is not None else 0.0,
+        qkv_bias=config.qkv_bias,
+        output_bias=config.output_bias,
+        qk_norm=config.qk_norm is not None,
     )
 
 

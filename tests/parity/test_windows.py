@@ -85,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def test_the_windows_are_there(case: Case) -> None:
     """Without them the answers would be others."""
     config = ModelConfig.load(case.folder)
-    assert any(layer.window for layer in config.attention)
+    assert any(layer.attention.window for layer in config.layers)
     path = case.folder / "config.json"
     kept = path.read_text()
     path.write_text(

@@ -8,6 +8,7 @@ import pytest
 
 from benchmarks.driver import Driver
 from benchmarks.model_shapes import SHAPES, make_folder
+from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.models.config import ModelConfig
 
 SMALL = {"num_hidden_layers": 2, "vocab_size": 1024, "hidden_size": 256}
@@ -15,11 +16,12 @@ SMALL = {"num_hidden_layers": 2, "vocab_size": 1024, "hidden_size": 256}
 
 def test_the_moe_shape_is_read_as_its_authors_mean_it() -> None:
     config = ModelConfig.from_dicts(SHAPES["qwen3-30b-a3b"], {})
-    assert config.moe is not None
-    assert (config.moe.num_experts, config.moe.experts_per_token, config.moe.intermediate_size) == (128, 8, 768)
-    assert config.moe.norm_topk_prob
-    assert not config.moe.dense_layers
-    assert (config.num_layers, config.num_q_heads, config.num_kv_heads, config.head_dim) == (48, 32, 4, 128)
+    (layer,) = set(config.layers)
+    moe, attention = layer.mlp, layer.attention
+    assert isinstance(moe, MoeConfig)
+    assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (128, 8, 768)
+    assert moe.router.renormalize
+    assert (config.num_layers, attention.num_q_heads, config.num_kv_heads, config.head_dim) == (48, 32, 4, 128)
 
 
 @pytest.mark.parametrize("weights", [False, True], ids=["dummy weights", "saved weights"])

@@ -84,7 +84,7 @@ def _build(
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype), most_rows)
     free_at_start = free_bytes(device)
     spec, runner_with = _load(runtime, model_config, device, tp, progress)
-    max_running, moe = runtime.config.max_running_requests, model_config.moe
+    max_running, moe = runtime.config.max_running_requests, model_config.mixture
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
     limits = (max_running, runtime.max_prefill_length, runtime.max_seq_len, counts)
     step_bytes, graph_max_bs = 0, runtime.cuda_graph_max_bs

@@ -61,6 +61,10 @@ def resolve(
     _check_num_pages(config.num_pages, attention.page_size)
     for warning in attention.warnings:
         log.warning("%s", warning)
+    if model.unknown_keys:
+        log.warning(
+            "config.json: %s: unknown to this engine and to transformers, and ignored", ", ".join(model.unknown_keys)
+        )
     max_prefill_length = _max_prefill_length(config, model, device.multiprocessors)
     return RuntimeConfig(
         config=config,
@@ -112,7 +116,7 @@ def _max_prefill_length(config: EngineConfig, model: ModelConfig, multiprocessor
     if config.max_prefill_length is not None:
         return config.max_prefill_length
     flops = 2 * MIXTURE_PREFILL_LENGTH * model.layer_weights_per_token / config.tp
-    if model.moe is not None and flops <= LONGEST_PREFILL_S * multiprocessors * MULTIPROCESSOR_FLOPS:
+    if model.mixture is not None and flops <= LONGEST_PREFILL_S * multiprocessors * MULTIPROCESSOR_FLOPS:
         return MIXTURE_PREFILL_LENGTH
     return PREFILL_LENGTH
 

@@ -40,7 +40,7 @@ def test_scaled_tables(scaling: dict[str, Any], head_dim: int) -> None:
     expected = rotary_table(frequencies, 256, torch.device("cpu"), attention_factor)
     config = ModelConfig.from_dicts(hf.to_dict(), {})
     torch.testing.assert_close(
-        rope_table(config.attention[0].rope, head_dim, 256, torch.device("cpu")), expected, rtol=1e-5, atol=1e-5
+        rope_table(config.layers[0].attention.rope, head_dim, 256, torch.device("cpu")), expected, rtol=1e-5, atol=1e-5
     )
 
 

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.config import GenerationDefaults, LayerAttention, ModelConfig, RopeConfig
+from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig, MoeConfig, NormConfig, RopeConfig
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.generation import GenerationDefaults
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -38,9 +40,11 @@ def read(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfi
 
 def test_reads_sizes() -> None:
     config = read()
-    assert (config.num_layers, config.num_q_heads, config.num_kv_heads, config.head_dim) == (2, 4, 2, 16)
-    assert config.attention == (LayerAttention(rope=RopeConfig(theta=10000.0)),) * 2
-    assert config.moe is None
+    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (2, 2, 16)
+    attention = AttentionConfig(num_q_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(theta=10000.0))
+    layer = LayerConfig(attention=attention, mlp=MlpConfig(intermediate_size=96), norm=NormConfig(eps=1e-5))
+    assert config.layers == (layer,) * 2
+    assert config.mixture is None
     assert not config.tie_word_embeddings
 
 
@@ -53,7 +57,7 @@ def test_reads_sizes() -> None:
     ],
 )
 def test_both_spellings_of_rope(spelling: dict[str, Any]) -> None:
-    rope = read(**spelling).attention[0].rope
+    rope = read(**spelling).layers[0].attention.rope
     assert rope == RopeConfig(
         type="llama3",
         theta=5e5,
@@ -75,8 +79,8 @@ def test_rope_scaling_beside_rope_parameters_counts() -> None:
     saved = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
     assert read(**saved, rope_scaling={**yarn, "rope_theta": 5e5}) == read(rope_theta=5e5, rope_scaling=yarn)
     assert read(**saved, rope_theta=5e5, rope_scaling=yarn) == read(rope_theta=5e5, rope_scaling=yarn)
-    assert read(**saved, rope_scaling=None).attention[0].rope == RopeConfig(theta=5e5)
-    assert read(rope_parameters=yarn, rope_scaling={"rope_type": "default"}).attention[0].rope == RopeConfig()
+    assert read(**saved, rope_scaling=None).layers[0].attention.rope == RopeConfig(theta=5e5)
+    assert read(rope_parameters=yarn, rope_scaling={"rope_type": "default"}).layers[0].attention.rope == RopeConfig()
     with pytest.raises(ConfigError, match=r"rope_parameters has rope_theta 500000.0, but beside rope_scaling"):
         read(**saved, rope_scaling=yarn)
 
@@ -95,9 +99,10 @@ def test_number_of_experts_in_both_spellings() -> None:
     }
     old, new = read(**moe, num_experts=8), read(**moe, num_local_experts=8)
     assert old == new
-    assert old.moe is not None
-    assert old.moe.num_experts == 8
-    assert old.moe.dense_layers == {0}
+    dense, mixture = (layer.mlp for layer in old.layers)
+    assert isinstance(dense, MlpConfig)
+    assert isinstance(mixture, MoeConfig)
+    assert mixture.num_experts == 8
 
 
 REFUSED: list[dict[str, Any]] = [
@@ -185,7 +190,7 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
 )
 def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
     config = read(**changes)
-    assert tuple(layer.window for layer in config.attention) == windows
+    assert tuple(layer.attention.window for layer in config.layers) == windows
     assert config.max_seq_len() == config.max_position
 
 

@@ -13,8 +13,9 @@ import torch
 from minisgl_backend.attention.hybrid import HybridAttention
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.layers import context
+from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models import build
-from minisgl_backend.models.config import LayerAttention, ModelConfig
+from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import rehearsal
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
@@ -91,10 +92,10 @@ def test_few_layers_are_rehearsed(tmp_path: Path) -> None:
     """Of 28 equal layers three: the first, which nothing is before, the next, and the last."""
     save_checkpoint("qwen3-windows-between", tmp_path)
     config = ModelConfig.load(tmp_path)
-    sliding, full = config.attention[:2]
+    sliding, full = config.layers[:2]
 
-    def layers(*attention: LayerAttention) -> tuple[int, ...]:
-        return rehearsal(dataclasses.replace(config, attention=attention, num_layers=len(attention)))
+    def layers(*kinds: LayerConfig) -> tuple[int, ...]:
+        return rehearsal(dataclasses.replace(config, layers=kinds))
 
     assert layers(*[full] * 28) == (0, 1, 27)
     assert layers(full) == (0,)

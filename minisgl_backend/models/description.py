@@ -1,0 +1,95 @@
+"""What a decoder computes, as data: a family writes it (models/families), `models.decoder` builds modules from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, NormConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Embedding, layers, final norm and output projection of one model; sizes are those before a split over ranks."""
+
+    vocab_size: int
+    hidden_size: int
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig  # after the last layer
+    max_position: int  # tokens; with YaRN the stretched length
+    tie_word_embeddings: bool
+    embedding_multiplier: float = 1.0  # of the embedding's vectors
+    logits_multiplier: float = 1.0
+    logits_soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def head_dim(self) -> int:
+        """Of all layers, as `check` makes sure."""
+        return self.layers[0].attention.head_dim
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Of all layers, as `check` makes sure."""
+        return self.layers[0].attention.num_kv_heads
+
+    @property
+    def mixture(self) -> MoeConfig | None:
+        """Of the first layer that has one; None: all MLPs are dense."""
+        return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeConfig)), None)
+
+    def check(self) -> None:
+        """Raises ConfigError for what no family may ask of the engine."""
+        for layer in self.layers:
+            attention = layer.attention
+            if attention.num_q_heads % attention.num_kv_heads:
+                raise ConfigError(
+                    f"config.json: num_key_value_heads is {attention.num_kv_heads}; allowed: a divisor of "
+                    f"num_attention_heads ({attention.num_q_heads})"
+                )
+            if attention.head_dim % 2:
+                raise ConfigError(f"config.json: head_dim is {attention.head_dim}; allowed: an even number")
+        layouts = sorted({(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers})
+        if len(layouts) > 1:
+            raise ConfigError(
+                "config.json: the layers differ in their keys and values: "
+                + ", ".join(f"{heads} heads of {size}" for heads, size in layouts)
+                + "; allowed: the same num_key_value_heads and head_dim in all layers"
+            )
+
+    @property
+    def layer_weights_per_token(self) -> int:
+        """The weights of all layers that one token is multiplied with; two operations each."""
+        return self.hidden_size * sum(_rows_per_token(layer) for layer in self.layers)
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raises ConfigError unless heads and MLPs split evenly over `size` ranks. Of more ranks than KV heads, several
+        have the same one."""
+        for layer in self.layers:
+            sizes = {"num_attention_heads": layer.attention.num_q_heads}
+            if size % layer.attention.num_kv_heads:
+                sizes["num_key_value_heads"] = layer.attention.num_kv_heads
+            if isinstance(layer.mlp, MlpConfig):
+                sizes["intermediate_size"] = layer.mlp.intermediate_size
+            else:
+                sizes["moe_intermediate_size"] = layer.mlp.intermediate_size
+                sizes["shared_expert_intermediate_size"] = layer.mlp.shared_intermediate_size
+            for key, value in sizes.items():
+                if value % size:
+                    or_multiple = " or a multiple" if key == "num_key_value_heads" else ""
+                    raise ConfigError(
+                        f"tp is {size}; allowed: a divisor{or_multiple} of the model's {key}, which is {value}"
+                    )
+
+
+def _rows_per_token(layer: LayerConfig) -> int:
+    """Rows of hidden_size weights that one token is multiplied with in one layer."""
+    attention, mlp = layer.attention, layer.mlp
+    heads = 2 * (attention.num_q_heads + attention.num_kv_heads) * attention.head_dim
+    if isinstance(mlp, MlpConfig):
+        return heads + 3 * mlp.intermediate_size
+    experts = 3 * mlp.intermediate_size * mlp.experts_per_token + mlp.num_experts
+    return heads + experts + 3 * mlp.shared_intermediate_size + mlp.shared_gate

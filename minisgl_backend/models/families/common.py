@@ -1,0 +1,76 @@
+"""What a family is, and what most of them read alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from minisgl_backend.layers.config import AttentionConfig, LayerConfig, NormConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.rope import read_rope, stretched
+
+FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
+
+
+@dataclass(frozen=True, kw_only=True)
+class Family:
+    """One architecture. `read` asks for every key that changes what is computed, and refuses values that it does not
+    serve; keys that it never asks for are judged by `known_keys.check_unread`."""
+
+    model_type: str  # its name in transformers
+    read: Callable[[Keys], DecoderConfig]
+
+
+def attention(keys: Keys, **more: Any) -> AttentionConfig:
+    """Self-attention with sizes and rope under their usual names; `more`: other fields, and those that differ."""
+    num_q_heads = keys.integer("num_attention_heads")
+    sizes = {
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": more.get("num_kv_heads") or keys.integer("num_key_value_heads"),
+        "head_dim": keys.integer("head_dim", more.get("head_dim") or keys.integer("hidden_size") // num_q_heads),
+    }
+    if "rope" not in more:
+        sizes["rope"] = read_rope(keys, keys.integer("max_position_embeddings"))
+    return AttentionConfig(**{**more, **sizes})
+
+
+def norm(keys: Keys, **more: Any) -> NormConfig:
+    return NormConfig(eps=keys.number("rms_norm_eps", 1e-6), **more)
+
+
+def decoder(keys: Keys, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:
+    """Vocabulary, hidden size, context and tied weights under their usual names; the last norm as the layers'."""
+    positions = keys.integer("max_position_embeddings")
+    tied = {} if "tie_word_embeddings" in more else {"tie_word_embeddings": keys.boolean("tie_word_embeddings", False)}
+    return DecoderConfig(
+        vocab_size=keys.integer("vocab_size"),
+        hidden_size=keys.integer("hidden_size"),
+        layers=tuple(layers),
+        norm=layers[0].norm,
+        max_position=max(stretched(layer.attention.rope, positions) for layer in layers),
+        **tied,
+        **more,
+    )
+
+
+def layer_types(keys: Keys, num_layers: int, allowed: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...]:
+    """One of `allowed` for each layer; () where the key is absent."""
+    types = keys.get("layer_types", [])
+    for layer_type in types:
+        if layer_type not in allowed:
+            refuse("layer_types", layer_type, ", ".join(allowed))
+    if len(types) not in (0, num_layers):
+        refuse("layer_types", types, f"null, or one entry for each of the {num_layers} layers")
+    return tuple(types)
+
+
+def window(keys: Keys, default: int | None) -> int | None:
+    """`sliding_window` in tokens; an explicit null, and a window that no sequence outgrows, are none."""
+    value = keys.get("sliding_window", None if keys.has("sliding_window") else default)
+    if value is None:
+        return None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        refuse("sliding_window", value, "null or an integer, 1 or more")
+    return value if value < keys.integer("max_position_embeddings") else None

@@ -1,0 +1,32 @@
+"""Llama 2, 3, 3.1, 3.2 (text), 3.3, and what is built like them."""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import LayerConfig, MlpConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import FULL, Family, attention, decoder, layer_types, norm, window
+from minisgl_backend.models.keys import Keys, refuse
+
+
+def read(keys: Keys) -> DecoderConfig:
+    num_layers = keys.integer("num_hidden_layers")
+    if (size := window(keys, None)) is not None:
+        refuse("sliding_window", size, "null for LlamaForCausalLM, whose layers have no windows")
+    layer_types(keys, num_layers, allowed=(FULL,))
+    keys.choice("hidden_act", ("silu",))
+    keys.choice("mlp_bias", (False,))
+    bias = keys.boolean("attention_bias", False)
+    layer = LayerConfig(
+        attention=attention(
+            keys,
+            num_kv_heads=keys.integer("num_key_value_heads", keys.integer("num_attention_heads")),
+            qkv_bias=bias,
+            output_bias=bias,
+        ),
+        mlp=MlpConfig(intermediate_size=keys.integer("intermediate_size")),
+        norm=norm(keys),
+    )
+    return decoder(keys, [layer] * num_layers)
+
+
+FAMILY = Family(model_type="llama", read=read)

@@ -1,0 +1,26 @@
+"""Mistral 7B, Nemo: Llama with one window for all layers, or none."""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import LayerConfig, MlpConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import FULL, Family, attention, decoder, layer_types, norm, window
+from minisgl_backend.models.keys import Keys, refuse
+
+
+def read(keys: Keys) -> DecoderConfig:
+    num_layers = keys.integer("num_hidden_layers")
+    size = window(keys, 4096)
+    types = layer_types(keys, num_layers)  # transformers reads none for this architecture
+    if size is not None and len(set(types)) > 1:
+        refuse("layer_types", list(types), "one type for all layers of MistralForCausalLM")
+    keys.choice("hidden_act", ("silu",))
+    layer = LayerConfig(
+        attention=attention(keys, window=None if FULL in types else size),
+        mlp=MlpConfig(intermediate_size=keys.integer("intermediate_size")),
+        norm=norm(keys),
+    )
+    return decoder(keys, [layer] * num_layers)
+
+
+FAMILY = Family(model_type="mistral", read=read)

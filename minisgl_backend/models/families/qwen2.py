@@ -1,0 +1,40 @@
+"""Qwen2 and Qwen2.5: always a bias on queries, keys and values, never on the attention's output."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl_backend.layers.config import LayerConfig, MlpConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import SLIDING, Family, attention, decoder, layer_types, norm, window
+from minisgl_backend.models.keys import Keys, refuse
+
+
+def read(keys: Keys) -> DecoderConfig:
+    keys.choice("hidden_act", ("silu",))
+    layer = LayerConfig(
+        attention=attention(keys, qkv_bias=True),
+        mlp=MlpConfig(intermediate_size=keys.integer("intermediate_size")),
+        norm=norm(keys),
+    )
+    windows = windows_above(keys)
+    return decoder(keys, [replace(layer, attention=replace(layer.attention, window=size)) for size in windows])
+
+
+def windows_above(keys: Keys) -> list[int | None]:
+    """The window of each layer: those of layer_types, or all layers from max_window_layers on."""
+    num_layers = keys.integer("num_hidden_layers")
+    types = layer_types(keys, num_layers)
+    first = keys.get("max_window_layers", 28)
+    if not keys.get("use_sliding_window"):
+        keys.without_effect("sliding_window")
+        return [None] * num_layers
+    size = window(keys, 4096)
+    if not isinstance(first, int) or isinstance(first, bool):
+        refuse("max_window_layers", first, "an integer")
+    if types:
+        return [size if layer_type == SLIDING else None for layer_type in types]
+    return [size if layer >= first else None for layer in range(num_layers)]
+
+
+FAMILY = Family(model_type="qwen2", read=read)

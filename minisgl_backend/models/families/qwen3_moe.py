@@ -1,0 +1,56 @@
+"""Qwen3-MoE: Qwen3's attention, with a mixture of experts in place of the MLP of most layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RouterConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import FULL, Family, decoder, layer_types, norm, window
+from minisgl_backend.models.families.qwen3 import head_norm_attention
+from minisgl_backend.models.keys import Keys, refuse
+
+
+def read(keys: Keys) -> DecoderConfig:
+    keys.choice("hidden_act", ("silu",))
+    attention = replace(head_norm_attention(keys), window=_window(keys))
+    dense, mixture = MlpConfig(intermediate_size=keys.integer("intermediate_size")), experts(keys)
+    sparse = sparse_layers(keys)
+    mlps = [mixture if is_sparse else dense for is_sparse in sparse]
+    return decoder(keys, [LayerConfig(attention=attention, mlp=mlp, norm=norm(keys)) for mlp in mlps])
+
+
+def _window(keys: Keys) -> int | None:
+    """One window for all layers, or none: transformers reads no layer_types for this architecture."""
+    types = layer_types(keys, keys.integer("num_hidden_layers"))
+    keys.without_effect("max_window_layers")
+    if not keys.get("use_sliding_window"):
+        keys.without_effect("sliding_window")
+        return None
+    size = window(keys, 4096)
+    if size is not None and len(set(types)) > 1:
+        refuse("layer_types", list(types), "one type for all layers of Qwen3MoeForCausalLM")
+    return None if FULL in types else size
+
+
+def experts(keys: Keys) -> MoeConfig:
+    """The routed experts of Qwen's mixtures."""
+    num_experts = keys.integer("num_experts", keys.get("num_local_experts"))  # renamed in transformers 5
+    experts_per_token = keys.integer("num_experts_per_tok")
+    if experts_per_token > num_experts:
+        refuse("num_experts_per_tok", experts_per_token, f"1 to num_experts ({num_experts})")
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        intermediate_size=keys.integer("moe_intermediate_size"),
+        router=RouterConfig(renormalize=keys.boolean("norm_topk_prob", False)),
+    )
+
+
+def sparse_layers(keys: Keys) -> list[bool]:
+    """Which layers have experts: every decoder_sparse_step-th, but those of mlp_only_layers."""
+    step, dense = keys.integer("decoder_sparse_step", 1), keys.get("mlp_only_layers", [])
+    return [layer not in dense and (layer + 1) % step == 0 for layer in range(keys.integer("num_hidden_layers"))]
+
+
+FAMILY = Family(model_type="qwen3_moe", read=read)

@@ -1,0 +1,92 @@
+"""Typed values of config.json, with the key's name in every error, and a record of which keys were read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, NoReturn
+
+from minisgl_backend.errors import ConfigError
+
+_LONGEST_VALUE = 200  # characters of a value that a message repeats
+
+
+class Keys:
+    """A key that is absent or null has its default; without one it must be there.
+
+    Whatever a family asks for counts as read. What it never asks for is judged by `known_keys.check_unread`.
+    """
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = values
+        self._read: set[str] = set()
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value as it is, of any type."""
+        self._read.add(key)
+        value = self._values.get(key)
+        return default if value is None else value
+
+    def has(self, key: str) -> bool:
+        """Whether the key is there at all, be it null."""
+        self._read.add(key)
+        return key in self._values
+
+    def integer(self, key: str, default: int | None = None, least: int = 1) -> int:
+        value = self._required(key, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            refuse(key, value, f"an integer, {least} or more")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        """Above 0."""
+        value = self._required(key, default)
+        if not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0:
+            refuse(key, value, "a number above 0")
+        return float(value)
+
+    def optional_number(self, key: str) -> float | None:
+        """Above 0, or None where the key is absent."""
+        return self.number(key) if self.get(key) is not None else None
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            refuse(key, value, "true or false")
+        return value
+
+    def choice(self, key: str, allowed: Sequence[Any], default: Any = None) -> Any:
+        """One of a few values; the first of `allowed` where there is no default."""
+        value = self.get(key, allowed[0] if default is None else default)
+        if value not in allowed:
+            refuse(key, value, ", ".join(json.dumps(option) for option in allowed))
+        return value
+
+    def mapping(self, key: str) -> Mapping[str, Any]:
+        """A JSON object; {} where the key is absent."""
+        value = self.get(key, {})
+        if not isinstance(value, dict):
+            refuse(key, value, "a JSON object")
+        return value
+
+    def without_effect(self, *keys: str) -> None:
+        """These keys change nothing that this family computes, or nothing with the values read so far."""
+        self._read.update(keys)
+
+    def unread(self) -> dict[str, Any]:
+        """All keys with a value that was not asked for."""
+        return {key: value for key, value in self._values.items() if key not in self._read and value is not None}
+
+    def _required(self, key: str, default: Any) -> Any:
+        value = self.get(key, default)
+        if value is None:
+            raise ConfigError(f"config.json has no {key}")
+        return value
+
+
+def refuse(key: str, value: Any, allowed: str) -> NoReturn:
+    """Raises the ConfigError for a key of config.json whose value is not served."""
+    text = json.dumps(value, default=str)
+    if len(text) > _LONGEST_VALUE:
+        text = f"{text[:_LONGEST_VALUE]}..."
+    raise ConfigError(f"config.json: {key} is {text}; allowed: {allowed}")

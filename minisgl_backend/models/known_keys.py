@@ -1,0 +1,88 @@
+"""What to make of keys of config.json that the model's family does not read: refuse them, warn of them, or neither.
+
+known_keys.json has the keys that decoders' config classes of transformers define; scripts/list_config_keys.py writes
+it, so that serving needs no transformers.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from minisgl_backend.models.keys import Keys, refuse
+
+_FILE = Path(__file__).with_name("known_keys.json")
+
+# Keys that change no logits: of training, of tokens, of files, of what a caller of transformers is given.
+_WITHOUT_EFFECT = frozenset(
+    """
+    _name_or_path _attn_implementation _attn_implementation_autoset architectures auto_map model_type
+    transformers_version torch_dtype dtype id2label label2id problem_type num_labels finetuning_task return_dict
+    return_dict_in_generate output_attentions output_hidden_states output_scores output_router_logits output_past
+    use_return_dict torchscript use_bfloat16 tf_legacy_loss pruned_heads is_decoder add_cross_attention
+    cross_attention_hidden_size tie_encoder_decoder chunk_size_feed_forward tokenizer_class prefix
+    task_specific_params use_cache num_logits_to_keep pretraining_tp use_mem_eff_path unsloth_version
+    pad_token_id bos_token_id eos_token_id sep_token_id cls_token_id mask_token_id unk_token_id eod_token_id
+    decoder_start_token_id forced_bos_token_id forced_eos_token_id begin_suppress_tokens suppress_tokens bad_words_ids
+    attention_dropout hidden_dropout attention_probs_dropout_prob hidden_dropout_prob attn_pdrop resid_pdrop embd_pdrop
+    residual_dropout resid_dropout dropout activation_dropout classifier_dropout embedding_dropout layerdrop
+    initializer_range initializer_cutoff_factor init_std router_aux_loss_coef aux_loss_coef z_loss_coefficient
+    router_jitter_noise input_jitter_noise max_length min_length do_sample early_stopping num_beams num_beam_groups
+    diversity_penalty temperature top_k top_p min_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size num_return_sequences remove_invalid_values exponential_decay_length_penalty
+    """.split()
+)
+
+# Keys of other engines and of models' own code, which no config class of transformers defines: with any value but
+# null and false they change what is computed.
+_REFUSED = (
+    "quantization_config",
+    "compression_config",
+    "dual_chunk_attention_config",
+    "use_mrope",
+)
+
+
+def check_unread(keys: Keys, model_type: str) -> tuple[str, ...]:
+    """Raises ConfigError for a key that changes what a decoder of transformers computes, and that was not read.
+
+    Such is a key of a config class unless its value is the default of `model_type`'s class; where that class has no
+    such key, unless it is the default of all classes that have it, or empty (null, false, 0). Returns the other keys
+    that were not read: transformers does not know them either.
+    """
+    unread = {key: value for key, value in keys.unread().items() if key not in _WITHOUT_EFFECT}
+    known = json.loads(_FILE.read_text(encoding="utf-8"))["keys"]
+    unknown = []
+    for key, value in unread.items():
+        if key in _REFUSED:
+            if value is not False:
+                refuse(key, value, "absent: this is not served")
+        elif key not in known:
+            unknown.append(key)
+        else:
+            _check(key, value, known[key], model_type)
+    return tuple(unknown)
+
+
+def check_model_type(given: Any, architecture: str, model_type: str) -> None:
+    """transformers chooses a model's code by this key, whatever `architectures` says. Raises ConfigError for another
+    type of its decoders than the architecture's."""
+    if given in (None, model_type):
+        return
+    if given in json.loads(_FILE.read_text(encoding="utf-8"))["model_types"]:
+        refuse("model_type", given, f'"{model_type}", as `architectures` ({architecture}) says, or absent')
+
+
+def _check(key: str, value: Any, groups: list[tuple[Any, list[str]]], model_type: str) -> None:
+    own: Mapping[str, Any] = {of: default for default, types in groups for of in types}
+    if model_type in own:
+        if value != own[model_type]:
+            refuse(key, value, f"{json.dumps(own[model_type])} for {model_type}")
+    elif len(groups) == 1:
+        if value != groups[0][0]:
+            types = ", ".join(groups[0][1][:3])
+            refuse(key, value, f"absent for {model_type}: it is a key of {types}")
+    elif value not in (False, 0, "", [], {}):
+        refuse(key, value, f"absent for {model_type}, or false")
