@@ -53,7 +53,7 @@ class Driver:
     def step(self) -> bool:
         """One turn of the engine's loop; notes when tokens came. False: idle."""
         busy = self.core.step()
-        outputs = self.core.take_outputs()
+        outputs = self.core.drain_outputs()
         if outputs is not None:
             now = time.perf_counter()
             for uid, reason in zip(outputs.uids.tolist(), outputs.reasons.tolist(), strict=True):

@@ -63,7 +63,7 @@ class _Watch:
         self._step += 1
         if self._core.stats().prefill_tokens:
             self.chunk_steps.append(now - begin)
-        outputs = self._core.take_outputs()
+        outputs = self._core.drain_outputs()
         for uid in [] if outputs is None else outputs.uids.tolist():
             self.heard.add(uid)
             if uid in self._last:

@@ -83,7 +83,7 @@ class MultiTurn:
             self._send_next(conversation)
         while self._open:
             core.step()
-            outputs = core.take_outputs()
+            outputs = core.drain_outputs()
             if outputs is None:
                 continue
             now = time.perf_counter()

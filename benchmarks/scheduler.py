@@ -91,7 +91,7 @@ def step(setting: Setting, times: list[float]) -> StepPlan:
     executed = clock()
     setting.scheduler.commit(plan, result)
     committed = clock()
-    setting.scheduler.take_outputs()
+    setting.scheduler.drain_outputs()
     taken = clock()
     for index, seconds in enumerate((planned - start, prepared - planned, committed - executed, taken - committed)):
         times[index] += seconds
@@ -140,7 +140,7 @@ def churn(num_sequences: int, page_size: int, num_requests: int = 4000, repeats:
             result = runner.execute(plan).result()
             start = time.thread_time()
             scheduler.commit(plan, result)
-            scheduler.take_outputs()
+            scheduler.drain_outputs()
             spent += time.thread_time() - start
             num_steps += 1
         best = min(best, spent)

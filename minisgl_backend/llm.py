@@ -272,7 +272,7 @@ class LLM:
                     if not self._step() and core.waits_for_compiler:
                         time.sleep(COMPILER_WAIT_S)
                     ended = self._end_rejected(answers, open_streams)
-                    ended += self._take(core.take_outputs(), open_streams)
+                    ended += self._take(core.drain_outputs(), open_streams)
                 yield ended
             with _interrupted_at_the_end():
                 self._drain()
@@ -361,7 +361,7 @@ class LLM:
         core = self.engine.core
         while self._step():
             pass
-        core.take_outputs()
+        core.drain_outputs()
         core.take_rejected()
 
     def _note_loss(self, reason: str) -> None:

@@ -178,7 +178,7 @@ class Records:
         self.details: dict[int, list[SequenceDetail]] = {}
 
     def take(self, scheduler: Scheduler) -> None:
-        outputs = scheduler.take_outputs()
+        outputs = scheduler.drain_outputs()
         if outputs is None:
             return
         assert (outputs.uids.dtype, outputs.token_ids.dtype, outputs.reasons.dtype) == (np.int64, np.int32, np.uint8)

@@ -186,7 +186,7 @@ def _assert_close(one: Logprobs, other: Logprobs, tolerance: float, what: str) -
 
 
 def _hear(core: EngineCore, answers: dict[int, RandomAnswer]) -> None:
-    outputs = core.take_outputs()
+    outputs = core.drain_outputs()
     if outputs is None:
         return
     records = zip(outputs.uids.tolist(), outputs.token_ids.tolist(), outputs.reasons.tolist(), strict=True)

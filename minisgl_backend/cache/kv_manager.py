@@ -1,6 +1,7 @@
-"""Who may use which pages: leases, and the page table that they make up.
+"""Who may use which KV pages: leases, and the page table that they make up.
 
-A lease belongs to a row; that row of the page table is its page list.
+A lease belongs to a row; that row of the page table is its page list. The prefix cache, the free pages and the page
+table are behind `KVManager`: nothing else reads or changes them.
 """
 
 from __future__ import annotations
@@ -10,14 +11,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import NO_INT32, IndexArray, Int32Array, Int64Array
+from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.cache.page_pool import PagePool
-from minisgl_backend.cache.prefix_cache import NO_PAGES, NaiveCache, PrefixCache, PrefixMatch
+from minisgl_backend.cache.prefix_cache import NaiveCache, PrefixCache, PrefixMatch
 from minisgl_backend.cache.radix_cache import RadixCache
-
-Int32Array = npt.NDArray[np.int32]
-IndexArray = npt.NDArray[np.intp]
 
 
 class PageLease:
@@ -35,8 +34,8 @@ class PageLease:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Pages of a row that were exchanged for equal ones of the prefix cache. `old` is the caller's to give back,
-    once nothing that was planned before still reads it."""
+    """Pages of a row that were exchanged for equal ones of the prefix cache. `old` is the caller's to `free`, once no
+    step that was planned before still reads it."""
 
     columns: Int32Array  # [num_swapped]
     old: Int32Array  # [num_swapped]
@@ -56,44 +55,75 @@ class KVManager:
         *,
         record_changes: bool = False,
     ) -> None:
-        """`record_changes`: of the prefix cache, for its `take_changes`."""
+        """`record_changes`: of the prefix cache, for `take_cache_changes`."""
         self.page_size = page_size
-        self.pool = PagePool(num_pages)
-        self.cache: PrefixCache[Any] = (
+        self.version = 0  # one more whenever pages become available: until then what did not fit does not fit
+        self._pool = PagePool(num_pages)
+        self._cache: PrefixCache[Any] = (
             RadixCache(page_size, record_changes=record_changes) if cache_type == "radix" else NaiveCache()
         )
-        self.table: Int32Array = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
-        self.held = np.zeros(max_rows, dtype=np.int32)  # pages of each row
-        self.unsound: list[Int32Array] = []  # pages that the next step sets to zero before it uses them
+        self._table: Int32Array = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
+        self._held = np.zeros(max_rows, dtype=np.int32)  # pages of each row
+        self._matched = np.zeros(max_rows, dtype=np.int32)  # of these, what the prefix cache supplied at first
+        self._pages_to_zero: list[Int32Array] = []  # before the next step uses them
+
+    @property
+    def num_pages(self) -> int:
+        return self._pool.num_pages
+
+    @property
+    def num_free(self) -> int:
+        return self._pool.num_free
+
+    @property
+    def num_evictable(self) -> int:
+        """Pages that only the prefix cache keeps."""
+        return self._cache.num_evictable
 
     @property
     def num_available(self) -> int:
-        """Pages that could be handed out now: free ones and those that only the prefix cache keeps."""
-        return self.pool.num_free + self.cache.num_evictable
+        """Pages that could be handed out now: free and evictable ones."""
+        return self._pool.num_free + self._cache.num_evictable
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
+
+    def cached_tokens(self, token_ids: Int32Array) -> int:
+        """Tokens that `match` would find; changes nothing, not even the eviction order."""
+        return self._cache.peek(token_ids) * self.page_size
+
+    def match(self, token_ids: Int32Array) -> PrefixMatch[Any]:
+        """The longest cached prefix of `token_ids` in whole pages, pinned until `acquire` or `unmatch`."""
+        return self._cache.match(token_ids)
+
+    def unmatch(self, match: PrefixMatch[Any]) -> None:
+        """Ends the pin of a match of which no lease was made."""
+        self._cache.unpin(match.pin)
 
     def acquire(self, row: int, match: PrefixMatch[Any], num_tokens: int) -> PageLease:
         """A lease for a free row that covers `num_tokens`; takes over the match's pin.
 
         The caller has checked that `pages_for(num_tokens) - len(match.pages) <= num_available`.
         """
-        assert self.held[row] == 0, "a row has one lease at a time"
+        assert self._held[row] == 0, "a row has one lease at a time"
         num_shared, count = len(match.pages), self.pages_for(num_tokens)
-        self.table[row, :num_shared] = match.pages
-        self.table[row, num_shared:count] = self._take(count - num_shared)
-        self.held[row] = count
+        self._table[row, :num_shared] = match.pages
+        self._table[row, num_shared:count] = self._take(count - num_shared)
+        self._held[row], self._matched[row] = count, num_shared
         return PageLease(row, match.pin, num_shared)
 
-    def extend(self, rows: IndexArray) -> Int32Array:
-        """One more page for each of these rows (no row twice), int32 [num_rows]. The caller has checked that
-        `len(rows) <= num_available`."""
+    def short_of_page(self, rows: IndexArray, lengths: Int32Array) -> IndexArray:
+        """Which of `rows` need one more page for these many tokens: indices into `rows`, intp [num_short]."""
+        return np.flatnonzero(lengths > self._held.take(rows) * self.page_size)
+
+    def extend(self, rows: IndexArray) -> tuple[Int32Array, Int32Array]:
+        """One more page for each of these rows (no row twice): their columns of the page table, and the pages; int32
+        [num_rows] each. The caller has checked that `len(rows) <= num_available`."""
         pages = self._take(len(rows))
-        held = self.held[rows]
-        self.table[rows, held] = pages
-        self.held[rows] = held + 1
-        return pages
+        columns = self._held[rows]
+        self._table[rows, columns] = pages
+        self._held[rows] = columns + 1
+        return columns, pages
 
     def publish(self, lease: PageLease, token_ids: Int32Array) -> Swap | None:
         """Gives the full pages of `token_ids` (the row's tokens from its first one on, all computed) to the prefix
@@ -103,8 +133,9 @@ class KVManager:
         first = lease.num_shared
         if count <= first:
             return None
-        own = self.table[lease.row, first:count]
-        kept = self.cache.extend(lease.pin, token_ids[first * self.page_size : count * self.page_size], own)
+        self.version += 1  # of those who wait, some may share these pages now
+        own = self._table[lease.row, first:count]
+        kept = self._cache.extend(lease.pin, token_ids[first * self.page_size : count * self.page_size], own)
         lease.pin = kept.pin
         lease.num_shared = first + len(kept.pages)
         own = own[: len(kept.pages)]
@@ -115,44 +146,59 @@ class KVManager:
         own[differs] = swap.new  # a view: this writes the page table
         return swap
 
-    def release(self, lease: PageLease, token_ids: Int32Array = NO_PAGES, *, sound: bool = True) -> None:
+    def free(self, pages: Int32Array) -> None:
+        """Takes back swapped pages, which no step in flight reads any more."""
+        self._pool.give_back(pages)
+        self.version += 1
+
+    def release(self, lease: PageLease, token_ids: Int32Array = NO_INT32, *, failed: bool = False) -> None:
         """Ends a lease; the full pages of `token_ids` (computed tokens from the row's first one on) stay known to the
-        prefix cache. Not `sound`: the row's own pages may hold NaN, and must be set to zero.
+        prefix cache. `failed`: the row's own pages may hold NaN, and must be set to zero.
 
         Raises RuntimeError for a lease that has ended already.
         """
         self._refuse_released(lease)
         swap = self.publish(lease, token_ids)
         if swap is not None:
-            self.pool.give_back(swap.old)
-        own = self.table[lease.row, lease.num_shared : self.held[lease.row]]
-        self.pool.give_back(own)
-        if not sound:
-            self.add_unsound(own)
-        self.cache.unpin(lease.pin)
-        self.held[lease.row] = 0
+            self._pool.give_back(swap.old)
+        own = self._table[lease.row, lease.num_shared : self._held[lease.row]]
+        self._pool.give_back(own)
+        if failed:
+            self.zero(own)
+        self._cache.unpin(lease.pin)
+        self._held[lease.row] = self._matched[lease.row] = 0
         lease.released = True
+        self.version += 1
 
-    def add_unsound(self, pages: Int32Array) -> None:
+    def zero(self, pages: Int32Array) -> None:
         """The next step must set these pages to zero before it uses them. They may be free or newly handed out."""
-        self.unsound.append(pages.copy())
+        self._pages_to_zero.append(pages.copy())
 
-    def take_unsound(self) -> Int32Array:
+    def take_pages_to_zero(self) -> Int32Array:
         """Pages that must be set to zero now, int32 [num_pages], each once."""
-        if not self.unsound:
-            return NO_PAGES
-        pages, self.unsound = self.unsound, []
+        if not self._pages_to_zero:
+            return NO_INT32
+        pages, self._pages_to_zero = self._pages_to_zero, []
         return np.unique(np.concatenate(pages))
+
+    def take_cache_changes(self) -> list[CacheChange]:
+        """What the prefix cache has stored and removed since the last call, in order, where that is recorded."""
+        return self._cache.take_changes()
 
     def pages_of(self, lease: PageLease) -> Int32Array:
         """All pages of a lease in order, int32 [num_pages]; a view of the page table."""
-        return self.table[lease.row, : self.held[lease.row]]
+        return self._table[lease.row, : self._held[lease.row]]
 
     def num_private(self, lease: PageLease) -> int:
-        """Pages that nobody else can use; at least these become available when the lease ends."""
-        return int(self.held[lease.row]) - lease.num_shared
+        """Pages of this lease alone; at least these become available when it ends."""
+        return int(self._held[lease.row]) - lease.num_shared
 
-    def check(self, leases: Iterable[PageLease], in_passing: Int32Array = NO_PAGES) -> None:
+    def freed_pages(self, rows: IndexArray) -> Int64Array:
+        """Pages that become available when each of these rows ends, estimated: all but those that were cached when it
+        was admitted; int64 [num_rows]."""
+        return (self._held[rows] - self._matched[rows]).astype(np.int64)
+
+    def check(self, leases: Iterable[PageLease], in_passing: Int32Array = NO_INT32) -> None:
         """Raises AssertionError unless each page is in exactly one place.
 
         Args:
@@ -160,26 +206,26 @@ class KVManager:
             in_passing: pages that were swapped out and not given back yet.
         """
         leases = list(leases)
-        self.pool.check()
-        self.cache.check([lease.pin for lease in leases])
+        self._pool.check()
+        self._cache.check([lease.pin for lease in leases])
         assert len({lease.row for lease in leases}) == len(leases), "two leases share a row"
-        assert int((self.held > 0).sum()) == sum(1 for lease in leases if self.held[lease.row]), "pages without a lease"
-        places = [self.pool.free_pages(), self.cache.pages(), in_passing]
-        cached = set(self.cache.pages().tolist())
+        assert int((self._held > 0).sum()) == sum(1 for one in leases if self._held[one.row]), "pages without a lease"
+        owned = [self._pool.free_pages(), self._cache.pages(), in_passing]
+        cached = set(self._cache.pages().tolist())
         for lease in leases:
             assert not lease.released, "a lease that has ended is still in use"
             pages = self.pages_of(lease)
-            places.append(pages[lease.num_shared :])
+            owned.append(pages[lease.num_shared :])
             assert cached.issuperset(pages[: lease.num_shared].tolist()), "a shared page is not in the prefix cache"
-        everywhere = np.concatenate(places)
-        assert len(everywhere) == self.pool.num_pages, "free + cached + leased differs from all pages"
-        assert len(np.unique(everywhere)) == self.pool.num_pages, "a page is in two places"
+        everywhere = np.concatenate(owned)
+        assert len(everywhere) == self.num_pages, "free + cached + leased differs from all pages"
+        assert len(np.unique(everywhere)) == self.num_pages, "a page has two owners"
 
     def _take(self, count: int) -> Int32Array:
-        missing = count - self.pool.num_free
+        missing = count - self._pool.num_free
         if missing > 0:
-            self.pool.give_back(self.cache.evict(missing))
-        return self.pool.take(count)
+            self._pool.give_back(self._cache.evict(missing))
+        return self._pool.take(count)
 
     @staticmethod
     def _refuse_released(lease: PageLease) -> None:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
+from minisgl_backend.arrays import Int32Array
 
 
 class PagePool:
@@ -18,7 +17,7 @@ class PagePool:
     def __init__(self, num_pages: int) -> None:
         self.num_pages = num_pages
         self._stack = np.arange(num_pages, 0, -1, dtype=np.int32)  # the top is the end: page 1 goes out first
-        self._is_free = np.ones(num_pages + 1, dtype=np.bool_)  # page 0 too: nobody can give it back
+        self._is_free = np.ones(num_pages + 1, dtype=np.bool_)  # page 0 too: it is never given back
         self._count = num_pages
 
     @property

@@ -6,16 +6,10 @@ import abc
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
+from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.cache.changes import CacheChange
 
-Int32Array = npt.NDArray[np.int32]
 Pin = TypeVar("Pin")
-
-NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
-NO_PAGES.setflags(write=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +69,7 @@ class PrefixCache(abc.ABC, Generic[Pin]):
         """Forgets up to `count` evictable pages, least recently used first, and hands out their ids."""
 
     def take_changes(self) -> list[CacheChange]:
-        """What was stored and removed since the last call, in order; nothing where nobody asked for a record."""
+        """What was stored and removed since the last call, in order; nothing where that is not recorded."""
         return []
 
     @abc.abstractmethod
@@ -97,19 +91,19 @@ class NaiveCache(PrefixCache[None]):
         return 0
 
     def match(self, token_ids: Int32Array) -> PrefixMatch[None]:
-        return PrefixMatch(NO_PAGES, None)
+        return PrefixMatch(NO_INT32, None)
 
     def unpin(self, pin: None) -> None:
         pass
 
     def extend(self, pin: None, token_ids: Int32Array, pages: Int32Array) -> PrefixMatch[None]:
-        return PrefixMatch(NO_PAGES, None)
+        return PrefixMatch(NO_INT32, None)
 
     def evict(self, count: int) -> Int32Array:
-        return NO_PAGES
+        return NO_INT32
 
     def check(self, pins: list[None]) -> None:
         pass
 
     def pages(self) -> Int32Array:
-        return NO_PAGES
+        return NO_INT32

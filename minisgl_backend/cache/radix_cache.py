@@ -11,12 +11,10 @@ import heapq
 import itertools
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored, page_hashes
-from minisgl_backend.cache.prefix_cache import NO_PAGES, PrefixCache, PrefixMatch
-
-Int32Array = npt.NDArray[np.int32]
+from minisgl_backend.cache.prefix_cache import PrefixCache, PrefixMatch
 
 
 class RadixNode:
@@ -45,7 +43,7 @@ class RadixCache(PrefixCache[RadixNode]):
         self._records = record_changes
         self._changes: list[CacheChange] = []
         self._serials = itertools.count()
-        self._root = RadixNode(None, NO_PAGES, NO_PAGES, next(self._serials))
+        self._root = RadixNode(None, NO_INT32, NO_INT32, next(self._serials))
         self._tick = 0
         self._leaves: list[tuple[int, int, RadixNode]] = []  # heap of (used_at, serial, node), lazily cleaned
         self._num_nodes = 0
@@ -87,7 +85,7 @@ class RadixCache(PrefixCache[RadixNode]):
             runs.append(node.pages)
             position += common
         self._pin(node, self._root)
-        return PrefixMatch(np.concatenate(runs) if runs else NO_PAGES, node)
+        return PrefixMatch(np.concatenate(runs) if runs else NO_INT32, node)
 
     def unpin(self, pin: RadixNode) -> None:
         self._tick += 1
@@ -121,7 +119,7 @@ class RadixCache(PrefixCache[RadixNode]):
             position += common
             node = child
         self._pin(node, pin)
-        return PrefixMatch(np.concatenate(runs) if runs else NO_PAGES, node)
+        return PrefixMatch(np.concatenate(runs) if runs else NO_INT32, node)
 
     def evict(self, count: int) -> Int32Array:
         evicted: list[Int32Array] = []
@@ -144,11 +142,11 @@ class RadixCache(PrefixCache[RadixNode]):
             else:
                 heapq.heappop(self._leaves)
                 self._remove_leaf(node)
-        return np.concatenate(evicted) if evicted else NO_PAGES
+        return np.concatenate(evicted) if evicted else NO_INT32
 
     def pages(self) -> Int32Array:
         runs = [node.pages for node in self._nodes()]
-        return np.concatenate(runs) if runs else NO_PAGES
+        return np.concatenate(runs) if runs else NO_INT32
 
     def take_changes(self) -> list[CacheChange]:
         changes, self._changes = self._changes, []

@@ -69,7 +69,7 @@ class StepScheduler(Protocol):
 
     def commit(self, plan: StepPlan, result: StepResult) -> None: ...
 
-    def take_outputs(self) -> SequenceOutputs | None: ...
+    def drain_outputs(self) -> SequenceOutputs | None: ...
 
     def take_cache_changes(self) -> list[CacheChange]: ...
 
@@ -173,9 +173,9 @@ class EngineCore:
             self._try_out()
         return ready is not None or launched is not None
 
-    def take_outputs(self) -> SequenceOutputs | None:
+    def drain_outputs(self) -> SequenceOutputs | None:
         """The records since the last call: parallel arrays; None when there are none."""
-        outputs = self._scheduler.take_outputs()
+        outputs = self._scheduler.drain_outputs()
         if self._early_aborts:
             outputs = _with_early_aborts(outputs, self._early_aborts)
             self._early_aborts = []

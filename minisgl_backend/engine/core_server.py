@@ -140,7 +140,7 @@ class CoreServer:
             uids = range(rejected.uid, rejected.uid + rejected.count)
             self._live.get(front_of(rejected.uid), set()).difference_update(uids)
             self._channel.send(front_of(rejected.uid), rejected)
-        outputs = self._core.take_outputs()
+        outputs = self._core.drain_outputs()
         if outputs is None:
             return []
         ended: list[int] = outputs.uids[outputs.reasons != 0].tolist()

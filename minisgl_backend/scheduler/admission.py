@@ -3,16 +3,15 @@
 No page is reserved for tokens that may never come. Instead the demand to come is estimated: each running sequence is
 expected to get as long as one of the finished answers that are longer than it is now, and the peak of the demand is
 found on the way there, when some have ended and given their pages back. Both ideas are of "Past-Future Scheduler for
-LLM Serving under SLA Guarantees" (Gong et al. 2025). Which of the answers it is, a fixed quantile of each sequence
-says, so that the estimates of all together are spread like the answers and do not jump from step to step.
+LLM Serving under SLA Guarantees" (Gong et al. 2025). Each sequence draws a fixed quantile of the finished lengths, so
+that the estimates of all together are spread like the answers and do not jump from step to step.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
-IntArray = npt.NDArray[np.int64]
+from minisgl_backend.arrays import BoolArray, Int64Array
 
 HISTORY = 512  # finished answers that the estimate remembers
 PRIOR = (64, 128, 256, 512, 1024)  # answer lengths assumed before any is known
@@ -31,7 +30,7 @@ class Forecast:
         freed: pages that each gives back at its end, of those that it holds now, [num_running].
     """
 
-    def __init__(self, remaining: IntArray, freed: IntArray, page_size: int) -> None:
+    def __init__(self, remaining: Int64Array, freed: Int64Array, page_size: int) -> None:
         self._growth = -(-remaining // page_size)
         self._freed = freed
         self._page_size = page_size
@@ -50,7 +49,7 @@ class Forecast:
         growth = -(-remaining // self._page_size)
         self._started.append((growth, new_pages))
         self._sum += growth
-        # The sum is the peak if nobody gives anything back: most often it is enough of an answer.
+        # The sum is the peak if no page comes back meanwhile: most often it is enough of an answer.
         if new_pages + self._sum <= available or new_pages + self._peak() <= available:
             return True
         self._started.pop()
@@ -87,8 +86,8 @@ class AdmissionControl:
         self._caution = min(MOST_CAUTION, self._caution * CAUTION_STEP)
 
     def expected_remaining(
-        self, admissions: IntArray, generated: IntArray, most: IntArray, ends_early: npt.NDArray[np.bool_]
-    ) -> IntArray:
+        self, admissions: Int64Array, generated: Int64Array, most: Int64Array, ends_early: BoolArray
+    ) -> Int64Array:
         """Tokens that each sequence is expected to produce from now on, int64 [num_sequences].
 
         Args:

@@ -1,18 +1,14 @@
-"""What clients must hear: collected while steps are committed, taken as parallel arrays."""
+"""What clients must hear: collected while steps are committed, drained as parallel arrays."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array, Int64Array, UInt8Array
 from minisgl_backend.request import FinishReason
 from minisgl_backend.step import SequenceDetail
-
-Int32Array = npt.NDArray[np.int32]
-Int64Array = npt.NDArray[np.int64]
-UInt8Array = npt.NDArray[np.uint8]
 
 NO_TOKEN = -1
 
@@ -28,7 +24,7 @@ class SequenceOutputs:
 
 
 class OutputCollector:
-    """Gathers records of one or several commits until they are taken."""
+    """Gathers records of one or several commits until they are drained."""
 
     def __init__(self) -> None:
         self._runs: list[tuple[Int64Array, Int32Array, UInt8Array]] = []
@@ -62,7 +58,7 @@ class OutputCollector:
         """A detail of a record that was added with `add_run`."""
         self._details[index] = detail
 
-    def take(self) -> SequenceOutputs | None:
+    def drain(self) -> SequenceOutputs | None:
         """Everything since the last call; None when there is nothing."""
         if not self._count:
             return None

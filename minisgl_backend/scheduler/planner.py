@@ -1,30 +1,29 @@
-"""What the next step computes: decode rows, prompt chunks within the budget, and who is admitted or preempted."""
+"""What the next step computes: decode rows, prompt chunks within the token budget (chunked prefill), and which
+sequences are admitted or preempted."""
 
 from __future__ import annotations
 
 import bisect
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import BoolArray, IndexArray
 from minisgl_backend.config import TILE_TOKENS, SchedulerLimits
 from minisgl_backend.scheduler.admission import AdmissionControl, Forecast
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import ends_early, limit_of
 from minisgl_backend.scheduler.running import RunningSet
-from minisgl_backend.scheduler.sequence import Sequence, SequenceState
+from minisgl_backend.scheduler.sequence import Sequence
 from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
-from minisgl_backend.step import PrefillChunk, StepPlan
-
-Int32Array = npt.NDArray[np.int32]
-IndexArray = npt.NDArray[np.intp]
+from minisgl_backend.step import StepPlan
 
 # A chunk that does not end its prompt is at least this long, unless it is the step's first: shorter ones cost a step
 # more than they compute.
 MIN_LATER_CHUNK = 64
 
-# In a backlog a step computes this part of what waits, within the bounds of Backlog: beside a wait of seconds, a longer
-# one for the next token is little, and few long steps end the wait earlier than many short ones.
+# In a backlog a step computes this part of what waits, within the bounds of Backlog: while the time to first token
+# (TTFT) is seconds, a longer inter-token latency is little, and few long steps end the wait earlier than many short
+# ones.
 BACKLOG_SHARE = 3
 
 
@@ -39,7 +38,8 @@ class Planner:
         self._queue = queue
         self._admission = admission
         self._forecast: Forecast | None = None  # of this step's admissions, made when it is needed
-        self._admits = True  # false in a step that preempted: the place is not for the queue
+        self._admits = True  # false in a step that preempted: what that freed is not for the queue
+        self._refused_at = (-1, -1)  # versions of KV pages and queue at which the last admission failed
         self._in_backlog = False
         self.num_admissions = 0
         self.num_preemptions = 0
@@ -50,22 +50,22 @@ class Planner:
         """The step with this number, or None when nothing can run now."""
         builder = StepPlanBuilder()
         self._admits = True
-        if self._limits.mixed_prefill_length == 0:
+        if self._limits.mixed_prefill_length == 0:  # no mixed batches: prefill first
             self._plan_prefill(builder, self._limits.max_prefill_length, step)
             if builder.empty:
                 self._plan_decode(builder, step)
         else:
             self._plan_decode(builder, step)
-            self._plan_prefill(builder, self._prompt_budget(len(builder.decode_rows)), step)
+            self._plan_prefill(builder, self._prefill_budget(builder.num_decoding), step)
         if builder.empty:
             return None
         self._running.send_swaps(builder)
-        if self._running.kv.unsound:
-            builder.cleared_pages = self._running.kv.take_unsound()
+        builder.zero_pages(self._running.kv.take_pages_to_zero())
         return builder.build(step)
 
-    def _prompt_budget(self, num_decoding: int) -> int:
-        """Prompt tokens of a step in which so many rows decode; from two tiles on, so many that few are padded."""
+    def _prefill_budget(self, num_decoding: int) -> int:
+        """Prompt tokens of a step in which `num_decoding` rows decode. From two tiles on it is lowered until the step's
+        GEMMs pad few tokens up to their tiles."""
         if not num_decoding:
             return self._limits.max_prefill_length
         budget, backlog = self._limits.mixed_prefill_length, self._limits.backlog
@@ -97,20 +97,18 @@ class Planner:
         keep = lengths < state.limit.take(index)
         if not keep.all():
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
-        short = np.flatnonzero(lengths > running.kv.held.take(index) * self._limits.page_size)
+        short = running.kv.short_of_page(index, lengths)
         if len(short) and len(short) > running.kv.num_available:
             keep = self._make_room(index, short)
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
-            short = np.flatnonzero(lengths > running.kv.held.take(index) * self._limits.page_size)
+            short = running.kv.short_of_page(index, lengths)
         if len(short):
-            needing = index[short]
-            columns = running.kv.held[needing]
-            builder.write_pages(rows[short], columns, running.kv.extend(needing))
-        state.planned[index] = lengths
-        state.last_step[index] = step
-        builder.decode_rows, builder.decode_uids, builder.decode_lengths = rows, uids, lengths
+            columns, pages = running.kv.extend(index[short])
+            builder.write_pages(rows[short], columns, pages)
+        state.plan_decode(index, lengths, step)
+        builder.decode(rows, uids, lengths)
 
-    def _make_room(self, index: IndexArray, short: IndexArray) -> npt.NDArray[np.bool_]:
+    def _make_room(self, index: IndexArray, short: IndexArray) -> BoolArray:
         """Preempts until the rows at `index[short]` can get a page each, or will once steps in flight have ended.
 
         Returns which of `index` can be planned now, bool [num_rows]: the others are preempted or wait a step.
@@ -119,8 +117,7 @@ class Planner:
         needing = index[short]
         while True:
             needing = needing[running.rows.active[needing]]
-            coming = sum(running.kv.num_private(one.lease) for one in running.settling if one.lease is not None)
-            if len(needing) <= running.kv.num_available + coming:
+            if len(needing) <= running.kv.num_available + running.num_releasing_pages():
                 break
             active = running.active()
             if len(active) <= 1:
@@ -136,36 +133,34 @@ class Planner:
         self.num_preemptions += 1
         self._admits = False
         self._admission.saw_preemption()
-        self._running.leave(victim, SequenceState.PREEMPTED)
+        self._running.preempt(victim)
         self._running.release_finished()
 
     def _plan_prefill(self, builder: StepPlanBuilder, budget: int, step: int) -> None:
+        """Chunked prefill: goes on with prompts that have begun, then admits, while the budget lasts."""
         running = self._running
         for sequence in list(running.prefilling):
             start = int(running.rows.planned[sequence.row])
             end = self._chunk_end(start, len(sequence.token_ids), budget, builder)
             if end == start:
                 return
-            self._add_chunk(builder, sequence, start, end, step)
+            running.plan_chunk(sequence, end, step, builder)
             budget -= end - start
-        may_admit = self._admits and running.capacity_changed and budget > 0
-        if may_admit and self._queue.num_tokens and running.rows.num_free:
+        if budget > 0 and self._may_admit():
             self._admit(builder, budget, step)
 
     def _chunk_end(self, start: int, total: int, budget: int, builder: StepPlanBuilder) -> int:
         """Where a chunk that begins at `start` ends; `start` itself when it is not worth beginning."""
         if start + budget >= total:
             return total
-        return start + budget if not builder.prefill or budget >= MIN_LATER_CHUNK else start
+        return start + budget if not builder.has_prefill or budget >= MIN_LATER_CHUNK else start
 
-    def _add_chunk(self, builder: StepPlanBuilder, sequence: Sequence, start: int, end: int, step: int) -> None:
-        state, row = self._running.rows, sequence.row
-        samples = end == len(sequence.token_ids)
-        builder.prefill.append(PrefillChunk(row, start, sequence.token_ids[start:end], samples))
-        state.planned[row] = end
-        state.last_step[row] = step
-        if samples:
-            self._running.begin_decoding(sequence)
+    def _may_admit(self) -> bool:
+        """Whether an admission can succeed: a sequence waits for a free row, and pages or the queue have changed since
+        the last one failed."""
+        if not (self._admits and self._queue.num_tokens and self._running.rows.num_free):
+            return False
+        return self._refused_at != (self._running.kv.version, self._queue.version)
 
     def _admit(self, builder: StepPlanBuilder, budget: int, step: int) -> None:
         running = self._running
@@ -179,7 +174,7 @@ class Planner:
             if start is None:
                 return
             end = self._chunk_end(start, len(sequence.token_ids), budget, builder)
-            self._add_chunk(builder, sequence, start, end, step)
+            running.plan_chunk(sequence, end, step, builder)
             budget -= end - start
 
     def _try_start(self, builder: StepPlanBuilder, sequence: Sequence, budget: int) -> int | None:
@@ -187,19 +182,18 @@ class Planner:
         running, tokens = self._running, sequence.token_ids
         # The last token is always computed, since its logits are needed; log-probabilities need all of them.
         usable = tokens[:-1] if sequence.prompt_logprobs is None else tokens[:0]
-        match = running.kv.cache.match(usable)
+        match = running.kv.match(usable)
         cached = len(match.pages) * self._limits.page_size
         too_short = self._chunk_end(cached, len(tokens), budget, builder) == cached
         if too_short or not self._fits(sequence, running.kv.pages_for(len(tokens)) - len(match.pages)):
-            running.kv.cache.unpin(match.pin)
-            running.capacity_changed = too_short
+            running.kv.unmatch(match)
+            if not too_short:  # else the next step's budget may be enough
+                self._refused_at = (running.kv.version, self._queue.version)
             return None
         self._queue.remove(sequence)
-        if sequence.cached_tokens is None:
-            sequence.cached_tokens = cached
-            if sequence.tells_prompt:  # what siblings share is no hit of the cache
-                self.prompt_tokens += sequence.prompt_len
-                self.cached_tokens += cached
+        if not sequence.resumed and sequence.tells_prompt:  # what siblings share is no hit of the cache
+            self.prompt_tokens += sequence.prompt_len
+            self.cached_tokens += cached
         running.start(sequence, match, self.num_admissions, builder)
         self.num_admissions += 1
         return cached
@@ -232,7 +226,7 @@ class Planner:
         remaining = self._admission.expected_remaining(
             state.admission[index], total - prompt, limit - total, state.ends_early[index]
         )
-        return Forecast(remaining, self._running.freed_pages(index), self._limits.page_size)
+        return Forecast(remaining, self._running.kv.freed_pages(index), self._limits.page_size)
 
 
 def _preempted_first(sequence: Sequence) -> tuple[int, int]:

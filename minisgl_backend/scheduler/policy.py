@@ -16,7 +16,7 @@ from minisgl_backend.scheduler.sequence import Sequence, SequenceState
 DEFAULT_LEVEL = 8
 
 # Longest cached prefix first looks at this many of the oldest waiting sequences of a round, since it looks each one up
-# in the tree, and lets nobody be overtaken by more than this many admissions.
+# in the tree, and lets no sequence be overtaken by more than this many admissions.
 LPM_WINDOW = 128
 LPM_PATIENCE = 512
 
@@ -27,6 +27,7 @@ class WaitingQueue(abc.ABC):
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}  # by uid, in order of arrival in the queue
         self.num_tokens = 0  # of all members
+        self.version = 0  # one more whenever a member comes or goes
 
     def __len__(self) -> int:
         return len(self._members)
@@ -37,11 +38,13 @@ class WaitingQueue(abc.ABC):
     def push(self, sequence: Sequence) -> None:
         self._members[sequence.uid] = sequence
         self.num_tokens += len(sequence.token_ids)
+        self.version += 1
         self._enter(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         del self._members[sequence.uid]
         self.num_tokens -= len(sequence.token_ids)
+        self.version += 1
         self._leave(sequence)
 
     @abc.abstractmethod

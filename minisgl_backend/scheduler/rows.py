@@ -1,17 +1,16 @@
 """The numbers of all running sequences, as one array for each kind of number, indexed by row.
 
 A decode step reads and writes these arrays whole, so that its cost does not grow with Python work for each sequence.
+Others read them; only the methods of `RowState` write them.
 """
 
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import BoolArray, IndexArray, Int32Array, UInt8Array
+from minisgl_backend.request import FinishReason
 from minisgl_backend.scheduler.sequence import Sequence
-
-Int32Array = npt.NDArray[np.int32]
-IndexArray = npt.NDArray[np.intp]
 
 NOT_A_TOKEN = -1
 LARGEST_TOKEN = 2**31 - 1
@@ -47,16 +46,19 @@ class RowState:
     def num_free(self) -> int:
         return len(self._free)
 
-    def place(self, sequence: Sequence) -> int:
-        """Gives the sequence a row and copies its numbers there."""
+    def tokens_of(self, row: int) -> Int32Array:
+        """Prompt and committed answer of a row, int32 [num_tokens]; a view."""
+        return self.token_ids[row, : self.total[row]]
+
+    def occupy(self, sequence: Sequence, admission: int, cached_tokens: int) -> int:
+        """Gives the sequence a free row, copies its numbers there and returns the row."""
         row = self._free.pop()
         params, tokens = sequence.params, sequence.token_ids
-        sequence.row = row
         self.sequences[row] = sequence
         self.token_ids[row, : len(tokens)] = tokens
         self.uid[row] = sequence.uid
-        self.admission[row] = sequence.admission
-        self.planned[row] = 0
+        self.admission[row] = admission
+        self.planned[row] = cached_tokens
         self.total[row] = len(tokens)
         self.prompt_len[row] = sequence.prompt_len
         self.ends_early[row] = ends_early(sequence)
@@ -69,25 +71,60 @@ class RowState:
         self._set_stop_ids(row, params.stop_token_ids)
         return row
 
-    def clear(self, sequence: Sequence) -> None:
+    def plan_chunk(self, row: int, end: int, step: int) -> None:
+        """A step computes the row's prompt up to the token before `end`."""
+        self.planned[row] = end
+        self.last_step[row] = step
+
+    def plan_decode(self, rows: IndexArray, lengths: Int32Array, step: int) -> None:
+        """A step computes one token of each of these rows, which have `lengths` tokens in the cache afterwards."""
+        self.planned[rows] = lengths
+        self.last_step[rows] = step
+
+    def append_one(self, sequence: Sequence, position: int, token_id: int) -> FinishReason:
+        """The token that a prompt's last chunk sampled; returns whether and why it ends the sequence."""
+        row, total, params = sequence.row, position + 1, sequence.params
+        self.token_ids[row, position] = token_id
+        self.total[row] = total
+        stops = token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos)
+        if stops and total >= sequence.prompt_len + params.min_tokens:
+            return FinishReason.STOP
+        return FinishReason.LENGTH if total >= self.limit[row] else FinishReason.RUNNING
+
+    def append(self, rows: IndexArray, positions: Int32Array, token_ids: Int32Array) -> UInt8Array:
+        """One more token of each row (no row twice); returns the `FinishReason` of each, uint8 [num_rows]."""
+        totals = positions + 1
+        self.token_ids[rows, positions] = token_ids
+        self.total[rows] = totals
+        reasons: UInt8Array = (totals >= self.limit.take(rows)) * np.uint8(FinishReason.LENGTH)
+        stopped = self._stopped(rows, totals, token_ids)
+        if stopped is not None:
+            reasons[stopped] = FinishReason.STOP
+        return reasons
+
+    def deactivate(self, row: int, *, ended: bool) -> None:
+        """The row is in no plan to come: its sequence has ended, or is preempted."""
+        self.active[row] = False
+        self.ended[row] = ended
+
+    def vacate(self, sequence: Sequence) -> None:
         """Takes the row back."""
         row = sequence.row
-        assert self.sequences[row] is sequence, "a row is cleared by its own sequence"
+        assert self.sequences[row] is sequence, "a row is taken from its own sequence"
         self._num_stop_rows -= bool(self.has_stop_ids[row])
         self.has_stop_ids[row] = self.active[row] = False
         self.sequences[row] = None
-        sequence.row = -1
         self._free.append(row)
 
-    def stops(self, rows: IndexArray, totals: Int32Array, token_ids: Int32Array) -> npt.NDArray[np.bool_] | None:
-        """Which of these new tokens end their sequence, bool [num_rows]; None when no one does.
+    def _stopped(self, rows: IndexArray, totals: Int32Array, token_ids: Int32Array) -> BoolArray | None:
+        """Which of these new tokens stop their sequence, bool [num_rows]; None when none does.
 
         Args:
             rows: [num_rows]
             totals: tokens of each sequence with the new one, [num_rows].
             token_ids: the new tokens, [num_rows].
         """
-        found: npt.NDArray[np.bool_] | None = None
+        found: BoolArray | None = None
         for eos in self._eos:
             hits = token_ids == eos
             if hits.any():
@@ -102,12 +139,6 @@ class RowState:
         if found is not None:
             found &= totals >= self.stops_from[rows]
         return found
-
-    def stops_one(self, sequence: Sequence, total: int, token_id: int) -> bool:
-        """`stops` for a single sequence and its new token."""
-        params = sequence.params
-        hit = token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos)
-        return hit and total >= sequence.prompt_len + params.min_tokens
 
     def _set_stop_ids(self, row: int, stop_ids: tuple[int, ...]) -> None:
         stop_ids = tuple(token for token in stop_ids if 0 <= token <= LARGEST_TOKEN)  # others are never sampled

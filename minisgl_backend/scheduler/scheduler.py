@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import BoolArray, IndexArray, Int32Array
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.errors import CapacityError, InvalidRequestError
@@ -27,9 +27,7 @@ from minisgl_backend.scheduler.running import RunningSet
 from minisgl_backend.scheduler.sequence import Group, Sequence, SequenceState
 from minisgl_backend.step import PrefillChunk, SequenceDetail, StepPlan, StepResult, StepStats
 
-Int32Array = npt.NDArray[np.int32]
-
-UNSOUND = "what the model computed for this sequence is no number, or leaves no token to choose"
+NO_LOGITS = "the model produced NaN or infinite logits, or every token is masked"
 
 # Spreads the seeds of the sequences of one request (n > 1) over the whole range: 2**64 divided by the golden ratio.
 SEED_STRIDE = 0x9E3779B97F4A7C15
@@ -60,7 +58,7 @@ class Scheduler:
         self._in_flight: deque[StepPlan] = deque()
         self._next_step = 0
         self._num_arrivals = 0
-        self._num_new_requests = 0  # requests in the queue of which nothing has run yet
+        self._new_requests: set[int] = set()  # uid of one sequence of each request of which nothing has run yet
         self._ended = dict.fromkeys(FinishReason, 0)
         self._generated_tokens = 0
         self._last_prefill_tokens = 0
@@ -74,7 +72,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a sequence waits, runs or is still named by a step in flight."""
-        return bool(self._sequences or self._running.settling)
+        return bool(self._sequences or self._running.releasing)
 
     def add(self, request: Request) -> None:
         """Queues the sequences of a request.
@@ -88,27 +86,24 @@ class Scheduler:
         for uid in range(request.uid, request.uid + params.n):
             if uid in self._sequences:
                 raise InvalidRequestError(f"uid is {uid}; allowed: one that no running or waiting sequence has")
-        if self._num_new_requests >= self._limits.max_waiting_requests:
+        if len(self._new_requests) >= self._limits.max_waiting_requests:  # backpressure
             raise CapacityError(
-                f"{self._num_new_requests} requests are waiting, all that max_waiting_requests allows; try again later"
+                f"{len(self._new_requests)} requests are waiting, all that max_waiting_requests allows; try again later"
             )
         sequences = self._make_sequences(request, token_ids)
         for sequence in sequences:
             self._sequences[sequence.uid] = sequence
             if sequence.deadline is not None:
                 self._push_deadline(sequence.deadline, sequence.uid)
-        sequences[0].new_request = True
-        self._num_new_requests += 1
+        self._new_requests.add(request.uid)
         self._num_arrivals += 1
         # Siblings wait for the prompt's pages, where there is a whole page to share and a cache that keeps it.
         if params.n > 1 and self._limits.cache_type != "naive" and len(token_ids) > self._limits.page_size:
-            group = Group(sequences)
-            self._lead(group, sequences[0])
+            self._queue.push(Group(sequences).lead())
         else:
-            self._let_tell_prompt(sequences[0])
+            sequences[0].tell_prompt()
             for sequence in sequences:
                 self._queue.push(sequence)
-        self._running.capacity_changed = True
 
     def abort(
         self, uid: int, reason: FinishReason = FinishReason.CANCELLED, detail: SequenceDetail | None = None
@@ -141,7 +136,7 @@ class Scheduler:
         self._in_flight.popleft()
         self._last_prefill_tokens = self._last_decode_tokens = 0
         if not result.executed:  # all that was handed out in this plan has failed with it
-            self._running.kv.add_unsound(plan.cleared_pages)
+            self._running.kv.zero(plan.cleared_pages)
         first_decode = 0
         for chunk in plan.prefill:
             self._commit_chunk(chunk, first_decode, result)
@@ -150,31 +145,29 @@ class Scheduler:
             self._commit_decode(plan, first_decode, result)
         if not result.executed:  # those of its rows have ended by now
             self._running.send_again(plan)
-        self._running.committed = plan.step
-        self._running.free_retired()
-        self._running.release_finished()
+        self._running.commit(plan.step)
 
-    def take_outputs(self) -> SequenceOutputs | None:
+    def drain_outputs(self) -> SequenceOutputs | None:
         """Everything for clients since the last call; None when there is nothing."""
-        return self._outputs.take()
+        return self._outputs.drain()
 
     def take_cache_changes(self) -> list[CacheChange]:
         """What the prefix cache has stored and removed since the last call, in order; nothing unless the limits say
         that it is recorded."""
-        return self._running.kv.cache.take_changes()
+        return self._running.kv.take_cache_changes()
 
     def stats(self) -> StepStats:
         """Counters as of the last commit."""
         kv, planner = self._running.kv, self._planner
-        free, cached = kv.pool.num_free, kv.cache.num_evictable
+        free, cached = kv.num_free, kv.num_evictable
         return StepStats(
             step=self._running.committed,
             num_running=self._running.num_active,
             num_waiting=len(self._sequences) - self._running.num_active,
-            pages_total=kv.pool.num_pages,
+            pages_total=kv.num_pages,
             pages_free=free,
             pages_cached=cached,
-            pages_leased=kv.pool.num_pages - free - cached,
+            pages_leased=kv.num_pages - free - cached,
             prefill_tokens=self._last_prefill_tokens,
             decode_tokens=self._last_decode_tokens,
             total_prompt_tokens=planner.prompt_tokens,
@@ -198,11 +191,12 @@ class Scheduler:
             assert sequence.state is not SequenceState.ENDED, "an ended sequence is forgotten"
             group = sequence.group
             held_back = group is not None and sequence in group.held_back
-            places = [uid in waiting, held_back, sequence.row >= 0]
-            assert sum(places) == 1, "a sequence waits, is held back or has a row"
+            assert sum([uid in waiting, held_back, sequence.row >= 0]) == 1, (
+                "a sequence waits, is held back or has a row"
+            )
             assert not held_back or (group is not None and group.leader is not None), "held back without a leader"
-        new = sum(1 for sequence in self._sequences.values() if sequence.new_request)
-        assert new == self._num_new_requests, "requests in the queue are miscounted"
+            assert uid not in self._new_requests or not sequence.resumed, "a request that has run counts as new"
+        assert self._new_requests <= self._sequences.keys(), "a request of which nothing is left counts as new"
 
     # ---- arrivals
 
@@ -230,55 +224,27 @@ class Scheduler:
     def _make_sequences(self, request: Request, token_ids: Int32Array) -> list[Sequence]:
         params = request.params
         seed = params.seed if params.seed is not None else self._seeds.randrange(SEED_RANGE)
-        sequences = []
-        for index in range(params.n):
-            sequence = Sequence(
+        return [
+            Sequence(
                 uid=request.uid + index,
                 token_ids=token_ids,
                 params=_with_seed(params, (seed + index * SEED_STRIDE) % SEED_RANGE),
                 level=request.priority or DEFAULT_LEVEL,
                 arrival=self._num_arrivals,
                 deadline=request.deadline,
+                admissions_before=self._planner.num_admissions,
             )
-            sequence.admissions_before = self._planner.num_admissions
-            sequences.append(sequence)
-        return sequences
+            for index in range(params.n)
+        ]
 
     def _cached_tokens(self, sequence: Sequence) -> int:
-        return self._running.kv.cache.peek(sequence.token_ids[:-1]) * self._limits.page_size
+        return self._running.kv.cached_tokens(sequence.token_ids[:-1])
 
     def _note_admissions(self, plan: StepPlan) -> None:
         now = self._clock()
         for admitted in plan.admitted:
-            sequence = self._sequences[admitted.uid]
-            sequence.first_planned = sequence.first_planned or now
-            if sequence.new_request:
-                sequence.new_request = False
-                self._num_new_requests -= 1
-
-    # ---- groups (n > 1)
-
-    def _lead(self, group: Group, sequence: Sequence) -> None:
-        """The sequence computes the prompt of its group; the others wait."""
-        group.leader = sequence
-        group.held_back.remove(sequence)
-        self._let_tell_prompt(sequence)
-        self._queue.push(sequence)
-
-    def _open_group(self, group: Group) -> None:
-        """The prompt is in the prefix cache: all may run."""
-        group.leader = None
-        for sequence in group.held_back:
-            self._queue.push(sequence)
-        group.held_back = []
-        self._running.capacity_changed = True
-
-    @staticmethod
-    def _let_tell_prompt(sequence: Sequence) -> None:
-        """What is known of a prompt is told once, by the first of its sequences, and computed once."""
-        sequence.tells_prompt = True
-        if sequence.params.prompt_logprobs is not None:
-            sequence.prompt_logprobs = []
+            self._sequences[admitted.uid].note_planned(now)
+            self._new_requests.discard(admitted.uid)
 
     # ---- results
 
@@ -288,33 +254,27 @@ class Scheduler:
         assert sequence is not None, "a row in flight keeps its sequence"
         self._last_prefill_tokens += len(chunk.token_ids)
         failed = chunk.row in result.failed_rows
-        sequence.sound &= not failed
+        if failed:
+            sequence.fail()
         if sequence.state is SequenceState.ENDED:
             return
         if failed:
-            self._fail(sequence, result.why)
+            self._end_with_error(sequence, result.why)
             return
-        if sequence.prompt_logprobs is not None:
-            sequence.prompt_logprobs.extend(result.prompt_logprobs.get(chunk.row, ()))
+        sequence.add_prompt_logprobs(result.prompt_logprobs.get(chunk.row, ()))
         if not chunk.samples:
             return
         if sequence.state is SequenceState.RUNNING:
             self._running.publish(sequence, chunk.end, self._next_step - 1)
         detail = self._first_detail(sequence, chunk, result, index)
         if sequence.group is not None and sequence.group.leader is sequence:
-            self._open_group(sequence.group)
+            for sibling in sequence.group.open():
+                self._queue.push(sibling)
         self._append_first(sequence, int(result.token_ids[index]), chunk.end, detail)
 
     def _append_first(self, sequence: Sequence, token: int, position: int, detail: SequenceDetail | None) -> None:
         """The token that a prompt's last chunk sampled."""
-        rows = self._running.rows
-        rows.token_ids[sequence.row, position] = token
-        rows.total[sequence.row] = position + 1
-        reason = FinishReason.RUNNING
-        if rows.stops_one(sequence, position + 1, token):
-            reason = FinishReason.STOP
-        elif position + 1 >= rows.limit[sequence.row]:
-            reason = FinishReason.LENGTH
+        reason = self._running.rows.append_one(sequence, position, token)
         self._outputs.add(sequence.uid, token, reason, detail)
         self._generated_tokens += 1
         self._last_decode_tokens += 1
@@ -328,13 +288,12 @@ class Scheduler:
         logprobs = result.logprobs.get(index)
         if chunk.end > sequence.prompt_len or not sequence.tells_prompt:
             return SequenceDetail(logprobs=logprobs) if logprobs is not None else None
-        values, sequence.prompt_logprobs = sequence.prompt_logprobs, None
         return SequenceDetail(
             cached_tokens=sequence.cached_tokens,
             first_planned=sequence.first_planned,
             logprobs=logprobs,
             first_token=self._clock(),
-            prompt_logprobs=tuple(values[: sequence.prompt_len - 1]) if values else (),  # the runner may add one
+            prompt_logprobs=sequence.take_prompt_logprobs(),
         )
 
     def _commit_decode(self, plan: StepPlan, first: int, result: StepResult) -> None:
@@ -345,84 +304,70 @@ class Scheduler:
         dropped = state.ended.take(rows)  # ghosts
         if result.failed_rows:
             dropped |= self._fail_rows(rows, dropped, result)
-        positions = None
+        kept = None
         if dropped.any():
-            positions = np.flatnonzero(~dropped)
-            rows, uids, lengths, tokens = rows[positions], uids[positions], lengths[positions], tokens[positions]
-        totals = lengths + 1
-        state.token_ids[rows, lengths] = tokens
-        state.total[rows] = totals
-        reasons = (totals >= state.limit.take(rows)) * np.uint8(FinishReason.LENGTH)
-        stopped = state.stops(rows, totals, tokens)
-        if stopped is not None:
-            reasons[stopped] = FinishReason.STOP
+            kept = np.flatnonzero(~dropped)
+            rows, uids, lengths, tokens = rows[kept], uids[kept], lengths[kept], tokens[kept]
+        reasons = state.append(rows, lengths, tokens)
         self._generated_tokens += len(rows)
         self._last_decode_tokens += len(rows)
         start = self._outputs.add_run(uids, tokens, reasons)
         if result.logprobs:
-            self._add_logprobs(result, first, start, positions)
+            self._add_logprobs(result, first, start, kept)
         for index in np.flatnonzero(reasons):
             sequence = state.sequences[rows[index]]
             assert sequence is not None, "a row in flight keeps its sequence"
             self._end(sequence, FinishReason(int(reasons[index])))
 
-    def _add_logprobs(self, result: StepResult, first: int, start: int, positions: npt.NDArray[np.intp] | None) -> None:
-        """Log-probabilities of decode rows; `positions` are those that were kept, None: all."""
+    def _add_logprobs(self, result: StepResult, first: int, start: int, kept: IndexArray | None) -> None:
+        """Log-probabilities of decode rows; `kept` are the indices of those that have a record, None: all."""
         for index, logprobs in result.logprobs.items():
-            place = index - first
-            if place < 0:
+            record = index - first
+            if record < 0:
                 continue
-            if positions is not None:
-                found = int(np.searchsorted(positions, place))
-                if found == len(positions) or positions[found] != place:
+            if kept is not None:
+                found = int(np.searchsorted(kept, record))
+                if found == len(kept) or kept[found] != record:
                     continue
-                place = found
-            self._outputs.add_detail(start + place, SequenceDetail(logprobs=logprobs))
+                record = found
+            self._outputs.add_detail(start + record, SequenceDetail(logprobs=logprobs))
 
     # ---- ends
 
-    def _fail_rows(
-        self, rows: npt.NDArray[np.intp], dropped: npt.NDArray[np.bool_], result: StepResult
-    ) -> npt.NDArray[np.bool_]:
+    def _fail_rows(self, rows: IndexArray, dropped: BoolArray, result: StepResult) -> BoolArray:
         failed = np.isin(rows, list(result.failed_rows))
         for row, ended in zip(rows[failed], dropped[failed], strict=True):
             sequence = self._running.rows.sequences[row]
             assert sequence is not None, "a row in flight keeps its sequence"
-            sequence.sound = False  # a ghost's pages, too
+            sequence.fail()  # a ghost's pages, too
             if not ended:
-                self._fail(sequence, result.why)
+                self._end_with_error(sequence, result.why)
         return failed
 
-    def _fail(self, sequence: Sequence, why: str) -> None:
-        self._outputs.add(sequence.uid, NO_TOKEN, FinishReason.ERROR, SequenceDetail(error=why or UNSOUND))
+    def _end_with_error(self, sequence: Sequence, why: str) -> None:
+        self._outputs.add(sequence.uid, NO_TOKEN, FinishReason.ERROR, SequenceDetail(error=why or NO_LOGITS))
         self._end(sequence, FinishReason.ERROR)
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Everything that follows from an end but its record."""
         self._ended[reason] += 1
         del self._sequences[sequence.uid]
-        group, new_request = sequence.group, sequence.new_request
-        if new_request:
-            sequence.new_request = False
-            self._num_new_requests -= 1
+        group = sequence.group
         if sequence.row >= 0:
             if reason in (FinishReason.STOP, FinishReason.LENGTH):
                 self._admission.saw_answer(int(self._running.rows.total[sequence.row]) - sequence.prompt_len)
-            self._running.leave(sequence, SequenceState.ENDED)
+            self._running.finish(sequence)
         else:
-            if group is not None and sequence in group.held_back:
-                group.held_back.remove(sequence)
-            else:
+            if group is None or sequence not in group.held_back:
                 self._queue.remove(sequence)
-                self._running.capacity_changed = True
-            sequence.state = SequenceState.ENDED
-        if group is not None and group.leader is sequence:
-            group.leader = None
-            if group.held_back:
-                group.held_back[0].new_request = new_request
-                self._num_new_requests += new_request
-                self._lead(group, group.held_back[0])
-                self._running.capacity_changed = True
+            sequence.finish()
+        is_new = sequence.uid in self._new_requests
+        self._new_requests.discard(sequence.uid)
+        leader = group.leave(sequence) if group is not None else None
+        if leader is not None:
+            if is_new:
+                self._new_requests.add(leader.uid)
+            self._queue.push(leader)
 
     def _expire(self) -> None:
         if not self._deadlines or self._deadlines[0][0] > self._clock():

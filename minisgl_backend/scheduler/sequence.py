@@ -1,20 +1,17 @@
 """One sequence of a request, from the queue to its last token.
 
-What changes with every token lives in `rows.RowState`, not here.
+What changes with every token lives in `rows.RowState`, not here. Only the methods below change a sequence.
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 
-import numpy as np
-import numpy.typing as npt
-
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.cache.kv_manager import PageLease
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.step import Logprobs
-
-Int32Array = npt.NDArray[np.int32]
 
 
 class SequenceState(enum.Enum):
@@ -22,7 +19,7 @@ class SequenceState(enum.Enum):
 
     WAITING = enum.auto()  # in the queue, or held back until its group's prompt is cached
     RUNNING = enum.auto()  # has a row and a lease; planned
-    PREEMPTED = enum.auto()  # lost its place; keeps row and lease until no step in flight names it, then waits
+    PREEMPTED = enum.auto()  # out of all plans; keeps row and lease until no step in flight names it, then waits
     ENDED = enum.auto()  # has told its reason; keeps row and lease until no step in flight names it
 
 
@@ -35,16 +32,15 @@ class Sequence:
         "arrival",
         "cached_tokens",
         "deadline",
+        "failed",
         "first_planned",
         "group",
         "lease",
         "level",
-        "new_request",
         "params",
         "prompt_len",
         "prompt_logprobs",
         "row",
-        "sound",
         "state",
         "tells_prompt",
         "token_ids",
@@ -59,6 +55,7 @@ class Sequence:
         level: int,
         arrival: int,
         deadline: float | None,
+        admissions_before: int = 0,
     ) -> None:
         self.uid = uid
         self.token_ids = token_ids  # while waiting: all tokens so far; while running: those it was admitted with
@@ -67,32 +64,102 @@ class Sequence:
         self.level = level  # 1 is the most urgent
         self.arrival = arrival
         self.deadline = deadline  # of the scheduler's clock
+        self.admissions_before = admissions_before  # admissions of all sequences when this one arrived
         self.first_planned = 0.0  # of the scheduler's clock; 0: not yet
         self.state = SequenceState.WAITING
         self.row = -1  # -1: none
         self.lease: PageLease | None = None
         self.admission = -1  # -1: not running
-        self.admissions_before = 0  # admissions of all sequences when this one arrived
         self.group: Group | None = None
-        self.sound = True  # false once a step of it has failed: its pages may hold NaN
-        self.new_request = False  # counts against max_waiting_requests
+        self.failed = False  # a step of it has failed: its pages may hold NaN
         self.tells_prompt = False  # of all sequences of its request it tells what is known of their prompt
         self.cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
-        self.prompt_logprobs: list[Logprobs] | None = None  # collected over the chunks; None: not wanted or done
+        self.prompt_logprobs: list[Logprobs] | None = None  # gathered chunk by chunk; None: not asked for, or told
 
     @property
     def resumed(self) -> bool:
         """True once the sequence has been admitted before: it only waits because it was preempted."""
         return self.cached_tokens is not None
 
+    def tell_prompt(self) -> None:
+        """Makes this the sequence of its request that tells, and so computes, what is known of the prompt."""
+        self.tells_prompt = True
+        if self.params.prompt_logprobs is not None:
+            self.prompt_logprobs = []
+
+    def admit(self, row: int, lease: PageLease, admission: int, cached_tokens: int) -> None:
+        """WAITING to RUNNING. `cached_tokens`: what the prefix cache supplies; the first admission's is kept."""
+        self.state, self.row, self.lease, self.admission = SequenceState.RUNNING, row, lease, admission
+        if self.cached_tokens is None:
+            self.cached_tokens = cached_tokens
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.clear()  # a preempted prompt starts again
+
+    def note_planned(self, now: float) -> None:
+        """A step with a token of it has been planned; the first time counts."""
+        self.first_planned = self.first_planned or now
+
+    def preempt(self) -> None:
+        """RUNNING to PREEMPTED; the row and the lease stay until `requeue`."""
+        self.state = SequenceState.PREEMPTED
+
+    def finish(self) -> None:
+        """To ENDED; what it has of row and lease stays until `vacate`."""
+        self.state = SequenceState.ENDED
+
+    def fail(self) -> None:
+        """A step of it has failed, or has computed NaN."""
+        self.failed = True
+
+    def vacate(self) -> None:
+        """Row and lease have been taken back."""
+        self.row, self.lease, self.admission = -1, None, -1
+
+    def requeue(self, token_ids: Int32Array) -> None:
+        """PREEMPTED to WAITING, without row and lease. `token_ids`: prompt and answer so far, [num_tokens]."""
+        self.vacate()
+        self.state, self.token_ids = SequenceState.WAITING, token_ids
+
+    def add_prompt_logprobs(self, logprobs: Iterable[Logprobs]) -> None:
+        """Those of one more chunk, where they are gathered."""
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs.extend(logprobs)
+
+    def take_prompt_logprobs(self) -> tuple[Logprobs, ...]:
+        """Those of every prompt token but the first, once; () where none are gathered."""
+        gathered, self.prompt_logprobs = self.prompt_logprobs, None
+        return tuple(gathered[: self.prompt_len - 1]) if gathered else ()  # the runner may add one
+
 
 class Group:
-    """The sequences of one request with n > 1. One of them computes the prompt, the others wait for its pages."""
+    """The sequences of one request with n > 1. Its leader computes the prompt, the others are held back until the
+    prompt's pages are in the prefix cache."""
 
     __slots__ = ("held_back", "leader")
 
     def __init__(self, sequences: list[Sequence]) -> None:
-        self.leader: Sequence | None = None  # None: the prompt is in the prefix cache, nobody has to wait any more
+        self.leader: Sequence | None = None  # None: the prompt is in the prefix cache, and no sequence is held back
         self.held_back = list(sequences)
         for sequence in sequences:
             sequence.group = self
+
+    def lead(self) -> Sequence:
+        """The next of those held back becomes the leader."""
+        self.leader = self.held_back.pop(0)
+        self.leader.tell_prompt()
+        return self.leader
+
+    def open(self) -> list[Sequence]:
+        """The prompt is cached: the sequences that were held back, which may run now."""
+        released, self.held_back, self.leader = self.held_back, [], None
+        return released
+
+    def leave(self, sequence: Sequence) -> Sequence | None:
+        """The sequence has ended; where it was the leader and others need one, the new leader."""
+        if sequence in self.held_back:
+            self.held_back.remove(sequence)
+        elif self.leader is sequence:
+            self.leader = None
+            if self.held_back:
+                return self.lead()
+        return None

@@ -157,7 +157,7 @@ def drive(
         before_step(step)
         busy = core.step()
         step += 1
-        outputs = core.take_outputs()
+        outputs = core.drain_outputs()
         if outputs is None:
             continue
         records = zip(outputs.uids.tolist(), outputs.token_ids.tolist(), outputs.reasons.tolist(), strict=True)

@@ -15,7 +15,7 @@ def ids(*values: int) -> np.ndarray:
 
 
 def start(manager: KVManager, row: int, tokens: np.ndarray) -> PageLease:
-    return manager.acquire(row, manager.cache.match(tokens), len(tokens))
+    return manager.acquire(row, manager.match(tokens), len(tokens))
 
 
 def test_pages_are_numbered_from_one_and_come_back() -> None:
@@ -118,7 +118,7 @@ def test_a_lease_ends_once(cache_type: str) -> None:
     with pytest.raises(RuntimeError, match="has ended already"):
         manager.publish(lease, tokens)
     assert manager.num_available == 8
-    assert manager.cache.num_pages == (2 if cache_type == "radix" else 0)
+    assert manager._cache.num_pages == (2 if cache_type == "radix" else 0)
 
 
 def test_equal_pages_are_swapped_for_those_of_the_cache() -> None:
@@ -133,18 +133,18 @@ def test_equal_pages_are_swapped_for_those_of_the_cache() -> None:
     assert swap.old.tolist() == own[:3]
     assert manager.pages_of(second).tolist() == [*manager.pages_of(first)[:3].tolist(), own[3]]
     manager.check([first, second], swap.old)
-    manager.pool.give_back(swap.old)
+    manager.free(swap.old)
     manager.release(first)
     manager.release(second)
     manager.check([])
-    assert (manager.pool.num_free, manager.cache.num_evictable) == (17, 3)
+    assert (manager.num_free, manager.num_evictable) == (17, 3)
 
 
 def test_taking_pages_evicts_what_only_the_cache_keeps() -> None:
     manager = KVManager(4, 1, max_rows=2, max_pages_per_row=4, cache_type="radix")
     old = ids(1, 2, 3)
     manager.release(start(manager, 0, old), old)
-    assert (manager.pool.num_free, manager.num_available) == (1, 4)
+    assert (manager.num_free, manager.num_available) == (1, 4)
     lease = start(manager, 0, ids(7, 8, 9))
     manager.check([lease])
-    assert manager.cache.match(old).pages.tolist() == [1]
+    assert manager.match(old).pages.tolist() == [1]

@@ -46,21 +46,21 @@ def test_a_reader_of_the_changes_knows_the_cache(page_size: int) -> None:
             manager.release(lease, tokens)
         else:
             tokens = np.array([draw.randint(0, 1) for _ in range(draw.randint(1, 6 * page_size))], dtype=np.int32)
-            match = manager.cache.match(tokens)
+            match = manager.match(tokens)
             if manager.pages_for(len(tokens)) - len(match.pages) > manager.num_available:
-                manager.cache.unpin(match.pin)
+                manager.unmatch(match)
                 continue
             free = min(set(range(4)) - {lease.row for lease, _ in running})
             running.append((manager.acquire(free, match, len(tokens)), tokens))
-        changes = manager.cache.take_changes()
+        changes = manager.take_cache_changes()
         removed += sum(len(change.hashes) for change in changes if isinstance(change, PagesRemoved))
         reader.read(changes, page_size)
-        assert len(reader.prefixes) == manager.cache.num_pages
+        assert len(reader.prefixes) == manager._cache.num_pages
         for prefix in reader.prefixes.values():
-            assert manager.cache.peek(np.array(prefix, dtype=np.int32)) * page_size == len(prefix)
+            assert manager.cached_tokens(np.array(prefix, dtype=np.int32)) == len(prefix)
         manager.check([lease for lease, _ in running])
     assert removed > 50
-    assert manager.cache.take_changes() == []
+    assert manager.take_cache_changes() == []
 
 
 def test_hashes_are_those_of_the_tokens_and_all_before_them() -> None:

@@ -34,11 +34,11 @@ class LeaseMachine(RuleBasedStateMachine):
         if not free_rows:
             return None
         array = np.array(tokens, dtype=np.int32)
-        expected = self.manager.cache.peek(array)
-        match = self.manager.cache.match(array)
+        expected = self.manager.cached_tokens(array) // self.page_size
+        match = self.manager.match(array)
         assert len(match.pages) == expected
         if self.manager.pages_for(len(tokens)) - len(match.pages) > self.manager.num_available:
-            self.manager.cache.unpin(match.pin)
+            self.manager.unmatch(match)
             return None
         lease = self.manager.acquire(min(free_rows), match, len(tokens))
         self.tokens[lease] = list(tokens)
@@ -68,7 +68,7 @@ class LeaseMachine(RuleBasedStateMachine):
     @rule()
     def give_back_swapped(self) -> None:
         for pages in self.swapped:
-            self.manager.pool.give_back(pages)
+            self.manager.free(pages)
         self.swapped = []
 
     @rule(lease=consumes(leases), known=st.booleans())

@@ -73,11 +73,11 @@ def test_pages_are_back_at_the_end_of_the_turn_that_heard_of_it(overlap: bool) -
     core.submit(make_request(1, [5, 6, 7], max_tokens=50, ignore_eos=True))
     for _ in range(5):
         core.step()
-        core.take_outputs()
+        core.drain_outputs()
     assert core.stats().pages_leased > 0
     core.abort([1], FinishReason.CANCELLED)
     core.step()
-    outputs = core.take_outputs()
+    outputs = core.drain_outputs()
     assert outputs is not None
     assert outputs.uids[outputs.reasons == FinishReason.CANCELLED].tolist() == [1]
     assert core.stats().pages_leased == 0

@@ -341,7 +341,7 @@ def test_failed_rows_end_with_an_error_and_leave_nothing_in_the_cache(overlap: b
     loop.scheduler.add(make_request(2, [9] * 20, max_tokens=5, ignore_eos=True))
     loop.run()
     assert loop.records.reasons == {1: FinishReason.ERROR, 2: FinishReason.LENGTH}
-    assert "is no number" in loop.records.details[1][-1].error
+    assert "NaN or infinite logits" in loop.records.details[1][-1].error
     loop.runner.fail = lambda uid: False
     loop.scheduler.add(make_request(3, list(range(20)), max_tokens=1))
     loop.run()
