@@ -11,14 +11,9 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import NO_INT32, Int32Array, Int64Array
 from minisgl_backend.request import SamplingParams
-
-Int32Array = npt.NDArray[np.int32]
-
-NO_PAGES: Int32Array = np.empty(0, dtype=np.int32)
-NO_PAGES.setflags(write=False)
 
 
 class RowError(Exception):
@@ -80,10 +75,10 @@ class StepPlan:
     decode_lengths: (
         Int32Array  # [num_decode]  tokens in the cache after this step; the input token's position is one less
     )
-    decode_uids: npt.NDArray[np.int64]  # [num_decode]  for sampling noise and logs
+    decode_uids: Int64Array  # [num_decode]  for sampling noise and logs
     # [num_cleared]  pages to be set to zero before anything of the step is written: a sequence that failed has left
     # what may be NaN in them, and kernels may read a page beyond the end of the next one.
-    cleared_pages: Int32Array = field(default_factory=lambda: NO_PAGES)
+    cleared_pages: Int32Array = field(default_factory=lambda: NO_INT32)
     is_retry: bool = False  # an attempt at it has failed, which may have sampled and counted tokens
 
     @property

@@ -16,10 +16,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.kv.layout import LayerKV, MHALayout
 
 Plan = Any  # whatever a backend prepares for one step; opaque to everyone else
@@ -92,9 +91,9 @@ class PrefillInputs:
     kv_lens: torch.Tensor  # int32 [num_seqs], device; cached and new tokens
     rows: torch.Tensor  # int32 [num_seqs], device; lines of page_table
     page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row], device; live, shared by all steps
-    cu_seqlens_q_host: npt.NDArray[np.int32]
-    kv_lens_host: npt.NDArray[np.int32]
-    rows_host: npt.NDArray[np.int32]
+    cu_seqlens_q_host: Int32Array
+    kv_lens_host: Int32Array
+    rows_host: Int32Array
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,8 +118,8 @@ class DecodeInputs:
     kv_lens: torch.Tensor  # int32 [batch], device
     rows: torch.Tensor  # int32 [batch], device
     page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row], device
-    kv_lens_host: npt.NDArray[np.int32]
-    rows_host: npt.NDArray[np.int32]
+    kv_lens_host: Int32Array
+    rows_host: Int32Array
 
     @property
     def batch_size(self) -> int:

@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 
+from minisgl_backend.arrays import Int32Array, Int64Array
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.cpu.library import cpu_library
@@ -178,8 +178,8 @@ class TorchBackend(AttentionBackend):
     def _decode_group(
         self,
         inputs: DecodeInputs,
-        group: npt.NDArray[np.int64] | None,
-        seen: npt.NDArray[np.int32],
+        group: Int64Array | None,
+        seen: Int32Array,
         first_pages: torch.Tensor | None,
     ) -> _DecodeGroup:
         """`seen`, int32 [batch]: tokens from each sequence's first page that is gathered, which `first_pages`, int32
@@ -210,7 +210,7 @@ class TorchBackend(AttentionBackend):
             self._lines_beyond(lengths, len(positions)) if beyond.device.type == "cpu" else beyond[:, None, :, None],
         )
 
-    def _lines_beyond(self, lengths: npt.NDArray[np.int32], padded: int) -> torch.Tensor:
+    def _lines_beyond(self, lengths: Int32Array, padded: int) -> torch.Tensor:
         """See `_DecodeGroup.beyond`: a list costs what is beyond, where a mask would cost a pass over everything."""
         member, position = np.nonzero(np.arange(padded) >= lengths[:, None])
         heads = self.group.num_kv_heads
@@ -276,7 +276,7 @@ class TorchBackend(AttentionBackend):
         return mask
 
 
-def _group_by_length(kv_lens: npt.NDArray[np.int32], max_tokens: int) -> list[npt.NDArray[np.int64]]:
+def _group_by_length(kv_lens: Int32Array, max_tokens: int) -> list[Int64Array]:
     """Positions in the batch, grouped: in a group nobody is padded to more than twice its length, or by more than
     _PADDING_ALLOWED tokens, whichever allows more; and no group of several gathers more than `max_tokens`."""
     order = np.argsort(-kv_lens, kind="stable")

@@ -10,7 +10,8 @@ import hashlib
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
+
+from minisgl_backend.arrays import Int32Array
 
 HASH_BYTES = 8
 
@@ -21,7 +22,7 @@ class PagesStored:
 
     hashes: list[int]  # [num_pages]
     parent: int | None  # hash of the page before the first one; None: they begin a prompt
-    token_ids: npt.NDArray[np.int32]  # [num_pages * page_size]
+    token_ids: Int32Array  # [num_pages * page_size]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +35,7 @@ class PagesRemoved:
 CacheChange = PagesStored | PagesRemoved
 
 
-def page_hashes(parent: int | None, token_ids: npt.NDArray[np.int32], page_size: int) -> list[int]:
+def page_hashes(parent: int | None, token_ids: Int32Array, page_size: int) -> list[int]:
     """Unsigned 64-bit hashes of the whole pages of `token_ids`, which follow the page with hash `parent`."""
     data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
     size = page_size * 4

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import numpy as np
-import numpy.typing as npt
 import zmq
 
+from minisgl_backend.arrays import Int32Array, Int64Array
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.core_link import NOT_RUNNING, CoreLink, Pauses
 from minisgl_backend.delivery.credits import StreamCredits
@@ -37,7 +37,7 @@ from minisgl_backend.request import FinishReason, Request
 
 log = logging.getLogger(__name__)
 
-AcknowledgedCallback = Callable[["npt.NDArray[np.int64]", "npt.NDArray[np.int32]"], None]
+AcknowledgedCallback = Callable[["Int64Array", "Int32Array"], None]
 
 MAX_FRONT = 65534
 CONNECT_WAIT_MS = 10  # between tries to reach a core that is away
@@ -349,9 +349,7 @@ class EngineClient:
                 self._show_problem = str(error)
                 log.warning("the server's health is told wrongly: %s", error)
 
-    def _acknowledge(
-        self, uids: npt.NDArray[np.int64], sequence_numbers: npt.NDArray[np.int32], found_at: float
-    ) -> None:
+    def _acknowledge(self, uids: Int64Array, sequence_numbers: Int32Array, found_at: float) -> None:
         if not len(uids):
             return
         gone = self.credits.acknowledge(uids.tolist(), sequence_numbers.tolist(), time.monotonic())

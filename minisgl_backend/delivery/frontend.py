@@ -9,9 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from minisgl_backend.arrays import Int32Array, Int64Array
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.delivery.engine_client import EngineClient
@@ -94,7 +92,7 @@ class EngineFront:
         self._prober.start([self.client.new_uid() for _ in range(self.responder.num_workers)])
         self._watcher.start()
 
-    def submit(self, sender: Sender, token_ids: npt.NDArray[np.int32], spec: EngineRequest, *, confirmed: bool) -> None:
+    def submit(self, sender: Sender, token_ids: Int32Array, spec: EngineRequest, *, confirmed: bool) -> None:
         """Hands a request to a core; all that follows, errors included, goes to `sender`."""
         try:
             self._check(token_ids, spec)
@@ -140,7 +138,7 @@ class EngineFront:
             if stream.spec.request_id == request_id:
                 self.client.abort(stream.uids, FinishReason.STOP)
 
-    def _check(self, token_ids: npt.NDArray[np.int32], spec: EngineRequest) -> None:
+    def _check(self, token_ids: Int32Array, spec: EngineRequest) -> None:
         """What the tokenizer guarantees and a client of the bare engine may not: it could end the core."""
         if self._draining:
             raise CapacityError(SHUTTING_DOWN)
@@ -199,7 +197,7 @@ class EngineFront:
         self.responder.page_size = welcome.page_size
         self._vocab_size = welcome.vocab_size
 
-    def _on_acknowledged(self, uids: npt.NDArray[np.int64], numbers: npt.NDArray[np.int32]) -> None:
+    def _on_acknowledged(self, uids: Int64Array, numbers: Int32Array) -> None:
         self._last_acknowledged = time.monotonic()
         sequences = self._sequences
         for uid, number in zip(uids.tolist(), numbers.tolist(), strict=True):

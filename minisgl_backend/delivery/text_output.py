@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.delivery.arrays import Arrays, texts
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.ipc.wire import Chunk, Part, TextOptions
@@ -105,7 +105,7 @@ class TextOutputEncoder:
         return text
 
 
-def _output_ids(chunk: Chunk) -> npt.NDArray[np.int32]:
+def _output_ids(chunk: Chunk) -> Int32Array:
     """int32 [1, 1, tokens], as TensorRT-LLM sends them: batch, beam, tokens. Needs no state."""
     prompt = chunk.options.prompt_ids if chunk.options is not None else b""
     ids = np.frombuffer(prompt + b"".join(part.token_ids for part in chunk.parts), dtype="<i4")

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.config import PREFILL_LENGTH, EngineConfig, Environment, SchedulerLimits
 from minisgl_backend.engine.core import EngineCore, StepRunner
 from minisgl_backend.engine.followers import Followers, LeaderRunner
@@ -311,7 +311,7 @@ def _null_runner(
     return runner, limits, f"null runner with the tokenizer of {config.model}", lambda: None
 
 
-def _read_scripts(path: Path, tokenizer: Any, eos_token_ids: Sequence[int]) -> list[npt.NDArray[np.int32]]:
+def _read_scripts(path: Path, tokenizer: Any, eos_token_ids: Sequence[int]) -> list[Int32Array]:
     """The entries of a JSON list, each a text or token ids, as tokens; all but the last end."""
     given = json.loads(path.read_text(encoding="utf-8"))
     scripts = [

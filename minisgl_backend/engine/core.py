@@ -9,8 +9,8 @@ from collections.abc import Iterable
 from typing import Any, NoReturn, Protocol
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import IndexArray, Int32Array
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, MinisglError
 from minisgl_backend.grammar.grammars import Grammars
@@ -21,7 +21,6 @@ from minisgl_backend.step import RowError, SequenceDetail, StepPlan, StepResult,
 
 log = logging.getLogger(__name__)
 
-Int32Array = npt.NDArray[np.int32]
 
 MAX_FAILED_STEPS = 3  # in a row; after them the engine gives up, unless it still computes a step of nobody's
 # Texts of errors after which the device answers nothing more.
@@ -396,7 +395,7 @@ def _masks_of(
     return (np.searchsorted(kept, indices[stays]).astype(np.int32), bits[stays]) if stays.any() else None
 
 
-def _kept(plan: StepPlan, left_out: frozenset[int]) -> npt.NDArray[np.intp]:
+def _kept(plan: StepPlan, left_out: frozenset[int]) -> IndexArray:
     """Result indices of the rows that stay, ascending."""
     return np.flatnonzero(np.isin(plan.sampled_rows, list(left_out), invert=True))
 

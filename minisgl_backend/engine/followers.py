@@ -25,9 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.config import EngineConfig, Environment
 from minisgl_backend.engine.core import PendingStep
 from minisgl_backend.engine.nodes import PING_S, Nodes
@@ -289,13 +288,13 @@ class LeaderRunner:
         except Exception as error:
             raise _out_of_step(error) from error
 
-    def sample(self, pending: Any, masks: tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]] | None) -> None:
+    def sample(self, pending: Any, masks: tuple[Int32Array, Int32Array] | None) -> None:
         try:
             self._runner.sample(pending, masks)
         except Exception as error:
             raise _out_of_step(error) from error
 
-    def mask_lines(self, count: int) -> npt.NDArray[np.int32]:
+    def mask_lines(self, count: int) -> Int32Array:
         return self._runner.mask_lines(count)
 
 

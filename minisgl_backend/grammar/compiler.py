@@ -21,15 +21,13 @@ from typing import Any
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.grammar.pace import LATE_S, TOO_SLOW
 from minisgl_backend.grammar.short_strings import unrolled
 from minisgl_backend.process.spawn import TIED, begin_child
 from minisgl_backend.request import Grammar
-
-Int32Array = npt.NDArray[np.int32]
 
 MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
 SENT_FROM_S = 0.4  # what takes longer is sent as JSON, unless that is slower

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.grammar.compilers import GrammarCompilers, Job
 from minisgl_backend.grammar.mask_filler import MaskFiller
@@ -27,7 +27,6 @@ from minisgl_backend.step import SequenceDetail, StepPlan, StepResult
 
 log = logging.getLogger(__name__)
 
-Int32Array = npt.NDArray[np.int32]
 
 MAX_COMPILING = 256  # requests whose grammar waits for a compiler
 

@@ -20,16 +20,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.grammar.pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
 from minisgl_backend.request import Grammar
 
 log = logging.getLogger(__name__)
 
-Int32Array = npt.NDArray[np.int32]
 
 MIN_SHARED = 4  # masks that several threads may fill
 MOST_TOGETHER = 64  # masks that are filled in one call, which nothing can end

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array, Int64Array
 from minisgl_backend.ipc.channel import socket_path
 from minisgl_backend.ipc.messages import CANCELLED, Ack, front_of
 
@@ -40,7 +40,7 @@ class AckReceiver:
         """For a poller."""
         return self._socket.fileno()
 
-    def receive(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], float]:
+    def receive(self) -> tuple[Int64Array, Int32Array, float]:
         """(uids int64 [n], sequence numbers int32 [n], the first `found_at` or 0) of all that is here, in order."""
         uids, numbers, found_at = bytearray(), bytearray(), 0.0
         while (payload := self._next()) is not None:

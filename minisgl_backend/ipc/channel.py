@@ -22,9 +22,9 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 import zmq
 
+from minisgl_backend.arrays import IndexArray, Int64Array
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.frames import FrameSocket
 from minisgl_backend.ipc.messages import Command, Event, Hello, Outputs
@@ -39,7 +39,7 @@ COMMAND_QUEUE = 16384
 MAX_UNGREETED = 64  # connections that wait for the core to accept them
 ACCEPT_AGAIN_S = 0.1  # after a connection could not be taken, for want of file descriptors most of the time
 
-Entries = slice | npt.NDArray[np.intp]  # places in parallel arrays; a slice stands for all
+Entries = slice | IndexArray  # places in parallel arrays; a slice stands for all
 ALL = slice(None)
 
 
@@ -138,7 +138,7 @@ def merge_outputs(records: Sequence[Outputs]) -> Outputs:
     )
 
 
-def split_by_front(uids: npt.NDArray[np.int64]) -> list[tuple[int, Entries]]:
+def split_by_front(uids: Int64Array) -> list[tuple[int, Entries]]:
     """(front, its entries) for each front among `uids`, int64 [n]."""
     if not len(uids):
         return []

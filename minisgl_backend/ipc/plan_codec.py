@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.step import AdmittedRow, PrefillChunk, PromptLogprobsRequest, StepDecisions, StepPlan
 
@@ -107,9 +107,9 @@ def _plan_of(plan: _Step) -> StepPlan:
     )
 
 
-def _int32(array: npt.NDArray[np.int32]) -> bytes:
+def _int32(array: Int32Array) -> bytes:
     return array.astype(np.int32, copy=False).tobytes()
 
 
-def _array(data: bytes) -> npt.NDArray[np.int32]:
+def _array(data: bytes) -> Int32Array:
     return np.frombuffer(data, dtype=np.int32)

@@ -6,8 +6,8 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import UInt8Array
 from minisgl_backend.request import SamplingParams
 
 
@@ -90,14 +90,14 @@ class Codec:
         self._spec = msgspec.msgpack.Decoder(EngineRequest)
         self._chunk = msgspec.msgpack.Decoder(Chunk)
 
-    def pack(self, message: EngineRequest | Chunk) -> npt.NDArray[np.uint8]:
+    def pack(self, message: EngineRequest | Chunk) -> UInt8Array:
         """uint8 [n]."""
         return np.frombuffer(self._encoder.encode(message), dtype=np.uint8)
 
-    def spec(self, tensor: npt.NDArray[np.uint8]) -> EngineRequest:
+    def spec(self, tensor: UInt8Array) -> EngineRequest:
         """Raises msgspec.MsgspecError where it is none."""
         return self._spec.decode(tensor.tobytes())
 
-    def chunk(self, tensor: npt.NDArray[np.uint8]) -> Chunk:
+    def chunk(self, tensor: UInt8Array) -> Chunk:
         """Raises msgspec.MsgspecError where it is none."""
         return self._chunk.decode(tensor.tobytes())

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.runner.batch import StepTensors
 from minisgl_backend.sampling.logprobs import unpack
 from minisgl_backend.step import Logprobs, PromptLogprobsRequest, StepResult
@@ -143,5 +142,5 @@ class ResultReader:
             torch.cuda.current_stream().wait_event(self._last_copy)
 
 
-def _unpack_all(request: PromptLogprobsRequest, lines: npt.NDArray[np.int32]) -> list[Logprobs]:
+def _unpack_all(request: PromptLogprobsRequest, lines: Int32Array) -> list[Logprobs]:
     return [unpack(line, request.top) for line in lines]

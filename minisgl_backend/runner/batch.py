@@ -11,9 +11,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
 from minisgl_backend.runner.graphs.pieces import piece_size
@@ -24,7 +24,6 @@ from minisgl_backend.sampling.metadata import NOTHING, SamplingInputs, SamplingM
 from minisgl_backend.sampling.params import encode_params
 from minisgl_backend.step import AdmittedRow, RowError, StepDecisions, StepPlan
 
-Int32Array = npt.NDArray[np.int32]
 EMPTY = np.zeros(0, dtype=np.int32)
 EMPTY.flags.writeable = False
 

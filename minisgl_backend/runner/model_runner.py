@@ -13,9 +13,9 @@ from functools import partial
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
 from minisgl_backend.kernels.sampling import layout
@@ -190,7 +190,7 @@ class ModelRunner:
         lines = np.arange(num_sampled, dtype=np.int32)
         return lines, np.full((num_sampled, self._masks.num_words), -1, dtype=np.int32)
 
-    def mask_lines(self, count: int) -> npt.NDArray[np.int32]:
+    def mask_lines(self, count: int) -> Int32Array:
         """Memory for so many lines of bits that `sample` uploads without copying them first."""
         return self._masks.lines(count)
 

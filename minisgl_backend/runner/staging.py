@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-Int32Array = npt.NDArray[np.int32]
+from minisgl_backend.arrays import Int32Array
 
 ORDINARY_EXTRA = 1 << 20  # int32 words beside the decode part; a step that needs more gets a buffer of its own
 

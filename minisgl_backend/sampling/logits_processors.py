@@ -11,9 +11,9 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.request import (
     MAX_BAD_WORD_SPELLINGS,
@@ -31,8 +31,8 @@ class RowRules:
     """What one row's request asks for."""
 
     num_simple: int  # rules without a prefix, which come first
-    columns: npt.NDArray[np.int32]  # [NUM_RULE_COLUMNS, num_rules]
-    prefixes: npt.NDArray[np.int32]  # [num_prefix_tokens]
+    columns: Int32Array  # [NUM_RULE_COLUMNS, num_rules]
+    prefixes: Int32Array  # [num_prefix_tokens]
 
 
 class TokenRules:
@@ -118,7 +118,7 @@ def compile_rules(
     return RowRules(len(simple), columns, prefixes)
 
 
-def _to_device(array: npt.NDArray[np.int32], device: torch.device) -> torch.Tensor:
+def _to_device(array: Int32Array, device: torch.device) -> torch.Tensor:
     """Pinned on the way: a copy from ordinary memory would wait for the step."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

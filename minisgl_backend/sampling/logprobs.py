@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.step import Logprobs
 
 SLAB_ELEMENTS = 1 << 24  # logits handled at once; bounds the memory of large vocabularies
@@ -26,7 +26,7 @@ def pack(logits: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tenso
     return slabs[0] if len(slabs) == 1 else torch.cat(slabs)
 
 
-def unpack(line: npt.NDArray[np.int32], top: int) -> Logprobs:
+def unpack(line: Int32Array, top: int) -> Logprobs:
     """One line of what `pack` made, cut down to `top` alternatives."""
     packed_top = (len(line) - 3) // 2
     floats = line.view(np.float32)

@@ -8,16 +8,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.sampling.logits_processors import TokenRules
 from minisgl_backend.sampling.params import flags_of
 from minisgl_backend.sampling.penalties import PenaltyCounts
 from minisgl_backend.step import AdmittedRow, PromptLogprobsRequest, StepPlan
 
-Int32Array = npt.NDArray[np.int32]
 GrammarMasks = tuple[Int32Array, Int32Array]  # result indices [k], bits [k, ceil(vocab_size / 32)]
 
 OFF = -1  # in the logprobs columns

@@ -5,8 +5,8 @@ from __future__ import annotations
 import struct
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.request import SamplingParams
 
@@ -33,7 +33,7 @@ def flags_of(params: SamplingParams, vocab_size: int) -> int:
     return flags
 
 
-def encode_params(params: SamplingParams, vocab_size: int) -> npt.NDArray[np.int32]:
+def encode_params(params: SamplingParams, vocab_size: int) -> Int32Array:
     """One line of the table, int32 [NUM_PARAMS]. Greedy is temperature 0 with every truncation off."""
     seed = params.seed or 0
     temperature, top_k, top_p, min_p = 0.0, 0, 1.0, 0.0

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
 from minisgl_backend.models.config import GenerationDefaults, ModelConfig
@@ -63,7 +64,7 @@ class RequestCodec:
         *,
         deadline: float | None = None,
         request_id: str = "",
-    ) -> tuple[npt.NDArray[np.int32], EngineRequest]:
+    ) -> tuple[Int32Array, EngineRequest]:
         """Prompt tokens (int32 [n]) and the rest of a request. Raises InvalidRequestError."""
         tensors = dict(tensors)
         is_vllm = "vllm_text_input" in tensors
@@ -74,7 +75,7 @@ class RequestCodec:
         if fields.get("stop_request"):
             return _stop_request(request_id)
         text = ""
-        prompt_ids: Sequence[int] | npt.NDArray[np.int32]
+        prompt_ids: Sequence[int] | Int32Array
         if "trtllm_input_ids" in fields:
             prompt_ids = self._input_ids(fields)
         else:
@@ -126,12 +127,12 @@ class RequestCodec:
         self._check_prompt("prompt_token_ids", ids)
         return self._tokenizer.decode(ids), ids
 
-    def _input_ids(self, fields: Mapping[str, Any]) -> npt.NDArray[np.int32]:
+    def _input_ids(self, fields: Mapping[str, Any]) -> Int32Array:
         """The prompt of tensorrt_llm: `input_ids`, of which `input_lengths` count."""
         for name in ("text_input", "messages", "prompt_token_ids"):
             if fields.get(name):
                 raise InvalidRequestError(f"{name} and input_ids are both given; allowed: exactly one of them")
-        given: npt.NDArray[np.int32] = fields["trtllm_input_ids"]
+        given: Int32Array = fields["trtllm_input_ids"]
         length = fields.get("input_lengths", len(given))
         if not 1 <= length <= len(given):
             raise InvalidRequestError(f"input_lengths is {length}; allowed: 1 to {len(given)}, the tokens of input_ids")
@@ -216,7 +217,7 @@ _PLAIN_FIELDS = (
 )
 
 
-def _stop_request(request_id: str) -> tuple[npt.NDArray[np.int32], EngineRequest]:
+def _stop_request(request_id: str) -> tuple[Int32Array, EngineRequest]:
     if not request_id:
         raise InvalidRequestError("stop is true and the request has no id; allowed: the id of the request to stop")
     spec = EngineRequest(params=SamplingParams(), options=OutputOptions(), request_id=request_id, stop=True)
@@ -224,7 +225,7 @@ def _stop_request(request_id: str) -> tuple[npt.NDArray[np.int32], EngineRequest
 
 
 def _with_prompt(
-    options: OutputOptions, echoes: bool, text: str, prompt_ids: Sequence[int] | npt.NDArray[np.int32]
+    options: OutputOptions, echoes: bool, text: str, prompt_ids: Sequence[int] | Int32Array
 ) -> OutputOptions:
     if not echoes:
         return options

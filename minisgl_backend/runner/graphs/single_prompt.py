@@ -11,14 +11,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT, PromptInputs
 from minisgl_backend.runner.staging import aligned
 from minisgl_backend.step import StepPlan
-
-Int32Array = npt.NDArray[np.int32]
 
 _NUM_LENGTHS = 4  # 0, query tokens, all tokens, the last query token's line
 

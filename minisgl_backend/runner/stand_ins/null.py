@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.step import StepPlan, StepResult
-
-Int32Array = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)

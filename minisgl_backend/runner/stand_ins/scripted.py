@@ -6,12 +6,10 @@ import time
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.runner.stand_ins.null import NullStep
 from minisgl_backend.step import StepPlan
-
-Int32Array = npt.NDArray[np.int32]
 
 
 class ScriptedRunner:

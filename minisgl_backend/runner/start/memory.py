@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
+from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool, max_pages
@@ -118,7 +118,7 @@ def worst_plans(max_running: int, max_prefill: int, max_seq_len: int) -> tuple[S
     return mixed, padding_plan((), (), np.arange(max_running, dtype=np.int32))
 
 
-def prompt_plan(token_ids: npt.NDArray[np.int32], max_running: int, max_seq_len: int, *, beside: int = 0) -> StepPlan:
+def prompt_plan(token_ids: Int32Array, max_running: int, max_seq_len: int, *, beside: int = 0) -> StepPlan:
     """A step of these prompt tokens, as far as the rows hold them, of which none is sampled, and of `beside` sequences
     that decode. No page is written.
 
