@@ -64,8 +64,8 @@ class KVManager:
         )
         self._table: Int32Array = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
         self._held = np.zeros(max_rows, dtype=np.int32)  # pages of each row
+        self.covered = np.zeros(max_rows, dtype=np.int32)  # and the tokens that they have room for; for others to read
         self._matched = np.zeros(max_rows, dtype=np.int32)  # of these, what the prefix cache supplied at first
-        self._pages_to_zero: list[Int32Array] = []  # before the next step uses them
 
     @property
     def num_pages(self) -> int:
@@ -109,12 +109,8 @@ class KVManager:
         num_shared, count = len(match.pages), self.pages_for(num_tokens)
         self._table[row, :num_shared] = match.pages
         self._table[row, num_shared:count] = self._take(count - num_shared)
-        self._held[row], self._matched[row] = count, num_shared
+        self._held[row], self._matched[row], self.covered[row] = count, num_shared, count * self.page_size
         return PageLease(row, match.pin, num_shared)
-
-    def short_of_page(self, rows: IndexArray, lengths: Int32Array) -> IndexArray:
-        """Which of `rows` need one more page for these many tokens: indices into `rows`, intp [num_short]."""
-        return np.flatnonzero(lengths > self._held.take(rows) * self.page_size)
 
     def extend(self, rows: IndexArray) -> tuple[Int32Array, Int32Array]:
         """One more page for each of these rows (no row twice): their columns of the page table, and the pages; int32
@@ -123,6 +119,7 @@ class KVManager:
         columns = self._held[rows]
         self._table[rows, columns] = pages
         self._held[rows] = columns + 1
+        self.covered[rows] += self.page_size
         return columns, pages
 
     def publish(self, lease: PageLease, token_ids: Int32Array) -> Swap | None:
@@ -151,9 +148,9 @@ class KVManager:
         self._pool.give_back(pages)
         self.version += 1
 
-    def release(self, lease: PageLease, token_ids: Int32Array = NO_INT32, *, failed: bool = False) -> None:
+    def release(self, lease: PageLease, token_ids: Int32Array = NO_INT32) -> Int32Array:
         """Ends a lease; the full pages of `token_ids` (computed tokens from the row's first one on) stay known to the
-        prefix cache. `failed`: the row's own pages may hold NaN, and must be set to zero.
+        prefix cache. Returns the others, which are free now, int32 [num_freed].
 
         Raises RuntimeError for a lease that has ended already.
         """
@@ -161,25 +158,13 @@ class KVManager:
         swap = self.publish(lease, token_ids)
         if swap is not None:
             self._pool.give_back(swap.old)
-        own = self._table[lease.row, lease.num_shared : self._held[lease.row]]
+        own = self._table[lease.row, lease.num_shared : self._held[lease.row]].copy()
         self._pool.give_back(own)
-        if failed:
-            self.zero(own)
         self._cache.unpin(lease.pin)
-        self._held[lease.row] = self._matched[lease.row] = 0
+        self._held[lease.row] = self._matched[lease.row] = self.covered[lease.row] = 0
         lease.released = True
         self.version += 1
-
-    def zero(self, pages: Int32Array) -> None:
-        """The next step must set these pages to zero before it uses them. They may be free or newly handed out."""
-        self._pages_to_zero.append(pages.copy())
-
-    def take_pages_to_zero(self) -> Int32Array:
-        """Pages that must be set to zero now, int32 [num_pages], each once."""
-        if not self._pages_to_zero:
-            return NO_INT32
-        pages, self._pages_to_zero = self._pages_to_zero, []
-        return np.unique(np.concatenate(pages))
+        return own
 
     def take_cache_changes(self) -> list[CacheChange]:
         """What the prefix cache has stored and removed since the last call, in order, where that is recorded."""
@@ -209,6 +194,7 @@ class KVManager:
         self._pool.check()
         self._cache.check([lease.pin for lease in leases])
         assert len({lease.row for lease in leases}) == len(leases), "two leases share a row"
+        assert (self.covered == self._held * self.page_size).all(), "a row's pages and its room disagree"
         assert int((self._held > 0).sum()) == sum(1 for one in leases if self._held[one.row]), "pages without a lease"
         owned = [self._pool.free_pages(), self._cache.pages(), in_passing]
         cached = set(self._cache.pages().tolist())

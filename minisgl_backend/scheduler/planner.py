@@ -59,8 +59,7 @@ class Planner:
             self._plan_prefill(builder, self._prefill_budget(builder.num_decoding), step)
         if builder.empty:
             return None
-        self._running.send_swaps(builder)
-        builder.zero_pages(self._running.kv.take_pages_to_zero())
+        self._running.send_page_changes(builder)
         return builder.build(step)
 
     def _prefill_budget(self, num_decoding: int) -> int:
@@ -97,11 +96,11 @@ class Planner:
         keep = lengths < state.limit.take(index)
         if not keep.all():
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
-        short = running.kv.short_of_page(index, lengths)
+        short = np.flatnonzero(lengths > running.kv.covered.take(index))
         if len(short) and len(short) > running.kv.num_available:
             keep = self._make_room(index, short)
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
-            short = running.kv.short_of_page(index, lengths)
+            short = np.flatnonzero(lengths > running.kv.covered.take(index))
         if len(short):
             columns, pages = running.kv.extend(index[short])
             builder.write_pages(rows[short], columns, pages)

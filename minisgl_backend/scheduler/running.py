@@ -46,6 +46,9 @@ class RunningSet:
         # Columns of a row's page table and their new pages: the next plan tells the runner.
         self._swaps: list[tuple[Sequence, Int32Array, Int32Array]] = []
         self._retiring: list[tuple[int, Int32Array]] = []  # (step after which they are free, pages)
+        # Pages that failed sequences have left, which may hold NaN: the next plan has them set to zero, whether they
+        # are free by then or handed out again.
+        self._to_zero: list[Int32Array] = []
 
     @property
     def decode_index(self) -> IndexArray:
@@ -141,14 +144,20 @@ class RunningSet:
         self._retiring = still_read
         self.release_finished()
 
-    def send_swaps(self, builder: StepPlanBuilder) -> None:
-        """Tells the runner of pages that were exchanged since the last plan."""
+    def send_page_changes(self, builder: StepPlanBuilder) -> None:
+        """Tells the runner of pages that were exchanged, or must be set to zero, since the last plan."""
         for sequence, columns, pages in self._swaps:
             builder.write_pages(sequence.row, columns, pages)
         self._swaps = []
+        if self._to_zero:
+            builder.zero_pages(np.unique(np.concatenate(self._to_zero)))
+            self._to_zero = []
 
     def send_again(self, plan: StepPlan) -> None:
-        """Tells the runner once more what a plan that was not executed said of the pages of sequences that go on."""
+        """Tells the runner once more what a plan that was not executed said of pages that are still in use, or must be
+        set to zero."""
+        if len(plan.cleared_pages):
+            self._to_zero.append(plan.cleared_pages)
         goes_on = self.rows.active[plan.page_rows]
         for row in np.unique(plan.page_rows[goes_on]):
             sequence, entries = self.rows.sequences[row], plan.page_rows == row
@@ -192,7 +201,9 @@ class RunningSet:
         assert sequence.lease is not None, "a sequence with a row has a lease"
         tokens = rows.tokens_of(row)
         computed = 0 if sequence.failed else min(int(rows.planned[row]), len(tokens))
-        self.kv.release(sequence.lease, tokens[:computed], failed=sequence.failed)
+        freed = self.kv.release(sequence.lease, tokens[:computed])
+        if sequence.failed:
+            self._to_zero.append(freed)
         self._swaps = [entry for entry in self._swaps if entry[0] is not sequence]
         rows.vacate(sequence)
         if sequence.state is SequenceState.PREEMPTED:

@@ -135,15 +135,13 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} cannot be committed with the result of step {result.step} now")
         self._in_flight.popleft()
         self._last_prefill_tokens = self._last_decode_tokens = 0
-        if not result.executed:  # all that was handed out in this plan has failed with it
-            self._running.kv.zero(plan.cleared_pages)
         first_decode = 0
         for chunk in plan.prefill:
             self._commit_chunk(chunk, first_decode, result)
             first_decode += chunk.samples
         if len(plan.decode_rows):
             self._commit_decode(plan, first_decode, result)
-        if not result.executed:  # those of its rows have ended by now
+        if not result.executed:  # its own rows have ended; what it said of pages of others is said again
             self._running.send_again(plan)
         self._running.commit(plan.step)
 

@@ -327,7 +327,7 @@ def test_a_grammar_whose_masks_grow_slow_ends_its_own_sequence(
     assert harness.run().reasons == {1: FinishReason.STOP, 2: FinishReason.ERROR, 3: FinishReason.STOP}
     assert 60 < len(harness.records.tokens[2]) < 90
     assert end_of(harness, 2) == ("INVALID_ARG", TOO_SLOW)
-    assert len(harness.scheduler._running.kv.take_pages_to_zero()) == 0
+    assert len(harness.scheduler._running._to_zero) == 0
     harness.core.submit(guided(4, "ebnf_grammar", text))
     harness.core.step()
     (rejected,) = harness.core.take_rejected()
