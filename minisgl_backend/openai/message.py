@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import uuid
+import secrets
+import string
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,8 @@ from minisgl_backend.openai.triton import Delta
 from minisgl_backend.parsers.parts import Part
 from minisgl_backend.parsers.reasoning import ReasoningParser
 from minisgl_backend.parsers.tool_calls import ArgumentsParser, CallListParser, ToolParser
+
+_LETTERS = string.ascii_letters + string.digits
 
 
 class MessageParser:
@@ -90,7 +93,8 @@ def message_parsers(
 
 
 def new_call_id() -> str:
-    return f"call_{uuid.uuid4().hex[:24]}"
+    """Nine letters and digits: Mistral's templates take no others, and all others take these."""
+    return "".join(secrets.choice(_LETTERS) for _ in range(9))
 
 
 @dataclass(slots=True)

@@ -1,13 +1,20 @@
-"""The JSON types that a function's schema allows its arguments."""
+"""The JSON types that a function's schema allows its arguments, and values that models write without JSON's signs."""
 
 from __future__ import annotations
 
+import ast
+import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
+from minisgl_backend.parsers.parts import without_surrogates
+
 _Types = frozenset[str] | None  # None: nothing is known, any
 _TEXT = frozenset({"string"})
+_PYTHON = {"True": True, "False": False, "None": None}  # as models write them now and then
+_MAX_PYTHON = 20_000  # characters of a value that is read as Python
 _MAX_DEPTH = 64  # schemas within schemas, references followed
 
 
@@ -24,6 +31,10 @@ class ArgumentTypes:
     def of(self, name: str) -> _Types:
         """JSON types by their names in a schema; None: any. An argument that the schema does not name is a text."""
         return self._types(self._properties[name], 0) if name in self._properties else _TEXT
+
+    def may_have(self, name: str) -> bool:
+        """Whether the schema names the argument, or names none at all."""
+        return not self._properties or name in self._properties
 
     def _types(self, schema: Any, depth: int) -> _Types:
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
@@ -88,3 +99,44 @@ def _type_of(value: Any) -> _Types:
 
 def _list(value: Any) -> Sequence[Any]:
     return value if isinstance(value, list) else ()
+
+
+def as_json(value: Any) -> str:
+    """JSON text, characters as they are."""
+    return without_surrogates(json.dumps(value, ensure_ascii=False))
+
+
+def converted(text: str, types: frozenset[str] | None) -> str:
+    """A value as JSON; a text where it may be one, and where it is nothing else.
+
+    `types`: the JSON types that it may have; None: any, then it is a text where it is no JSON.
+    """
+    if types is not None and "string" in types:
+        return "null" if text.strip() == "null" else as_json(text)
+    try:
+        return as_json(json.loads(text, parse_constant=_finite, parse_float=_finite))
+    except (ValueError, RecursionError):
+        return as_json(_of_python(text))
+
+
+def _of_python(text: str) -> Any:
+    """Objects and lists as Python writes them; else the text."""
+    stripped = text.strip()
+    if stripped in _PYTHON:
+        return _PYTHON[stripped]
+    if stripped[:1] in ("{", "[") and len(stripped) <= _MAX_PYTHON:
+        try:
+            value = ast.literal_eval(stripped)
+            json.dumps(value, allow_nan=False)
+        except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
+            return text
+        return value if isinstance(value, (dict, list)) else text
+    return text
+
+
+def _finite(text: str) -> float:
+    """JSON has no other numbers."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"{text} is no JSON")
+    return value

@@ -162,8 +162,13 @@ class _Call:
                 self.state = "failed"
         elif self._key in _ARGUMENTS and self._early is None:
             if text.startswith('"'):
-                text = _decode(text, "") or "{}"
-            self._early = text if text.startswith("{") else "{}"
+                text = _decode(text, None).strip()
+            if text in ("", "null"):
+                text = "{}"
+            if not text.startswith("{"):  # a list, a number: what no function takes
+                self.state = "failed"
+                return
+            self._early = text
 
     def _end(self, fresh: list[str], parts: list[Part]) -> None:
         if self.told:

@@ -11,24 +11,33 @@
 What a value is, a text or JSON, only the function's schema says. Texts are streamed, everything else is told whole.
 An answer that ends by itself before its call does leaves a call that is closed for it; one that is cut off leaves
 arguments that are cut off.
+
+Models forget tags. A value without its closing tag ends before a line that begins another parameter of the function, or
+ends the call; a parameter whose name is none is left out.
 """
 
 from __future__ import annotations
 
-import json
-import math
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from minisgl_backend.parsers.argument_types import ArgumentTypes
-from minisgl_backend.parsers.parts import Part, without_surrogates
+from minisgl_backend.parsers.argument_types import ArgumentTypes, as_json, converted
+from minisgl_backend.parsers.parts import Part
 from minisgl_backend.parsers.reasoning import partial_suffix
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _SPACE = " \t\r\n"
-_PYTHON = {"True": True, "False": False, "None": None}  # as models write them now and then
+_KEY = re.compile(r"[^<>\n]*")
+# What may end a value. Both ends of a call in a row do; one of them alone only where nothing else follows.
+_END = re.compile(
+    r"\n?</parameter>|\n<parameter=(?P<key>[^<>\n]+)>|\n</function>\s*</tool_call>|(?P<one>\n</(?:function|tool_call)>)"
+)
+_BEGINS_OF_END = (_PARAMETER_END, *("\n" + tag for tag in (_PARAMETER_END, _PARAMETER, _FUNCTION_END, _CLOSE)))
+_KEY_BEGUN = re.compile(r"\n<parameter=[^<>\n]*\Z")
+_NEXT = (_OPEN, _FUNCTION, _CLOSE)
 
 
 class QwenCoderParser:
@@ -42,7 +51,7 @@ class QwenCoderParser:
         self._opening = ""  # what a call that turns out to be none began with
         self._num_calls = 0
         self._arguments = ArgumentTypes({})  # of the call's function
-        self._num_values = 0  # of the call
+        self._keys: set[str] = set()  # those of the call that have a value
         self._types: frozenset[str] | None = None  # of the value that is being read; None: of any
         self._streams = False  # the value is a text and nothing else
         self._begun = False  # the value's first line break is behind
@@ -70,7 +79,7 @@ class QwenCoderParser:
             self._content(self._opening + self._held, parts)
         elif reason == "stop" and self._state != "closing":
             if self._state == "value":
-                self._end_value(parts)
+                self._value(parts, is_last=True)
             self._argument("}", parts)
             self._num_calls += 1
             self._state = "text"
@@ -106,7 +115,7 @@ class QwenCoderParser:
                 return False
             self._arguments = ArgumentTypes(self._functions.get(name, {}))
             parts += [Part("call", name, self._num_calls), Part("arguments", "{", self._num_calls)]
-            self._held, self._num_values, self._state = behind, 0, "function"
+            self._held, self._keys, self._state = behind, set(), "function"
             return True
         # Something else: what it began with is content, at least its first character.
         end = 0 if self._opening.endswith(_OPEN) else 1
@@ -117,14 +126,17 @@ class QwenCoderParser:
     def _function(self, parts: list[Part]) -> bool:
         rest = self._held.lstrip(_SPACE)
         if rest.startswith(_PARAMETER):
-            key, found, behind = rest.removeprefix(_PARAMETER).partition(">")
-            if not found:
+            key = _KEY.match(rest, len(_PARAMETER))
+            if key is None or key.end() == len(rest):
                 return False
-            self._argument((", " if self._num_values else "") + _json(key) + ": ", parts)
-            self._num_values += 1
-            self._types = self._arguments.of(key)
+            if not key[0] or rest[key.end()] != ">":  # no name: what it begins is left out
+                self._held = rest[key.end() :]
+                return True
+            self._argument((", " if self._keys else "") + as_json(key[0]) + ": ", parts)
+            self._keys.add(key[0])
+            self._types = self._arguments.of(key[0])
             self._streams, self._begun = self._types == {"string"}, False
-            self._held, self._state = behind, "value"
+            self._held, self._state = rest[key.end() + 1 :], "value"
             return True
         for tag in (_FUNCTION_END, _CLOSE):
             if rest.startswith(tag):
@@ -135,46 +147,52 @@ class QwenCoderParser:
                 return True
         if any(tag.startswith(rest) for tag in (_PARAMETER, _FUNCTION_END, _CLOSE)):
             return False
-        self._held = rest[1:]  # nothing that a call may hold
+        after = rest.find("<", 1)
+        self._held = rest[after:] if after > 0 else ""  # nothing that a call may hold
         return True
 
-    def _value(self, parts: list[Part]) -> bool:
+    def _value(self, parts: list[Part], *, is_last: bool = False) -> bool:
+        """`is_last`: nothing follows."""
+        end, behind = self._find_end(is_last=is_last)
+        if behind is not None:
+            text = self._held[:end]
+            self._held, self._state = self._held[behind:], "function"
+        elif is_last or self._streams:
+            text, self._held = self._held[:end], self._held[end:]
+        else:
+            return False
         if not self._streams:
-            text, found, behind = self._held.partition(_PARAMETER_END)
-            if not found:
-                return False
-            self._argument(_converted(text.removeprefix("\n").removesuffix("\n"), self._types), parts)
-            self._held, self._state = behind, "function"
+            self._argument(converted(text.removeprefix("\n"), self._types), parts)
             return True
-        if not self._begun:
-            if not self._held:
-                return False
-            self._held, self._begun = self._held.removeprefix("\n"), True
+        if text and not self._begun:
+            text = text.removeprefix("\n")
             self._argument('"', parts)
-        text, found, behind = self._held.partition(_PARAMETER_END)
-        if found:
-            self._argument(_json(text.removesuffix("\n"))[1:], parts)
-            self._held, self._state = behind, "function"
-            return True
-        safe = text[: len(text) - partial_suffix(text, "\n" + _PARAMETER_END)]
-        safe = safe[: len(safe) - partial_suffix(safe, _PARAMETER_END)]
-        self._argument(_json(safe)[1:-1], parts)
-        self._held = text[len(safe) :]
-        return False
+            self._begun = True
+        self._argument(as_json(text)[1:-1], parts)
+        if behind is None and not is_last:
+            return False
+        self._argument('"' if self._begun else '""', parts)
+        return True
 
-    def _end_value(self, parts: list[Part]) -> None:
-        """Ends a value whose closing tag is missing, or has only begun."""
-        text = self._held
-        text = text[: len(text) - max(partial_suffix(text, tag) for tag in (_PARAMETER_END, "\n" + _PARAMETER_END))]
-        if not self._streams:
-            for tag in (_CLOSE, _FUNCTION_END):
-                if text.rstrip(_SPACE).endswith(tag):
-                    text = text.rstrip(_SPACE).removesuffix(tag)
-            self._argument(_converted(text.removeprefix("\n").removesuffix("\n"), self._types), parts)
-            return
-        if not self._begun:
-            self._argument('"', parts)
-        self._argument(_json(text)[1:], parts)
+    def _find_end(self, *, is_last: bool) -> tuple[int, int | None]:
+        """Where the value's text ends and what is behind it begins; else what of the text is sure, and None."""
+        for found in _END.finditer(self._held):
+            start = found.start()
+            if found["key"] is not None:
+                if found["key"] not in self._keys and self._arguments.may_have(found["key"]):
+                    return start, start + 1
+            elif found["one"] is None:
+                return start, start + 1 if _FUNCTION_END in found[0] else found.end()
+            else:
+                rest = self._held[found.end() :].lstrip(_SPACE)
+                if (is_last and not rest) or any(rest.startswith(tag) for tag in _NEXT):
+                    return start, start + 1
+                if not is_last and any(tag.startswith(rest) for tag in _NEXT):
+                    return start, None
+        keep = max(partial_suffix(self._held, tag) for tag in _BEGINS_OF_END)
+        if (begun := _KEY_BEGUN.search(self._held)) is not None:
+            keep = max(keep, len(self._held) - begun.start())
+        return len(self._held) - keep, None
 
     def _closing(self, parts: list[Part]) -> bool:
         rest = self._held.lstrip(_SPACE)
@@ -192,28 +210,3 @@ class QwenCoderParser:
     def _argument(self, text: str, parts: list[Part]) -> None:
         if text:
             parts.append(Part("arguments", text, self._num_calls))
-
-
-def _json(value: Any) -> str:
-    return without_surrogates(json.dumps(value, ensure_ascii=False))
-
-
-def _converted(text: str, types: frozenset[str] | None) -> str:
-    """A value as JSON; a text where it may be one, and where it is nothing else.
-
-    `types`: the JSON types that it may have; None: any, then it is a text where it is no JSON.
-    """
-    if types is not None and "string" in types:
-        return "null" if text.strip() == "null" else _json(text)
-    try:
-        return _json(json.loads(text, parse_constant=_finite, parse_float=_finite))
-    except (ValueError, RecursionError):
-        return _json(_PYTHON.get(text.strip(), text))
-
-
-def _finite(text: str) -> float:
-    """JSON has no other numbers."""
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError(f"{text} is no JSON")
-    return value

@@ -61,11 +61,14 @@ class HermesParser:
             return outcome != "open"
         if self._closing:
             # Models forget a brace, or the tag itself: what comes then is the text behind the call.
-            rest = self._held.lstrip(SPACE + "}")
+            rest = self._held.lstrip(SPACE + "}],")
             if rest != self.CLOSE and self.CLOSE.startswith(rest):
                 self._held = rest
                 return False
             self._held, self._closing = rest.removeprefix(self.CLOSE), False
+            if rest.startswith("{"):  # another call within the same tags
+                self._opening = ""
+                self._calls.begin()
             return True
         start = self._held.find(self.OPEN)
         if start >= 0:

@@ -1,7 +1,10 @@
-"""Chat messages as clients send them -> as every chat template takes them: the content of each is a text."""
+"""Chat messages as clients send them -> in the forms that chat templates take."""
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -11,9 +14,11 @@ MAX_SHOWN = 60  # characters of a wrong value that a message repeats
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages with OpenAI's content parts joined by newlines, as vLLM joins them for templates that take texts.
+    """The messages in the form that nearly every template takes.
 
-    Other keys (name, tool_calls ...) stay as they are. Raises InvalidRequestError naming message, part and type.
+    The content is a text, "" where there is none: OpenAI's content parts are joined by newlines, as vLLM joins them.
+    `tool_calls` are there only where there is a call; arguments are objects, {} where there are none. What is null
+    otherwise is left out; other keys stay as they are. Raises InvalidRequestError naming message, part and type.
     """
     return [_plain(f"messages[{number}]", message) for number, message in enumerate(messages)]
 
@@ -34,17 +39,86 @@ def developer_as_system(messages: Sequence[Mapping[str, Any]]) -> list[dict[str,
     return found
 
 
+def arguments_as_text(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The arguments of calls as JSON texts, as OpenAI's API has them."""
+
+    def text(call: Mapping[str, Any]) -> dict[str, Any]:
+        arguments = call["function"]["arguments"]
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        return {**call, "function": {**call["function"], "arguments": arguments}}
+
+    return [_with_calls(message, [text(call) for call in message.get("tool_calls", ())]) for message in messages]
+
+
+def calls_without_content(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with calls have null for their content; a text beside calls becomes a message of its own before."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        if "tool_calls" not in message:
+            found.append(dict(message))
+            continue
+        if message["content"]:
+            found.append({key: value for key, value in message.items() if key != "tool_calls"})
+        found.append({**message, "content": None})
+    return found
+
+
+def short_call_ids(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Ids of calls, which another server may have made, as nine letters and digits; the same for the same id."""
+
+    def short(value: Any) -> Any:
+        if not isinstance(value, str) or (len(value) == 9 and value.isascii() and value.isalnum()):
+            return value
+        return hashlib.sha256(value.encode("utf-8", "surrogatepass")).hexdigest()[:9]
+
+    found = []
+    for message in messages:
+        calls = [{**call, "id": short(call["id"])} if "id" in call else call for call in message.get("tool_calls", ())]
+        answered = {"tool_call_id": short(message["tool_call_id"])} if "tool_call_id" in message else {}
+        found.append({**_with_calls(message, calls), **answered})
+    return found
+
+
+def _with_calls(message: Mapping[str, Any], calls: list[dict[str, Any]]) -> dict[str, Any]:
+    return {**message, "tool_calls": calls} if calls else dict(message)
+
+
 def _plain(name: str, message: Any) -> dict[str, Any]:
     if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
         raise InvalidRequestError(f"{name} is {_shown(message)}; allowed: an object with role and content")
-    content = message.get("content", "")
+    found = {key: value for key, value in message.items() if value is not None}
+    calls = found.pop("tool_calls", None)
+    if calls:
+        found["tool_calls"] = _calls(f"{name}.tool_calls", calls)
+    if "reasoning" in found:  # vLLM's name; templates read the other one
+        found.setdefault("reasoning_content", found.pop("reasoning"))
+    content = found.get("content", "")
     if isinstance(content, (list, tuple)):
-        parts = [_text_of(f"{name}.content[{number}]", part) for number, part in enumerate(content)]
-        return {**message, "content": "\n".join(parts)}
-    if content is not None and not isinstance(content, str):
+        content = "\n".join(_text_of(f"{name}.content[{number}]", part) for number, part in enumerate(content))
+    if not isinstance(content, str):
         raise InvalidRequestError(f"{name}.content is {_shown(content)}; allowed: a text, or a list of text parts")
-    # Templates read the content; OpenAI lets a message go without, as that of an assistant that calls tools.
-    return {**message, "content": content}
+    return {**found, "content": content}
+
+
+def _calls(name: str, calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, (list, tuple)):
+        raise InvalidRequestError(f"{name} is {_shown(calls)}; allowed: a list of calls")
+    found = []
+    for number, call in enumerate(calls):
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+            raise InvalidRequestError(f"{name}[{number}] is {_shown(call)}; allowed: an object with function.name")
+        found.append({**call, "function": {**function, "arguments": _arguments(function.get("arguments"))}})
+    return found
+
+
+def _arguments(arguments: Any) -> Any:
+    """As an object, where they are one; what is no JSON goes back to the model as it once wrote it."""
+    if isinstance(arguments, str):
+        with contextlib.suppress(ValueError, RecursionError):
+            arguments = json.loads(arguments or "{}")
+    return {} if arguments is None else arguments
 
 
 def _text_of(name: str, part: Any) -> str:

@@ -7,20 +7,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import tokenizers
 from transformers import AutoTokenizer
 
-from minisgl_backend.errors import ConfigError, InvalidRequestError
-from minisgl_backend.text.chat import developer_as_system, plain_messages
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.text.chat_template import ChatTemplate
 from minisgl_backend.text.vocabulary import check_has_tokenizer
-
-# Arguments of apply_chat_template that are the server's business; a template from a client would be foreign code.
-_OWN_TEMPLATE_ARGUMENTS = frozenset(
-    {"self", "conversation", "messages", "chat_template", "tokenize", "padding", "truncation", "max_length"}
-    | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
-)
-
 
 log = logging.getLogger(__name__)
 
@@ -43,17 +35,17 @@ class Tokenizer:
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             raise ConfigError(f"model {model_dir} has no tokenizer that can be loaded: {reason}") from None
         self._bos = self._tokenizer.bos_token_id
+        self._template = ChatTemplate(self._tokenizer)
         _warn_of_another_tokenizer(self._tokenizer, Path(model_dir))
 
     @property
     def has_chat_template(self) -> bool:
-        return bool(self._tokenizer.chat_template)
+        return bool(self._template)
 
     @property
     def chat_template(self) -> str:
         """Its source; of a model with several, all of them one after the other; "" where there is none."""
-        template = self._tokenizer.chat_template or ""
-        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+        return self._template.source
 
     @property
     def added_tokens(self) -> list[str]:
@@ -86,27 +78,10 @@ class Tokenizer:
         """The prompt that the chat template makes of the messages, ready for the assistant's turn.
 
         The template decides about BOS: encode the result with `add_special_tokens=False`. `template_arguments`
-        reach the template (tools, enable_thinking ...). Content parts of type text are joined. Raises
-        InvalidRequestError.
+        reach the template (tools, enable_thinking ...). Content parts of type text are joined, and calls have the form
+        that the template asks for. Raises InvalidRequestError.
         """
-        if not self.has_chat_template:
-            raise InvalidRequestError("messages: this model has no chat template; send text_input instead")
-        for name in template_arguments:
-            if name in _OWN_TEMPLATE_ARGUMENTS:
-                raise InvalidRequestError(f"chat_template_kwargs has {name!r}; allowed: the template's own arguments")
-        template_arguments.setdefault("add_generation_prompt", not template_arguments.get("continue_final_message"))
-        plain = plain_messages(messages)
-        if "developer" not in self.chat_template:
-            plain = developer_as_system(plain)
-        try:
-            rendered = self._tokenizer.apply_chat_template(plain, tokenize=False, **template_arguments)
-        except RecursionError:
-            raise InvalidRequestError(
-                "chat_template_kwargs or messages are nested too deeply for the chat template; allowed: fewer levels"
-            ) from None
-        except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError) as error:
-            raise InvalidRequestError(f"messages: the chat template refuses them: {error}") from None
-        return str(rendered)
+        return self._template.render(messages, template_arguments)
 
 
 def _warn_of_another_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -25,14 +23,15 @@ class Message(BaseModel):
     content: Any = None
 
     def for_template(self, place: int) -> dict[str, Any]:
-        """As templates expect it: content as one text, arguments of tool calls as objects. Raises ApiError."""
+        """The content as one text; calls are checked. The tokenizer makes of them what its template asks for.
+
+        Raises ApiError.
+        """
         name = f"messages[{place}]"
         message = {**(self.model_extra or {}), "role": self.role, "content": text_of(self.content, f"{name}.content")}
-        if "reasoning" in message:  # vLLM's name; templates read the other one
-            message.setdefault("reasoning_content", message.pop("reasoning"))
         calls = message.pop("tool_calls", None)
         if calls is not None:
-            message["tool_calls"] = _template_calls(calls, f"{name}.tool_calls")
+            message["tool_calls"] = _checked_calls(calls, f"{name}.tool_calls")
         return message
 
 
@@ -70,18 +69,11 @@ def _part_text(part: Any, name: str) -> str:
     return text
 
 
-def _template_calls(calls: Any, name: str) -> list[dict[str, Any]]:
+def _checked_calls(calls: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(calls, list):
         raise wrong(name, f"is {shown(calls)}; allowed: a list")
-    found = []
     for number, call in enumerate(calls):
         function = call.get("function") if isinstance(call, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise wrong(f"{name}[{number}].function.name", "is missing; allowed: a function's name")
-        arguments = function.get("arguments")
-        if isinstance(arguments, str):
-            # What is no JSON goes back to the model as it once wrote it.
-            with contextlib.suppress(ValueError, RecursionError):
-                arguments = json.loads(arguments or "{}")
-        found.append({**call, "function": {**function, "arguments": arguments}})
-    return found
+    return calls

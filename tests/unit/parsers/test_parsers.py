@@ -160,7 +160,7 @@ def test_calls_in_tags() -> None:
     assert calls_of(run(QwenCoderParser(SCHEMAS), [coder(("time", {"hour": "NaN"}))])) == [("time", {"hour": "NaN"})]
     parser = QwenCoderParser(SCHEMAS)
     parser.feed("<tool_call>\n<function=weather>\n<parameter=city>\n")
-    assert [part.text for part in parser.feed("Ro")] == ["Ro"]
+    assert "".join(part.text for part in parser.feed("Ro")) == '"Ro'
     nothing = "<tool_call> is a tag, and <function= too"
     assert run(QwenCoderParser(SCHEMAS), [nothing]) == [("content", nothing, 0)]
 
@@ -226,7 +226,6 @@ def test_thoughts() -> None:
         ("<parameter=city>\nRo", {"city": "Ro"}),
         ("<parameter=city>", {"city": ""}),
         ("<parameter=city>\nRome\n</parameter>\n<parameter=days>\n[1, 2]\n", {"city": "Rome", "days": [1, 2]}),
-        ("<parameter=days>\n[1]\n</function>\n</tool_call>", {"days": [1]}),
         ("", {}),
     ],
 )
@@ -304,3 +303,52 @@ def test_half_characters_in_calls() -> None:
     events = run(PARSERS["hermes"](), [f'<tool_call>{{"name": {name}, "arguments": {arguments}}}</tool_call>'])
     assert calls_of(events) == [("\\ud800", {"a": "\ud800"})]
     "".join(text for _, text, _ in events).encode()
+
+
+RUN = {"run": {"properties": {"cmd": {"type": "string"}, "n": {"type": "integer"}, "o": {"type": "object"}}}}
+DAMAGED = [
+    ("<parameter=cmd>\nls\n<parameter=n>\n5\n</parameter>\n</function>\n</tool_call>", {"cmd": "ls", "n": 5}),
+    ("<parameter=n>\n5\n<parameter=cmd>\nls\n</parameter>\n</function>\n</tool_call>", {"cmd": "ls", "n": 5}),
+    ("<parameter=cmd>\nls\n</function>\n</tool_call>", {"cmd": "ls"}),
+    ("<parameter=cmd>\nls\n</function>", {"cmd": "ls"}),
+    ("<parameter=cmd>\nls\n</tool_call>\n", {"cmd": "ls"}),
+    ("<parameter=n>\n5\n</function>\n</tool_call>", {"n": 5}),
+    ("<parameter=n>\n5</parameter>\n<parameter=\necho $X\n</parameter>\n</function>\n</tool_call>", {"n": 5}),
+    ("<parameter=n: 5\n</parameter>\n<parameter=cmd>\nls\n</parameter>\n</function>\n</tool_call>", {"cmd": "ls"}),
+    ("<parameter=o>\n{'k': 'v', 'l': [True, None]}\n</parameter>\n</function>", {"o": {"k": "v", "l": [True, None]}}),
+    ("<parameter=o>\n['a', 'b']\n</parameter>\n</function>", {"o": ["a", "b"]}),
+    ("<parameter=o>\n{'k': __import__('os')}\n</parameter>\n</function>", {"o": "{'k': __import__('os')}"}),
+    # Tags in a text are text: those of no parameter, of one that was given, and within a line.
+    ("<parameter=cmd>\na\n<parameter=x>\nb </function> c\n</parameter>", {"cmd": "a\n<parameter=x>\nb </function> c"}),
+    ("<parameter=cmd>\na\n<parameter=cmd>\nb\n</parameter>", {"cmd": "a\n<parameter=cmd>\nb"}),
+    ("<parameter=cmd>\necho '\n</function>\n'\n</parameter>\n</function>", {"cmd": "echo '\n</function>\n'"}),
+]
+
+
+@pytest.mark.parametrize(("written", "arguments"), DAMAGED)
+def test_damaged_calls_in_tags(written: str, arguments: dict[str, Any]) -> None:
+    text = "<tool_call>\n<function=run>\n" + written
+    for pieces in ([text], list(text)):
+        assert calls_of(run(QwenCoderParser(RUN), pieces)) == [("run", arguments)]
+    if text.endswith("</tool_call>"):
+        behind = text + "\n" + coder(("run", {"n": "1"}))
+        for pieces in ([behind], list(behind)):
+            assert calls_of(run(QwenCoderParser(RUN), pieces)) == [("run", arguments), ("run", {"n": 1})]
+
+
+def test_two_calls_within_one_pair_of_tags() -> None:
+    one, two = (f'{{"name": "time", "arguments": {{"a": {number}}}}}' for number in (1, 2))
+    for text in (f"<tool_call>{one}\n{two}</tool_call>", f"<tool_call>\n{one},{two}\n</tool_call>\n"):
+        for pieces in ([text], list(text)):
+            events = run(HermesParser(NAMES), pieces)
+            assert calls_of(events) == [("time", {"a": 1}), ("time", {"a": 2})]
+            assert content_of(events) == ""
+
+
+@pytest.mark.parametrize("arguments", ["[1, 2]", "5", '"[1]"', '"text"', "true"])
+def test_arguments_that_no_function_takes_are_content(arguments: str) -> None:
+    text = f'<tool_call>{{"name": "time", "arguments": {arguments}}}</tool_call>'
+    assert run(HermesParser(NAMES), [text]) == [("content", text, 0)]
+    for nothing in ("null", '""', '"{}"'):
+        text = f'<tool_call>{{"name": "time", "arguments": {nothing}}}</tool_call>'
+        assert calls_of(run(HermesParser(NAMES), [text])) == [("time", {})]

@@ -1,0 +1,111 @@
+"""Chat messages -> the prompt that the model's own chat template makes of them, ready for the assistant's turn."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import jinja2
+
+from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.text.chat import (
+    arguments_as_text,
+    calls_without_content,
+    developer_as_system,
+    plain_messages,
+    short_call_ids,
+)
+
+try:
+    from transformers.utils.chat_template_utils import render_jinja_template
+except ImportError:  # before transformers 4.53; apply_chat_template does the same there
+    render_jinja_template = None
+
+# Arguments of apply_chat_template that are the server's business; a template from a client would be foreign code.
+_OWN_ARGUMENTS = frozenset(
+    {"self", "conversation", "messages", "chat_template", "tokenize", "padding", "truncation", "max_length"}
+    | {"return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs"}
+)
+_REFUSALS = (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError, IndexError)
+_ASKS_FOR_NO_CONTENT = re.compile(r"content['\"]?\]? is none")  # DeepSeek-R1's first: calls only in such messages
+_ASKS_FOR_SHORT_IDS = re.compile(r"length *!= *9\b")  # Mistral's
+_PROBE = "probe_of_calls"
+_A_CALL = {"id": "abcdefghi", "type": "function", "function": {"name": _PROBE, "arguments": "{}"}}
+_PROBED = ({"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": [_A_CALL]})
+
+
+class ChatTemplate:
+    """The template of one tokenizer, in transformers' sandbox.
+
+    Templates want the same history in different forms: a call's arguments as an object or as JSON text, no content
+    beside calls or an empty one, ids of nine letters. Each gets the form that it can render.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """`tokenizer`: one of transformers."""
+        self._tokenizer = tokenizer
+
+    def __bool__(self) -> bool:
+        return bool(self._tokenizer.chat_template)
+
+    @cached_property
+    def source(self) -> str:
+        """Of a model with several, all of them one after the other; "" where there is none."""
+        template = self._tokenizer.chat_template or ""
+        return "\n".join(template.values()) if isinstance(template, dict) else str(template)
+
+    def render(self, messages: Sequence[Mapping[str, Any]], arguments: dict[str, Any]) -> str:
+        """`arguments` reach the template (tools, enable_thinking ...). Raises InvalidRequestError."""
+        if not self:
+            raise InvalidRequestError("messages: this model has no chat template; send text_input instead")
+        for name in arguments:
+            if name in _OWN_ARGUMENTS:
+                raise InvalidRequestError(f"chat_template_kwargs has {name!r}; allowed: the template's own arguments")
+        arguments.setdefault("add_generation_prompt", not arguments.get("continue_final_message"))
+        plain = plain_messages(messages)
+        if "developer" not in self.source:
+            plain = developer_as_system(plain)
+        if any("tool_calls" in message for message in plain):
+            if _ASKS_FOR_SHORT_IDS.search(self.source):
+                plain = short_call_ids(plain)
+            if self._wants_calls_without_content:
+                plain = calls_without_content(plain)
+        try:
+            return self._in_either_form(plain, arguments)
+        except RecursionError:
+            raise InvalidRequestError(
+                "chat_template_kwargs or messages are nested too deeply for the chat template; allowed: fewer levels"
+            ) from None
+        except _REFUSALS as error:
+            raise InvalidRequestError(f"messages: the chat template refuses them: {error}") from None
+
+    @cached_property
+    def _wants_calls_without_content(self) -> bool:
+        """Whether a call vanishes where the message's content is an empty text."""
+        if not _ASKS_FOR_NO_CONTENT.search(self.source):
+            return False
+        try:
+            return _PROBE not in self._in_either_form(plain_messages(_PROBED), {})
+        except _REFUSALS:
+            return False
+
+    def _in_either_form(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+        """Arguments of calls as objects, or as texts where the template cannot join an object to a text."""
+        try:
+            return self._apply(messages, arguments)
+        except TypeError:
+            as_text = arguments_as_text(messages)
+            if as_text == messages:
+                raise
+            return self._apply(as_text, arguments)
+
+    def _apply(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
+        if render_jinja_template is None or all(message["content"] is not None for message in messages):
+            return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
+        # apply_chat_template drops what is null, which is not the same to a template that asks for it.
+        template = self._tokenizer.get_chat_template(None, arguments.get("tools"))
+        known = {**self._tokenizer.special_tokens_map, **arguments}
+        rendered, _ = render_jinja_template(conversations=[messages], chat_template=template, **known)
+        return str(rendered[0])
