@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from benchmarks.parity_reference import Sequences
-from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
+from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
@@ -216,8 +216,11 @@ class _TappedModel:
         self.hidden: torch.Tensor | None = None  # [num_tokens, hidden_size]
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        self.hidden = self._model(input_ids, positions, replace(ctx, wanted=None))
-        return self.hidden if ctx.wanted is None else self.hidden[ctx.wanted]
+        self.hidden = self._model(input_ids, positions, replace(ctx, logits_indices=None))
+        return self.hidden if ctx.logits_indices is None else self.hidden[ctx.logits_indices]
+
+    def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
+        self._model.bind_attention(spec, pool)
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
         self._model.prepare(batch_sizes, longest)
@@ -240,7 +243,7 @@ class _TappedGraphs(GraphRunner):
         self._inner = inner
         self.outputs: DecodeOutputs | None = None
 
-    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: HybridAttention) -> None:
+    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: AttentionPair) -> None:
         self._inner.capture(steps, builder, attention)
 
     def plan_replay(self, decode: DecodeInputs) -> None:
@@ -254,7 +257,7 @@ class _TappedGraphs(GraphRunner):
         self._inner.replay_sampling(size, sampling_graph)
 
 
-def _graphs(attention: HybridAttention, device: torch.device, max_running: int) -> GraphRunner | None:
+def _graphs(attention: AttentionPair, device: torch.device, max_running: int) -> GraphRunner | None:
     """As `runner.build` decides: on a GPU, for every backend that runs under graphs."""
     if device.type != "cuda" or not attention.supports_graphs:
         return None

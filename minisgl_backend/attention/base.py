@@ -6,7 +6,7 @@ replay, which is on the critical path and must neither synchronise nor allocate.
 captured passes of one prompt and nothing else.
 
 Keys and values are read here and written by `Ops.rope_store`, except where `decode_with_rope` stores the new token's
-itself; `KVPool` hands both the same tensors, whose layout and number format `kv.layout` describes.
+itself; both take them from the `AttentionLayer`. `kv.layout` describes their layout and number format.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from minisgl_backend.arrays import Int32Array
+from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.kv.layout import LayerKV, MHALayout
 
 Plan = Any  # whatever a backend prepares for one step; opaque to everyone else
@@ -37,6 +38,8 @@ class LayerGroup:
     kv: MHALayout
     window: int | None = None  # tokens that a query sees, the last of which is itself; None: all up to itself
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
+    soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap)
+    sinks: bool = False  # each query head has a logit that takes part in the softmax and has no value
 
     @property
     def num_kv_heads(self) -> int:
@@ -73,6 +76,23 @@ class AttentionSpec:
     def kv_layouts(self) -> tuple[MHALayout, ...]:
         """By layer."""
         return tuple(self.groups[index].kv for index in self.group_of_layer)
+
+    def layer(self, index: int, kv: LayerKV, sinks: torch.Tensor | None = None) -> AttentionLayer:
+        """What is constant of one layer. sinks: float32 [num_q_heads], where its group has them."""
+        number = self.group_of_layer[index]
+        group = self.groups[number]
+        return AttentionLayer(
+            index=index,
+            group=number,
+            num_q_heads=group.num_q_heads,
+            num_kv_heads=group.num_kv_heads,
+            head_dim=group.head_dim,
+            window=group.window,
+            scale=group.softmax_scale,
+            soft_cap=group.soft_cap,
+            sinks=sinks,
+            kv=kv,
+        )
 
     @property
     def max_pages_per_row(self) -> int:
@@ -151,34 +171,36 @@ class AttentionBackend(ABC):
         """Prepares the metadata of one step's prefill part. Host work and uploads belong here."""
 
     @abstractmethod
-    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: Plan) -> torch.Tensor:
+    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape, causal."""
 
-    def prefill_into(self, q: torch.Tensor, kv: LayerKV, plan: Plan, out: torch.Tensor) -> None:
+    def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
         """`prefill` with its result in `out`, of the shape of q."""
-        out.copy_(self.prefill(q, kv, plan))
+        out.copy_(self.prefill(layer, q, plan))
 
     @abstractmethod
     def plan_decode(self, inputs: DecodeInputs) -> Plan:
         """Prepares the metadata of one step's decode part, without a graph."""
 
     @abstractmethod
-    def decode(self, q: torch.Tensor, kv: LayerKV, plan: Plan) -> torch.Tensor:
+    def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         """q [batch, num_q_heads, head_dim] -> attention output of the same shape. Never plans, never syncs."""
 
-    def decode_into(self, q: torch.Tensor, kv: LayerKV, plan: Plan, out: torch.Tensor) -> None:
+    def decode_into(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
         """`decode` with its result in `out`, of the shape of q."""
-        out.copy_(self.decode(q, kv, plan))
+        out.copy_(self.decode(layer, q, plan))
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
         """Batches of up to max_batch sequences, ascending: the first of those for which other kernels are compiled."""
         return (1,)
 
-    def supports_fused_rope(self, plan: Plan) -> bool:
+    def fuses_rope(self, plan: Plan) -> bool:
         """Whether decode_with_rope serves this decode plan, and is worth it."""
         return False
 
-    def decode_with_rope(self, qkv: torch.Tensor, rotation: QKNormRope, kv: LayerKV, plan: Plan) -> torch.Tensor:
+    def decode_with_rope(
+        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: QKNormRope, plan: Plan
+    ) -> torch.Tensor:
         """`Ops.rope_store` and `decode` at once, for backends that have a kernel for both.
 
         qkv [batch, (num_q_heads + 2 * num_kv_heads) * head_dim] -> [batch, num_q_heads, head_dim]; each token's keys

@@ -20,7 +20,8 @@ from minisgl_backend.attention.base import (
     PrefillInputs,
     PromptInputs,
 )
-from minisgl_backend.kv.layout import FP8, LayerKV
+from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kv.layout import FP8
 
 _LARGEST = torch.finfo(FP8).max
 
@@ -57,30 +58,33 @@ class FlashAttentionBackend(AttentionBackend):
         table = inputs.page_table[:, :pages].index_select(0, inputs.rows)
         return _Plan(inputs.kv_lens, table, inputs.cu_seqlens_q, int(lengths.max()))
 
-    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
-        return self._attend(q, kv, plan).to(self.spec.dtype)
+    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        return self._attend(layer, q, plan).to(self.spec.dtype)
 
-    def prefill_into(self, q: torch.Tensor, kv: LayerKV, plan: _Plan, out: torch.Tensor) -> None:
+    def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan, out: torch.Tensor) -> None:
         if self._writes_out:
-            self._attend(q, kv, plan, out=out)
+            self._attend(layer, q, plan, out=out)
         else:
-            super().prefill_into(q, kv, plan, out)
+            super().prefill_into(layer, q, plan, out)
 
-    def _attend(self, q: torch.Tensor, kv: LayerKV, plan: _Plan, **more: Any) -> torch.Tensor:
-        if kv.k.dtype == FP8:
+    def _attend(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan, **more: Any) -> torch.Tensor:
+        if layer.kv.k.dtype == FP8:
             # The kernel multiplies FP8 with FP8: queries too, and the weights of the values inside.
             q = q.clamp(-_LARGEST, _LARGEST).to(FP8)
             heads = (len(plan.kv_lens), self.group.num_kv_heads)
-            more |= {"k_descale": self._descale(kv.scales.k, heads), "v_descale": self._descale(kv.scales.v, heads)}
+            more |= {
+                "k_descale": self._descale(layer.kv.scales.k, heads),
+                "v_descale": self._descale(layer.kv.scales.v, heads),
+            }
         attended: torch.Tensor = self._kernel(
             q,
-            kv.k.transpose(1, 2),
-            kv.v.transpose(1, 2),
+            layer.kv.k.transpose(1, 2),
+            layer.kv.v.transpose(1, 2),
             cache_seqlens=plan.kv_lens,
             page_table=plan.page_table,
             cu_seqlens_q=plan.cu_seqlens_q,
             max_seqlen_q=plan.max_q_len,
-            softmax_scale=self.group.softmax_scale,
+            softmax_scale=layer.scale,
             causal=True,
             window_size=self._window,
             num_splits=plan.num_splits,
@@ -100,8 +104,8 @@ class FlashAttentionBackend(AttentionBackend):
         table = inputs.page_table[:, :pages].index_select(0, inputs.rows)
         return _Plan(inputs.kv_lens, table, self._one_each[: inputs.batch_size + 1], 1)
 
-    def decode(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
-        return self.prefill(q, kv, plan)
+    def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        return self.prefill(layer, q, plan)
 
     def allocate_graph(self, max_batch_size: int) -> None:
         shape = (max_batch_size, self.spec.max_pages_per_row)

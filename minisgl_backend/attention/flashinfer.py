@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
-from minisgl_backend.kv.layout import LayerKV
+from minisgl_backend.attention.layer import AttentionLayer
 
 _WORKSPACE_BYTES = 256 << 20
 _PREBUILT = "flashinfer_jit_cache"  # a package that has its kernels compiled
@@ -124,16 +124,18 @@ class FlashInferBackend(AttentionBackend):
         )  # fmt: skip
         return self._prefill.wrapper
 
-    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: Any) -> torch.Tensor:
-        out: torch.Tensor = plan.run(q.contiguous(), (kv.k, kv.v), k_scale=kv.scales.k, v_scale=kv.scales.v)
+    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: Any) -> torch.Tensor:
+        out: torch.Tensor = plan.run(
+            q.contiguous(), (layer.kv.k, layer.kv.v), k_scale=layer.kv.scales.k, v_scale=layer.kv.scales.v
+        )
         return out
 
     def plan_decode(self, inputs: DecodeInputs) -> Any:
         self._plan_decode(self._decode, inputs)
         return self._decode.wrapper
 
-    def decode(self, q: torch.Tensor, kv: LayerKV, plan: Any) -> torch.Tensor:
-        return self.prefill(q, kv, plan)
+    def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: Any) -> torch.Tensor:
+        return self.prefill(layer, q, plan)
 
     def allocate_graph(self, max_batch_size: int) -> None:
         most = max_batch_size * self.spec.max_pages_per_row

@@ -21,10 +21,10 @@ import torch.nn.functional as F
 
 from minisgl_backend.arrays import Int32Array, Int64Array
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
+from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.cpu.library import cpu_library
 from minisgl_backend.kernels.torch_ops import as_bits
-from minisgl_backend.kv.layout import LayerKV
 
 _QUERY_TILE = 512  # queries that share one mask; bounds the mask to this times the context
 _PADDING_ALLOWED = 256  # tokens by which a sequence may be padded even if that more than doubles it
@@ -94,10 +94,10 @@ class TorchBackend(AttentionBackend):
             sequences.append(_SequencePrefill(chunks, tiles))
         return tuple(sequences)
 
-    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: tuple[_SequencePrefill, ...]) -> torch.Tensor:
+    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: tuple[_SequencePrefill, ...]) -> torch.Tensor:
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for sequence in plan:
-            k, v = self._gather("k", kv.k, sequence.chunks, 1), self._gather("v", kv.v, sequence.chunks, 1)
+            k, v = self._gather("k", layer.kv.k, sequence.chunks, 1), self._gather("v", layer.kv.v, sequence.chunks, 1)
             for tile in sequence.tiles:
                 attended = F.scaled_dot_product_attention(
                     q[tile.begin : tile.end].transpose(0, 1).unsqueeze(0),
@@ -105,11 +105,11 @@ class TorchBackend(AttentionBackend):
                     v[:, :, tile.kv_begin : tile.kv_end],
                     attn_mask=tile.mask,
                     is_causal=tile.causal,
-                    scale=self.group.softmax_scale * kv.scales.k,
+                    scale=layer.scale * layer.kv.scales.k,
                     enable_gqa=self.group.num_q_heads != self.group.num_kv_heads,
                 )
                 out[tile.begin : tile.end] = attended[0].transpose(0, 1)
-        return out if kv.scales.v == 1.0 else out.mul_(kv.scales.v)
+        return out if layer.kv.scales.v == 1.0 else out.mul_(layer.kv.scales.v)
 
     def plan_decode(self, inputs: DecodeInputs) -> tuple[_DecodeGroup, ...] | DecodeInputs:
         """What is gathered together; the inputs themselves where nothing has to be."""
@@ -123,17 +123,19 @@ class TorchBackend(AttentionBackend):
             return (self._decode_group(inputs, None, seen, columns),)
         return tuple(self._decode_group(inputs, group, seen, columns) for group in groups)
 
-    def decode(self, q: torch.Tensor, kv: LayerKV, plan: tuple[_DecodeGroup, ...] | DecodeInputs) -> torch.Tensor:
+    def decode(
+        self, layer: AttentionLayer, q: torch.Tensor, plan: tuple[_DecodeGroup, ...] | DecodeInputs
+    ) -> torch.Tensor:
         if isinstance(plan, DecodeInputs):
-            return self._decode_in_place(q, kv, plan)
+            return self._decode_in_place(layer, q, plan)
         if plan[0].members is None:
-            return self._decode(q, kv, plan[0])
+            return self._decode(layer, q, plan[0])
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         for group in plan:
-            out[group.members] = self._decode(q[group.members], kv, group)
+            out[group.members] = self._decode(layer, q[group.members], group)
         return out
 
-    def _decode_in_place(self, q: torch.Tensor, kv: LayerKV, inputs: DecodeInputs) -> torch.Tensor:
+    def _decode_in_place(self, layer: AttentionLayer, q: torch.Tensor, inputs: DecodeInputs) -> torch.Tensor:
         assert self._library is not None, "plan_decode looks"
         if q.stride()[1:] != (self.group.head_dim, 1):
             q = q.contiguous()
@@ -141,8 +143,8 @@ class TorchBackend(AttentionBackend):
         self._library.minisgl_decode_attention(
             q.data_ptr(),
             q.stride(0),
-            kv.k.data_ptr(),
-            kv.v.data_ptr(),
+            layer.kv.k.data_ptr(),
+            layer.kv.v.data_ptr(),
             inputs.page_table.data_ptr(),
             inputs.page_table.stride(0),
             inputs.rows.data_ptr(),
@@ -153,21 +155,23 @@ class TorchBackend(AttentionBackend):
             self.group.head_dim,
             self.spec.page_size,
             self.group.window or 0,
-            self.group.softmax_scale,
+            layer.scale,
             out.data_ptr(),
         )
         return out
 
-    def _decode(self, q: torch.Tensor, kv: LayerKV, group: _DecodeGroup) -> torch.Tensor:
+    def _decode(self, layer: AttentionLayer, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         # Query heads that share a KV head stand in for the query positions: keys are never repeated.
         attended = F.scaled_dot_product_attention(
             q.reshape(group.size, self.group.num_kv_heads, -1, self.group.head_dim),
-            self._cleared(self._gather("k", kv.k, group.chunks, group.size), group.beyond),
-            self._cleared(self._gather("v", kv.v, group.chunks, group.size), group.beyond),
+            self._cleared(self._gather("k", layer.kv.k, group.chunks, group.size), group.beyond),
+            self._cleared(self._gather("v", layer.kv.v, group.chunks, group.size), group.beyond),
             attn_mask=group.mask,
-            scale=self.group.softmax_scale * kv.scales.k,
+            scale=layer.scale * layer.kv.scales.k,
         )
-        return attended.reshape(q.shape) if kv.scales.v == 1.0 else attended.mul_(kv.scales.v).reshape(q.shape)
+        return (
+            attended.reshape(q.shape) if layer.kv.scales.v == 1.0 else attended.mul_(layer.kv.scales.v).reshape(q.shape)
+        )
 
     def _cleared(self, gathered: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:
         if beyond.dtype == torch.bool:

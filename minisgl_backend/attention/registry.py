@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, LayerGroup
-from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.errors import ConfigError
 
 
@@ -171,12 +171,12 @@ def choose_attention(
     return AttentionChoice(prefill, decode, size, (*warnings, *size_warnings))
 
 
-def create_attention(prefill: str, decode: str, spec: AttentionSpec) -> HybridAttention:
+def create_attention(prefill: str, decode: str, spec: AttentionSpec) -> AttentionPair:
     """The backends of both parts of a step for each group; one object serves both where the names are the same."""
     prefill_backends = [_create(prefill, spec, group) for group in spec.groups]
     if decode == prefill:
-        return HybridAttention(spec, prefill_backends, prefill_backends)
-    return HybridAttention(spec, prefill_backends, [_create(decode, spec, group) for group in spec.groups])
+        return AttentionPair(spec, prefill_backends, prefill_backends)
+    return AttentionPair(spec, prefill_backends, [_create(decode, spec, group) for group in spec.groups])
 
 
 def import_failure(name: str) -> str | None:
@@ -260,7 +260,7 @@ def _named(requested: str, compute_capability: int | None, missing: Callable[[st
     if compute_capability is not None and compute_capability < first.prefill_capability:
         raise ConfigError(
             f"attention_backend is {requested!r}, but {names[0]} has no prefill kernel for compute capability "
-            f"{compute_capability / 10:.1f} (needs {first.prefill_capability / 10:.1f}); a hybrid that works here: "
+            f"{compute_capability / 10:.1f} (needs {first.prefill_capability / 10:.1f}); a pair that works here: "
             f"{first.prefill_hint}"
         )
     return names[0], names[-1]

@@ -18,6 +18,7 @@ from minisgl_backend.attention.base import (
     PrefillInputs,
     QKNormRope,
 )
+from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.kernels.attention.decode import (
     MAX_EARLY_BATCH,
     DecodeShape,
@@ -29,7 +30,6 @@ from minisgl_backend.kernels.attention.decode import (
     rotation_pays,
 )
 from minisgl_backend.kernels.attention.prefill import prefill_attention
-from minisgl_backend.kv.layout import LayerKV
 
 
 @dataclass(frozen=True)
@@ -63,16 +63,16 @@ class TritonBackend(AttentionBackend):
         lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]
         return _PrefillPlan(inputs, int(lengths.max()))
 
-    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: _PrefillPlan) -> torch.Tensor:
+    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: _PrefillPlan) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.prefill_into(q, kv, plan, out)
+        self.prefill_into(layer, q, plan, out)
         return out
 
-    def prefill_into(self, q: torch.Tensor, kv: LayerKV, plan: _PrefillPlan, out: torch.Tensor) -> None:
+    def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: _PrefillPlan, out: torch.Tensor) -> None:
         i = plan.inputs
         prefill_attention(
-            q, kv.k, kv.v, i.cu_seqlens_q, i.kv_lens, i.rows, i.page_table, plan.max_q_len, self.group.softmax_scale,
-            window=self._window, scales=kv.scales, out=out,
+            q, layer.kv.k, layer.kv.v, i.cu_seqlens_q, i.kv_lens, i.rows, i.page_table, plan.max_q_len, layer.scale,
+            window=self._window, scales=layer.kv.scales, out=out,
         )  # fmt: skip
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
@@ -81,27 +81,29 @@ class TritonBackend(AttentionBackend):
         )
         return _DecodePlan(inputs, shape)
 
-    def decode(self, q: torch.Tensor, kv: LayerKV, plan: _DecodePlan) -> torch.Tensor:
+    def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: _DecodePlan) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        self.decode_into(q, kv, plan, out)
+        self.decode_into(layer, q, plan, out)
         return out
 
-    def decode_into(self, q: torch.Tensor, kv: LayerKV, plan: _DecodePlan, out: torch.Tensor) -> None:
+    def decode_into(self, layer: AttentionLayer, q: torch.Tensor, plan: _DecodePlan, out: torch.Tensor) -> None:
         i = plan.inputs
         decode_attention(
-            q, kv.k, kv.v, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, self.group.softmax_scale,
-            out=out, pdl=self._overlaps(plan), window=self._window, scales=kv.scales,
+            q, layer.kv.k, layer.kv.v, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale,
+            out=out, pdl=self._overlaps(plan), window=self._window, scales=layer.kv.scales,
         )  # fmt: skip
 
-    def supports_fused_rope(self, plan: _DecodePlan) -> bool:
+    def fuses_rope(self, plan: _DecodePlan) -> bool:
         return rotation_pays(plan.inputs.batch_size, self.group.num_kv_heads, self._num_sms)
 
-    def decode_with_rope(self, qkv: torch.Tensor, rotation: QKNormRope, kv: LayerKV, plan: _DecodePlan) -> torch.Tensor:
-        i = plan.inputs
+    def decode_with_rope(
+        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: QKNormRope, plan: _DecodePlan
+    ) -> torch.Tensor:
+        i, kv = plan.inputs, layer.kv
         return rotating_decode_attention(
             qkv, rotation.q_norm, rotation.k_norm, rotation.cos_sin, kv.k, kv.v, i.rows, i.kv_lens, i.page_table,
-            self._workspace, plan.shape, self.group.softmax_scale, rotation.eps, pdl=self._overlaps(plan),
-            window=self._window, scales=kv.scales,
+            self._workspace, plan.shape, layer.scale, rotation.eps, pdl=self._overlaps(plan), window=self._window,
+            scales=kv.scales,
         )  # fmt: skip
 
     def _overlaps(self, plan: _DecodePlan) -> bool:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, DecodeInputs, LayerGroup, PrefillInputs
+from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kv.layout import LayerKV
 
 _WORKSPACE_BYTES = 256 << 20
 
@@ -48,10 +48,10 @@ class TrtllmBackend(AttentionBackend):
         cu_seqlens_kv = torch.nn.functional.pad(inputs.kv_lens.cumsum(0, dtype=torch.int32), (1, 0))
         return _Plan(inputs.kv_lens, table, inputs.cu_seqlens_q, cu_seqlens_kv, int(lengths.max()), max_kv_len)
 
-    def prefill(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
+    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
         out: torch.Tensor = self._flashinfer.prefill.trtllm_batch_context_with_kv_cache(
-            q.contiguous(), (kv.k, kv.v), self._workspace, plan.page_table, plan.kv_lens, plan.max_q_len,
-            plan.max_kv_len, self.group.softmax_scale * kv.scales.k, kv.scales.v, plan.kv_lens.shape[0],
+            q.contiguous(), (layer.kv.k, layer.kv.v), self._workspace, plan.page_table, plan.kv_lens, plan.max_q_len,
+            plan.max_kv_len, layer.scale * layer.kv.scales.k, layer.kv.scales.v, plan.kv_lens.shape[0],
             plan.cu_seqlens_q, plan.cu_seqlens_kv, window_left=self._window_left, kv_layout="HND",
         )  # fmt: skip
         return out
@@ -61,10 +61,10 @@ class TrtllmBackend(AttentionBackend):
         table = inputs.page_table[:, : -(-max_kv_len // self.spec.page_size)].index_select(0, inputs.rows)
         return _Plan(inputs.kv_lens, table, max_kv_len=max_kv_len)
 
-    def decode(self, q: torch.Tensor, kv: LayerKV, plan: _Plan) -> torch.Tensor:
+    def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
         out: torch.Tensor = self._flashinfer.decode.trtllm_batch_decode_with_kv_cache(
-            q.contiguous(), (kv.k, kv.v), self._workspace, plan.page_table, plan.kv_lens, plan.max_kv_len,
-            bmm1_scale=self.group.softmax_scale * kv.scales.k, bmm2_scale=kv.scales.v,
+            q.contiguous(), (layer.kv.k, layer.kv.v), self._workspace, plan.page_table, plan.kv_lens, plan.max_kv_len,
+            bmm1_scale=layer.scale * layer.kv.scales.k, bmm2_scale=layer.kv.scales.v,
             window_left=self._window_left, kv_layout="HND",
         )  # fmt: skip
         return out

@@ -7,8 +7,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import nn
 
-from minisgl_backend.layers.attention import AttentionShape, SelfAttention
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig, RopeConfig
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.layers.attention import SelfAttention
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, RopeConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -35,7 +37,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(hidden_size, layer.norm.eps, "input_layernorm", place)
-        self.self_attn = SelfAttention(attention_shape(layer.attention, hidden_size), index, cos_sin, place)
+        self.self_attn = SelfAttention(layer.attention, hidden_size, index, cos_sin, place)
         self.post_attention_layernorm = RMSNorm(hidden_size, layer.norm.eps, "post_attention_layernorm", place)
         self.mlp = (
             GatedMLP(layer.mlp, hidden_size, place)
@@ -52,11 +54,13 @@ class DecoderLayer(nn.Module):
         lanes: Lanes,
         positions: torch.Tensor,
         ctx: ForwardContext,
-        wanted: torch.Tensor | None = None,
+        logits_indices: torch.Tensor | None = None,
     ) -> Lanes:
-        """lanes of num_tokens together, positions int [num_tokens] -> the same, or their `wanted` lines."""
+        """lanes of num_tokens together, positions int [num_tokens] -> the same, or the tokens at `logits_indices`."""
         takes_product = self.mlp.takes_product
-        lanes = self.self_attn(lanes, self.input_layernorm, positions, ctx, wanted, leaves_product=takes_product)
+        lanes = self.self_attn(
+            lanes, self.input_layernorm, positions, ctx, logits_indices, leaves_product=takes_product
+        )
         return tuple(self.mlp(lane, self.post_attention_layernorm) for lane in lanes)
 
 
@@ -71,16 +75,16 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.norm.eps, "norm", place)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_wanted, hidden_size].
+        """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_logits, hidden_size].
 
-        `ctx.wanted` says of which tokens. Of the others the last layer computes keys and values only: of a long
+        `ctx.logits_indices` says of which tokens. Of the others the last layer computes keys and values only: of a long
         prompt's prefill that saves most of one layer.
         """
         lanes: Lanes = (Residual(self.embed_tokens(input_ids)),)
         *earlier, last = (self.layers[index] for index in self._rehearsal) if ctx.rehearses else self.layers
         for layer in earlier:
             lanes = layer(lanes, positions, ctx)
-        return joined([self.norm.settle(lane)[1] for lane in last(lanes, positions, ctx, ctx.wanted)])
+        return joined([self.norm.settle(lane)[1] for lane in last(lanes, positions, ctx, ctx.logits_indices)])
 
 
 class CausalLM(nn.Module):
@@ -107,8 +111,14 @@ class CausalLM(nn.Module):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, "lm_head", place, tied)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """input_ids and positions int [num_tokens] -> hidden states after the final norm, of the tokens ctx.wanted."""
+        """input_ids and positions int [num_tokens] -> hidden states after the final norm, at `ctx.logits_indices`."""
         return self.model(input_ids, positions, ctx)
+
+    def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
+        """From now on attention reads and writes this pool."""
+        for module in self.modules():
+            if isinstance(module, SelfAttention):
+                module.bind(spec, pool)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's number format."""
@@ -146,19 +156,6 @@ def rehearsal(config: ModelConfig) -> tuple[int, ...]:
     added, the first of each kind behind it, and the last, which may have fewer lines."""
     later = {kind: index for index, kind in reversed(list(enumerate(config.layers))) if index > 0}
     return tuple(sorted({0, *later.values(), config.num_layers - 1}))
-
-
-def attention_shape(config: AttentionConfig, hidden_size: int) -> AttentionShape:
-    return AttentionShape(
-        hidden_size=hidden_size,
-        num_q_heads=config.num_q_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        eps=config.qk_norm.eps if config.qk_norm is not None else 0.0,
-        qkv_bias=config.qkv_bias,
-        output_bias=config.output_bias,
-        qk_norm=config.qk_norm is not None,
-    )
 
 
 def rope_table(rope: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device) -> torch.Tensor:

@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs
+from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.context import ForwardContext, StepContext
+from minisgl_backend.layers.context import EagerContext, ForwardContext
 from minisgl_backend.runner.async_output import Computed, PendingStep, ResultReader, Sampled, UnsampledStep
 from minisgl_backend.runner.batch import BatchBuilder, HostBatch, StepTensors
 from minisgl_backend.runner.graphs.pieces import PiecewiseRunner
@@ -43,6 +43,8 @@ class Model(Protocol):
 
     def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
+    def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None: ...
+
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None: ...
 
     def parameters(self) -> Iterable[torch.Tensor]: ...
@@ -53,7 +55,7 @@ class Batch:
     """A prepared step: tensors on the device and planned attention. Execute it before the next one is prepared."""
 
     step: StepTensors
-    attention: HybridPlan | None  # None: the captured graph has its own
+    attention: PairPlan | None  # None: the captured graph has its own
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class ModelRunner:
         self,
         *,
         model: Model,
-        attention: HybridAttention,
+        attention: AttentionPair,
         pool: KVPool,
         table: RowTable,
         sampling: SamplingRows,
@@ -81,6 +83,7 @@ class ModelRunner:
         self._model = model
         self.attention = attention
         self._pool = pool
+        model.bind_attention(attention.spec, pool)
         self._table = table
         self._tp = tp or TensorParallel.single()
         self._builder = BatchBuilder(table, sampling)
@@ -121,7 +124,7 @@ class ModelRunner:
     @torch.inference_mode()
     def use_pieces(self, pieces: PiecewiseRunner) -> None:
         """Captures the forward pass; from now on it serves the steps with a prefill part that fit its sizes."""
-        pieces.capture(self._model.forward, self.attention, self._pool, self._builder.prompt_tensors)
+        pieces.capture(self._model.forward, self.attention, self._builder.prompt_tensors)
         self._pieces = pieces
 
     def close(self) -> None:
@@ -204,23 +207,23 @@ class ModelRunner:
         pending.begin(self._sample(pending.unsampled, masks))
 
     def _forward(self, batch: Batch) -> torch.Tensor:
-        """The hidden states of the wanted lines."""
-        plan, wanted = batch.attention, self._wanted(batch.step)
+        """The hidden states of the tokens that `_logits_indices` names."""
+        plan, logits_indices = batch.attention, self._logits_indices(batch.step)
         assert plan is not None, "only graphs run without an attention plan"
         rows, positions = batch.step.tokens()
         if self._pieces is None or plan.prefill is None or not self._pieces.fits(len(rows)):
-            return self._hidden_states(rows, positions, plan, wanted)
+            return self._hidden_states(rows, positions, plan, logits_indices)
         token_ids, slots = self._table.lookup(rows, positions)
         hidden = self._pieces.run(token_ids, positions, slots, plan)
-        return hidden if wanted is None else hidden[wanted]
+        return hidden if logits_indices is None else hidden[logits_indices]
 
     def _run_prompt(self, size: int) -> torch.Tensor:
         """The hidden states of a lone prompt's last token, [1, hidden_size]."""
         assert self._pieces is not None, "a prompt's size comes from the captured passes"
         return self._pieces.run_prompt(size)
 
-    def _wanted(self, step: StepTensors) -> torch.Tensor | None:
-        """The lines of the hidden states that somebody will read; None: all of them."""
+    def _logits_indices(self, step: StepTensors) -> torch.Tensor | None:
+        """The tokens whose hidden states logits are computed from, or that are checked; None: all of them."""
         if step.decisions.prompt_logprobs or step.logits_indices is None:
             return None
         return step.logits_indices
@@ -229,19 +232,18 @@ class ModelRunner:
         self,
         rows: torch.Tensor,
         positions: torch.Tensor,
-        plan: HybridPlan,
-        wanted: torch.Tensor | None = None,
+        plan: PairPlan,
+        logits_indices: torch.Tensor | None = None,
         *,
         rehearses: bool = False,
         captured: bool = False,
     ) -> torch.Tensor:
         token_ids, slots = self._table.lookup(rows, positions)
-        ctx = StepContext(
-            pool=self._pool,
+        ctx = EagerContext(
             slots=slots,
             attention=self.attention,
             plan=plan,
-            wanted=wanted,
+            logits_indices=logits_indices,
             rehearses=rehearses,
             captured=captured,
         )
@@ -250,7 +252,7 @@ class ModelRunner:
     def _logits(self, step: StepTensors, hidden: torch.Tensor) -> Computed:
         """From hidden states to all that sampling needs."""
         prompt_logprobs = tuple(self._prompt_logprobs(step, hidden))
-        if step.logits_indices is not None and self._wanted(step) is None:
+        if step.logits_indices is not None and self._logits_indices(step) is None:
             hidden = hidden[step.logits_indices]  # else they are all that there is
         logits = self._model.logits(hidden[: step.num_sampled]) if step.num_sampled else None
         sound = None
@@ -304,7 +306,7 @@ class ModelRunner:
             self._masks.clear()  # the graph looks at them
         self._graphs.replay_sampling(step.graph_size, step.decisions.sampling_graph)
 
-    def _decode_plain(self, decode: DecodeInputs, plan: HybridPlan, rehearses: bool = False) -> DecodeOutputs:
+    def _decode_plain(self, decode: DecodeInputs, plan: PairPlan, rehearses: bool = False) -> DecodeOutputs:
         """The whole decode step, as it is captured: from the token table back into the token table."""
         hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, rehearses=rehearses, captured=True)
         logits = self._model.decode_logits(hidden)

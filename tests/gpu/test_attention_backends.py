@@ -88,7 +88,7 @@ def test_prefill(name, page_size, shape):
         cache = Cache(spec, kv_lens)
         inputs = cache.prefill_inputs(q_lens)
         q = torch.randn(sum(q_lens), shape[0], shape[2], device="cuda").to(spec.dtype)
-        out, ref = (h.attend(0, q, cache.kv, h.plan(inputs, None)) for h in (backend, reference))
+        out, ref = (h.attend(h.spec.layer(0, cache.kv), q, h.plan(inputs, None)) for h in (backend, reference))
         assert error(out, ref) < 1e-2
 
 
@@ -105,14 +105,14 @@ def test_decode_eager_and_captured(name, page_size, shape):
         cache = Cache(spec, kv_lens)
         inputs = cache.decode_inputs()
         q = torch.randn(len(kv_lens), shape[0], shape[2], device="cuda").to(spec.dtype)
-        ref = reference.attend(0, q, cache.kv, reference.plan(None, inputs))
-        assert error(backend.attend(0, q, cache.kv, backend.plan(None, inputs)), ref) < 1e-2
+        ref = reference.attend(reference.spec.layer(0, cache.kv), q, reference.plan(None, inputs))
+        assert error(backend.attend(backend.spec.layer(0, cache.kv), q, backend.plan(None, inputs)), ref) < 1e-2
         plan = backend.plan_capture(inputs)
-        backend.attend(0, q, cache.kv, plan)
+        backend.attend(backend.spec.layer(0, cache.kv), q, plan)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = backend.attend(0, q, cache.kv, plan)
+            out = backend.attend(backend.spec.layer(0, cache.kv), q, plan)
         backend.plan_replay(inputs)
         graph.replay()
         assert error(out, ref) < 1e-2
@@ -139,15 +139,15 @@ def test_rotating_decode_eager_and_captured(page_size, shape, normed):
         qkv = torch.randn(len(kv_lens), (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
         k, v = cache.kv.k.clone(), cache.kv.v.clone()
         q = TorchOps().rope_store(qkv.clone(), *norms, rotation.cos_sin, positions, slots, k, v, heads, 1e-6)
-        ref = reference.attend(0, q, LayerKV(k, v), reference.plan(None, inputs))
+        ref = reference.attend(reference.spec.layer(0, LayerKV(k, v)), q, reference.plan(None, inputs))
         plan = backend.plan_capture(inputs)
-        assert error(backend.attend_rotating(0, qkv, rotation, cache.kv, plan), ref) < 1e-2
+        assert error(backend.attend_with_rope(backend.spec.layer(0, cache.kv), qkv, rotation, plan), ref) < 1e-2
         assert error(cache.kv.k, k) < 1e-2
         torch.testing.assert_close(cache.kv.v, v)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            out = backend.attend_rotating(0, qkv, rotation, cache.kv, plan)
+            out = backend.attend_with_rope(backend.spec.layer(0, cache.kv), qkv, rotation, plan)
         for _ in range(3):
             graph.replay()
         assert error(out, ref) < 1e-2

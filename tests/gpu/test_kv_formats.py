@@ -107,15 +107,15 @@ def test_every_backend(name: str, page_size: int, window: int, heads: int, kv_he
         kv, meant = quantized(cache)
         inputs = cache.decode_inputs()
         q = torch.randn(len(kv_lens), heads, dim, device="cuda").bfloat16()
-        ref = reference.attend(0, q.float(), meant, reference.plan(None, inputs))
-        assert error(backend.attend(0, q, kv, backend.plan(None, inputs)), ref) < TOLERANCES[name]
+        ref = reference.attend(reference.spec.layer(0, meant), q.float(), reference.plan(None, inputs))
+        assert error(backend.attend(backend.spec.layer(0, kv), q, backend.plan(None, inputs)), ref) < TOLERANCES[name]
         if captured:
             plan = backend.plan_capture(inputs)
-            backend.attend(0, q, kv, plan)
+            backend.attend(backend.spec.layer(0, kv), q, plan)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph):
-                out = backend.attend(0, q, kv, plan)
+                out = backend.attend(backend.spec.layer(0, kv), q, plan)
             backend.plan_replay(inputs)
             graph.replay()
             assert error(out, ref) < TOLERANCES[name]
@@ -123,8 +123,10 @@ def test_every_backend(name: str, page_size: int, window: int, heads: int, kv_he
             q_lens = [max(1, length // 2) for length in kv_lens]
             prefill = cache.prefill_inputs(q_lens)
             q = torch.randn(sum(q_lens), heads, dim, device="cuda").bfloat16()
-            ref = reference.attend(0, q.float(), meant, reference.plan(prefill, None))
-            assert error(backend.attend(0, q, kv, backend.plan(prefill, None)), ref) < TOLERANCES[name]
+            ref = reference.attend(reference.spec.layer(0, meant), q.float(), reference.plan(prefill, None))
+            assert (
+                error(backend.attend(backend.spec.layer(0, kv), q, backend.plan(prefill, None)), ref) < TOLERANCES[name]
+            )
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -151,12 +153,12 @@ def test_rotating_decode(page_size: int, batch: int) -> None:
         qkv.clone(), *norms, rotation.cos_sin, positions, slots, stored.k, stored.v, heads, 1e-6, scales=SCALES
     )
     plan = backend.plan_capture(inputs)
-    out = backend.attend_rotating(0, qkv, rotation, kv, plan)
+    out = backend.attend_with_rope(backend.spec.layer(0, kv), qkv, rotation, plan)
     assert (kv.k.float() != stored.k.float()).float().mean() < 1e-3
     assert torch.equal(kv.v.view(torch.uint8), stored.v.view(torch.uint8))
     reference = create_attention("torch", "torch", make_spec(heads, kv_heads, dim, page_size, torch.bfloat16))
     meant = LayerKV((kv.k.float() * SCALES.k).bfloat16(), (kv.v.float() * SCALES.v).bfloat16())
-    assert error(out, reference.attend(0, q, meant, reference.plan(None, inputs))) < 2e-2
+    assert error(out, reference.attend(reference.spec.layer(0, meant), q, reference.plan(None, inputs))) < 2e-2
 
 
 @pytest.mark.parametrize("names", ["triton", "fi", "fa", "fa,trtllm"])

@@ -170,15 +170,15 @@ def test_kernels(name: str, window: int) -> None:
     cache = Cache(spec, kv_lens)
     inputs = cache.decode_inputs()
     q = torch.randn(len(kv_lens), 16, 128, device="cuda").bfloat16()
-    ref = reference.attend(0, q, cache.kv, reference.plan(None, inputs))
-    assert error(backend.attend(0, q, cache.kv, backend.plan(None, inputs)), ref) < 1e-2
+    ref = reference.attend(reference.spec.layer(0, cache.kv), q, reference.plan(None, inputs))
+    assert error(backend.attend(backend.spec.layer(0, cache.kv), q, backend.plan(None, inputs)), ref) < 1e-2
     backend.allocate_graph(32)
     plan = backend.plan_capture(inputs)
-    backend.attend(0, q, cache.kv, plan)
+    backend.attend(backend.spec.layer(0, cache.kv), q, plan)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = backend.attend(0, q, cache.kv, plan)
+        out = backend.attend(backend.spec.layer(0, cache.kv), q, plan)
     backend.plan_replay(inputs)
     graph.replay()
     assert error(out, ref) < 1e-2
@@ -186,7 +186,7 @@ def test_kernels(name: str, window: int) -> None:
         q_lens = [1, 23, 2, 1, 63, 20, 65, 700, 1, 300]
         prefill = cache.prefill_inputs(q_lens)
         q = torch.randn(sum(q_lens), 16, 128, device="cuda").bfloat16()
-        out, ref = (one.attend(0, q, cache.kv, one.plan(prefill, None)) for one in (backend, reference))
+        out, ref = (one.attend(one.spec.layer(0, cache.kv), q, one.plan(prefill, None)) for one in (backend, reference))
         assert error(out, ref) < 1e-2
 
 

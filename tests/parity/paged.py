@@ -9,7 +9,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.registry import create_attention
-from minisgl_backend.layers.context import StepContext
+from minisgl_backend.layers.context import EagerContext
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.tensor_parallel import TensorParallel
@@ -45,6 +45,7 @@ class PagedModel:
         self.model = build_model(config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp)
         num_pages = max_rows * self.spec.max_pages_per_row
         self.pool = make_pool(self.spec, num_pages)
+        self.model.bind_attention(self.spec, self.pool)
         self.attention = create_attention("torch", "torch", self.spec)
         order = np.random.default_rng(7).permutation(num_pages) + 1
         self.page_table = torch.from_numpy(order.astype(np.int32)).view(max_rows, -1).to(self.device)
@@ -77,13 +78,12 @@ class PagedModel:
             for position in positions[row]
         ]
         counts = [len(tokens) for tokens in new.values()]
-        wanted = torch.tensor(counts, device=self.device).cumsum(0) - 1 if last_only else None
-        ctx = StepContext(
-            pool=self.pool,
+        last = torch.tensor(counts, device=self.device).cumsum(0) - 1 if last_only else None
+        ctx = EagerContext(
             slots=torch.tensor(slots, device=self.device),
             attention=self.attention,
             plan=self.attention.plan(self._prefill_inputs(prefill), self._decode_inputs(list(decode))),
-            wanted=wanted,
+            logits_indices=last,
         )
         input_ids = torch.tensor([token for tokens in new.values() for token in tokens], device=self.device)
         flat_positions = torch.tensor([position for row in new for position in positions[row]], device=self.device)

@@ -9,7 +9,7 @@ and begins the next.
 One case has a shape: a lone prompt, which is what a first token waits for where nobody else is served. Where the
 attention backend can (`plan_prompt`), such passes are captured once more, whole: a small model's prompt of 1,000 tokens
 is computed in less time than the host takes to launch its pieces. Their inputs are where the upload of a step puts them
-(`runner.lone_prompt`), and only the last token's hidden states come out.
+(`graphs.single_prompt`), and only the last token's hidden states come out.
 """
 
 from __future__ import annotations
@@ -22,16 +22,15 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT, QKNormRope
-from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
-from minisgl_backend.kernels.ops import Ops
-from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT
+from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.runner.graphs.capture import captured, end_failed, many_captures
 from minisgl_backend.runner.graphs.single_prompt import PromptTensors
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # that of models.decoder.CausalLM
-AtAttention = Callable[[int], None]  # what to do between two pieces, with the layer's index
+AtAttention = Callable[[AttentionLayer], None]  # what to do between two pieces
 PromptInputs = Callable[[int], PromptTensors]  # by the size of a pass: what it reads, filled for a capture
 Progress = Callable[[int, int], None]  # (sizes captured so far, sizes to capture)
 
@@ -42,7 +41,7 @@ MOST_PADDING = 1 / 8  # of a longer step: padded by more it is launched kernel b
 
 
 @dataclass(frozen=True, kw_only=True)
-class CutContext(ForwardContext):
+class PiecewiseContext(ForwardContext):
     """Leaves the queries of a layer in one static buffer and takes what was attended from another."""
 
     queries: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
@@ -50,30 +49,33 @@ class CutContext(ForwardContext):
     at_attention: AtAttention
     captured: bool = True
 
-    def attend(
-        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops
-    ) -> torch.Tensor:
+    def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
         # Copied, since the projection's memory is another one in each layer, and would have to live on in all of them.
-        self.queries.copy_(self.rotate_and_store(layer_index, qkv, positions, rotation, ops))
-        self.at_attention(layer_index)
+        self.queries.copy_(q)
+        self.at_attention(layer)
         return self.attended
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptContext(ForwardContext):
+class SinglePromptContext(ForwardContext):
     """Attends into one static buffer, so that the lines of padding keep what they had."""
 
     attended: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
-    attention: HybridAttention
-    plan: HybridPlan
+    attention: AttentionPair
+    plan: PairPlan
     captured: bool = True
 
-    def attend(
-        self, layer_index: int, qkv: torch.Tensor, positions: torch.Tensor, rotation: QKNormRope, ops: Ops
-    ) -> torch.Tensor:
-        queries = self.rotate_and_store(layer_index, qkv, positions, rotation, ops)
-        self.attention.attend_into(layer_index, queries, self.pool.layer(layer_index), self.plan, self.attended)
+    def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
+        self.attention.attend_into(layer, q, self.plan, self.attended)
         return self.attended
+
+
+@dataclass(frozen=True)
+class _Pieces:
+    """A pass as it was captured: each of `layers` attends between two of `graphs`."""
+
+    graphs: list[torch.cuda.CUDAGraph]
+    layers: list[AttentionLayer]
 
 
 class PiecewiseRunner(ABC):
@@ -86,12 +88,12 @@ class PiecewiseRunner(ABC):
         self._hidden_size = hidden_size
         self._on_progress = on_progress or (lambda done, total: None)
 
-    def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool, prompt_inputs: PromptInputs) -> None:
+    def capture(self, forward: Forward, attention: AttentionPair, prompt_inputs: PromptInputs) -> None:
         """Makes all sizes ready; called once, before anything runs. The largest comes first: the others fit into it."""
         spec = attention.spec
         group = spec.groups[0]  # the layers of one model differ in windows, not in heads: one buffer serves all
         heads = (self.sizes[-1], group.num_q_heads, group.head_dim)
-        self._forward, self._attention, self._pool, self._prompt_inputs = forward, attention, pool, prompt_inputs
+        self._forward, self._attention, self._prompt_inputs = forward, attention, prompt_inputs
         self._inputs = torch.zeros(3, self.sizes[-1], dtype=torch.int32, device=spec.device)  # ids, positions, slots
         self._queries = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
         self._attended = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
@@ -112,7 +114,7 @@ class PiecewiseRunner(ABC):
         return piece_size(num_tokens, self.sizes) > 0
 
     def run(
-        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: HybridPlan
+        self, token_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, plan: PairPlan
     ) -> torch.Tensor:
         """Token ids, positions and slots, int32 [num_tokens] each -> hidden states [num_tokens, hidden_size].
 
@@ -125,8 +127,8 @@ class PiecewiseRunner(ABC):
         self._attended[num_tokens:size].zero_()  # what is not a number there would reach the padding page
         queries, attended = self._queries[:num_tokens], self._attended[:num_tokens]
 
-        def attend(layer_index: int) -> None:
-            self._attention.attend_into(layer_index, queries, self._pool.layer(layer_index), plan, attended)
+        def attend(layer: AttentionLayer) -> None:
+            self._attention.attend_into(layer, queries, plan, attended)
 
         self._replay(size, attend)
         return self._hidden[:num_tokens]
@@ -151,10 +153,9 @@ class PiecewiseRunner(ABC):
         """The model's own forward pass over a lone prompt, its last token's hidden states into a static buffer."""
         attended = self._attended[: len(inputs.token_ids)]
         attended.zero_()  # what is not a number in the lines of padding would reach the padding page
-        context = PromptContext(
-            pool=self._pool,
+        context = SinglePromptContext(
             slots=inputs.slots,
-            wanted=inputs.last_line,
+            logits_indices=inputs.last_line,
             attended=attended,
             attention=self._attention,
             plan=self._attention.plan_prompt(inputs.attention),
@@ -165,8 +166,7 @@ class PiecewiseRunner(ABC):
     def _pass(self, size: int, at_attention: AtAttention, rehearses: bool = False) -> None:
         """The model's own forward pass, from static buffers into a static buffer."""
         token_ids, positions, slots = self._inputs[:, :size]
-        context = CutContext(
-            pool=self._pool,
+        context = PiecewiseContext(
             slots=slots,
             queries=self._queries[:size],
             attended=self._attended[:size],
@@ -183,20 +183,20 @@ class PiecewiseCudaGraph(PiecewiseRunner):
         super().__init__(sizes, hidden_size, on_progress)
         self._memory = torch.cuda.graph_pool_handle()
         self._stream = torch.cuda.Stream()
-        self._captured: dict[int, list[torch.cuda.CUDAGraph]] = {}
+        self._captured: dict[int, _Pieces] = {}
         self._prompts: dict[int, torch.cuda.CUDAGraph] = {}  # of `prompt_sizes`
 
-    def capture(self, forward: Forward, attention: HybridAttention, pool: KVPool, prompt_inputs: PromptInputs) -> None:
+    def capture(self, forward: Forward, attention: AttentionPair, prompt_inputs: PromptInputs) -> None:
         with many_captures():
-            super().capture(forward, attention, pool, prompt_inputs)
+            super().capture(forward, attention, prompt_inputs)
 
     def _capture(self, size: int) -> None:
         # The inputs are filled on this stream, in memory that may hold anything before.
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            self._pass(size, lambda layer_index: None, rehearses=True)  # libraries choose kernels, not under capture
+            self._pass(size, lambda layer: None, rehearses=True)  # libraries choose kernels, not under capture
             self._stream.synchronize()
-            with self._pieces() as (graphs, cut):
+            with self._pieces() as (pieces, cut):
                 self._pass(size, cut)
             if size in self.prompt_sizes:
                 inputs = self._prompt_inputs(size)
@@ -206,42 +206,43 @@ class PiecewiseCudaGraph(PiecewiseRunner):
                 with captured(self._memory) as whole:
                     self._prompt_pass(inputs)
                 self._prompts[size] = whole
-        self._captured[size] = graphs
+        self._captured[size] = pieces
         torch.cuda.current_stream().wait_stream(self._stream)
 
     @contextmanager
-    def _pieces(self) -> Iterator[tuple[list[torch.cuda.CUDAGraph], AtAttention]]:
+    def _pieces(self) -> Iterator[tuple[_Pieces, AtAttention]]:
         """Captures what runs inside, cut into graphs at each call of the function it gives."""
-        graphs = [torch.cuda.CUDAGraph()]
+        pieces = _Pieces([torch.cuda.CUDAGraph()], [])
+        graphs = pieces.graphs
 
-        def cut(layer_index: int) -> None:
+        def cut(layer: AttentionLayer) -> None:
             graphs[-1].capture_end()
+            pieces.layers.append(layer)
             graphs.append(torch.cuda.CUDAGraph())
             graphs[-1].capture_begin(pool=self._memory)
 
         graphs[-1].capture_begin(pool=self._memory)
         try:
-            yield graphs, cut
+            yield pieces, cut
         except BaseException:
             end_failed(graphs[-1])
             raise
         graphs[-1].capture_end()
 
     def _replay(self, size: int, at_attention: AtAttention) -> None:
-        *before, last = self._captured[size]
-        for layer_index, graph in enumerate(before):
+        graphs, layers = self._captured[size].graphs, self._captured[size].layers
+        for graph, layer in zip(graphs, layers, strict=False):
             graph.replay()
-            at_attention(layer_index)
-        last.replay()
+            at_attention(layer)
+        graphs[-1].replay()
 
     def run_prompt(self, size: int) -> torch.Tensor:
         self._prompts[size].replay()
         return self._last
 
     def close(self) -> None:
-        for graphs in (*self._captured.values(), self._prompts.values()):
-            for graph in graphs:
-                graph.reset()
+        for graph in (*(one for pieces in self._captured.values() for one in pieces.graphs), *self._prompts.values()):
+            graph.reset()
         self._captured.clear()
         self._prompts.clear()
 
@@ -254,7 +255,7 @@ class EagerPieces(PiecewiseRunner):
         self._prompts: dict[int, PromptTensors] = {}
 
     def _capture(self, size: int) -> None:
-        self._pass(size, lambda layer_index: None, rehearses=True)
+        self._pass(size, lambda layer: None, rehearses=True)
         if size in self.prompt_sizes:
             self._prompts[size] = self._prompt_inputs(size)
 

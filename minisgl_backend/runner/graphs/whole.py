@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.attention.base import DecodeInputs
-from minisgl_backend.attention.hybrid import HybridAttention, HybridPlan
+from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kernels.sampling.layout import SAMPLING_GRAPHS
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.capture import captured, many_captures
@@ -35,7 +35,7 @@ class DecodeOutputs:
     token_ids: torch.Tensor  # int32 [2, batch], see sampler.Sampled
 
 
-DecodeStep = Callable[[DecodeInputs, HybridPlan], DecodeOutputs]
+DecodeStep = Callable[[DecodeInputs, PairPlan], DecodeOutputs]
 SampleStep = Callable[[DecodeInputs, DecodeOutputs, int], None]
 
 
@@ -60,7 +60,7 @@ class GraphRunner(ABC):
         return tuple(size for size in self.sizes if size <= LARGEST_SAMPLING_GRAPH)
 
     @abstractmethod
-    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: HybridAttention) -> None:
+    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: AttentionPair) -> None:
         """Makes all sizes ready; called once, before anything runs."""
 
     @abstractmethod
@@ -88,9 +88,9 @@ class CudaGraphRunner(GraphRunner):
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
         self._sampling: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and one of SAMPLING_GRAPHS
-        self._attention: HybridAttention | None = None
+        self._attention: AttentionPair | None = None
 
-    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: HybridAttention) -> None:
+    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: AttentionPair) -> None:
         attention.allocate_graph(self.sizes[-1])
         self._attention = attention
         stream = torch.cuda.Stream()
@@ -105,7 +105,7 @@ class CudaGraphRunner(GraphRunner):
                 self._on_progress(done + 1, len(self.sizes))
             torch.cuda.current_stream().wait_stream(stream)
 
-    def _capture(self, size: int, steps: DecodeSteps, inputs: DecodeInputs, plan: HybridPlan) -> None:
+    def _capture(self, size: int, steps: DecodeSteps, inputs: DecodeInputs, plan: PairPlan) -> None:
         # Libraries choose kernels and allocate workspaces now, not under capture. The last sampling graph has the
         # kernels of all of them.
         rehearsed = steps.rehearse(inputs, plan)
@@ -145,11 +145,11 @@ class EagerGraphRunner(GraphRunner):
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__(sizes)
         self._steps: DecodeSteps | None = None
-        self._inputs: dict[int, tuple[DecodeInputs, HybridPlan]] = {}
+        self._inputs: dict[int, tuple[DecodeInputs, PairPlan]] = {}
         self._outputs: dict[int, DecodeOutputs] = {}
-        self._attention: HybridAttention | None = None
+        self._attention: AttentionPair | None = None
 
-    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: HybridAttention) -> None:
+    def capture(self, steps: DecodeSteps, builder: BatchBuilder, attention: AttentionPair) -> None:
         self._steps, self._attention = steps, attention
         for size in self.sizes:
             inputs = builder.padding_inputs(size)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec
-from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.select import mixture_token_counts
@@ -181,7 +181,7 @@ def _load(
     return spec, runner_with
 
 
-def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: HybridAttention) -> tuple[int, ...]:
+def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: AttentionPair) -> tuple[int, ...]:
     if runtime.eager_graphs:
         return graph_sizes(largest)
     if largest and not attention.supports_graphs:

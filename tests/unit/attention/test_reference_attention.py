@@ -102,7 +102,7 @@ class World:
         plan = attention.plan(
             self.prefill_inputs(prefill) if prefill else None, self.decode_inputs(decode) if decode else None
         )
-        out = attention.attend(1, q.to(self.spec.dtype), self.pool.layer(1), plan).float()
+        out = attention.attend(self.spec.layer(1, self.pool.layer(1)), q.to(self.spec.dtype), plan).float()
         places = [(row, kv_len - count + i + 1) for row, count, kv_len in prefill for i in range(count)] + decode
         expected = torch.stack([self.expected(q[i], row, kv_len) for i, (row, kv_len) in enumerate(places)])
         torch.testing.assert_close(out, expected, rtol=max(1e-4, tolerance), atol=tolerance)
@@ -233,7 +233,9 @@ def test_what_is_no_number_beyond_the_end_of_a_sequence_does_not_matter(
     world.check([], [(short, 47), (2, 100)])
     q = torch.randn(3, 4, HEAD_DIM)
     backend = TorchBackend(world.spec, world.group)
-    out = backend.decode(q, kv, backend.plan_decode(world.decode_inputs([(bad, 100), (short, 47), (2, 9)])))
+    out = backend.decode(
+        world.spec.layer(1, kv), q, backend.plan_decode(world.decode_inputs([(bad, 100), (short, 47), (2, 9)]))
+    )
     assert not torch.isfinite(out[0]).any(), "the test poisons nothing"
     expected = torch.stack([world.expected(q[1], short, 47), world.expected(q[2], 2, 9)])
     torch.testing.assert_close(out[1:], expected, rtol=1e-4, atol=1e-5)

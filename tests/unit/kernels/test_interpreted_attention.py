@@ -76,7 +76,7 @@ def test_decode_attention(page_size, window, shape):
         kv_lens=case.kv_lens, rows=case.rows, page_table=case.table, kv_lens_host=case.kv_lens.numpy(),
         rows_host=case.rows.numpy(),
     )  # fmt: skip
-    expected = case.reference.decode(q, LayerKV(case.k, case.v), case.reference.plan_decode(inputs))
+    expected = case.reference.decode(case.spec.layer(0, LayerKV(case.k, case.v)), q, case.reference.plan_decode(inputs))
     for _ in range(2):  # the counters are back at zero after each launch
         out = decode_attention(
             q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, 0.125, window=window
@@ -97,7 +97,7 @@ def test_decode_attention_in_equal_shares(lengths, workers):
         rows_host=case.rows.numpy(),
     )  # fmt: skip
     scale = case.spec.groups[0].softmax_scale
-    expected = case.reference.decode(q, LayerKV(case.k, case.v), case.reference.plan_decode(inputs))
+    expected = case.reference.decode(case.spec.layer(0, LayerKV(case.k, case.v)), q, case.reference.plan_decode(inputs))
     shape = DecodeShape(4, 64, 32, 4, 3, workers=workers)
     for _ in range(2):
         out = decode_attention(q, case.k, case.v, case.rows, case.kv_lens, case.table, workspace, shape, scale)
@@ -161,7 +161,7 @@ def test_rotating_decode_attention(page_size, shape, normed, window):
     )  # fmt: skip
     k, v = case.k.clone(), case.v.clone()
     q = TorchOps().rope_store(qkv.clone(), *norms, cos_sin, positions, slots, k, v, heads, 1e-6)
-    expected = case.reference.decode(q, LayerKV(k, v), case.reference.plan_decode(inputs))
+    expected = case.reference.decode(case.spec.layer(0, LayerKV(k, v)), q, case.reference.plan_decode(inputs))
     workspace = DecodeWorkspace(4, heads, kv_heads, dim, CPU)
     for _ in range(2):
         out = rotating_decode_attention(
@@ -185,7 +185,9 @@ def test_prefill_attention(page_size, window):
         cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
         cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
     )  # fmt: skip
-    expected = case.reference.prefill(q, LayerKV(case.k, case.v), case.reference.plan_prefill(inputs))
+    expected = case.reference.prefill(
+        case.spec.layer(0, LayerKV(case.k, case.v)), q, case.reference.plan_prefill(inputs)
+    )
     out = prefill_attention(q, case.k, case.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), 0.125, window)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
 
@@ -204,7 +206,7 @@ def test_attention_over_an_fp8_cache(page_size, window, dtype, tolerance):
     )  # fmt: skip
     q = torch.randn(4, 6, 48)
     meant = LayerKV(case.k, case.v)
-    expected = case.reference.decode(q, meant, case.reference.plan_decode(decode))
+    expected = case.reference.decode(case.spec.layer(0, meant), q, case.reference.plan_decode(decode))
     for shape in (DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3)):
         workspace = DecodeWorkspace(4, 6, 2, 48, CPU)
         out = decode_attention(
@@ -218,7 +220,7 @@ def test_attention_over_an_fp8_cache(page_size, window, dtype, tolerance):
         cu_seqlens_q=starts, kv_lens=case.kv_lens, rows=case.rows, page_table=case.table,
         cu_seqlens_q_host=starts.numpy(), kv_lens_host=case.kv_lens.numpy(), rows_host=case.rows.numpy(),
     )  # fmt: skip
-    expected = case.reference.prefill(q, meant, case.reference.plan_prefill(prefill))
+    expected = case.reference.prefill(case.spec.layer(0, meant), q, case.reference.plan_prefill(prefill))
     out = prefill_attention(
         q.to(dtype), kv.k, kv.v, starts, case.kv_lens, case.rows, case.table, max(q_lens), scale, window, kv.scales
     )
@@ -255,7 +257,7 @@ def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
         assert_close_in_fp8(kv.k, stored.k)
         assert_close_in_fp8(kv.v, stored.v)
         meant = LayerKV(kv.k.float() * kv.scales.k, kv.v.float() * kv.scales.v)
-        expected = case.reference.decode(q, meant, case.reference.plan_decode(inputs))
+        expected = case.reference.decode(case.spec.layer(0, meant), q, case.reference.plan_decode(inputs))
         torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
 

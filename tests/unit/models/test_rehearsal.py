@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.layers import context
 from minisgl_backend.layers.config import LayerConfig
@@ -62,19 +63,18 @@ def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, m
     save_checkpoint(name, tmp_path, num_hidden_layers=6, **SIX_LAYERS[name])
     launches: set[Launch] = set()
     layers: set[int] = set()
-    select, attend, step = build.select_ops, HybridAttention.attend, context.StepContext
+    select, attend, step = build.select_ops, AttentionPair.attend, context.EagerContext
 
-    def attending(self: HybridAttention, layer: int, *args: Any) -> torch.Tensor:
-        window = next(group.window for group in self.spec.groups if layer in group.layers)
-        launches.add(("attend", window))
-        layers.add(layer)
+    def attending(self: AttentionPair, layer: AttentionLayer, *args: Any) -> torch.Tensor:
+        launches.add(("attend", layer.window))
+        layers.add(layer.index)
         return attend(self, layer, *args)
 
     monkeypatch.setattr(build, "select_ops", lambda *args, **kwargs: Recorder(select(*args, **kwargs), launches))
-    monkeypatch.setattr(HybridAttention, "attend", attending)
+    monkeypatch.setattr(AttentionPair, "attend", attending)
 
     def launched(rehearses: bool) -> set[Launch]:
-        monkeypatch.setattr("tests.parity.paged.StepContext", lambda **fields: step(**fields, rehearses=rehearses))
+        monkeypatch.setattr("tests.parity.paged.EagerContext", lambda **fields: step(**fields, rehearses=rehearses))
         paged = PagedModel(tmp_path, page_size=16)
         launches.clear()
         layers.clear()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tiny_runner import CPU, MAX_SEQ_LEN, PROMPTS, VOCAB, MakeRunner, PromptGraphs
 
-from minisgl_backend.attention.hybrid import HybridAttention
+from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
@@ -71,7 +71,7 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
         attention = create_attention("torch", "torch", spec)
         if prompt_graphs:
             backends = [PromptGraphs(spec, group) for group in spec.groups]
-            attention = HybridAttention(spec, backends, backends)
+            attention = AttentionPair(spec, backends, backends)
         runner = ModelRunner(
             model=model,
             attention=attention,

@@ -8,8 +8,8 @@ import torch
 from hand_made_plans import Driver
 
 from minisgl_backend.attention.base import Plan, PrefillInputs, PromptInputs
+from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.reference import TorchBackend
-from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.step import StepPlan, StepResult
@@ -42,9 +42,9 @@ class PromptGraphs(TorchBackend):
     def plan_prompt(self, inputs: PromptInputs) -> Plan:
         return inputs
 
-    def prefill_into(self, q: torch.Tensor, kv: LayerKV, plan: Plan, out: torch.Tensor) -> None:
+    def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
         if not isinstance(plan, PromptInputs):
-            super().prefill_into(q, kv, plan, out)
+            super().prefill_into(layer, q, plan, out)
             return
         self.num_attended += 1
         row = torch.zeros(1, dtype=torch.int32)
@@ -58,7 +58,7 @@ class PromptGraphs(TorchBackend):
             rows_host=row.numpy(),
         )
         num_tokens = int(plan.cu_seqlens_q[1])
-        out[:num_tokens] = self.prefill(q[:num_tokens], kv, self.plan_prefill(prefill))
+        out[:num_tokens] = self.prefill(layer, q[:num_tokens], self.plan_prefill(prefill))
 
 
 def run(runner: ModelRunner, driver: Driver, plan: StepPlan) -> StepResult:

@@ -1,4 +1,4 @@
-"""Attention of a whole step: for each group of layers one backend for the prefill part and one for the decode part.
+"""Attention of a whole step: for each group of layers a pair of backends, one for prefill tokens and one for decode.
 
 The two are often the same object. In a step's tokens the prefill part comes first.
 """
@@ -19,11 +19,11 @@ from minisgl_backend.attention.base import (
     PromptInputs,
     QKNormRope,
 )
-from minisgl_backend.kv.layout import LayerKV
+from minisgl_backend.attention.layer import AttentionLayer
 
 
 @dataclass(frozen=True)
-class HybridPlan:
+class PairPlan:
     """Plans of the two parts, one for each group of layers; None for a part that the step does not have."""
 
     prefill: tuple[Plan, ...] | None
@@ -31,7 +31,7 @@ class HybridPlan:
     num_prefill_tokens: int
 
 
-class HybridAttention:
+class AttentionPair:
     """`prefill` and `decode`: a backend for each of the spec's groups. All read the same pool."""
 
     def __init__(
@@ -39,54 +39,52 @@ class HybridAttention:
     ) -> None:
         self.spec = spec
         self._prefill, self._decode = self.backends = tuple(prefill), tuple(decode)
-        self._group_of_layer = spec.group_of_layer
+        self._rotates = tuple(type(one).fuses_rope is not AttentionBackend.fuses_rope for one in self._decode)
 
-    def plan(self, prefill: PrefillInputs | None, decode: DecodeInputs | None) -> HybridPlan:
+    def plan(self, prefill: PrefillInputs | None, decode: DecodeInputs | None) -> PairPlan:
         """Prepares one step, outside of graphs. At least one part is given."""
-        return HybridPlan(
+        return PairPlan(
             prefill=tuple([one.plan_prefill(prefill) for one in self._prefill]) if prefill is not None else None,
             decode=tuple([one.plan_decode(decode) for one in self._decode]) if decode is not None else None,
             num_prefill_tokens=int(prefill.cu_seqlens_q_host[-1]) if prefill is not None else 0,
         )
 
-    def attend(self, layer_index: int, q: torch.Tensor, kv: LayerKV, plan: HybridPlan) -> torch.Tensor:
-        """q [num_tokens, num_q_heads, head_dim] -> output of the same shape, for one layer."""
-        group = self._group_of_layer[layer_index]
+    def attend(self, layer: AttentionLayer, q: torch.Tensor, plan: PairPlan) -> torch.Tensor:
+        """q [num_tokens, num_q_heads, head_dim] -> output of the same shape."""
+        group = layer.group
         if plan.decode is None:
             assert plan.prefill is not None, "at least one part is given"
-            return self._prefill[group].prefill(q, kv, plan.prefill[group])
+            return self._prefill[group].prefill(layer, q, plan.prefill[group])
         if plan.prefill is None:
-            return self._decode[group].decode(q, kv, plan.decode[group])
+            return self._decode[group].decode(layer, q, plan.decode[group])
         out = torch.empty(q.shape, dtype=self.spec.dtype, device=q.device)
-        self.attend_into(layer_index, q, kv, plan, out)
+        self.attend_into(layer, q, plan, out)
         return out
 
-    def attend_into(self, layer_index: int, q: torch.Tensor, kv: LayerKV, plan: HybridPlan, out: torch.Tensor) -> None:
+    def attend_into(self, layer: AttentionLayer, q: torch.Tensor, plan: PairPlan, out: torch.Tensor) -> None:
         """`attend` with its result in `out`, of the shape of q."""
-        group, first = self._group_of_layer[layer_index], plan.num_prefill_tokens
+        group, first = layer.group, plan.num_prefill_tokens
         if plan.prefill is not None:
-            self._prefill[group].prefill_into(q[:first], kv, plan.prefill[group], out[:first])
+            self._prefill[group].prefill_into(layer, q[:first], plan.prefill[group], out[:first])
         if plan.decode is not None:
-            self._decode[group].decode_into(q[first:], kv, plan.decode[group], out[first:])
+            self._decode[group].decode_into(layer, q[first:], plan.decode[group], out[first:])
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:
         """See AttentionBackend."""
         return tuple(sorted({batch for one in self._decode for batch in one.decode_batches(max_batch)}))
 
-    def supports_fused_rope(self, layer_index: int, plan: HybridPlan) -> bool:
-        """Whether `attend_rotating` serves this step: decode alone, on a backend that has a kernel for it."""
-        if plan.prefill is not None or plan.decode is None:
+    def fuses_rope(self, layer: AttentionLayer, plan: PairPlan) -> bool:
+        """Whether `attend_with_rope` serves this step: decode alone, on a backend that has a kernel for it."""
+        if plan.prefill is not None or plan.decode is None or not self._rotates[layer.group]:
             return False
-        group = self._group_of_layer[layer_index]
-        return self._decode[group].supports_fused_rope(plan.decode[group])
+        return self._decode[layer.group].fuses_rope(plan.decode[layer.group])
 
-    def attend_rotating(
-        self, layer_index: int, qkv: torch.Tensor, rotation: QKNormRope, kv: LayerKV, plan: HybridPlan
+    def attend_with_rope(
+        self, layer: AttentionLayer, qkv: torch.Tensor, rotation: QKNormRope, plan: PairPlan
     ) -> torch.Tensor:
-        """See AttentionBackend.decode_with_rope; only where `supports_fused_rope` says so."""
-        assert plan.decode is not None, "supports_fused_rope says so"
-        group = self._group_of_layer[layer_index]
-        return self._decode[group].decode_with_rope(qkv, rotation, kv, plan.decode[group])
+        """See AttentionBackend.decode_with_rope; only where `fuses_rope` says so."""
+        assert plan.decode is not None, "fuses_rope says so"
+        return self._decode[layer.group].decode_with_rope(layer, qkv, rotation, plan.decode[layer.group])
 
     @property
     def supports_graphs(self) -> bool:
@@ -98,8 +96,8 @@ class HybridAttention:
         for one in self._decode:
             one.allocate_graph(max_batch_size)
 
-    def plan_capture(self, inputs: DecodeInputs) -> HybridPlan:
-        return HybridPlan(None, tuple([one.plan_capture(inputs) for one in self._decode]), 0)
+    def plan_capture(self, inputs: DecodeInputs) -> PairPlan:
+        return PairPlan(None, tuple([one.plan_capture(inputs) for one in self._decode]), 0)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
         for one in self._decode:
@@ -110,6 +108,6 @@ class HybridAttention:
         """Whether passes of one prompt are captured whole."""
         return all(one.captures_prompts for one in self._prefill)
 
-    def plan_prompt(self, inputs: PromptInputs) -> HybridPlan:
+    def plan_prompt(self, inputs: PromptInputs) -> PairPlan:
         """See AttentionBackend."""
-        return HybridPlan(tuple([one.plan_prompt(inputs) for one in self._prefill]), None, inputs.num_tokens)
+        return PairPlan(tuple([one.plan_prompt(inputs) for one in self._prefill]), None, inputs.num_tokens)
