@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.build import build_engine
+from minisgl_backend.environment import Environment
 from minisgl_backend.request import Request, SamplingParams
 
 

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend import LLM, SamplingParams
-from minisgl_backend.config import Environment
 from minisgl_backend.engine.core import EngineCore
+from minisgl_backend.environment import Environment
 from minisgl_backend.request import Request
 
 WARM_UP_STEPS = 30  # the streams alone, before the long prompt comes

@@ -20,7 +20,8 @@ import numpy as np
 
 from benchmarks.demo_tasks import Turn, arithmetic_turn, counting_turn, repeat_turn, reverse_turn
 from minisgl_backend import LLM, SamplingParams
-from minisgl_backend.config import CACHE_TYPES, Environment
+from minisgl_backend.config import CACHE_TYPES
+from minisgl_backend.environment import Environment
 from minisgl_backend.request import Request
 from minisgl_backend.text.detokenizer import Detokenizer, new_detokenizer
 from minisgl_backend.text.vocabulary import Vocabulary, load_vocabulary

@@ -20,12 +20,13 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.request import Request, SamplingParams
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.stand_ins.null import NullRunner
+from minisgl_backend.runner.start.step_sizes import TILE_TOKENS
 from minisgl_backend.sampling.metadata import SamplingRows
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan
 
@@ -74,6 +75,7 @@ def _limits(num_sequences: int, page_size: int, longest: int, waiting: int) -> S
         max_waiting_requests=waiting,
         max_prefill_length=8192,
         mixed_prefill_length=512,
+        tile_tokens=TILE_TOKENS,
         eos_token_ids=(2,),
     )
 

@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from minisgl_backend import __version__
-from minisgl_backend.config import OPTIONS, EngineConfig, Environment, Option
+from minisgl_backend.config import OPTIONS, EngineConfig, Option
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.process.spawn import log_to_stderr
 

@@ -1,30 +1,28 @@
-"""Every engine option, once: the user's settings, and what scheduler and cache know of them.
+"""Every engine option, once.
 
 `EngineConfig` is what the user wrote. The same names are `parameters` of model_repository/engine/config.pbtxt, fields
-of this class and command-line flags of the offline tools. `runner.resolve` turns it into a `RuntimeConfig`, in which no
-"auto" is left.
+of this class and command-line flags of the offline tools. `runner.start.resolve` turns it into a `RuntimeConfig`, in
+which no "auto" is left.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import math
-import os
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from minisgl_backend import number_formats
 from minisgl_backend.errors import ConfigError
 
-DTYPES = ("auto", "bfloat16", "float16", "float32")
-KV_DTYPES = ("auto", "bfloat16", "bf16", "float16", "fp8_e4m3")
+DTYPES = ("auto", *number_formats.DTYPES)
+KV_DTYPES = ("auto", *number_formats.KV_CACHE_DTYPES)
 BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 CACHE_TYPES = ("radix", "naive")
 POLICIES = ("fcfs", "lpm")
 RUNNERS = ("model", "null")
-HANG_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -351,89 +349,3 @@ def _options_of(config_class: type) -> dict[str, Option]:
 
 
 OPTIONS: Mapping[str, Option] = types.MappingProxyType(_options_of(EngineConfig))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Environment:
-    """What the engine reads from environment variables, read once."""
-
-    overlap: bool  # MINISGL_DISABLE_OVERLAP_SCHEDULING=1 switches it off
-    log_level: str  # LOG_LEVEL
-    flashinfer_tensor_cores: bool | None  # FLASHINFER_USE_TENSOR_CORES=0/1; None: the measured default
-    null_runner_log: str = ""  # MINISGL_NULL_RUNNER_LOG: a file that gets the times of the null runner's steps
-    # MINISGL_NULL_RUNNER_SCRIPTS: a JSON list of what runner=null says, texts or token ids; for tests
-    null_runner_scripts: str = ""
-    # MINISGL_EAGER_GRAPHS=1: what is captured on a GPU (padding, static buffers, order of the collectives) without a
-    # capture, on any device; for tests
-    eager_graphs: bool = False
-    # MINISGL_HANG_SECONDS: how long a process of the engine may be silent, and a step may wait for other ranks or for
-    # the device, until the engine counts as hanging
-    hang_s: float = HANG_S
-
-    @classmethod
-    def read(cls, environ: Mapping[str, str] = os.environ) -> Environment:
-        """Raises ConfigError for a value that is not one of those allowed."""
-        level = environ.get("LOG_LEVEL", "INFO").upper()
-        if level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            raise ConfigError(f"LOG_LEVEL is {level!r}; allowed: DEBUG, INFO, WARNING, ERROR")
-        return cls(
-            overlap=not _environment_flag(environ, "MINISGL_DISABLE_OVERLAP_SCHEDULING"),
-            log_level=level,
-            flashinfer_tensor_cores=_environment_flag(environ, "FLASHINFER_USE_TENSOR_CORES"),
-            null_runner_log=environ.get("MINISGL_NULL_RUNNER_LOG", ""),
-            null_runner_scripts=environ.get("MINISGL_NULL_RUNNER_SCRIPTS", ""),
-            eager_graphs=bool(_environment_flag(environ, "MINISGL_EAGER_GRAPHS")),
-            hang_s=_environment_seconds(environ, "MINISGL_HANG_SECONDS", HANG_S),
-        )
-
-
-def _environment_seconds(environ: Mapping[str, str], name: str, default: float) -> float:
-    text = environ.get(name, "")
-    try:
-        seconds = float(text) if text else default
-    except ValueError:
-        seconds = 0.0
-    if not (math.isfinite(seconds) and seconds >= 2.0):  # a sign comes every second
-        raise ConfigError(f"{name} is {text!r}; allowed: a number of seconds, 2 or more")
-    return seconds
-
-
-def _environment_flag(environ: Mapping[str, str], name: str) -> bool | None:
-    text = environ.get(name, "")
-    if text not in ("", "0", "1"):
-        raise ConfigError(f"{name} is {text!r}; allowed: 0 or 1")
-    return None if text == "" else text == "1"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Backlog:
-    """When so many prompts wait that they matter more than the time between the tokens of running streams."""
-
-    waiting_tokens: int  # more of them in the queue are a backlog
-    mixed_prefill_length: int  # prompt tokens beside streams in one step while there is one
-    most_prefill_length: int  # and at most, where so many wait that steps grow with them
-
-
-# Matrix products compute so many tokens at a time on a GPU: a step of 402 takes as long as one of 512.
-TILE_TOKENS = 128
-# Prompt tokens of a step where neither the user nor the model (see runner.resolve) asks for others.
-PREFILL_LENGTH = 8192
-
-
-@dataclass(frozen=True, kw_only=True)
-class SchedulerLimits:
-    """All that scheduler and cache know of the configuration. Units are tokens, pages and sequences."""
-
-    page_size: int
-    num_pages: int
-    max_seq_len: int
-    max_running_requests: int
-    max_waiting_requests: int
-    max_prefill_length: int
-    mixed_prefill_length: int
-    backlog: Backlog | None = None  # None: the budget beside streams is always mixed_prefill_length
-    cache_type: str = "radix"
-    record_cache_changes: bool = False  # somebody takes them all the time
-    schedule_policy: str = "fcfs"
-    eos_token_ids: tuple[int, ...] = ()
-    sparse_step_sizes: tuple[int, ...] = ()  # ascending: what a step that is as long as the first should be cut to

@@ -28,8 +28,9 @@ import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from minisgl_backend.config import OPTIONS, EngineConfig, Environment
+from minisgl_backend.config import OPTIONS, EngineConfig
 from minisgl_backend.engine.build import Engine, build_engine
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.process.resources import set_torch_defaults
 from minisgl_backend.request import FinishReason, Grammar, SamplingParams, check_prompt

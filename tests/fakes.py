@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.request import FinishReason, Request, SamplingParams
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import Logprobs, SequenceDetail, StepPlan, StepResult
 

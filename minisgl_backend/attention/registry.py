@@ -13,6 +13,7 @@ from types import MappingProxyType
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, LayerGroup
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.number_formats import FP8_E4M3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +46,12 @@ class BackendEntry:
         if head_dim % self.head_multiple or (self.largest_head is not None and head_dim > self.largest_head):
             divisible = f" divisible by {self.head_multiple}" if self.head_multiple > 1 else ""
             return f"serves head sizes to {self.largest_head}{divisible}; this model has {head_dim}"
-        if kv_dtype not in (dtype, FP8_DTYPE) and not self.any_kv:
+        if kv_dtype not in (dtype, FP8_E4M3) and not self.any_kv:
             return f"serves a KV cache in {dtype}, as the queries are, or fp8_e4m3, not {kv_dtype}"
-        if kv_dtype == FP8_DTYPE and compute_capability is not None and compute_capability not in self.fp8_capabilities:
+        if kv_dtype == FP8_E4M3 and compute_capability is not None and compute_capability not in self.fp8_capabilities:
             return f"reads no KV cache in fp8_e4m3 on a GPU of compute capability {compute_capability / 10:.1f}"
         return None
 
-
-FP8_DTYPE = "float8_e4m3fn"
 
 _SGL_KERNEL = (
     "pip install sgl-kernel, or sglang-kernel where torch is built for CUDA 13 (and, where its import names libnuma, "
@@ -210,7 +209,7 @@ def _automatic(
     """The first pair, best first, that serves the model and whose packages are of use; and a warning for each better
     one whose packages are not."""
     warnings: list[str] = []
-    for prefill, decode in preferences(compute_capability, kv_dtype == FP8_DTYPE):
+    for prefill, decode in preferences(compute_capability, kv_dtype == FP8_E4M3):
         names = tuple(dict.fromkeys((prefill, decode)))
         if any(BACKENDS[name].refusal(head_dim, dtype, kv_dtype, compute_capability) for name in names):
             continue

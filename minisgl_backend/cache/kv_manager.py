@@ -6,7 +6,7 @@ table are behind `KVManager`: nothing else reads or changes them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,12 @@ from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.cache.page_pool import PagePool
 from minisgl_backend.cache.prefix_cache import NaiveCache, PrefixCache, PrefixMatch
 from minisgl_backend.cache.radix_cache import RadixCache
+
+# By the names of the option cache_type.
+PREFIX_CACHES: Mapping[str, Callable[[int, bool], PrefixCache[Any]]] = {
+    "radix": lambda page_size, record_changes: RadixCache(page_size, record_changes=record_changes),
+    "naive": lambda page_size, record_changes: NaiveCache(),
+}
 
 
 class PageLease:
@@ -59,9 +65,7 @@ class KVManager:
         self.page_size = page_size
         self.version = 0  # one more whenever pages become available: until then what did not fit does not fit
         self._pool = PagePool(num_pages)
-        self._cache: PrefixCache[Any] = (
-            RadixCache(page_size, record_changes=record_changes) if cache_type == "radix" else NaiveCache()
-        )
+        self._cache = PREFIX_CACHES[cache_type](page_size, record_changes)
         self._table: Int32Array = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
         self._held = np.zeros(max_rows, dtype=np.int32)  # pages of each row
         self.covered = np.zeros(max_rows, dtype=np.int32)  # and the tokens that they have room for; for others to read
@@ -84,6 +88,11 @@ class KVManager:
     def num_available(self) -> int:
         """Pages that could be handed out now: free and evictable ones."""
         return self._pool.num_free + self._cache.num_evictable
+
+    @property
+    def keeps_prefixes(self) -> bool:
+        """Whether what is published outlives its lease."""
+        return self._cache.keeps_prefixes
 
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)

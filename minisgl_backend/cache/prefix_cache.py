@@ -27,6 +27,8 @@ class PrefixCache(abc.ABC, Generic[Pin]):
     sequence uses it) or evictable.
     """
 
+    keeps_prefixes = True
+
     @property
     @abc.abstractmethod
     def num_pages(self) -> int:
@@ -84,6 +86,7 @@ class PrefixCache(abc.ABC, Generic[Pin]):
 class NaiveCache(PrefixCache[None]):
     """Keeps nothing: the baseline that others are measured against."""
 
+    keeps_prefixes = False
     num_pages = 0
     num_evictable = 0
 

@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.config import PREFILL_LENGTH, EngineConfig, Environment, SchedulerLimits
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.core import EngineCore, StepRunner
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.open_device import OpenedDevice
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
+from minisgl_backend.environment import Environment
 from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.ipc.messages import Welcome
@@ -34,6 +35,8 @@ from minisgl_backend.process.liveness import Heartbeat
 from minisgl_backend.runner.stand_ins.null import NullRunner
 from minisgl_backend.runner.stand_ins.scripted import ScriptedRunner
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH, TILE_TOKENS
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan
 
@@ -283,6 +286,7 @@ def _scheduler_limits(
         max_waiting_requests=config.max_waiting_requests,
         max_prefill_length=max_prefill_length,
         mixed_prefill_length=mixed,
+        tile_tokens=TILE_TOKENS,
         cache_type=config.cache_type,
         record_cache_changes=config.kv_events_endpoint is not None,
         schedule_policy=config.schedule_policy,

@@ -10,10 +10,10 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable
 
-from minisgl_backend.config import HANG_S
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.engine.kv_events import KVEventPublisher
+from minisgl_backend.environment import HANG_S
 from minisgl_backend.ipc.channel import ALL, CoreChannel, Entries, split_by_front
 from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S, Histogram
 from minisgl_backend.ipc.messages import (

@@ -14,9 +14,10 @@ import sys
 
 import msgspec
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.cpu_threads import share_cores
 from minisgl_backend.engine.followers import HOST, LENGTH
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.plan_codec import unpack_step
 from minisgl_backend.models.config import ModelConfig

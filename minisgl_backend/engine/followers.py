@@ -27,9 +27,10 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.core import PendingStep
 from minisgl_backend.engine.nodes import PING_S, Nodes
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.plan_codec import pack_step
 from minisgl_backend.process.liveness import PERIOD_S, Heartbeat, Liveness, Sign, wait_in_vain

@@ -13,8 +13,9 @@ from importlib.util import cache_from_source
 from pathlib import Path
 from typing import Any
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.idle_cpus import IdleCpus
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 
 # What most models have that fill a GPU.

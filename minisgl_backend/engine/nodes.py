@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import minisgl_backend
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.node_link import (
     GREET_S,

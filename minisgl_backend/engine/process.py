@@ -18,11 +18,12 @@ from pathlib import Path
 
 import msgspec
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.build import build_engine
 from minisgl_backend.engine.core_server import CoreServer
 from minisgl_backend.engine.idle_cpus import IdleCpus
 from minisgl_backend.engine.kv_events import KVEventPublisher
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.channel import CoreChannel
 from minisgl_backend.ipc.messages import StartReport

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import msgspec
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.ipc.channel import LOCK_NAME
 from minisgl_backend.ipc.messages import StartReport

@@ -20,7 +20,8 @@ from pathlib import Path
 import msgspec
 
 import minisgl_backend
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
 from minisgl_backend.host.serve_options import Arguments, say

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
-FP8 = torch.float8_e4m3fn  # 1 sign, 4 exponent and 3 mantissa bits, no infinities (Micikevicius et al., 2022)
+from minisgl_backend.number_formats import FP8_E4M3
+
+FP8: torch.dtype = getattr(torch, FP8_E4M3)  # 1 sign, 4 exponent and 3 mantissa bits, no infinities
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ import json
 import logging
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from minisgl_backend.layers.config import AttentionConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.process.progress import Progress
 from minisgl_backend.tensor_parallel import TensorParallel
 
 log = logging.getLogger(__name__)
@@ -36,8 +37,6 @@ log = logging.getLogger(__name__)
 _KV_SCALE = re.compile(r"model\.layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?(?P<kind>[kv])_scale")
 _EMBEDDING, _OUTPUT = "model.embed_tokens.weight", "lm_head.weight"
 _ROWS_AT_ONCE = 8192  # of both, while they are compared
-
-Progress = Callable[[int, int], None]  # (bytes read so far, bytes to read), of this rank, after every tensor
 
 
 def build_model(

@@ -18,8 +18,7 @@ from minisgl_backend.models.generation import GenerationDefaults
 from minisgl_backend.models.json_files import read_json
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.known_keys import check_model_type, check_unread
-
-DTYPES = ("float32", "float16", "bfloat16")
+from minisgl_backend.number_formats import DTYPES
 
 
 @dataclass(frozen=True, kw_only=True)

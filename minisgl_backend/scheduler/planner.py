@@ -8,8 +8,8 @@ import bisect
 import numpy as np
 
 from minisgl_backend.arrays import BoolArray, IndexArray
-from minisgl_backend.config import TILE_TOKENS, SchedulerLimits
 from minisgl_backend.scheduler.admission import AdmissionControl, Forecast
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import ends_early, limit_of
 from minisgl_backend.scheduler.running import RunningSet
@@ -77,14 +77,15 @@ class Planner:
                 share = min(self._queue.num_tokens // BACKLOG_SHARE, backlog.most_prefill_length)
                 budget = max(backlog.mixed_prefill_length, share)
         budget = min(budget, self._limits.max_prefill_length)
-        if budget < 2 * TILE_TOKENS:
+        tile = self._limits.tile_tokens
+        if budget < 2 * tile:
             return budget
         total, sizes = budget + num_decoding, self._limits.sparse_step_sizes
         if sizes and sizes[0] <= total <= sizes[-1]:
             filled = sizes[bisect.bisect_right(sizes, total) - 1]
             if 2 * (filled - num_decoding) >= budget:
                 return filled - num_decoding
-        return total // TILE_TOKENS * TILE_TOKENS - num_decoding
+        return total // tile * tile - num_decoding
 
     def _plan_decode(self, builder: StepPlanBuilder, step: int) -> None:
         running = self._running

@@ -1,14 +1,14 @@
 """The order in which waiting sequences are admitted.
 
 Two rules stand above every policy: a more urgent level goes first, and within a level a preempted sequence goes before
-those that never ran. A new policy is a subclass of WaitingQueue and a line in `make_queue`.
+those that never ran. A new policy is a subclass of WaitingQueue and a row of `QUEUES`.
 """
 
 from __future__ import annotations
 
 import abc
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from minisgl_backend.scheduler.sequence import Sequence, SequenceState
 
@@ -125,8 +125,8 @@ def _urgency(sequence: Sequence) -> tuple[int, bool]:
     return sequence.level, not sequence.resumed
 
 
-def make_queue(policy: str, cached_tokens: Callable[[Sequence], int]) -> WaitingQueue:
-    """The queue of `SchedulerLimits.schedule_policy`."""
-    if policy == "lpm":
-        return LongestPrefixFirst(cached_tokens)
-    return FirstComeFirstServed()
+# By the names of the option schedule_policy; each is given what says how many tokens of a sequence are cached.
+QUEUES: Mapping[str, Callable[[Callable[[Sequence], int]], WaitingQueue]] = {
+    "fcfs": lambda cached_tokens: FirstComeFirstServed(),
+    "lpm": LongestPrefixFirst,
+}

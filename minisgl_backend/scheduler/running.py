@@ -10,7 +10,7 @@ import numpy as np
 from minisgl_backend.arrays import NO_INT32, NO_INT64, IndexArray, Int32Array, Int64Array
 from minisgl_backend.cache.kv_manager import KVManager
 from minisgl_backend.cache.prefix_cache import PrefixMatch
-from minisgl_backend.config import SchedulerLimits
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import RowState
 from minisgl_backend.scheduler.sequence import Sequence, SequenceState

@@ -16,13 +16,13 @@ import numpy as np
 
 from minisgl_backend.arrays import BoolArray, IndexArray, Int32Array
 from minisgl_backend.cache.changes import CacheChange
-from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import SEED_RANGE, FinishReason, Request, SamplingParams
 from minisgl_backend.scheduler.admission import AdmissionControl
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, SequenceOutputs
 from minisgl_backend.scheduler.planner import Planner
-from minisgl_backend.scheduler.policy import DEFAULT_LEVEL, make_queue
+from minisgl_backend.scheduler.policy import DEFAULT_LEVEL, QUEUES
 from minisgl_backend.scheduler.running import RunningSet
 from minisgl_backend.scheduler.sequence import Group, Sequence, SequenceState
 from minisgl_backend.step import PrefillChunk, SequenceDetail, StepPlan, StepResult, StepStats
@@ -48,7 +48,7 @@ class Scheduler:
         self._limits = limits
         self._clock = clock
         self._seeds = random.Random(seed)
-        self._queue = make_queue(limits.schedule_policy, self._cached_tokens)
+        self._queue = QUEUES[limits.schedule_policy](self._cached_tokens)
         self._running = RunningSet(limits, self._queue)
         self._admission = AdmissionControl()
         self._planner = Planner(limits, self._running, self._queue, self._admission)
@@ -98,7 +98,7 @@ class Scheduler:
         self._new_requests.add(request.uid)
         self._num_arrivals += 1
         # Siblings wait for the prompt's pages, where there is a whole page to share and a cache that keeps it.
-        if params.n > 1 and self._limits.cache_type != "naive" and len(token_ids) > self._limits.page_size:
+        if params.n > 1 and self._running.kv.keeps_prefixes and len(token_ids) > self._limits.page_size:
             self._queue.push(Group(sequences).lead())
         else:
             sequences[0].tell_prompt()

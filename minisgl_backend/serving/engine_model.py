@@ -14,9 +14,9 @@ from typing import Any
 import msgspec
 import triton_python_backend_utils as pb_utils
 
-from minisgl_backend.config import Environment
 from minisgl_backend.delivery.arrays import Arrays
 from minisgl_backend.delivery.frontend import EngineFront
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.host.server_watch import start_watch
 from minisgl_backend.host.settings import read_engine_config

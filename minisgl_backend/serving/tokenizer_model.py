@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
-from minisgl_backend.config import Environment
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.host.settings import is_demo, read_engine_config
 from minisgl_backend.ipc.wire import Codec

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from minisgl_backend.config import OPTIONS, Environment, Option
+from minisgl_backend.config import OPTIONS, Option
+from minisgl_backend.environment import Environment
 from minisgl_backend.host.serve_options import server_parser
 from tests.docs.blocks import ROOT
 

@@ -12,8 +12,8 @@ import numpy as np
 from benchmarks.demo_tasks import KINDS, MAX_TOKENS, Question, questions
 from benchmarks.gauge import ask
 from minisgl_backend import LLM, SamplingParams
-from minisgl_backend.config import Environment
 from minisgl_backend.engine.core import EngineCore
+from minisgl_backend.environment import Environment
 from minisgl_backend.llm import RequestOutput
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.admission import HISTORY

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from minisgl_backend import LLM
-from minisgl_backend.config import OPTIONS, EngineConfig, Environment
+from minisgl_backend.config import OPTIONS, EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 
 WRONG: dict[str, tuple[Any, ...]] = {

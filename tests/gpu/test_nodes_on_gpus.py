@@ -20,7 +20,8 @@ import pytest
 import torch
 
 from minisgl_backend import LLM
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.process.node_options import SECRET
 from tests.integration.conftest import wait_for

@@ -28,7 +28,8 @@ import torch
 from benchmarks.demo_tasks import MAX_TOKENS
 from benchmarks.gauge import ask
 from minisgl_backend import LLM, SamplingParams
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.request import FinishReason, Grammar
 from tests.integration.conftest import START_SECONDS, Front, wait_for

@@ -13,7 +13,8 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.registry import import_failure
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.kernels.sampling.layout import SAMPLING_GRAPHS
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir

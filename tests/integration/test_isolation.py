@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from minisgl_backend import LLM
-from minisgl_backend.config import Environment
+from minisgl_backend.environment import Environment
 from tests.poisoned import assert_isolated, save_poisoned
 
 OPTIONS: dict[str, Any] = {"num_pages": 600, "page_size": 4, "max_running_requests": 12, "max_prefill_length": 512}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minisgl_backend import LLM
-from minisgl_backend.config import Environment
+from minisgl_backend.environment import Environment
 from minisgl_backend.scheduler.planner import Planner
 from minisgl_backend.step import StepPlan
 

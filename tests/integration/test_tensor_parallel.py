@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine import followers as followers_module
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.llm import LLM
 from minisgl_backend.step import StepDecisions, StepPlan

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from minisgl_backend import LLM, SamplingParams
-from minisgl_backend.config import Environment
+from minisgl_backend.environment import Environment
 from minisgl_backend.request import Grammar
 from minisgl_backend.sampling.metadata import SamplingRows
 from tests.gauge.harness import BASELINE, expect_short_answers

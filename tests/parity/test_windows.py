@@ -18,7 +18,7 @@ from benchmarks import parity
 from benchmarks.logits_runner import LogitsRunner
 from benchmarks.parity_reference import transformers_logits
 from minisgl_backend import LLM
-from minisgl_backend.config import Environment
+from minisgl_backend.environment import Environment
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from minisgl_backend.config import Environment
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.llm import LLM
 from minisgl_backend.models.folder import find_model_dir

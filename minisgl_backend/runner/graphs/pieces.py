@@ -26,13 +26,13 @@ from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.capture import captured, end_failed, many_captures
 from minisgl_backend.runner.graphs.single_prompt import PromptTensors
 
 Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  # that of models.decoder.CausalLM
 AtAttention = Callable[[AttentionLayer], None]  # what to do between two pieces
 PromptInputs = Callable[[int], PromptTensors]  # by the size of a pass: what it reads, filled for a capture
-Progress = Callable[[int, int], None]  # (sizes captured so far, sizes to capture)
 
 # Up to here there is a size for every step that fills the tiles of a product; above, each would cost a start tens of
 # milliseconds, so sizes are few, and the planner aims at them.

@@ -17,13 +17,12 @@ import torch
 from minisgl_backend.attention.base import DecodeInputs
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
 from minisgl_backend.kernels.sampling.layout import SAMPLING_GRAPHS
+from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.capture import captured, many_captures
 
 # With more rows the device works longer on a step than the host needs to launch the sampler's kernels.
 LARGEST_SAMPLING_GRAPH = 16
-
-Progress = Callable[[int, int], None]  # (sizes captured so far, sizes to capture)
 
 
 @dataclass(frozen=True)

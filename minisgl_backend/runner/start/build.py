@@ -20,6 +20,7 @@ from minisgl_backend.kernels.select import mixture_token_counts
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec, build_model, read_kv_scales
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.pieces import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.graphs.whole import CudaGraphRunner, EagerGraphRunner, GraphRunner, graph_sizes
 from minisgl_backend.runner.model_runner import ModelRunner
@@ -34,8 +35,6 @@ from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
 
 log = logging.getLogger(__name__)
-
-Progress = Callable[[int, int], None]  # (done, of how many)
 
 
 def _silent(done: int, total: int) -> None:

@@ -12,10 +12,11 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from minisgl_backend.config import TILE_TOKENS, Backlog
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.memory import prompt_plan
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.step_sizes import TILE_TOKENS
+from minisgl_backend.step import Backlog
 from minisgl_backend.tensor_parallel import TensorParallel
 
 TARGET_S = 0.022  # a step of prompt tokens beside one stream; beside many it takes a little longer

@@ -7,12 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 from minisgl_backend.attention.registry import choose_attention, import_failure
-from minisgl_backend.config import PREFILL_LENGTH, EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import max_pages
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.number_formats import KV_CACHE_DTYPES
 from minisgl_backend.runner.start.device import DeviceFacts
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +29,6 @@ MIXTURE_PREFILL_LENGTH, LONGEST_PREFILL_S = 16384, 0.25
 LAUNCH_S, MULTIPROCESSOR_FLOPS = 0.7e-3, 3e12
 LEAST_GRAPH_TOKENS, MOST_GRAPH_TOKENS = 2048, 8192  # that are chosen where nobody says
 GRAPH_TOKENS_STEP = 1024
-_KV_DTYPES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "float16": "float16", "fp8_e4m3": "float8_e4m3fn"}
 LEAST_TRITON = (3, 5)  # 3.4 compiles neither gdc_wait nor a load whose mask has more lines than its pointers
 EAGER_GRAPH_MAX_BS = 32  # on the CPU, where there is no memory of graphs to choose it from
 
@@ -48,7 +50,7 @@ def resolve(
     _check_num_devices(config, model, device)
     _check_triton(device)
     dtype = _dtype(config.dtype, model.dtype, device)
-    kv_dtype = _KV_DTYPES.get(config.kv_cache_dtype, dtype)
+    kv_dtype = KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
     attention = choose_attention(
         config.attention_backend,
         config.page_size,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.core_server import Cancellations
 from minisgl_backend.request import FinishReason
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from tests.fakes import FakeRunner, make_request
 

@@ -10,11 +10,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.engine import core
 from minisgl_backend.engine.core import MAX_FAILED_STEPS, EngineCore
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.request import FinishReason, Grammar, SamplingParams
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import RowError, StepPlan
 from tests.fakes import FakeRunner, Records, expected_answer, make_request

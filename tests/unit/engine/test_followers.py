@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine import follower as follower_module
 from minisgl_backend.engine import followers as module
 from minisgl_backend.engine.followers import Followers
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.process.liveness import Heartbeat
 

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from minisgl_backend.attention.registry import BACKENDS, choose_attention, preferences
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.build import resolve_options
 from minisgl_backend.engine.machine_report import report
+from minisgl_backend.environment import Environment
 from minisgl_backend.host import doctor
 from minisgl_backend.runner.start import device as device_module
 from minisgl_backend.runner.start.device import DeviceFacts

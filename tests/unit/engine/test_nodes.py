@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 
 import minisgl_backend
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine import nodes as nodes_module
 from minisgl_backend.engine.nodes import Nodes
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.node_link import (
     NOT_READY,

@@ -125,7 +125,8 @@ def test_the_kernels_of_libraries_are_loaded_when_they_are_used(monkeypatch: pyt
 
 IMPORT = """
 import ctypes, sys
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.engine import build
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir

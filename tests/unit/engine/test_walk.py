@@ -15,9 +15,10 @@ import pytest
 import zmq
 
 import minisgl_backend
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.build import build_engine
 from minisgl_backend.engine.core_server import CoreServer
+from minisgl_backend.environment import Environment
 from minisgl_backend.ipc.channel import CoreChannel, FrontChannel
 from minisgl_backend.ipc.messages import Outputs, Submit
 from minisgl_backend.request import Request, SamplingParams

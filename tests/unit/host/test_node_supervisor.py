@@ -13,9 +13,10 @@ from typing import Any
 
 import pytest
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine import nodes as nodes_module
 from minisgl_backend.engine.nodes import Nodes
+from minisgl_backend.environment import Environment
 from minisgl_backend.host import node_supervisor as module
 from minisgl_backend.host.node_supervisor import NODE_0_ENDED, WRONG_OPTIONS, Node, NodeSupervisor
 from minisgl_backend.models.folder import find_model_dir

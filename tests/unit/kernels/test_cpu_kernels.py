@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine.build import resolve_options
+from minisgl_backend.environment import Environment
 from minisgl_backend.kernels.cpu import library as library_module
 from minisgl_backend.kernels.cpu.library import cpu_kernels, cpu_library, multiplies_bfloat16
 from minisgl_backend.kernels.cpu.ops import MOST_ROWS, CpuOps

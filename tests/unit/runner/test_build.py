@@ -11,7 +11,8 @@ import torch
 from hand_made_plans import Driver
 
 from minisgl_backend.attention.reference import TorchBackend
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec

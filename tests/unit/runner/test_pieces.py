@@ -10,10 +10,10 @@ import torch
 from hand_made_plans import Driver
 from tiny_runner import GREEDY, PROMPTS, SAMPLED, MakeRunner, run
 
-from minisgl_backend.config import TILE_TOKENS
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.graphs.pieces import EagerPieces, piece_sizes
 from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.start.step_sizes import TILE_TOKENS
 
 
 def test_captured_passes_of_lone_prompts_change_nothing(make_runner: MakeRunner, expected: list[list[int]]) -> None:

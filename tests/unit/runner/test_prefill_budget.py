@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from minisgl_backend.config import TILE_TOKENS
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.build import build_runner
@@ -21,6 +20,7 @@ from minisgl_backend.runner.start.prefill_budget import (
     measure_prefill_budget,
 )
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
+from minisgl_backend.runner.start.step_sizes import TILE_TOKENS
 from minisgl_backend.step import StepPlan
 from tests.unit.runner.test_build import runtime_for
 

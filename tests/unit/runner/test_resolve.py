@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from benchmarks.model_shapes import SHAPES
-from minisgl_backend.config import EngineConfig, Environment
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.start.device import DeviceFacts, free_bytes

@@ -13,8 +13,8 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.request import FinishReason, Grammar, Request
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan, StepResult
 from tests.fakes import FakeRunner, Records, expected_answer, make_request

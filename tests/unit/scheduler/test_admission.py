@@ -7,8 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.request import Request, SamplingParams
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan, StepResult
 

@@ -6,11 +6,12 @@ import random
 
 import pytest
 
-from minisgl_backend.config import Backlog, SchedulerLimits
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import LPM_PATIENCE
 from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.step import Backlog
 from tests.fakes import FakeRunner, Loop, expected_answer, fake_logprobs, make_request
 
 EOS = (7,)
@@ -111,7 +112,7 @@ def test_long_mixed_steps_are_cut_to_what_is_captured(mixed: int, expected: int)
 
 def chunks_beside_streams(prompt_len: int, **changes: object) -> list[int]:
     """The chunks of a prompt beside three streams."""
-    loop = make_loop(limits(num_pages=3000, max_seq_len=9000, max_prefill_length=8000, **changes))
+    loop = make_loop(limits(num_pages=3000, max_seq_len=9000, max_prefill_length=8000, tile_tokens=128, **changes))
     for uid in range(3):
         loop.scheduler.add(make_request(uid, [uid], max_tokens=40, ignore_eos=True))
     loop.step()

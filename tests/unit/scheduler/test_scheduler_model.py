@@ -12,8 +12,8 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
-from minisgl_backend.config import SchedulerLimits
 from minisgl_backend.request import FinishReason, Grammar
+from minisgl_backend.scheduler.limits import SchedulerLimits
 from tests.unit.scheduler.machine import EOS, SchedulerMachine
 
 

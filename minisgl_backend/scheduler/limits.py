@@ -1,0 +1,27 @@
+"""All that scheduler and cache know of the configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minisgl_backend.step import Backlog
+
+
+@dataclass(frozen=True, kw_only=True)
+class SchedulerLimits:
+    """Units are tokens, pages and sequences."""
+
+    page_size: int
+    num_pages: int
+    max_seq_len: int
+    max_running_requests: int
+    max_waiting_requests: int
+    max_prefill_length: int
+    mixed_prefill_length: int
+    backlog: Backlog | None = None  # None: the budget beside streams is always mixed_prefill_length
+    tile_tokens: int = 1  # GEMMs round a step's tokens up to a multiple of this: budgets of two and more fill it
+    cache_type: str = "radix"
+    record_cache_changes: bool = False  # they are taken all the time
+    schedule_policy: str = "fcfs"
+    eos_token_ids: tuple[int, ...] = ()
+    sparse_step_sizes: tuple[int, ...] = ()  # ascending: what a step that is as long as the first should be cut to
