@@ -233,7 +233,7 @@ class GrpcStream:
 def lasting_processes(server: Server) -> set[int]:
     """Those below the server that live as long as it does: compilers of grammars come and go."""
     living = {process.pid for process in descendants(server.process_id, process_table()) if not process.dead}
-    return {pid for pid in living if b"grammar_process" not in _command_line(pid)}
+    return {pid for pid in living if b"grammar.compiler" not in _command_line(pid)}
 
 
 def _command_line(pid: int) -> bytes:
