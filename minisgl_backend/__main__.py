@@ -206,7 +206,7 @@ def check(
     """Say what the options come to for this model on this machine, without loading it."""
     from minisgl_backend.engine.build import resolve_options
     from minisgl_backend.host.settings import read_engine_config
-    from minisgl_backend.models.build import check_weight_files
+    from minisgl_backend.weights.files import Checkpoint
 
     if repository is not None:
         config = read_engine_config(repository)
@@ -214,7 +214,7 @@ def check(
     null = config.runner == "null"
     runtime, model = resolve_options(EngineConfig(model=config.model) if null else config, Environment.read())
     if not (null or config.dummy_weights):
-        check_weight_files(Path(runtime.model_dir))
+        Checkpoint(Path(runtime.model_dir), model.tensor_names)  # reads the headers of the files
     table = Table("setting", "value")
     table.add_row("architecture", model.architecture)
     table.add_row("vocabulary", f"{model.vocab_size} tokens")

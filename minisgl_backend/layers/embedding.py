@@ -8,14 +8,15 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.weights.parts import WeightPart
 
 
 class Embedding(WeightedLayer):
-    def __init__(self, vocab_size: int, hidden_size: int, name: str, placement: LayerContext) -> None:
+    def __init__(self, vocab_size: int, hidden_size: int, name: str, layer_context: LayerContext) -> None:
         super().__init__()
-        self._name = name
-        self.weight = placement.parameter(vocab_size, hidden_size)
+        self._name = layer_context.name(name)
+        self.weight = layer_context.parameter(vocab_size, hidden_size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int [num_tokens] -> [num_tokens, hidden_size]."""
@@ -29,26 +30,26 @@ class ParallelLMHead(WeightedLayer):
     """Hidden states to logits. `tied` shares the embedding's weight: each rank uses its rows of it."""
 
     def __init__(
-        self, vocab_size: int, hidden_size: int, name: str, placement: LayerContext, tied: Embedding | None
+        self, vocab_size: int, hidden_size: int, name: str, layer_context: LayerContext, tied: Embedding | None
     ) -> None:
         super().__init__()
-        self._placement = placement
-        self._name = name
+        self._layer_context = layer_context
+        self._name = layer_context.name(name)
         self._vocab_size = vocab_size
-        self._rows_per_rank = -(-vocab_size // placement.tp.size)  # the last rank's share may be smaller
-        self._start = min(placement.tp.rank * self._rows_per_rank, vocab_size)
+        self._rows_per_rank = -(-vocab_size // layer_context.tp.size)  # the last rank's share may be smaller
+        self._start = min(layer_context.tp.rank * self._rows_per_rank, vocab_size)
         rows = min(self._rows_per_rank, vocab_size - self._start)
         self._is_tied = tied is not None
         if tied is None:
-            self.weight = placement.parameter(rows, hidden_size)
+            self.weight = layer_context.parameter(rows, hidden_size)
         else:
             # A plain view and no parameter of its own: it is filled with the embedding.
             self.__dict__["weight"] = tied.weight.data[self._start : self._start + rows]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_tokens, hidden_size] -> logits [num_tokens, vocab_size], on every rank."""
-        logits = self._placement.ops.linear(hidden, self.weight)
-        tp = self._placement.tp
+        logits = self._layer_context.ops.linear(hidden, self.weight)
+        tp = self._layer_context.tp
         if tp.size == 1:
             return logits
         if missing := self._rows_per_rank * tp.size - self._vocab_size:
@@ -61,12 +62,12 @@ class ParallelLMHead(WeightedLayer):
     def on_rank_0(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `forward`, of a decode step (see `TensorParallel.logits_columns`); but ranks other than 0 may get
         [num_tokens, 0]."""
-        tp = self._placement.tp
+        tp = self._layer_context.tp
         columns = tp.logits_columns(len(hidden), self._start, len(self.weight))
         if columns is None:
             return self(hidden)
         if columns.shape[1]:
-            self._placement.ops.linear_into(hidden, self.weight, columns)
+            self._layer_context.ops.linear_into(hidden, self.weight, columns)
         return tp.collect_logits(len(hidden))
 
     def weight_parts(self) -> list[WeightPart]:

@@ -12,8 +12,9 @@ import torch
 
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual
-from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.tensor_parallel import SumWay
+from minisgl_backend.weights.parts import WeightPart
 
 
 class ColumnParallelLinear(WeightedLayer):
@@ -28,22 +29,22 @@ class ColumnParallelLinear(WeightedLayer):
         input_size: int,
         outputs: Mapping[str, int],
         bias: bool,
-        placement: LayerContext,
+        layer_context: LayerContext,
         *,
         parts: Mapping[str, int] | None = None,
     ) -> None:
         super().__init__()
-        self._placement = placement
+        self._layer_context = layer_context
         self._outputs = dict(outputs)
-        self._parts = dict.fromkeys(outputs, placement.tp.size) | dict(parts or {})
+        self._parts = dict.fromkeys(outputs, layer_context.tp.size) | dict(parts or {})
         local = sum(size // self._parts[name] for name, size in outputs.items())
-        self.weight = placement.parameter(local, input_size)
-        self.bias = placement.parameter(local) if bias else None
+        self.weight = layer_context.parameter(local, input_size)
+        self.bias = layer_context.parameter(local) if bias else None
 
     def forward(self, residual: Residual, norm: RMSNorm, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         """The settled hidden states [num_tokens, input_size], and the products of their norm [num_tokens, local
         outputs]; gated as in `Ops.linear`."""
-        linear = self._placement.ops.linear
+        linear = self._layer_context.ops.linear
         assert residual.product is None, "it is left to those who take it"
         if residual.partial is None:
             hidden = residual.hidden
@@ -58,39 +59,42 @@ class ColumnParallelLinear(WeightedLayer):
     def into(self, residual: Residual, norm: RMSNorm, out: torch.Tensor) -> torch.Tensor:
         """`forward` with the products written to `out`; returns the settled hidden states."""
         hidden, x = norm.settle(residual)
-        self._placement.ops.linear_into(x, self.weight, out)
+        self._layer_context.ops.linear_into(x, self.weight, out)
         if self.bias is not None:
             out += self.bias
         return hidden
 
     def weight_parts(self) -> list[WeightPart]:
-        tp, parts, row = self._placement.tp, [], 0
+        context, parts, row = self._layer_context, [], 0
         for name, size in self._outputs.items():
             local = size // self._parts[name]
-            start = tp.rank * self._parts[name] // tp.size * local
+            start = context.tp.rank * self._parts[name] // context.tp.size * local
             for kind, param in (("weight", self.weight), ("bias", self.bias)):
                 if param is not None:
-                    shape = (size, *param.shape[1:])
-                    target = param[row : row + local]
-                    parts.append(WeightPart(name=f"{name}.{kind}", shape=shape, target=target, start=start))
+                    full, shape = context.name(f"{name}.{kind}"), (size, *param.shape[1:])
+                    parts.append(WeightPart(name=full, shape=shape, target=param[row : row + local], start=start))
             row += local
         return parts
+
+    def gemm_weights(self) -> list[torch.Tensor]:
+        # A GEMM with a bias stays with torch, which adds it on the way.
+        return [self.weight] if self.bias is None else []
 
 
 class RowParallelLinear(WeightedLayer):
     """A product whose input is split over the ranks; the ranks' partial results are summed."""
 
-    def __init__(self, input_size: int, output_size: int, name: str, bias: bool, placement: LayerContext) -> None:
+    def __init__(self, input_size: int, output_size: int, name: str, bias: bool, layer_context: LayerContext) -> None:
         super().__init__()
-        self._placement = placement
+        self._layer_context = layer_context
         self._name = name
         self._input_size = input_size
-        self.weight = placement.parameter(output_size, input_size // placement.tp.size)
-        self.bias = placement.parameter(output_size) if bias else None
+        self.weight = layer_context.parameter(output_size, input_size // layer_context.tp.size)
+        self.bias = layer_context.parameter(output_size) if bias else None
 
     def forward(self, x: torch.Tensor, hidden: torch.Tensor, way: SumWay) -> Residual:
         """x [num_tokens, local inputs], hidden [num_tokens, output_size] -> hidden + product, summed over ranks."""
-        ops, tp = self._placement.ops, self._placement.tp
+        ops, tp = self._layer_context.ops, self._layer_context.tp
         # Bias and hidden states must enter the sum once, so only rank 0 adds them.
         bias = self.bias if tp.rank == 0 else None
         if way is not SumWay.IN_PLACE:
@@ -101,9 +105,12 @@ class RowParallelLinear(WeightedLayer):
 
     def weight_parts(self) -> list[WeightPart]:
         output_size, local = self.weight.shape
-        shape = (output_size, self._input_size)
-        start = self._placement.tp.rank * local
-        parts = [WeightPart(name=f"{self._name}.weight", shape=shape, target=self.weight, dim=1, start=start)]
+        context, shape = self._layer_context, (output_size, self._input_size)
+        start, name = context.tp.rank * local, context.name(self._name)
+        parts = [WeightPart(name=f"{name}.weight", shape=shape, target=self.weight, dim=1, start=start)]
         if self.bias is not None:
-            parts.append(WeightPart(name=f"{self._name}.bias", shape=(output_size,), target=self.bias))
+            parts.append(WeightPart(name=f"{name}.bias", shape=(output_size,), target=self.bias))
         return parts
+
+    def gemm_weights(self) -> list[torch.Tensor]:
+        return [self.weight] if self.bias is None else []

@@ -12,12 +12,12 @@ from minisgl_backend.layers.weights import LayerContext
 
 
 class GatedMLP(nn.Module):
-    def __init__(self, config: MlpConfig, hidden_size: int, placement: LayerContext) -> None:
+    def __init__(self, config: MlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
         intermediate_size = config.intermediate_size
         outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, False, placement)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, "down_proj", False, placement)
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, False, layer_context)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, "down_proj", False, layer_context)
 
     def derive_weights(self, product: RowParallelLinear, norm: RMSNorm) -> None:
         """To be called when all weights are loaded, with the product and the norm before this; nothing to do here."""

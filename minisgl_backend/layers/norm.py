@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from minisgl_backend.layers.residual import Residual
-from minisgl_backend.layers.weights import LayerContext, WeightedLayer, WeightPart
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.weights.parts import WeightPart
 
 
 class RMSNorm(WeightedLayer):
@@ -14,7 +15,7 @@ class RMSNorm(WeightedLayer):
     def __init__(self, size: int, eps: float, name: str, placement: LayerContext) -> None:
         super().__init__()
         self._placement = placement
-        self._name = name
+        self._name = placement.name(name)
         self.eps = eps
         self.weight = placement.parameter(size)
 

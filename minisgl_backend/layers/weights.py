@@ -1,7 +1,8 @@
-"""What a layer wants from a checkpoint: named tensors, the part that this rank needs, and where it goes."""
+"""What every layer with weights shares: where they live, and what it says of them."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -9,35 +10,49 @@ from torch import nn
 
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.weights.parts import WeightPart
+
+_NOISE = 0.02  # standard deviation, about that of weights before their training
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerContext:
-    """Where a layer's weights live and what computes with them; the same object for every layer of a model."""
+    """Where a module's weights live, what computes with them, and where in the model it is."""
 
     device: torch.device
     dtype: torch.dtype
     ops: Ops
     tp: TensorParallel
+    path: str = ""  # names of modules with dots between them: model.layers.3.mlp
 
-    def parameter(self, *shape: int) -> nn.Parameter:
-        """An uninitialised weight that never needs gradients."""
-        return nn.Parameter(torch.empty(shape, dtype=self.dtype, device=self.device), requires_grad=False)
+    def at(self, name: str) -> LayerContext:
+        """The same for a module within this one."""
+        return dataclasses.replace(self, path=self.name(name))
 
+    def name(self, name: str) -> str:
+        """In full, from the model down."""
+        return f"{self.path}.{name}" if self.path else name
 
-@dataclass(frozen=True, kw_only=True)
-class WeightPart:
-    """One tensor of the checkpoint: `target` receives `tensor.narrow(dim, start, target.shape[dim])`."""
-
-    name: str  # as in the checkpoint, relative to the module that the layer is part of
-    shape: tuple[int, ...]  # of the whole tensor in the checkpoint
-    target: torch.Tensor  # a parameter or a view of one
-    dim: int = 0
-    start: int = 0
+    def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+        """An uninitialised weight that never needs gradients; `dtype`: where it is not the model's."""
+        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
 
 
 class WeightedLayer(nn.Module):
     """A module with parameters. All of them are filled through `weight_parts`, each element exactly once."""
 
     def weight_parts(self) -> list[WeightPart]:
+        """What the layer needs of a checkpoint."""
         raise NotImplementedError
+
+    def fill_with_noise(self, generator: torch.Generator) -> None:
+        """Random weights of a plausible size in place of those of a checkpoint."""
+        for parameter in self.parameters(recurse=False):
+            if parameter.dim() == 1:
+                parameter.data.fill_(1.0)
+            else:
+                parameter.data.normal_(0.0, _NOISE, generator=generator)
+
+    def gemm_weights(self) -> list[torch.Tensor]:
+        """The weights of `Ops.linear` in this layer that may have a kernel chosen for them before a capture."""
+        return []

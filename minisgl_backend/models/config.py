@@ -19,6 +19,7 @@ from minisgl_backend.models.json_files import read_json
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.known_keys import check_model_type, check_unread
 from minisgl_backend.number_formats import DTYPES
+from minisgl_backend.weights.names import TensorNames
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +31,7 @@ class ModelConfig(DecoderConfig):
     eos_token_ids: tuple[int, ...]  # those of config.json, of generation_config.json and of the tokenizer
     bos_token_id: int | None
     generation: GenerationDefaults
+    tensor_names: TensorNames  # of its checkpoints
     unknown_keys: tuple[str, ...] = ()  # of config.json, which neither this engine nor transformers knows
 
     @classmethod
@@ -70,6 +72,7 @@ class ModelConfig(DecoderConfig):
             eos_token_ids=end_tokens(config, generation, tokenizer_eos),
             bos_token_id=next(iter(token_ids("config.json: bos_token_id", config.get("bos_token_id"))), None),
             generation=GenerationDefaults.read(generation),
+            tensor_names=family.tensor_names,
             unknown_keys=check_unread(keys, family.model_type),
         )
 

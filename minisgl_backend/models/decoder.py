@@ -13,7 +13,6 @@ from minisgl_backend.layers.attention import SelfAttention
 from minisgl_backend.layers.config import LayerConfig, MlpConfig, RopeConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
-from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.moe import MoeMLP
 from minisgl_backend.layers.norm import RMSNorm
@@ -25,7 +24,7 @@ from minisgl_backend.layers.rotary import (
     yarn_attention_factor,
     yarn_frequencies,
 )
-from minisgl_backend.layers.weights import LayerContext
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
 
 
@@ -33,16 +32,16 @@ class DecoderLayer(nn.Module):
     """Attention, then an MLP, each with a norm before and the residual added after it."""
 
     def __init__(
-        self, layer: LayerConfig, index: int, hidden_size: int, cos_sin: torch.Tensor, place: LayerContext
+        self, layer: LayerConfig, index: int, hidden_size: int, cos_sin: torch.Tensor, layer_context: LayerContext
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, layer.norm.eps, "input_layernorm", place)
-        self.self_attn = SelfAttention(layer.attention, hidden_size, index, cos_sin, place)
-        self.post_attention_layernorm = RMSNorm(hidden_size, layer.norm.eps, "post_attention_layernorm", place)
+        self.input_layernorm = RMSNorm(hidden_size, layer.norm.eps, "input_layernorm", layer_context)
+        self.self_attn = SelfAttention(layer.attention, hidden_size, index, cos_sin, layer_context.at("self_attn"))
+        self.post_attention_layernorm = RMSNorm(hidden_size, layer.norm.eps, "post_attention_layernorm", layer_context)
         self.mlp = (
-            GatedMLP(layer.mlp, hidden_size, place)
+            GatedMLP(layer.mlp, hidden_size, layer_context.at("mlp"))
             if isinstance(layer.mlp, MlpConfig)
-            else MoeMLP(layer.mlp, hidden_size, "mlp", place)
+            else MoeMLP(layer.mlp, hidden_size, layer_context.at("mlp"))
         )
 
     def derive_weights(self) -> None:
@@ -67,12 +66,12 @@ class DecoderLayer(nn.Module):
 class Decoder(nn.Module):
     """Embedding, layers and final norm: what checkpoints call `model`."""
 
-    def __init__(self, config: ModelConfig, layers: Iterable[DecoderLayer], place: LayerContext) -> None:
+    def __init__(self, config: ModelConfig, layers: Iterable[DecoderLayer], layer_context: LayerContext) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", place)
+        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", layer_context)
         self.layers = nn.ModuleList(layers)
         self._rehearsal = rehearsal(config)
-        self.norm = RMSNorm(config.hidden_size, config.norm.eps, "norm", place)
+        self.norm = RMSNorm(config.hidden_size, config.norm.eps, "norm", layer_context)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_logits, hidden_size].
@@ -88,27 +87,31 @@ class Decoder(nn.Module):
 
 
 class CausalLM(nn.Module):
-    """A decoder-only language model. Module names follow the checkpoint's, so that weights find their places."""
+    """A decoder-only language model."""
 
-    def __init__(self, config: ModelConfig, place: LayerContext, max_seq_len: int) -> None:
+    def __init__(self, config: ModelConfig, layer_context: LayerContext, max_seq_len: int) -> None:
         super().__init__()
         self.config = config
-        self._ops, self._tp = place.ops, place.tp
+        self._ops, self._tp = layer_context.ops, layer_context.tp
         # Layers with the same rope share a table.
         tables: dict[tuple[RopeConfig | None, int], torch.Tensor] = {
-            (a.rope, a.head_dim): rope_table(a.rope, a.head_dim, max_seq_len, place.device)
+            (a.rope, a.head_dim): rope_table(a.rope, a.head_dim, max_seq_len, layer_context.device)
             for a in dict.fromkeys(layer.attention for layer in config.layers)
             if a.rope is not None
         }
         layers = (
             DecoderLayer(
-                layer, index, config.hidden_size, tables[layer.attention.rope, layer.attention.head_dim], place
+                layer,
+                index,
+                config.hidden_size,
+                tables[layer.attention.rope, layer.attention.head_dim],
+                layer_context.at(f"model.layers.{index}"),
             )
             for index, layer in enumerate(config.layers)
         )
-        self.model = Decoder(config, layers, place)
+        self.model = Decoder(config, layers, layer_context.at("model"))
         tied = self.model.embed_tokens if config.tie_word_embeddings else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, "lm_head", place, tied)
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, "lm_head", layer_context, tied)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, at `ctx.logits_indices`."""
@@ -138,13 +141,10 @@ class CausalLM(nn.Module):
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
         """Lets the products choose their kernels for decode steps of these sizes, and for prompts of up to `longest`
         tokens a step; to be called before a capture."""
-        # Products with a bias stay with torch, which adds it on the way.
-        linear = (
-            m for m in self.modules() if isinstance(m, (ColumnParallelLinear, RowParallelLinear)) and m.bias is None
-        )
         by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-        for module in linear:
-            by_shape.setdefault(module.weight.shape, []).append(module.weight)
+        for module in self.modules():
+            for weight in module.gemm_weights() if isinstance(module, WeightedLayer) else []:
+                by_shape.setdefault(weight.shape, []).append(weight)
         longest_lane = self._tp.longest_lane(longest)
         for weights in by_shape.values():
             self._ops.prepare_linear(weights, batch_sizes, longest_lane)

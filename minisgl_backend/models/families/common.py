@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl_backend.layers.config import AttentionConfig, LayerConfig, NormConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.rope import read_rope, stretched
+from minisgl_backend.weights.names import TensorNames
 
 FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
 
@@ -21,6 +22,7 @@ class Family:
 
     model_type: str  # its name in transformers
     read: Callable[[Keys], DecoderConfig]
+    tensor_names: TensorNames = field(default_factory=TensorNames)
 
 
 def attention(keys: Keys, **more: Any) -> AttentionConfig:

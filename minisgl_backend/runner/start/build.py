@@ -18,7 +18,7 @@ from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.select import mixture_token_counts
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.models.build import attention_spec, build_model, read_kv_scales
+from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.pieces import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
@@ -33,6 +33,7 @@ from minisgl_backend.runner.start.warm_up import compile_kernels, warm_up
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
+from minisgl_backend.weights.kv_scales import read_kv_scales
 
 log = logging.getLogger(__name__)
 
@@ -153,7 +154,8 @@ def _load(
         flashinfer_tensor_cores=runtime.flashinfer_tensor_cores,
     )
     is_quantized = any(layout.is_fp8 for layout in spec.kv_layouts)
-    scales = read_kv_scales(model_config, runtime.model_dir) if is_quantized and not config.dummy_weights else None
+    reads_scales = is_quantized and not config.dummy_weights
+    scales = read_kv_scales(model_config.num_layers, runtime.model_dir) if reads_scales else None
     attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec)
     table = RowTable(
         max_running=config.max_running_requests,

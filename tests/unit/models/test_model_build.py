@@ -13,9 +13,10 @@ from transformers import AutoModelForCausalLM
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.layout import KVScales
-from minisgl_backend.models.build import build_model, read_kv_scales, weight_parts
+from minisgl_backend.models.build import build_model, weight_parts
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.weights.kv_scales import read_kv_scales
 from tests.parity.checkpoints import CHECKPOINTS, save_checkpoint
 
 CPU = torch.device("cpu")
@@ -50,7 +51,7 @@ def test_every_element_of_every_parameter_has_one_source(name: str, tmp_path: Pa
     model = build(tmp_path, dummy_weights=True)
     for parameter in model.parameters():
         parameter.data.zero_()
-    for part in weight_parts(model).values():
+    for part in weight_parts(model):
         part.target.add_(1.0)
     assert all(bool((parameter == 1.0).all()) for parameter in model.parameters())
 
@@ -137,7 +138,7 @@ def test_redundant_tensors_are_ignored(tmp_path: Path) -> None:
     model = build(tmp_path)
     hidden = torch.randn(2, 64)
     torch.testing.assert_close(model.logits(hidden), hidden @ model.model.embed_tokens.weight.t())
-    assert "lm_head.weight" not in weight_parts(model)
+    assert "lm_head.weight" not in {part.name for part in weight_parts(model)}
 
 
 def test_an_output_projection_of_its_own_counts_though_the_config_ties_it(
@@ -155,15 +156,14 @@ def test_an_output_projection_of_its_own_counts_though_the_config_ties_it(
 
 def test_scales_of_an_fp8_cache(qwen3: Path) -> None:
     """Both spellings, and 1 for layers that have none; without an FP8 cache nobody minds them."""
-    config = ModelConfig.load(qwen3)
-    assert read_kv_scales(config, qwen3) == [KVScales()] * 3
+    assert read_kv_scales(3, qwen3) == [KVScales()] * 3
     change(
         qwen3,
         model__layers__0__self_attn__k_scale=torch.tensor(0.5),
         model__layers__0__self_attn__v_scale=torch.tensor([0.25]),
         model__layers__2__self_attn__k_proj__k_scale=torch.tensor(2.0, dtype=torch.bfloat16),
     )
-    assert read_kv_scales(config, qwen3) == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
+    assert read_kv_scales(3, qwen3) == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
     build(qwen3)
 
 
@@ -171,7 +171,7 @@ def test_scales_of_an_fp8_cache(qwen3: Path) -> None:
 def test_a_scale_that_is_none(qwen3: Path, scale: torch.Tensor) -> None:
     change(qwen3, model__layers__1__self_attn__v_scale=scale)
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.v_scale.*one finite number above 0"):
-        read_kv_scales(ModelConfig.load(qwen3), qwen3)
+        read_kv_scales(3, qwen3)
 
 
 def test_weights_in_another_format_come_with_a_hint(qwen3: Path) -> None:

@@ -1,0 +1,116 @@
+"""The safetensors files of a model folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.weights.names import TensorNames
+
+
+class Checkpoint:
+    """Where each tensor of a folder is, by its name with this project's prefix. Reads the headers of the files.
+
+    Raises ConfigError where files are missing or cut off, or have a tensor twice.
+    """
+
+    def __init__(self, folder: Path, names: TensorNames | None = None) -> None:
+        self.folder = folder
+        names = names or TensorNames()
+        self._tensors: dict[str, tuple[Path, str]] = {}  # file and the name in it
+        for path in _shard_paths(folder):
+            with open_shard(path) as shard:
+                for stored in shard.keys():  # noqa: SIM118  (the handle is no dict)
+                    name = names.here(stored)
+                    if name in self._tensors:
+                        first = self._tensors[name][0].name
+                        raise ConfigError(f"{name} is in two files of {folder}: {first} and {path.name}")
+                    self._tensors[name] = path, stored
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def names(self) -> set[str]:
+        return set(self._tensors)
+
+    def path(self, name: str) -> Path:
+        return self._tensors[name][0]
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One whole tensor, on the CPU."""
+        path, stored = self._tensors[name]
+        with open_shard(path) as shard:
+            tensor: torch.Tensor = shard.get_tensor(stored)
+            return tensor
+
+    @contextmanager
+    def open(self, name: str) -> Iterator[Any]:
+        """One tensor as a safetensors slice on the CPU, from which parts are read by index."""
+        path, stored = self._tensors[name]
+        with open_shard(path) as shard:
+            yield shard.get_slice(stored)
+
+    def slices(self, names: Iterable[str], device: torch.device) -> Iterator[tuple[str, Any]]:
+        """These tensors as slices, file by file in their order there; what is read of them is on the device."""
+        by_path: dict[Path, dict[str, str]] = {}
+        for name in names:
+            path, stored = self._tensors[name]
+            by_path.setdefault(path, {})[stored] = name
+        for path in sorted(by_path):
+            with open_shard(path, device) as shard:
+                for stored in shard.keys():  # noqa: SIM118  (the handle is no dict)
+                    if stored in by_path[path]:
+                        yield by_path[path][stored], shard.get_slice(stored)
+
+
+def some(names: list[str], limit: int = 5) -> str:
+    """A few names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+@contextmanager
+def open_shard(path: Path, device: torch.device | None = None) -> Iterator[Any]:
+    """A safetensors file; `device`: where its tensors are read to, the CPU unless said."""
+    try:
+        with safe_open(str(path), framework="pt", device=str(device or "cpu")) as shard:
+            yield shard
+    except (SafetensorError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+
+
+def _shard_paths(folder: Path) -> list[Path]:
+    # The order of transformers: one whole file, else the index's shards. Other files may hold the same weights again.
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    if index.is_file() and not whole.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{index} cannot be read: {error!r}") from None
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            raise ConfigError(f"{index} names files that do not exist: {some(missing)}")
+        paths = [folder / name for name in sorted(names)]
+    if not paths:
+        raise ConfigError(f"{folder} has no *.safetensors files; other weight formats are not read{_hint(folder)}")
+    return paths
+
+
+def _hint(folder: Path) -> str:
+    """What to do with the weights that are there."""
+    if any(folder.glob("*.bin")):
+        return (
+            "; transformers converts *.bin: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(FOLDER)"
+        )
+    if any(folder.glob("*.gguf")):
+        return "; *.gguf is llama.cpp's format: take the repository that the file was made from"
+    return ""

@@ -1,0 +1,166 @@
+"""Streams the tensors of a checkpoint, part by part, from the files to the parameters on the device.
+
+A tensor-parallel rank reads only its own slices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.process.progress import Progress
+from minisgl_backend.weights.files import Checkpoint, some
+from minisgl_backend.weights.names import Stored, TensorNames
+from minisgl_backend.weights.parts import WeightPart
+
+
+@dataclass(frozen=True, kw_only=True)
+class Read:
+    """One part of one tensor of the checkpoint."""
+
+    part: WeightPart
+    index: tuple[slice, ...]  # of the tensor in the file
+    transposed: bool = False
+    outputs: slice | None = None  # of what was read, along the outputs: those that belong to the part
+    axis: int = 0  # of the outputs, as the part has them
+
+    def fill(self, values: torch.Tensor) -> None:
+        """Copies what was read by `index` to the part's target, which may convert it."""
+        if self.transposed:
+            values = values.transpose(-1, -2)
+        if self.outputs is not None:
+            values = values[(slice(None),) * self.axis + (self.outputs,)]
+        self.part.target.copy_(values)
+        if self.part.add:
+            self.part.target.add_(self.part.add)
+
+
+@dataclass(frozen=True)
+class TensorReads:
+    """All that is read of one tensor."""
+
+    shape: tuple[int, ...]
+    reads: list[Read] = field(default_factory=list)
+
+
+def plan_reads(parts: Sequence[WeightPart], names: TensorNames) -> dict[str, TensorReads]:
+    """By name in the checkpoint, with this project's prefix: what is read of each tensor, and the shape that it must
+    have. Together the parts of a tensor, of all ranks, are the whole tensor."""
+    shapes = {part.name: part.shape for part in parts}
+    plan: dict[str, TensorReads] = {}
+    for part in parts:
+        found = names.find(part.name)
+        if found is None:
+            stored, layer, suffix = Stored(name=part.name, of=(part.name,)), "", ""
+        else:
+            stored, layer, suffix = found
+        name = f"{layer}{stored.name}{suffix}"
+        outputs = [shapes[f"{layer}{other}{suffix}"] for other in stored.of]
+        position = stored.of.index(part.name[len(layer) : len(part.name) - len(suffix)])
+        if part.experts and "{expert}" in name:
+            for expert in range(part.shape[0]):
+                _add(plan, name.format(expert=expert), part.expert(expert), stored, position, [s[1:] for s in outputs])
+        else:
+            _add(plan, name, part, stored, position, outputs)
+    return plan
+
+
+def _add(
+    plan: dict[str, TensorReads],
+    name: str,
+    part: WeightPart,
+    stored: Stored,
+    position: int,
+    shapes: list[tuple[int, ...]],
+) -> None:
+    """`position`: of the part's tensor among those that are stored together, whose shapes are `shapes`."""
+    axis = 1 if part.experts else 0
+    ranges = [(0, length) for length in part.shape]
+    ranges[part.dim] = (part.start, part.start + part.target.shape[part.dim])
+    whole, outputs = list(part.shape), None
+    whole[axis] = sum(shape[axis] for shape in shapes)
+    start, stop = ranges[axis]
+    if stored.interleaved:
+        turns = len(stored.of)
+        ranges[axis], outputs = (start * turns, stop * turns), slice(position, None, turns)
+    else:
+        before = sum(shape[axis] for shape in shapes[:position])
+        ranges[axis] = (before + start, before + stop)
+    transposed = stored.transposed and len(whole) - axis == 2
+    if transposed:
+        whole[-1], whole[-2] = whole[-2], whole[-1]
+        ranges[-1], ranges[-2] = ranges[-2], ranges[-1]
+    read = Read(part=part, index=tuple(slice(*r) for r in ranges), transposed=transposed, outputs=outputs, axis=axis)
+    tensor = plan.setdefault(name, TensorReads(tuple(whole)))
+    if tensor.shape != tuple(whole):
+        raise ValueError(f"{name}: two parts of it make it {tensor.shape} and {tuple(whole)}")
+    tensor.reads.append(read)
+
+
+def load_weights(
+    parts: Sequence[WeightPart],
+    names: TensorNames,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    on_progress: Progress,
+    *,
+    model: str,
+    is_redundant: Callable[[str], bool],
+) -> None:
+    """Fills all targets. Raises ConfigError naming tensors that are missing, unexpected or of another shape.
+
+    `on_progress` gets (bytes read so far, bytes to read), of this rank, after every tensor. `model`: its name in
+    messages. `is_redundant`: whether a tensor with this name may be there and says nothing new.
+    """
+    plan = plan_reads(parts, names)
+    _check_names(plan, checkpoint.names(), model, names.left_out, is_redundant)
+    total = sum(part.target.nbytes for part in parts)
+    done = 0
+    for name, source in checkpoint.slices(plan, device):
+        tensor, path = plan[name], checkpoint.path(name)
+        if tuple(source.get_shape()) != tensor.shape:
+            found = tuple(source.get_shape())
+            raise ConfigError(f"{path}: {name} has shape {found}; config.json makes it {tensor.shape}")
+        _fill(name, tensor.reads, source, path)
+        done += sum(read.part.target.nbytes for read in tensor.reads)
+        on_progress(done, total)
+
+
+def _fill(name: str, reads: Iterable[Read], source: Any, path: Path) -> None:
+    index: tuple[slice, ...] | None = None
+    for read in reads:
+        if index is None or index != read.index:  # interleaved parts have one index
+            index = read.index
+            values = source[index]  # in the file's number format; `copy_` converts it
+            if not values.is_floating_point():
+                format_name = str(values.dtype).removeprefix("torch.")
+                raise ConfigError(
+                    f"{path}: {name} has the number format {format_name}; allowed: floating point. Quantized weights "
+                    "are not served: use the model that they were made from"
+                )
+        read.fill(values)
+
+
+def _check_names(
+    plan: dict[str, TensorReads],
+    found: set[str],
+    model: str,
+    left_out: tuple[str, ...],
+    is_redundant: Callable[[str], bool],
+) -> None:
+    missing = sorted(set(plan) - found)
+    if missing:
+        raise ConfigError(f"the checkpoint lacks {len(missing)} tensors that config.json asks for: {some(missing)}")
+    unexpected = sorted(
+        name for name in found - set(plan) if not (left_out and name.startswith(left_out)) and not is_redundant(name)
+    )
+    if unexpected:
+        raise ConfigError(
+            f"the checkpoint has {len(unexpected)} tensors that {model} with this config.json does "
+            f"not have: {some(unexpected)}"
+        )

@@ -1,0 +1,61 @@
+"""How checkpoints name and store the tensors of a model, as data. Needs no torch: families write it.
+
+This project's names are those of Llama's checkpoints (model.layers.0.self_attn.q_proj.weight), with all experts of a
+layer in one tensor each: mlp.experts.gate_proj.weight, [num_experts, intermediate_size, hidden_size].
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
+_SUFFIXES = (".weight", ".bias")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """One or more tensors of this project that a checkpoint has under another name, in one tensor, or in another order.
+
+    Names are relative to the layer (or to the model, outside of layers). Without a suffix they stand for both `.weight`
+    and `.bias`, which the checkpoint's name gets as well.
+    """
+
+    name: str  # in the checkpoint; with {expert} in it, each expert has a tensor of its own
+    of: tuple[str, ...]  # this project's, whose outputs follow one another in it
+    interleaved: bool = False  # the outputs of those in `of` take turns instead
+    transposed: bool = False  # [inputs, outputs]
+
+
+# As in Qwen's mixtures: every expert has its own tensors.
+_EXPERTS = tuple(
+    Stored(name=f"mlp.experts.{{expert}}.{kind}_proj", of=(f"mlp.experts.{kind}_proj",))
+    for kind in ("gate", "up", "down")
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorNames:
+    """How one family's checkpoints differ from this project's names."""
+
+    stored: tuple[Stored, ...] = ()
+    prefixes: tuple[tuple[str, str], ...] = ()  # what names begin with there, and here
+    left_out: tuple[str, ...] = ()  # what names of tensors begin with that are not used: of encoders, of draft layers
+
+    def find(self, name: str) -> tuple[Stored, str, str] | None:
+        """How a tensor with this project's full name is stored: with the prefix of its layer, and the suffix that its
+        `Stored` leaves open. None: under its own name, as it is."""
+        match = _LAYER.fullmatch(name)
+        layer, local = (match[1], match[2]) if match else ("", name)
+        for stored in (*self.stored, *_EXPERTS):
+            for suffix in ("", *_SUFFIXES):
+                if local.endswith(suffix) and local[: len(local) - len(suffix)] in stored.of:
+                    return stored, layer, suffix
+        return None
+
+    def here(self, name: str) -> str:
+        """A checkpoint's name with this project's prefix."""
+        for theirs, ours in self.prefixes:
+            if name.startswith(theirs):
+                return ours + name[len(theirs) :]
+        return name

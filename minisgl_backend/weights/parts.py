@@ -1,0 +1,60 @@
+"""What layers need of a checkpoint: the part of each tensor that this rank has, and the parameter that it fills."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightPart:
+    """`target` receives `tensor.narrow(dim, start, target.shape[dim])`, plus `add`."""
+
+    name: str  # this project's, in full: see weights.names
+    shape: tuple[int, ...]  # of the whole tensor, before it is split over ranks
+    target: torch.Tensor  # a parameter or a view of one
+    dim: int = 0
+    start: int = 0
+    add: float = 0.0
+    experts: bool = False  # the first axis counts experts
+
+    def expert(self, index: int) -> WeightPart:
+        """The part of one expert."""
+        return WeightPart(
+            name=self.name,
+            shape=self.shape[1:],
+            target=self.target[index],
+            dim=self.dim - 1,
+            start=self.start,
+            add=self.add,
+        )
+
+
+def check_filled(parts: Iterable[WeightPart], parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Raises ValueError unless the parts fill every element of every parameter exactly once."""
+    blocks: dict[int, list[tuple[int, int]]] = {}
+    for part in parts:
+        blocks.setdefault(part.target.untyped_storage().data_ptr(), []).extend(_blocks(part.target))
+    for name, parameter in parameters:
+        end = 0
+        for start, stop in sorted(blocks.get(parameter.untyped_storage().data_ptr(), [])):
+            if start != end:
+                kind = "filled twice" if start < end else "not filled"
+                raise ValueError(f"{name}: elements {min(start, end)} to {max(start, end)} are {kind}")
+            end = stop
+        if end != parameter.numel():
+            raise ValueError(f"{name}: elements {end} to {parameter.numel()} are not filled")
+
+
+def _blocks(view: torch.Tensor) -> Iterator[tuple[int, int]]:
+    """Where in its storage a view lies: first element and the one after the last of each contiguous stretch."""
+    size, dims = 1, view.dim()
+    while dims and view.stride(dims - 1) == size:
+        size *= view.shape[dims - 1]
+        dims -= 1
+    for index in itertools.product(*(range(length) for length in view.shape[:dims])):
+        start = int(view.storage_offset()) + sum(i * int(view.stride(axis)) for axis, i in enumerate(index))
+        yield start, start + size
