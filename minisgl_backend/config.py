@@ -159,9 +159,10 @@ class EngineConfig:
     )
     mixed_prefill_length: int | None = _option(
         None,
-        "most prompt tokens computed beside running streams in one step, so that a long prompt does not freeze them; "
-        "0: prompts first, streams wait; unset: what this machine computes in 22 ms, or in twice the time of a step of "
-        "one token where that is more, measured at start, and more while over a second's worth of prompts waits",
+        "chunked prefill: most prompt tokens of a step that also decodes, so that a long prompt does not freeze "
+        "streams; 0: prompts first, streams wait; unset: what this machine computes in 22 ms, or in twice the time of "
+        "a step of one token where that is more, measured at start, and more while over a second's worth of prompts "
+        "waits",
         "0 or more",
         lambda value: value >= 0,
     )

@@ -119,10 +119,10 @@ class Backlog:
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobsRequest:
-    """Prompt tokens of one chunk whose log-probabilities are wanted."""
+    """Prompt tokens of one chunk whose log-probabilities a request asks for."""
 
     row: int
-    first: int  # line of the step's hidden states that predicts the first of them
+    first: int  # row of the step's hidden states that predicts the first of them
     position: int  # of the first of them in its sequence
     count: int
     top: int
@@ -156,12 +156,12 @@ class Logprobs(msgspec.Struct, frozen=True):
 
 
 class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
-    """What few records of an answer need beside token and reason: from the scheduler to `LLM` and the fronts."""
+    """What few records of an answer have besides token and reason: from the scheduler to `LLM` and the fronts."""
 
     # With the first token of a request's first sequence:
     cached_tokens: int | None = None  # prompt tokens that the prefix cache supplied
     first_planned: float = 0.0  # when the first step with a token of it was planned, time.monotonic() seconds
-    first_token: float = 0.0  # when that token was committed, likewise
+    first_token: float = 0.0  # when that token was committed, likewise: with the arrival it gives the TTFT
     prompt_logprobs: tuple[Logprobs, ...] = ()  # of every prompt token but the first
     logprobs: Logprobs | None = None  # of the record's token
     error: str = ""  # with FinishReason.ERROR

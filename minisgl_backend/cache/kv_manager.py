@@ -193,7 +193,7 @@ class KVManager:
         return (self._held[rows] - self._matched[rows]).astype(np.int64)
 
     def check(self, leases: Iterable[PageLease], in_passing: Int32Array = NO_INT32) -> None:
-        """Raises AssertionError unless each page is in exactly one place.
+        """Raises AssertionError unless each page has exactly one owner.
 
         Args:
             leases: all that are out.

@@ -23,7 +23,7 @@ class PrefixMatch(Generic[Pin]):
 class PrefixCache(abc.ABC, Generic[Pin]):
     """Maps token prefixes to pages that outlive their sequence. Everything counts in whole pages.
 
-    A pin protects the pages from the root to one place in the cache. A page of the cache is either pinned (some
+    A pin protects the pages from the root to one node of the cache. A page of the cache is either pinned (some
     sequence uses it) or evictable.
     """
 
@@ -63,7 +63,7 @@ class PrefixCache(abc.ABC, Generic[Pin]):
         Returns:
             the pages that the cache now holds for these tokens. Where they differ from `pages` the cache had the
             tokens already, and the page handed in stays with the caller. Fewer than `pages` when the cache does not
-            want the rest.
+            keep the rest.
         """
 
     @abc.abstractmethod

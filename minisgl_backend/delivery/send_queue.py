@@ -1,4 +1,4 @@
-"""Whose turn it is: the order in which one sender thread serves its streams, and when it waits.
+"""Whose turn it is: the order in which one sender thread serves its streams, and when it waits (backpressure).
 
 What is urgent (first tokens, ends, errors, answers that are no stream) goes at once. All else takes turns, first come
 first served, and only while few responses lie between this thread and the detokenizer: what lies there only waits, in a

@@ -107,8 +107,8 @@ def build_engine(
         )
         grammars = Grammars(compilers)
         scheduler = Scheduler(limits)
-        trial = None if config.runner == "null" else _trial_plan(config)
-        core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, trial_plan=trial)
+        health_check = None if config.runner == "null" else _health_check_plan(config)
+        core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, health_check_plan=health_check)
         undo.pop_all()
     welcome = Welcome(
         pid=os.getpid(),
@@ -203,8 +203,8 @@ def _resolve(
 
 
 def _load_torch(first_device: int) -> OpenedDevice | None:
-    """Imports torch, where nobody has, without the garbage collector, and opens the device meanwhile. None: somebody
-    has, or there is no collector to stop.
+    """Imports torch without the garbage collector, and opens the device meanwhile. None: torch has been imported
+    already, or there is no collector to stop.
 
     It brings 180,000 objects that never go, and looking at them took a sixth of the import, and as long again at the
     process's end.
@@ -247,10 +247,10 @@ def _share_cores(runtime: RuntimeConfig, runner: ModelRunner) -> None:
     share_cores(runtime, runner)
 
 
-def _trial_plan(config: EngineConfig) -> StepPlan:
-    from minisgl_backend.runner.start.memory import trial_plan
+def _health_check_plan(config: EngineConfig) -> StepPlan:
+    from minisgl_backend.runner.start.memory import health_check_plan
 
-    return trial_plan(config.max_running_requests)
+    return health_check_plan(config.max_running_requests)
 
 
 def _limits(

@@ -22,7 +22,7 @@ from minisgl_backend.step import RowError, SequenceDetail, StepPlan, StepResult,
 log = logging.getLogger(__name__)
 
 
-MAX_FAILED_STEPS = 3  # in a row; after them the engine gives up, unless it still computes a step of nobody's
+MAX_FAILED_STEPS = 3  # in a row; after them the engine gives up, unless a health-check step succeeds
 # Texts of errors after which the device answers nothing more.
 FATAL_DEVICE_ERRORS = ("CUDA error", "device-side assert", "illegal memory access", "NCCL", "Connection closed by peer")
 
@@ -51,9 +51,9 @@ class StepRunner(Protocol):
         """Goes on with a step that waits for it; see Grammars.masks."""
         ...
 
-    def mask_lines(self, count: int) -> Int32Array:
-        """Memory for so many lines of bits, [count, ceil(vocab_size / 32)], which `sample` need not copy. Good until it
-        has been given to `sample`, or the next call."""
+    def grammar_bitmask(self, count: int) -> Int32Array:
+        """Pinned buffer for `count` grammar bitmask rows, int32 [count, ceil(vocab_size / 32)], which `sample` need not
+        copy. Good until it has been given to `sample`, or the next call."""
         ...
 
 
@@ -110,15 +110,16 @@ class EngineCore:
         *,
         overlap: bool,
         grammars: Grammars | None = None,
-        trial_plan: StepPlan | None = None,
+        health_check_plan: StepPlan | None = None,
     ) -> None:
-        """`trial_plan`: a step of nobody's, which tells a broken engine from requests that break steps."""
+        """`health_check_plan`: a step of the padding row only, which tells a broken engine from requests that break
+        steps; None: there is none."""
         self._scheduler = scheduler
         self._runner = runner
         self._overlap = overlap
         self._grammars = grammars
         self._guides = False  # a request with a grammar has come: until then no step asks for masks
-        self._trial_plan = trial_plan
+        self._health_check_plan = health_check_plan
         self._in_flight: _Launched | None = None
         self._failed_steps = 0  # in a row
         self._last_error = ""  # of a step; the exception would keep what the step had allocated
@@ -169,7 +170,7 @@ class EngineCore:
             self._commit(launched)
             self._in_flight = None
         if self._failed_steps >= MAX_FAILED_STEPS:  # now that no step waits for its sampling
-            self._try_out()
+            self._check_health()
         return ready is not None or launched is not None
 
     def drain_outputs(self) -> SequenceOutputs | None:
@@ -262,7 +263,7 @@ class EngineCore:
 
     def _launch(self, plan: StepPlan) -> _Launched:
         """Launches the plan, or as much of it as can be: a sequence that cannot be prepared is left out alone, and
-        where the step fails as a whole, running streams get a second chance without the prompts beside them."""
+        where the step fails as a whole, running streams get a second chance without the step's prompts."""
         if self._grammars is not None and self._guides:
             self._grammars.begin(plan)
         prompts = {chunk.row for chunk in plan.prefill}
@@ -288,7 +289,7 @@ class EngineCore:
         try:
             masks = None
             if self._grammars is not None:
-                masks = self._grammars.masks(launched.plan, self._runner.mask_lines)
+                masks = self._grammars.masks(launched.plan, self._runner.grammar_bitmask)
             self._runner.sample(launched.pending, _masks_of(launched.plan, masks, launched.failed_rows))
         except Exception as error:
             return dataclasses.replace(launched, pending=_FailedStep(error))
@@ -334,18 +335,18 @@ class EngineCore:
         cause = str(error) if isinstance(error, RowError) else f"{type(error).__name__}: {error}"
         return f"the engine failed to compute this answer: {cause}"[:500]
 
-    def _try_out(self) -> None:
-        """Gives up unless the engine computes a step of nobody's."""
-        if self._trial_plan is None or not self._computes(self._trial_plan):
+    def _check_health(self) -> None:
+        """Gives up unless a health-check step succeeds."""
+        if self._health_check_plan is None or not self._computes(self._health_check_plan):
             self._give_up(f"{self._failed_steps} steps in a row failed; the last error: {self._last_error}")
         log.warning("%d steps in a row failed because of their requests: the engine computes", self._failed_steps)
         self._failed_steps = 0
 
-    def _computes(self, trial: StepPlan) -> bool:
+    def _computes(self, plan: StepPlan) -> bool:
         try:
-            self._runner.execute(self._runner.prepare(trial)).result()
+            self._runner.execute(self._runner.prepare(plan)).result()
         except Exception as error:
-            log.error("a step of nobody's failed, too", exc_info=error)
+            log.error("the health-check step failed, too", exc_info=error)
             return False
         return True
 

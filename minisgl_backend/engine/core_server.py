@@ -39,7 +39,7 @@ IDLE_WAIT_MS = 500  # how long an idle core sleeps without a command
 STALLED_WAIT_MS = 2  # the same while something waits for what no command will bring
 COLLECT_EVERY_S = 60.0
 ALLOWED_STEPS = 2  # that a sequence may stay after its client was found gone,
-ALLOWED_S = 0.05  # and beside them
+ALLOWED_S = 0.05  # and in seconds, apart from these
 REMEMBERED_STEPS = 1024  # ends of steps
 
 
@@ -175,10 +175,10 @@ def to_message(outputs: SequenceOutputs, entries: Entries = ALL) -> Outputs:
     details = {}
     if outputs.details:
         if isinstance(entries, slice):
-            places = {index: index for index in outputs.details}
+            new_index = {index: index for index in outputs.details}
         else:
-            places = {index: place for place, index in enumerate(entries.tolist())}
-        details = {places[index]: detail for index, detail in outputs.details.items() if index in places}
+            new_index = {index: kept for kept, index in enumerate(entries.tolist())}
+        details = {new_index[index]: detail for index, detail in outputs.details.items() if index in new_index}
     return Outputs(
         uids=outputs.uids[entries].tobytes(),
         token_ids=outputs.token_ids[entries].tobytes(),

@@ -174,7 +174,7 @@ class Followers:
         try:
             while (reason := self._look(ranks, heartbeat)) is None and not self._closed.is_set():
                 pass
-        except Exception as error:  # ranks that nobody watches may wait for each other for ever
+        except Exception as error:  # ranks that are not watched may wait for each other for ever
             log.exception("the ranks cannot be watched")
             reason = f"the tensor-parallel ranks cannot be watched: {error}"
         if not self._ready.is_set():
@@ -295,8 +295,8 @@ class LeaderRunner:
         except Exception as error:
             raise _out_of_step(error) from error
 
-    def mask_lines(self, count: int) -> Int32Array:
-        return self._runner.mask_lines(count)
+    def grammar_bitmask(self, count: int) -> Int32Array:
+        return self._runner.grammar_bitmask(count)
 
 
 def _json(settings: EngineConfig | Environment) -> str:

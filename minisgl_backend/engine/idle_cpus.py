@@ -3,8 +3,8 @@
 A token passes some nine threads on its way to a client, and each may find the processor that it is to run on asleep. In
 a virtual machine a sleeping processor belongs to the hypervisor, and to get it back takes 0.2 ms, on a busy host
 several (docs/path.md has figures); elsewhere the deeper states take 0.1 ms. While a file stays open that holds the
-longest wake-up time that somebody can bear, the kernel lets no processor sleep deeper; 0 lets it poll. When the process
-ends, however it does, the kernel forgets its wish.
+longest wake-up time that is tolerated, the kernel lets no processor sleep deeper; 0 lets it poll. When the process
+ends, however it does, the kernel forgets the request.
 """
 
 from __future__ import annotations

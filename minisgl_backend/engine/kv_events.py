@@ -10,7 +10,7 @@ Whoever sends requests to several servers can follow where a prefix is cached. E
 
 Sequence numbers begin with 0 when an engine core starts. Its first batch says AllBlocksCleared, and so does the first
 one with blocks: a subscriber may not be connected yet when the other one is sent. Who has missed batches sends the
-first number wanted, 8 bytes, to the replay socket, a ROUTER, and gets [number, payload] for each batch that is still
+first number asked for, 8 bytes, to the replay socket, a ROUTER, and gets [number, payload] for each batch that is still
 kept, then [-1, empty]; `kv_replay` bounds what that may cost.
 """
 

@@ -18,7 +18,7 @@ import zmq
 KEPT_BATCHES = 10_000
 KEPT_BYTES = 64 << 20
 MAX_REQUEST_BYTES = 512  # of each part, and of ZMTP's READY, with an id of up to 255 bytes; who sends more is cut off
-QUEUED_BATCHES = 64  # for one who asked, beside what the operating system keeps
+QUEUED_BATCHES = 64  # for each subscriber that asked, apart from what the operating system keeps
 READER_WAIT_S = 1.0  # how long one who does not read holds up those who ask after him
 RETRY_S = 0.01
 PIECE_BATCHES = 16  # between two pauses

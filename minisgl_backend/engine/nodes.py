@@ -46,7 +46,7 @@ from minisgl_backend.models.folder import fingerprint
 log = logging.getLogger(__name__)
 
 PING_S = 0.4
-MOST_GREETED = 32  # connections that have not said yet what they want
+MOST_GREETED = 32  # connections that have not said yet what they came for
 RESOLVE_S = 60.0
 LINKS_S = 60.0  # from the last node's coming to its connections
 SAY_S = 30.0

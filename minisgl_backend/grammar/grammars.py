@@ -158,18 +158,20 @@ class Grammars:
             if admitted.uid in self._matchers:
                 self._rows[admitted.row] = admitted.uid
 
-    def masks(self, plan: StepPlan, mask_lines: Callable[[int], Int32Array]) -> tuple[Int32Array, Int32Array] | None:
+    def masks(
+        self, plan: StepPlan, grammar_bitmask: Callable[[int], Int32Array]
+    ) -> tuple[Int32Array, Int32Array] | None:
         """(result indices [k], bits [k, ceil(vocab / 32)]) of the plan's rows that have a grammar; None: no row has.
 
         Call it when all earlier steps are committed. Bit `t % 32` of word `t // 32` is 1 where token t is allowed; a
         row without any is one that must fail. A sequence that has ended is not masked: its token is dropped.
-        `mask_lines`: StepRunner's, where the bits are to lie. It is not kept: a compiler's thread holds this object
+        `grammar_bitmask`: StepRunner's, the buffer for the bits. It is not kept: a compiler's thread holds this object
         until the process ends, and must not be the one that frees a runner.
         """
         matched = self._matched(plan)
         if not matched:
             return None
-        bits = mask_lines(len(matched))
+        bits = grammar_bitmask(len(matched))
         indices = [index for index, _ in matched]
         errors = self._filler.fill(
             [self._matchers[uid] for _, uid in matched],

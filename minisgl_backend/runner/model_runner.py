@@ -193,8 +193,8 @@ class ModelRunner:
         lines = np.arange(num_sampled, dtype=np.int32)
         return lines, np.full((num_sampled, self._masks.num_words), -1, dtype=np.int32)
 
-    def mask_lines(self, count: int) -> Int32Array:
-        """Memory for so many lines of bits that `sample` uploads without copying them first."""
+    def grammar_bitmask(self, count: int) -> Int32Array:
+        """Pinned buffer for `count` grammar bitmask rows, which `sample` uploads without copying them first."""
         return self._masks.lines(count)
 
     @torch.inference_mode()

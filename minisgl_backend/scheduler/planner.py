@@ -130,6 +130,7 @@ class Planner:
         return keep
 
     def _preempt(self, victim: Sequence) -> None:
+        """Preemption by recomputation: its pages go to the prefix cache, and it waits with all its tokens."""
         self.num_preemptions += 1
         self._admits = False
         self._admission.saw_preemption()

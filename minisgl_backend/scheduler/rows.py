@@ -32,7 +32,7 @@ class RowState:
         self.planned = np.zeros(max_rows, dtype=np.int32)  # tokens in the cache after every step planned so far
         self.total = np.zeros(max_rows, dtype=np.int32)  # tokens known: prompt and committed answer
         self.prompt_len = np.zeros(max_rows, dtype=np.int32)
-        self.limit = np.zeros(max_rows, dtype=np.int32)  # tokens at which the sequence ends with LENGTH
+        self.limit = np.zeros(max_rows, dtype=np.int32)  # sequence length that ends it with LENGTH
         self.stops_from = np.zeros(max_rows, dtype=np.int32)  # total at and after which stop tokens count
         self.admission = np.zeros(max_rows, dtype=np.int64)  # running number, by age
         self.last_step = np.full(max_rows, -1, dtype=np.int64)  # the last step that names the row
@@ -156,7 +156,7 @@ class RowState:
 
 
 def limit_of(sequence: Sequence, max_length: int) -> int:
-    """Tokens, prompt and answer, at which a sequence ends."""
+    """The length, prompt and answer, at which a sequence ends."""
     if sequence.params.max_tokens is None:
         return max_length
     return min(sequence.prompt_len + sequence.params.max_tokens, max_length)

@@ -55,7 +55,7 @@ class NullRunner:
     def sample(self, pending: NullStep, masks: object) -> None:
         raise RuntimeError("a null step has its tokens already")
 
-    def mask_lines(self, count: int) -> Int32Array:
+    def grammar_bitmask(self, count: int) -> Int32Array:
         raise RuntimeError("a null step has its tokens already")
 
     def execute(self, batch: StepPlan) -> NullStep:

@@ -44,7 +44,7 @@ class ScriptedRunner:
     def sample(self, pending: NullStep, masks: object) -> None:
         raise RuntimeError("a scripted step has its tokens already")
 
-    def mask_lines(self, count: int) -> Int32Array:
+    def grammar_bitmask(self, count: int) -> Int32Array:
         raise RuntimeError("a scripted step has its tokens already")
 
     def _token(self, row: int, end: int) -> int:

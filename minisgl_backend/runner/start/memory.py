@@ -133,8 +133,8 @@ def prompt_plan(token_ids: Int32Array, max_running: int, max_seq_len: int, *, be
     return padding_plan(admitted, chunks, np.arange(len(prompts), len(rows), dtype=np.int32))
 
 
-def trial_plan(max_running: int) -> StepPlan:
-    """A step of nobody's, which runs beside whatever does: a prompt of one token in the padding row."""
+def health_check_plan(max_running: int) -> StepPlan:
+    """A health-check step, which disturbs no other: a prompt of one token in the padding row."""
     token = np.zeros(1, dtype=np.int32)
     admitted = AdmittedRow(max_running, 0, PLAIN_PARAMS, 1, token, 0)
     chunk = PrefillChunk(max_running, 0, token, samples=True)

@@ -66,7 +66,7 @@ class Harness:
     def __init__(self, overlap: bool, limits: SchedulerLimits = LIMITS) -> None:
         self.scheduler = Scheduler(limits, seed=0)
         self.runner = FailingRunner(limits)
-        self.core = EngineCore(self.scheduler, self.runner, overlap=overlap, trial_plan=TRIAL)
+        self.core = EngineCore(self.scheduler, self.runner, overlap=overlap, health_check_plan=TRIAL)
         self.records = Records()
 
     def run(self, most_steps: int = 10_000) -> Records:
@@ -196,7 +196,7 @@ def test_requests_that_cannot_be_prepared_never_end_the_engine(harness: Harness)
 
 @pytest.mark.parametrize("stage", ["fails_prepare", "fails_execute"])
 def test_requests_that_break_steps_never_end_an_engine_that_computes(harness: Harness, stage: str) -> None:
-    """Alone or beside streams; that it computes is tried with a step of nobody's."""
+    """Alone or beside streams; that it computes is tried with a health-check step."""
     setattr(harness.runner, stage, lambda plan: any(5 in chunk.token_ids for chunk in plan.prefill))
     for uid in range(4 * MAX_FAILED_STEPS):
         harness.core.submit(make_request(uid, [5, 6], max_tokens=5))

@@ -87,7 +87,7 @@ class RandomRunner:
         self._unsampled = bool(guided)
         return MaskedPending(plan, tokens, bool(guided))
 
-    def mask_lines(self, count: int) -> np.ndarray:
+    def grammar_bitmask(self, count: int) -> np.ndarray:
         self.lines = np.full((count, -(-self._vocab_size // 32)), 0x5A5A5A5A, dtype=np.int32)
         return self.lines
 
@@ -134,7 +134,9 @@ class Harness:
         limits = dataclasses.replace(LIMITS, eos_token_ids=model.eos_token_ids)
         self.scheduler = Scheduler(limits, seed=0)
         self.runner = RandomRunner(model.vocab_size, seed=1)
-        self.core = EngineCore(self.scheduler, self.runner, overlap=overlap, grammars=self.grammars, trial_plan=TRIAL)
+        self.core = EngineCore(
+            self.scheduler, self.runner, overlap=overlap, grammars=self.grammars, health_check_plan=TRIAL
+        )
         self.records = Records()
 
     def run(self) -> Records:

@@ -162,7 +162,7 @@ def test_grammar_masks_allow_only_their_tokens(
     pending = runner.execute(runner.prepare(plan))
     runner.sample(pending, None)
     driver.commit(plan, pending.result().token_ids)
-    bits = runner.mask_lines(2) if in_place else np.empty((2, -(-VOCAB // 32)), dtype=np.int32)
+    bits = runner.grammar_bitmask(2) if in_place else np.empty((2, -(-VOCAB // 32)), dtype=np.int32)
     bits[:] = 0
     bits[0, 33 // 32] = 1 << (33 % 32)
     bits[1, 159 // 32] = np.array(1 << (159 % 32), dtype=np.uint32).astype(np.int32)
