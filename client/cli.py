@@ -35,7 +35,6 @@ from .server_options import ApiKey, ModelOfEither, OpenAIUrl
 app = typer.Typer(
     help="Serve a model; talk to a running server.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 app.add_typer(bench_app, name="bench")
@@ -60,7 +59,9 @@ add_local_commands(app)
 
 Url = Annotated[
     str | None,
-    typer.Option(help="Default: 127.0.0.1:8001, with --protocol http port 8000; a scheme may be before it."),
+    typer.Option(
+        help="Default: MINISGL_URL, else 127.0.0.1:8001, with --protocol http port 8000; a scheme may be before it."
+    ),
 ]
 WireProtocol = Annotated[str | None, typer.Option("--protocol", help="grpc (default) or http.")]
 Model = Annotated[str, typer.Option(help="Name of the model on the server.")]
@@ -164,7 +165,9 @@ def status(
     url: Url = None,
     protocol: WireProtocol = None,
     model: Model = "ensemble",
-    metrics_url: Annotated[str | None, typer.Option(help="Default: http://HOST:8002/metrics.")] = None,
+    metrics_url: Annotated[
+        str | None, typer.Option(help="Default: MINISGL_METRICS_URL, else http://HOST:8002/metrics.")
+    ] = None,
 ) -> None:
     """Whether the server and the model are ready, and the server's key metrics. Exit status 1: not ready."""
     with errors_in_one_line(), _connect(url, protocol, model, None, metrics_url) as client:
@@ -197,7 +200,10 @@ def _connect(
 @app.command()
 def openai(
     url: Annotated[
-        str | None, typer.Option(help="The server's gRPC: HOST:PORT, or grpcs://HOST:PORT; default: 127.0.0.1:8001.")
+        str | None,
+        typer.Option(
+            help="The server's gRPC: HOST:PORT, or grpcs://HOST:PORT; default: MINISGL_URL, else 127.0.0.1:8001."
+        ),
     ] = None,
     metrics: Annotated[
         str | None, typer.Option(help="Its metrics, HOST:PORT; default: port 8002 of the same host.")

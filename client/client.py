@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 import uuid
 from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
-from .connection import Address, parse_url
+from .connection import METRICS_VARIABLE, Address, parse_url
 from .connection import Protocol as WireProtocol
 from .errors import ClientError, ServerError, Unavailable
 from .metrics import Metrics, fetch_metrics
@@ -41,7 +42,7 @@ class _Settings:
         self.model_version = model_version
         self.timeout = timeout
         host = Address("http", self.address.host, 8002, False).authority
-        self.metrics_url = metrics_url or f"http://{host}/metrics"
+        self.metrics_url = metrics_url or os.environ.get(METRICS_VARIABLE) or f"http://{host}/metrics"
 
     def request(
         self,

@@ -59,7 +59,7 @@ def errors_in_one_line() -> Iterator[None]:
 def hint(error: Exception) -> str:
     """What to look at, behind a message that nobody answers."""
     if isinstance(error, Unavailable) and "connect" in str(error):
-        ports = "port 8001 for gRPC, 8000 with --protocol http"
+        ports = "port 8001 for gRPC, 8000 with --protocol http, 9000 with --openai"
         return f"; is the server running (minisgl serve), and is this its address ({ports})?"
     return ""
 

@@ -5,10 +5,20 @@ Each hands its arguments, as they are, to the program that knows them; `--help` 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import typer
 from typer.core import TyperCommand
+
+
+@dataclass(frozen=True)
+class _Completion:
+    """What a shell offers: one option. typer and click read these three of their own class."""
+
+    value: str
+    help: str | None = None
+    type: str = "plain"
 
 
 class _HandedOn(TyperCommand):
@@ -18,25 +28,61 @@ class _HandedOn(TyperCommand):
         ctx.args = list(args)
         return ctx.args
 
+    def shell_complete(self, ctx: Any, incomplete: str) -> list[Any]:
+        """The options of the program that gets the arguments; files are the shell's own business."""
+        return [
+            _Completion(name) for name in self.option_names() if incomplete[:1] == "-" and name.startswith(incomplete)
+        ]
+
+    def option_names(self) -> list[str]:
+        raise NotImplementedError
+
+
+class _Serve(_HandedOn):
+    def option_names(self) -> list[str]:
+        from minisgl_backend.host.serve_options import server_parser
+
+        return server_parser("minisgl serve").option_names()
+
+
+class _Init(_HandedOn):
+    def option_names(self) -> list[str]:
+        from minisgl_backend.host.new_repository import init_parser
+
+        return init_parser().option_names()
+
+
+class _Check(_HandedOn):
+    def option_names(self) -> list[str]:
+        from minisgl_backend.config import OPTIONS
+
+        shown = [flag for option in OPTIONS.values() if not option.internal for flag in option.flags]
+        return [*shown, "--repository", "--help"]
+
+
+class _Doctor(_HandedOn):
+    def option_names(self) -> list[str]:
+        return ["--json", "--help"]
+
 
 def add_local_commands(app: typer.Typer) -> None:
     """Registers them."""
 
-    @app.command(cls=_HandedOn)
+    @app.command(cls=_Serve)
     def serve(context: typer.Context) -> None:
         """Serve a model on this machine until Ctrl-C: Triton's protocols and OpenAI's API."""
         from minisgl_backend.host.server_supervisor import main
 
         raise typer.Exit(main(context.args, "minisgl serve"))
 
-    @app.command(cls=_HandedOn)
+    @app.command(cls=_Init)
     def init(context: typer.Context) -> None:
         """Write a model repository for a model and engine options, which any tritonserver serves."""
         from minisgl_backend.host.new_repository import main
 
         raise typer.Exit(main(context.args))
 
-    @app.command(cls=_HandedOn)
+    @app.command(cls=_Check)
     def check(context: typer.Context) -> None:
         """Say what engine options come to for a model on this machine, without loading it."""
         from minisgl_backend.__main__ import app as engine
@@ -44,7 +90,7 @@ def add_local_commands(app: typer.Typer) -> None:
         named = ["--model"] if context.args and not context.args[0].startswith("-") else []
         engine(["check", *named, *context.args], prog_name="minisgl")
 
-    @app.command(cls=_HandedOn)
+    @app.command(cls=_Doctor)
     def doctor(context: typer.Context) -> None:
         """Say what this machine can run and what is missing. Exit status 0: the demo model could be served."""
         from minisgl_backend.host.doctor import main

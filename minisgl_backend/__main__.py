@@ -12,11 +12,13 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from typer.core import TyperCommand
 
 from minisgl_backend import __version__
 from minisgl_backend.config import OPTIONS, EngineConfig, Option
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import MinisglError
+from minisgl_backend.host.foreign_options import explain_unknown
 from minisgl_backend.process.spawn import log_to_stderr
 
 PANELS: Mapping[str, tuple[str, ...]] = {
@@ -96,6 +98,21 @@ app = typer.Typer(
 )
 
 
+class EngineCommand(TyperCommand):
+    """Says what an option of another server is called here."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        try:
+            return super().parse_args(ctx, args)
+        except Exception as error:  # typer has click's exceptions of its own, or click's, by its version
+            name = getattr(error, "option_name", None)
+            if name is None:
+                raise
+            known = [option for param in self.params for option in param.opts]
+            typer.secho(f"error: {explain_unknown(name, known)}", err=True, fg=typer.colors.RED)
+            raise typer.Exit(2) from None
+
+
 def with_engine_options(function: Callable[..., None]) -> Callable[..., None]:
     """Adds an option for every row of the options table; the function gets them as one EngineConfig, `config`."""
     own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "config"]
@@ -151,7 +168,7 @@ def about(
     """What comes before a command; the help text stands at `app`."""
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @with_engine_options
 def generate(
     config: EngineConfig,
@@ -195,7 +212,7 @@ def options() -> None:
     Console().print(table)
 
 
-@app.command()
+@app.command(cls=EngineCommand)
 @with_engine_options
 def check(
     config: EngineConfig,

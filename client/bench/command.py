@@ -62,7 +62,8 @@ _OWN_OPTIONS = {
 def bench(
     context: typer.Context,
     url: Annotated[
-        str | None, typer.Option(help="Triton: HOST:PORT, or http://HOST:PORT; default: 127.0.0.1:8001.")
+        str | None,
+        typer.Option(help="Triton: HOST:PORT, or http://HOST:PORT; default: MINISGL_URL, else 127.0.0.1:8001."),
     ] = None,
     openai: OpenAIUrl = None,
     api_key: ApiKey = None,

@@ -5,7 +5,6 @@ Needs nothing that is installed, so that it can say what is not. What it tells i
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -24,6 +23,7 @@ from typing import Any
 
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.option_parser import OptionParser
 from minisgl_backend.host.serve_options import parse_arguments
 from minisgl_backend.host.triton_server import find_triton_server
 from minisgl_backend.installation import model_repository
@@ -73,7 +73,7 @@ def examine() -> list[Finding]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Exit codes: 0 the demo model could be served, 1 it could not."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog="minisgl doctor",
         description="Say what this machine can run, and what is missing.",
         epilog="Exit status 0: the demo model could be served. minisgl check MODEL says what "

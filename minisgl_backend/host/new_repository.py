@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.option_arguments import add_engine_options, given_parameters
+from minisgl_backend.host.option_parser import OptionParser
 from minisgl_backend.host.repository import render_repository
 from minisgl_backend.host.triton_server import check_ascii, is_plain_path
 from minisgl_backend.installation import model_repository
@@ -35,15 +35,7 @@ def write_repository(target: Path, parameters: Mapping[str, str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command. Exit codes: 0 written, 2 something is wrong with the arguments."""
-    parser = argparse.ArgumentParser(
-        prog="minisgl init",
-        usage="%(prog)s [MODEL] --out DIR [OPTION ...]",
-        description="Write a model repository for a model and engine options.",
-        epilog="Any tritonserver serves it whose Python has this package: tritonserver --model-repository DIR.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or an empty one")
-    add_engine_options(parser)
+    parser = init_parser()
     values = vars(parser.parse_args(arguments))
     target: Path = values["out"].expanduser()
     try:
@@ -57,6 +49,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"wrote {target}: {options}")
     print(f"serve it: tritonserver --model-repository {target}, or watched over: minisgl serve --repository {target}")
     return 0
+
+
+def init_parser() -> OptionParser:
+    """The command's options."""
+    parser = OptionParser(
+        prog="minisgl init",
+        usage="%(prog)s [MODEL] --out DIR [OPTION ...]",
+        description="Write a model repository for a model and engine options.",
+        epilog="Any tritonserver serves it whose Python has this package: tritonserver --model-repository DIR.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or an empty one")
+    add_engine_options(parser)
+    return parser
 
 
 def _check_target(target: Path) -> None:

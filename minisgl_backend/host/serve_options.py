@@ -14,11 +14,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.openai_endpoint import EndpointSettings, add_endpoint_options, endpoint_of
 from minisgl_backend.host.option_arguments import add_engine_options, given_parameters, tcp_port, tcp_port_or_none
+from minisgl_backend.host.option_parser import OptionParser, YamlMissing, set_defaults_from_file
 from minisgl_backend.host.repository import DEMO_MODEL
 from minisgl_backend.host.triton_server import check_ascii
 from minisgl_backend.installation import model_repository
@@ -96,7 +98,7 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     """
     split = list(arguments).index("--") if "--" in arguments else len(arguments)
     parser = server_parser(program)
-    values = fill_in(vars(parser.parse_args(arguments[:split])), os.environ)
+    values = fill_in(_values_of(parser, arguments[:split]), os.environ)
     settings = ServerSettings(
         repository=Path(values["repository"]).resolve(),
         host=values["host"],
@@ -124,6 +126,33 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     return Arguments(settings, values["health_port"], endpoint, values["start_timeout"], parameters, node_rank)
 
 
+def open_ports_warning(arguments: Arguments) -> str | None:
+    """What a key does not guard, where others can reach it; None where there is nothing to say."""
+    server = arguments.server
+    if arguments.endpoint is None or not arguments.endpoint.api_keys:
+        return None
+    who = (
+        "everybody on this machine"
+        if server.host in ("127.0.0.1", "::1", "localhost")
+        else f"all who reach {server.host}"
+    )
+    return (
+        f"the API key guards port {arguments.endpoint.port} alone: ports {server.http_port} and {server.grpc_port} "
+        f"answer {who} (docs/operations.md, Security)"
+    )
+
+
+def _values_of(parser: OptionParser, arguments: Sequence[str]) -> dict[str, Any]:
+    """What the command line says, and for the rest the file of --config."""
+    values = vars(parser.parse_args(arguments))
+    if values["config"] is not None:
+        in_file = set_defaults_from_file(parser, Path(values["config"]))
+        if "model" in in_file and values["model_argument"] is not None and values["model"] is None:
+            parser.set_defaults(model=None)
+        values = vars(parser.parse_args(arguments))
+    return values
+
+
 def say(text: str) -> None:
     """One line for the person who runs the server."""
     with contextlib.suppress(OSError, ValueError):  # who closed the terminal has not stopped the server
@@ -135,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit codes: 0 the arguments are right, 2 they are wrong, ANSWERED nothing more is wanted."""
     try:
         parse_arguments(sys.argv[1:] if arguments is None else arguments)
+    except YamlMissing:  # to be read when everything is installed
+        return 0
     except ConfigError as error:
         say(f"error: {error}")
         return 2
@@ -143,9 +174,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def server_parser(program: str) -> argparse.ArgumentParser:
+def server_parser(program: str) -> OptionParser:
     """The whole command line; engine options are in a group of their own."""
-    parser = argparse.ArgumentParser(
+    parser = OptionParser(
         prog=program,
         usage="%(prog)s [MODEL] [OPTION ...] [-- TRITONSERVER_OPTION ...]",
         description="Serve a model on Triton Inference Server until Ctrl-C; without options, the demo model.",
@@ -153,6 +184,7 @@ def server_parser(program: str) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"minisgl-backend {minisgl_backend.__version__}")
+    parser.add_argument("--config", metavar="FILE", help="YAML with options by name; those given here come before it")
     parser.add_argument("--repository", default=str(model_repository()), help="the model repository [%(default)s]")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all [%(default)s]")
     parser.add_argument("--port", type=_which_port, help=argparse.SUPPRESS)

@@ -21,7 +21,7 @@ from minisgl_backend.host.node_supervisor import serve_node
 from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
 from minisgl_backend.host.option_check import OptionCheck
 from minisgl_backend.host.repository import render_repository
-from minisgl_backend.host.serve_options import Arguments, ServerSettings, parse_arguments, say
+from minisgl_backend.host.serve_options import Arguments, ServerSettings, open_ports_warning, parse_arguments, say
 from minisgl_backend.host.server_process import ServerProcess
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
 from minisgl_backend.process.ports import free_port_error
@@ -187,6 +187,9 @@ class Supervisor:
             say(f"ready; try:  curl -s {address}/v2/models/ensemble/generate -d '{self._arguments.example_request}'")
         else:
             say(f"ready: http://{address}")
+        warning = open_ports_warning(self._arguments)
+        if warning is not None:
+            say(f"warning: {warning}")
 
     def _not_ready_reason(self) -> str | None:
         server, busy = self._server, self._busy

@@ -8,6 +8,7 @@ import pytest
 from markdown_it import MarkdownIt
 
 from minisgl_backend.config import OPTIONS
+from minisgl_backend.host.foreign_options import FOREIGN_OPTIONS, ForeignOption
 from minisgl_backend.host.serve_options import server_parser
 from tests.docs.blocks import ROOT
 
@@ -46,3 +47,24 @@ def test_a_setting_is_an_option(name: str) -> None:
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_is_one(name: str) -> None:
     assert f'"{name}' in (ROOT / "minisgl_backend" / "serving" / "metrics.py").read_text(encoding="utf-8")
+
+
+HEADS = {"vLLM": "vllm serve", "SGLang": "sglang serve", "TensorRT-LLM": "trtllm-serve", "Mini-SGLang": "Mini-SGLang"}
+
+
+@pytest.mark.parametrize(("server", "rows"), FOREIGN_OPTIONS.items())
+def test_the_tables_are_what_the_command_line_says(server: str, rows: tuple[ForeignOption, ...]) -> None:
+    head = HEADS[server] if server == "Mini-SGLang" else f"`{HEADS[server]}`"
+    table = [f"| {head} | here |", "| --- | --- |"]
+    table += [f"| {', '.join(f'`{flag}`' for flag in row.flags)} | {row.here} |" for row in rows]
+    assert "\n".join(table) + "\n\n" in PAGE.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("server", "rows"), FOREIGN_OPTIONS.items())
+def test_what_is_the_same_is_there(server: str, rows: tuple[ForeignOption, ...]) -> None:
+    ours = server_parser("minisgl serve").option_names()
+    for row in rows:
+        for flag in row.flags:
+            assert row.here.startswith(("the same", f"`{flag}`")) == (flag in ours) or flag == "--attention-backend", (
+                flag
+            )

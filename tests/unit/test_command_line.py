@@ -76,6 +76,12 @@ def test_the_null_runner_needs_nothing_that_could_compute(tmp_path: Path) -> Non
     assert run("check", "--runner", "null", "--attn", "fa").exit_code == 0
 
 
+def test_options_of_other_servers_are_answered_with_ours() -> None:
+    result = run("check", "--max-model-len", "100")
+    assert (result.exit_code, result.stderr) == (2, "error: --max-model-len is vLLM's; here --max-seq-len-override\n")
+    assert "did you mean --page-size?" in run("generate", "--pagesize", "3", "Hello").stderr
+
+
 def test_the_version() -> None:
     assert run("--version").output == f"minisgl-backend {__version__}\n"
 

@@ -111,7 +111,7 @@ def test_chat_gives_the_hint_when_the_server_has_gone(url: str, monkeypatch: pyt
         (["bench"], "default: 1,8,32"),
         (["bench", "compare"], "the first is the basis"),
         (["openai"], "default: port 8002 of the same host"),
-        (["status"], "Default: http://HOST:8002/metrics"),
+        (["status"], "else http://HOST:8002/metrics"),
     ],
 )
 def test_help_is_whole(command: list[str], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,3 +244,41 @@ def test_help_names_every_parser(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     shown = run("openai", "--help").stdout
     assert all(name in shown for name in (*TOOL_PARSERS, *REASONING_PARSERS))
+
+
+@pytest.mark.parametrize(
+    ("shell", "words", "offered"),
+    [
+        ("bash", "minisgl serve --max-", "--max-running-requests"),
+        ("bash", "minisgl se", "serve"),
+        ("zsh", "minisgl init --ou", "--out"),
+        ("fish", "minisgl check --page", "--page-size"),
+        ("fish", "minisgl generate --temp", "--temperature"),
+    ],
+)
+def test_shells_complete(shell: str, words: str, offered: str) -> None:
+    variables = {
+        "_MINISGL_COMPLETE": f"complete_{shell}",
+        "COMP_WORDS": words,
+        "COMP_CWORD": str(words.count(" ")),
+        "_TYPER_COMPLETE_ARGS": words,
+        "_TYPER_COMPLETE_FISH_ACTION": "get-args",
+    }
+    program = "import sys; sys.argv[0] = 'minisgl'; from client.cli import main; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, env={**os.environ, **variables}
+    )
+    assert offered in done.stdout.replace('"', " ").split(), done
+
+
+def test_the_server_may_be_named_by_the_environment(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MINISGL_URL", url)
+    assert run("generate", "Hallo").stdout == FULL_TEXT + "\n"
+    monkeypatch.setenv("MINISGL_METRICS_URL", "http://127.0.0.1:1/metrics")
+    assert Client()._settings.metrics_url == "http://127.0.0.1:1/metrics"
+    monkeypatch.setenv("MINISGL_URL", "ftp://host")
+    done = run("generate", "Hallo")
+    assert (done.exit_code, done.stderr[:60]) == (
+        2,
+        "error: MINISGL_URL is 'ftp://host'; allowed schemes: grpc, g"[:60],
+    )

@@ -1,0 +1,203 @@
+"""What options of other servers are called here: for hints on the command line, and the tables of docs/moving.md.
+
+The names are those of vLLM 0.26, SGLang 0.5, Mini-SGLang and trtllm-serve 1.2, late in 2026. Standard library only.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+
+_SIMILAR = 0.75  # least ratio of difflib at which a name is taken for a slip of the fingers
+
+
+@dataclass(frozen=True)
+class ForeignOption:
+    """One row of a table: flags that mean the same, and what to use here, as Markdown."""
+
+    flags: tuple[str, ...]
+    here: str
+
+    @property
+    def hint(self) -> str:
+        """`here` for a terminal."""
+        text = re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", self.here).replace("`", "")
+        return f"there is {text}" if text.startswith("none") else text
+
+
+def _row(flags: str, here: str) -> ForeignOption:
+    return ForeignOption(tuple(flags.split()), here)
+
+
+FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
+    "vLLM": (
+        _row("--host", "`--host`, 127.0.0.1 by default, not all interfaces"),
+        _row("--port", "`--openai-port 9000`; 8000 is Triton's HTTP"),
+        _row("--served-model-name", "the same"),
+        _row("--api-key", "the same; `MINISGL_API_KEY` for `VLLM_API_KEY`"),
+        _row("--ssl-certfile --ssl-keyfile", "the same"),
+        _row("--allowed-origins", "the same; origins follow each other as words, not as JSON"),
+        _row("--config", "the same: a YAML file with our options' names"),
+        _row("--dtype", "the same"),
+        _row("--trust-remote-code", "the same, for tokenizers alone"),
+        _row("--max-model-len", "`--max-seq-len-override`"),
+        _row("--gpu-memory-utilization", "`--memory-ratio`: of the memory that is free, not of all"),
+        _row("--max-num-seqs", "`--max-running-requests`"),
+        _row(
+            "--max-num-batched-tokens",
+            "`--max-prefill-length`; what runs beside streams: `--mixed-prefill-length`",
+        ),
+        _row("--block-size", "`--page-size`"),
+        _row("--num-gpu-blocks-override", "`--num-pages`"),
+        _row("--kv-cache-dtype", "the same; `fp8` is `fp8_e4m3`"),
+        _row("--enable-prefix-caching", "on by default; `--cache-type naive` switches it off"),
+        _row("--no-enable-prefix-caching", "`--cache-type naive`"),
+        _row("--enable-chunked-prefill", "always on; `--max-prefill-length` bounds a chunk"),
+        _row("--enforce-eager", "`--cuda-graph-max-bs 0`"),
+        _row("--max-cudagraph-capture-size", "`--cuda-graph-max-bs`"),
+        _row(
+            "--attention-backend", "`--attn`: `fa` for `FLASH_ATTN`, `fi` for `FLASHINFER`, `triton` for `TRITON_ATTN`"
+        ),
+        _row("--no-async-scheduling", "`MINISGL_DISABLE_OVERLAP_SCHEDULING=1`"),
+        _row("--tensor-parallel-size -tp", "`--tp`"),
+        _row("--data-parallel-size -dp", "`--dp`, on one machine"),
+        _row("--nnodes", "`--nodes`"),
+        _row("--node-rank", "the same"),
+        _row(
+            "--master-addr --master-port",
+            "`--rendezvous HOST:PORT` and a [secret](operations.md#several-machines-one-model)",
+        ),
+        _row("--scheduling-policy", "always `priority`; see the request's field below"),
+        _row("--enable-auto-tool-choice", "always on"),
+        _row(
+            "--tool-call-parser",
+            "the same, with vLLM's names for [those that are served](openai.md#tools-and-thoughts); chosen from the "
+            "template by default",
+        ),
+        _row("--reasoning-parser", "the same"),
+        _row("--generation-config", "always as `auto`: the model's own defaults"),
+        _row("--download-dir", "`HF_HOME`"),
+        _row("--seed", "none: requests have their own `seed`"),
+        _row("--chat-template", "none: the tokenizer's; edit the folder"),
+        _row("--tokenizer", "none: the tokenizer of the model's folder"),
+        _row("--disable-log-stats", "none: a line every ten seconds while there is work"),
+        _row("--disable-log-requests --enable-log-requests", "none: requests are not logged"),
+        _row("--quantization -q", "none: weights are served as float32, float16 or bfloat16"),
+        _row("--enable-lora --lora-modules", "none: LoRA is not served"),
+        _row("--speculative-config", "none: no speculative decoding"),
+        _row("--limit-mm-per-prompt", "none: text only"),
+        _row("--cpu-offload-gb --swap-space", "none: weights and pages stay on the device"),
+        _row("--pipeline-parallel-size -pp", "none; several GPUs: `--tp`"),
+        _row("--enable-expert-parallel", "none; several GPUs: `--tp`"),
+    ),
+    "SGLang": (
+        _row("--model-path", "`--model`, or the first argument"),
+        _row("--tokenizer-path", "none: the tokenizer of the model's folder"),
+        _row("--port", "`--openai-port 9000`; 8000 is Triton's HTTP"),
+        _row("--context-length", "`--max-seq-len-override`"),
+        _row("--mem-fraction-static", "`--memory-ratio`: of the memory that is free"),
+        _row("--max-running-requests", "the same"),
+        _row("--max-queued-requests", "`--max-waiting-requests`"),
+        _row("--max-total-tokens", "`--num-pages`, times `--page-size`"),
+        _row("--chunked-prefill-size --max-prefill-tokens", "`--max-prefill-length`"),
+        _row("--enable-mixed-chunk", "always on; `--mixed-prefill-length` bounds it"),
+        _row("--schedule-policy", "the same: `fcfs`, `lpm`"),
+        _row("--page-size", "the same"),
+        _row("--kv-cache-dtype", "the same"),
+        _row("--attention-backend", "`--attn`: `fa` for `fa3`, `fi` for `flashinfer`, `triton`, `torch`"),
+        _row("--disable-radix-cache", "`--cache-type naive`"),
+        _row("--disable-cuda-graph", "`--cuda-graph-max-bs 0`"),
+        _row("--cuda-graph-max-bs", "the same"),
+        _row("--disable-overlap-schedule", "`MINISGL_DISABLE_OVERLAP_SCHEDULING=1`"),
+        _row("--tp-size --tensor-parallel-size", "`--tp`"),
+        _row("--dp-size --data-parallel-size", "`--dp`"),
+        _row("--nnodes", "`--nodes`"),
+        _row("--dist-init-addr", "`--rendezvous` and a [secret](operations.md#several-machines-one-model)"),
+        _row("--tool-call-parser --reasoning-parser", "the same"),
+        _row("--grammar-backend", "xgrammar, where it is installed"),
+        _row("--enable-metrics", "always on: port 8002"),
+        _row("--log-level", "`LOG_LEVEL`"),
+        _row("--random-seed", "none: requests have their own `seed`"),
+        _row("--quantization", "none: weights are served as float32, float16 or bfloat16"),
+        _row("--enable-lora --lora-paths", "none: LoRA is not served"),
+        _row("--speculative-algorithm", "none: no speculative decoding"),
+        _row("--ep-size --expert-parallel-size", "none; several GPUs: `--tp`"),
+        _row("--enable-torch-compile", "none"),
+    ),
+    "TensorRT-LLM": (
+        _row("--tp_size", "`--tp`"),
+        _row("--max_batch_size", "`--max-running-requests`"),
+        _row("--max_num_tokens", "`--max-prefill-length`"),
+        _row("--max_seq_len", "`--max-seq-len-override`"),
+        _row(
+            "--kv_cache_free_gpu_memory_fraction",
+            "`--memory-ratio`: of what is free before the weights, weights included, not after them",
+        ),
+        _row("--kv_cache_dtype", "`--kv-cache-dtype`"),
+        _row("--reasoning_parser --tool_parser", "`--reasoning-parser`, `--tool-call-parser`"),
+        _row("--trust_remote_code", "`--trust-remote-code`"),
+        _row("--extra_llm_api_options", "`--config`: a YAML file with our options' names"),
+        _row("--backend", "none: there is one engine"),
+        _row("--tokenizer", "none: the tokenizer of the model's folder"),
+        _row("--max_beam_width", "none: no beam search"),
+        _row("--pp_size --ep_size", "none; several GPUs: `--tp`"),
+        _row("--gpus_per_node", "`CUDA_VISIBLE_DEVICES`"),
+    ),
+    "Mini-SGLang": (
+        _row("--model", "the same, or the first argument"),
+        _row("--port", "`--openai-port 9000`"),
+        _row("--dtype --memory-ratio --max-running-requests --max-seq-len-override --num-pages --host", "the same"),
+        _row("--page-size", "the same; unset, the best measured one, not 1"),
+        _row("--max-prefill-length --max-extend-length", "`--max-prefill-length`"),
+        _row("--cuda-graph-max-bs --graph", "`--cuda-graph-max-bs`"),
+        _row(
+            "--attention-backend --attn",
+            "the same: `fa`, `fi`, `trtllm`, and two with a comma; and `triton`, `torch`",
+        ),
+        _row("--cache-type", "the same: `radix`, `naive`"),
+        _row("--tensor-parallel-size --tp-size", "`--tp`"),
+        _row(
+            "--disable-pynccl",
+            "the same: all sums over ranks go by torch's NCCL; else through memory that the GPUs share, where they can",
+        ),
+        _row("--num-tokenizer", "`instance_group` of the model `tokenizer`"),
+        _row("--shell-mode", "`minisgl chat`, while a server runs"),
+        _row("--moe-backend", "none: one for all"),
+        _row("--model-source", "none: a folder, or Hugging Face's hub"),
+        _row("--expert-parallel-size", "none; several GPUs: `--tp`"),
+    ),
+}
+
+
+def explain_unknown(given: str, known: Sequence[str]) -> str:
+    """What to say of an option that there is not, in one line: what it is called here, or which one is meant.
+
+    `given`: as it was typed, `--name` or `--name=value`; `known`: the options that there are.
+    """
+    name = given.partition("=")[0]
+    plain = _plain(name)
+    owners = [
+        (server, row)
+        for server, rows in FOREIGN_OPTIONS.items()
+        for row in rows
+        if any(plain == _plain(flag) for flag in row.flags)
+    ]
+    if owners and plain not in known:
+        servers = " and ".join(f"{server}'s" for server, _ in owners)
+        return f"{name} is {servers}; here {owners[0][1].hint}"
+    if plain in known:
+        return f"no such option: {name}; did you mean {plain}?"
+    near = get_close_matches(plain, known, n=1, cutoff=_SIMILAR)
+    if near:
+        return f"no such option: {name}; did you mean {near[0]}?"
+    foreign = [flag for rows in FOREIGN_OPTIONS.values() for row in rows for flag in row.flags]
+    for flag in get_close_matches(name, foreign, n=1, cutoff=_SIMILAR):
+        return f"no such option: {name}; {explain_unknown(flag, known)}"
+    return f"no such option: {name}; --help lists all"
+
+
+def _plain(flag: str) -> str:
+    """Some write - where others write _."""
+    return flag.replace("_", "-")

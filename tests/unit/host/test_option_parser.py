@@ -1,0 +1,122 @@
+"""Unknown options and their explanations, and options from a file."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.foreign_options import explain_unknown
+from minisgl_backend.host.new_repository import init_parser
+from minisgl_backend.host.serve_options import open_ports_warning, parse_arguments, server_parser
+
+ROOT = Path(__file__).resolve().parents[3]
+OURS = server_parser("minisgl serve").option_names()
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("--modle", "no such option: --modle; did you mean --model?"),
+        ("--max-running-request", "no such option: --max-running-request; did you mean --max-running-requests?"),
+        ("--page_size=3", "no such option: --page_size; did you mean --page-size?"),
+        ("--max-model-len", "--max-model-len is vLLM's; here --max-seq-len-override"),
+        (
+            "--gpu-memory-utilization=0.9",
+            "--gpu-memory-utilization is vLLM's; here --memory-ratio: of the memory that is free, not of all",
+        ),
+        ("--tensor-parallel-size", "--tensor-parallel-size is vLLM's and SGLang's and Mini-SGLang's; here --tp"),
+        ("--mem-fraction-static", "--mem-fraction-static is SGLang's; here --memory-ratio: of the memory that is free"),
+        ("--max_batch_size", "--max_batch_size is TensorRT-LLM's; here --max-running-requests"),
+        ("--enable-lora", "--enable-lora is vLLM's and SGLang's; here there is none: LoRA is not served"),
+        ("--max-num-seqq", "no such option: --max-num-seqq; --max-num-seqs is vLLM's; here --max-running-requests"),
+        ("--xyz", "no such option: --xyz; --help lists all"),
+    ],
+)
+def test_an_unknown_option_is_explained(given: str, said: str) -> None:
+    assert explain_unknown(given, OURS) == said
+
+
+@pytest.mark.parametrize("arguments", [["--modle", "x"], ["folder", "--modle", "x"], ["--modle=x"]])
+def test_serve_explains(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        parse_arguments(arguments)
+    assert caught.value.code == 2
+    assert "no such option: --modle; did you mean --model?" in capsys.readouterr().err
+
+
+def test_a_wrong_option_is_told_before_a_missing_one(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        init_parser().parse_args(["model", "--ot", "folder", "--max-num-seqs", "3"])
+    assert "no such option: --ot; did you mean --out?" in capsys.readouterr().err
+
+
+CONFIG = """# a server
+model: demo
+page_size: 16
+http-port: 8100
+served-model-name: [one, two]
+verbose: true
+"""
+
+
+def test_a_file_of_options(tmp_path: Path) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(CONFIG)
+    found = parse_arguments(["--config", str(file), "--http-port", "8000"])
+    assert found.engine_parameters == {"model": "demo", "page_size": "16"}
+    assert found.server.http_port == 8000  # the command line comes first, its default's value too
+    assert found.server.verbose
+    assert found.endpoint is not None
+    assert found.endpoint.served_model_names == ("one", "two")
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text("{}")
+    found = parse_arguments([str(tmp_path / "model"), "--config", str(file)])
+    assert found.engine_parameters["model"] == str(tmp_path / "model")
+    file.write_text("# nothing\n")
+    assert parse_arguments(["--config", str(file)]).engine_parameters == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("pagesize: 3", "7: no such option: --pagesize; did you mean --page-size?"),
+        ("max_model_len: 100", "7: --max_model_len is vLLM's; here --max-seq-len-override"),
+        ("num-pages: -1", "7: num_pages is -1; allowed: "),
+        ("grpc-port: 99999", "7: --grpc-port: '99999'; allowed: 1 to 65535"),
+        ("tp: [1, 2]", "7: tp has 2 values; allowed: one"),
+        ("tp: {a: b}", "7: allowed: a value, or a list of values"),
+        ("verbose: maybe", "7: verbose is there twice"),
+        ("config: other.yaml", "7: config is for the command line"),
+        ("- a list", "expected"),
+    ],
+)
+def test_a_file_that_is_wrong_is_refused_by_line(tmp_path: Path, line: str, said: str) -> None:
+    file = tmp_path / "server.yaml"
+    file.write_text(CONFIG + line + "\n")
+    with pytest.raises(ConfigError) as caught:
+        parse_arguments(["--config", str(file)])
+    assert str(file) in str(caught.value)
+    assert said in str(caught.value)
+
+
+def test_a_file_is_left_alone_until_yaml_is_installed(tmp_path: Path) -> None:
+    """The script asks before anything is installed; without site-packages there is no PyYAML."""
+    file = tmp_path / "server.yaml"
+    file.write_text("pagesize: 3\n")
+    command = [sys.executable, "-S", "-m", "minisgl_backend.host.serve_options", "--config", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    done = subprocess.run([command[0], *command[2:]], capture_output=True, text=True, cwd=ROOT, check=False)
+    assert (done.returncode, "did you mean --page-size?" in done.stderr) == (2, True)
+
+
+def test_ports_that_the_key_does_not_guard_are_told() -> None:
+    assert open_ports_warning(parse_arguments([])) is None
+    assert open_ports_warning(parse_arguments(["--api-key", "k", "--openai-port", "0"])) is None
+    warning = open_ports_warning(parse_arguments(["--api-key", "k", "--host", "0.0.0.0"]))
+    assert warning is not None
+    assert "guards port 9000 alone: ports 8000 and 8001 answer all who reach 0.0.0.0" in warning
