@@ -79,5 +79,12 @@ def named_files() -> list[tuple[str, str]]:
     return found
 
 
+def planned_files() -> set[str]:
+    """What rows of the design pages' tables call new."""
+    rows = [row for page in (ROOT / "docs" / "design").glob("*.md") for row in page.read_text("utf-8").splitlines()]
+    planned = [row for row in rows if row.startswith("|") and re.search(r"\bnew\b", row)]
+    return {name for row in planned for name in re.findall(r"`([\w/]+\.py)`", row)}
+
+
 def all_blocks() -> list[Block]:
     return [block for page in pages() for block in blocks(page)]
