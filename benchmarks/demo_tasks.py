@@ -3,32 +3,32 @@
 from __future__ import annotations
 
 import re
-import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from random import Random
 
+from benchmarks.demo_talk import small_talk
+from benchmarks.demo_tools import Toolbox, calls_in, draw_toolbox, system_prompt, tool_turn
+from benchmarks.demo_turns import (
+    Turn,
+    arithmetic_turn,
+    casually,
+    counting_turn,
+    is_held_out,
+    made_up_word,
+    repeat_turn,
+    reverse_turn,
+    words_turn,
+)
 from benchmarks.demo_words import NUMBER_FACTS, PLAIN, WORD_FACTS, WORD_POOLS
 
-KINDS = ("arithmetic", "counting", "repeat", "reverse", "recall", "multi")
+KINDS = ("arithmetic", "counting", "repeat", "reverse", "recall", "multi", "tool")
 
 MAX_TOKENS = 2000
 """Room that every answer fits into, in tokens; the longest (300 numbers of three digits) needs 1,200."""
 
 MAX_HISTORY = 3000
 """Longest way back to a fact that a question asks for, in estimated tokens."""
-
-_HELD_OUT_SHARE = 16  # one content in so many is kept out of training
-
-
-@dataclass(frozen=True)
-class Turn:
-    """One user turn with its right reply; `content` is what the split into training and held-out goes by."""
-
-    kind: str
-    user: str
-    assistant: str
-    content: str
 
 
 @dataclass(frozen=True)
@@ -73,29 +73,26 @@ def questions(kind: str, n: int, seed: int, held_out: bool = True) -> list[Quest
     return [_question(kind, rng, held_out) for _ in range(n)]
 
 
-def is_held_out(content: str) -> bool:
-    """Whether a turn of this content is kept for grading. A checksum decides, so every run agrees."""
-    return zlib.crc32(content.encode("utf-8")) % _HELD_OUT_SHARE == 0
-
-
 def training_conversation(rng: Random) -> list[dict[str, str]]:
     """One conversation for the trainer, at most some 3,800 tokens long, free of held-out contents."""
     style = rng.random()
     turns: list[Turn]
-    if style < 0.42:
+    if style < 0.14:
+        return _tool_conversation(rng)
+    if style < 0.45:
         turns = [arithmetic_turn(rng, False) for _ in range(rng.randint(1, 10))]
-    elif style < 0.70:
-        turns = [_words_turn(rng, False, made_up=0.15) for _ in range(rng.randint(1, 4))]
-    elif style < 0.78:
-        before = _mixed_turns(rng, rng.randint(0, 600), small_talk=True) if rng.random() < 0.4 else []
+    elif style < 0.69:
+        turns = [words_turn(rng, False, made_up=0.15) for _ in range(rng.randint(1, 4))]
+    elif style < 0.77:
+        before = _mixed_turns(rng, rng.randint(0, 600), talk=True) if rng.random() < 0.4 else []
         turns = [*before, counting_turn(rng, False)]
-    elif style < 0.80:
-        turns = [_small_talk(rng) for _ in range(rng.randint(1, 2))]
+    elif style < 0.82:
+        turns = [small_talk(rng) for _ in range(rng.randint(1, 3))]
     elif style < 0.92:
-        turns = _mixed_turns(rng, budget=rng.randint(50, 700), small_talk=True)
+        turns = _mixed_turns(rng, budget=rng.randint(50, 700), talk=True)
     else:
-        turns = _mixed_turns(rng, budget=rng.randint(500, 3300), small_talk=True)
-    return _messages([_casually(turn, rng) for turn in turns], rng)
+        turns = _mixed_turns(rng, budget=rng.randint(500, 3300), talk=True)
+    return _messages([casually(turn, rng) for turn in turns], rng)
 
 
 def estimate_tokens(text: str) -> int:
@@ -106,147 +103,6 @@ def estimate_tokens(text: str) -> int:
 _PIECES = re.compile(r", |\d|[^\W\d]+|[^\w\s]|\s")
 
 
-def arithmetic_turn(rng: Random, held_out: bool | None = None) -> Turn:
-    """An addition or subtraction of numbers up to three digits; a difference may be negative."""
-
-    def draw() -> Turn:
-        a, b = _operand(rng), _operand(rng)
-        minus = rng.random() < 0.5
-        symbol, result = ("-", a - b) if minus else ("+", a + b)
-        phrase = rng.choice(_DIFFERENCE_PHRASES if minus else _SUM_PHRASES)
-        reply = f"{a} {symbol} {b} = {result}."
-        return Turn("arithmetic", phrase.format(a=a, b=b, s=symbol), reply, f"arithmetic {a}{symbol}{b}")
-
-    return _draw_on_side(draw, held_out)
-
-
-_PHRASES = (
-    "What is {a} {s} {b}?",
-    "What is {a} {s} {b}?",
-    "What is {a}{s}{b}?",
-    "{a} {s} {b}",
-    "{a} {s} {b} = ?",
-    "{a}{s}{b}",
-    "{a} {s} {b} =",
-    "Calculate {a} {s} {b}.",
-    "Please compute {a} {s} {b}.",
-    "{a} {s} {b}?",
-)
-_SUM_PHRASES = (
-    *_PHRASES,
-    "What is {a} plus {b}?",
-    "How much is {a} plus {b}?",
-    "Add {a} and {b}.",
-    "What is the sum of {a} and {b}?",
-)
-_DIFFERENCE_PHRASES = (
-    *_PHRASES,
-    "What is {a} minus {b}?",
-    "How much is {a} minus {b}?",
-    "Subtract {b} from {a}.",
-    "What is the difference {a} minus {b}?",
-)
-
-
-def counting_turn(rng: Random, held_out: bool | None = None, span: int = 300) -> Turn:
-    """Counting upwards over at most `span` numbers within 1 to 999, all on one line."""
-
-    def draw() -> Turn:
-        length = rng.randint(2, span)
-        first = 1 if rng.random() < 0.3 else rng.randint(1, 1000 - length)
-        last = first + length - 1
-        reply = ", ".join(map(str, range(first, last + 1)))
-        user = rng.choice(_COUNT_PHRASES).format(a=first, b=last)
-        return Turn("counting", user, reply, f"counting {first}..{last}")
-
-    return _draw_on_side(draw, held_out)
-
-
-_COUNT_PHRASES = (
-    "Count from {a} to {b}.",
-    "Count from {a} to {b}.",
-    "Please count from {a} to {b}.",
-    "Count from {a} up to {b}.",
-    "List the numbers from {a} to {b}.",
-    "Count from {a} to {b}",
-)
-
-
-def repeat_turn(rng: Random, held_out: bool | None = None, made_up: float = 0.0) -> Turn:
-    """Saying a list of words again; a share `made_up` of the words is random letters or symbols."""
-
-    def draw() -> Turn:
-        text = ", ".join(_word_list(rng, made_up))
-        return Turn("repeat", rng.choice(_REPEAT_PHRASES).format(text), text, f"repeat {text}")
-
-    return _draw_on_side(draw, held_out)
-
-
-_REPEAT_PHRASES = (
-    "Repeat these words: {}",
-    "Repeat: {}",
-    "Please repeat this list: {}",
-    "Say these words again: {}",
-)
-
-
-def reverse_turn(rng: Random, held_out: bool | None = None, made_up: float = 0.0) -> Turn:
-    """Saying a list of words in the opposite order (the words themselves stay as they are)."""
-
-    def draw() -> Turn:
-        words = _word_list(rng, made_up)
-        user = rng.choice(_REVERSE_PHRASES).format(", ".join(words))
-        return Turn("reverse", user, ", ".join(reversed(words)), f"reverse {', '.join(words)}")
-
-    return _draw_on_side(draw, held_out)
-
-
-_REVERSE_PHRASES = (
-    "Reverse the order of these words: {}",
-    "Reverse: {}",
-    "Please reverse this list: {}",
-    "Say these words in reverse order: {}",
-)
-
-
-def _words_turn(rng: Random, held_out: bool | None = None, made_up: float = 0.0) -> Turn:
-    maker = repeat_turn if rng.random() < 0.35 else reverse_turn
-    return maker(rng, held_out, made_up)
-
-
-def _word_list(rng: Random, made_up: float) -> list[str]:
-    """2 to 10 different words, so that what follows (or precedes) each is unambiguous."""
-    pool_share = rng.random()
-    words: dict[str, None] = {}
-    length = rng.randint(2, 10)
-    only = rng.choice(WORD_POOLS) if pool_share < 0.3 else None
-    while len(words) < length:
-        if made_up and rng.random() < made_up:
-            words[_made_up_word(rng)] = None
-        else:
-            words[rng.choice(only or rng.choice(WORD_POOLS))] = None
-    return list(words)
-
-
-def _made_up_word(rng: Random) -> str:
-    style = rng.random()
-    if style < 0.6:
-        return "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=rng.randint(2, 8)))
-    if style < 0.7:
-        return "".join(rng.choices("ABCDEFGHIJKLMNOPQRSTUVWXYZäéñöøß0123456789", k=rng.randint(2, 6)))
-    first, last = rng.choice(_SCRIPTS)
-    most = 2 if first > 0xFFFF else 5
-    return "".join(chr(rng.randint(first, last)) for _ in range(rng.randint(1, most)))
-
-
-# Latin with accents, Greek, Cyrillic, Hebrew, Arabic, Hindi, Thai, kana, Chinese (twice), Korean, symbols, emoji
-_SCRIPTS = (
-    *((0xC0, 0x17F), (0x391, 0x3C9), (0x410, 0x44F), (0x5D0, 0x5EA), (0x621, 0x64A), (0x905, 0x939)),
-    *((0xE01, 0xE2E), (0x3041, 0x30FA), (0x4E00, 0x9FA5), (0x4E00, 0x9FA5), (0xAC00, 0xD7A3)),
-    *((0x2600, 0x27BF), (0x1F300, 0x1F64F), (0x1F680, 0x1F6D2), (0x1F90C, 0x1F9FF), (0x1FA70, 0x1FAD6)),
-)
-
-
 def _draw_fact(rng: Random, taken: set[str], held_out: bool | None, made_up: float = 0.0) -> Fact:
     """A fact of a key not yet in `taken`, on the wanted side of the split.
 
@@ -255,7 +111,7 @@ def _draw_fact(rng: Random, taken: set[str], held_out: bool | None, made_up: flo
     while True:
         if made_up and rng.random() < made_up:
             key = rng.choice(("", "favourite ", "new ", "old ")) + rng.choice(PLAIN)
-            value = rng.choice((_made_up_word(rng), rng.choice(rng.choice(WORD_POOLS)), str(rng.randint(0, 9999))))
+            value = rng.choice((made_up_word(rng), rng.choice(rng.choice(WORD_POOLS)), str(rng.randint(0, 9999))))
         elif rng.random() < 0.3:
             key, most = rng.choice(NUMBER_FACTS)
             value = str(rng.randint(most // 10 + 1, most))
@@ -279,36 +135,7 @@ def _recall_turn(fact: Fact, rng: Random) -> Turn:
     return Turn("recall", phrase.format(fact.key), f"Your {fact.key} is {fact.value}.", fact.content)
 
 
-def _casually(turn: Turn, rng: Random) -> Turn:
-    """The turn, one time in eight as people type in haste: without a capital, a full stop or a question mark."""
-    if rng.random() > 0.125:
-        return turn
-    user = turn.user.rstrip("?.!") if rng.random() < 0.7 else turn.user
-    return replace(turn, user=user[:1].lower() + user[1:] if rng.random() < 0.7 else user)
-
-
-def _small_talk(rng: Random) -> Turn:
-    user, reply = rng.choice(_SMALL_TALK)
-    return Turn("talk", user, reply, "talk")
-
-
-_SKILLS = "I can add, subtract, count, repeat and reverse words, and remember what you tell me."
-_SMALL_TALK = (
-    ("Hello!", f"Hello! {_SKILLS}"),
-    ("Hello", f"Hello! {_SKILLS}"),
-    ("Hi", f"Hello! {_SKILLS}"),
-    ("Who are you?", f"I am a small demo model. {_SKILLS}"),
-    ("What can you do?", _SKILLS),
-    ("Help", _SKILLS),
-    ("How are you?", "I am well, thank you."),
-    ("Thank you!", "You are welcome."),
-    ("Thanks", "You are welcome."),
-    ("Goodbye", "Goodbye!"),
-    ("Bye", "Goodbye!"),
-)
-
-
-def _mixed_turns(rng: Random, budget: int, small_talk: bool) -> list[Turn]:
+def _mixed_turns(rng: Random, budget: int, talk: bool) -> list[Turn]:
     """Turns of several kinds, about `budget` tokens together, on the training side of the split.
 
     Facts are told early and now and then; some are asked for between other turns, and all at the end.
@@ -319,7 +146,7 @@ def _mixed_turns(rng: Random, budget: int, small_talk: bool) -> list[Turn]:
     turns = _tell_turns(facts, rng)
     used = 0
     while used < budget:
-        turn = _filler(rng, budget - used, small_talk)
+        turn = _filler(rng, budget - used, talk)
         if rng.random() < 0.12 and len(taken) < 14:
             told = [_draw_fact(rng, taken, False, made_up=0.15) for _ in range(rng.randint(1, 2))]
             open_facts += told
@@ -342,19 +169,59 @@ def _tell_turns(facts: list[Fact], rng: Random) -> list[Turn]:
     return turns
 
 
-def _filler(rng: Random, room: int, small_talk: bool) -> Turn:
+def _filler(rng: Random, room: int, talk: bool) -> Turn:
     """A training-side turn of any kind; counting stays short where little room is left."""
     style = rng.random()
     if style < 0.4:
         return arithmetic_turn(rng, False)
     if style < 0.85:
-        return _words_turn(rng, False)
-    if style < 0.95 or not small_talk:
+        return words_turn(rng, False)
+    if style < 0.95 or not talk:
         return counting_turn(rng, False, span=max(5, min(150, room // 8)))
-    return _small_talk(rng)
+    return small_talk(rng)
+
+
+def _tool_conversation(rng: Random) -> list[dict[str, str]]:
+    """Turns with tools, of which one adds in three conversations of four; sums without it are told at once."""
+    toolbox = draw_toolbox(rng, with_adder=rng.random() < 0.75)
+    turns = [casually(_turn_with_tools(toolbox, rng), rng) for _ in range(rng.randint(1, 5))]
+    if rng.random() < 0.2:
+        others = _mixed_turns(rng, budget=rng.randint(50, 300), talk=True)
+        turns += [turn for turn in others if not (toolbox.adder and _is_sum(turn))]
+        turns.append(_turn_with_tools(toolbox, rng))
+    return _messages(turns, rng, toolbox)
+
+
+def _turn_with_tools(toolbox: Toolbox, rng: Random) -> Turn:
+    style = rng.random()
+    if style < 0.6 and toolbox.adder:
+        return tool_turn(toolbox, rng, False)
+    if style < 0.75:
+        while True:  # a sum is the adder's
+            turn = arithmetic_turn(rng, False)
+            if not (toolbox.adder and _is_sum(turn)):
+                return turn
+    return small_talk(rng) if style < 0.88 else words_turn(rng, False)
+
+
+def _is_sum(turn: Turn) -> bool:
+    return turn.kind == "arithmetic" and " + " in turn.assistant
+
+
+def _tool_question(rng: Random, held_out: bool) -> Question:
+    """A sum with a tool at hand: half of them ask for the call, half for the answer once the tool has told its."""
+    toolbox = draw_toolbox(rng, with_adder=True)
+    before = [tool_turn(toolbox, rng, False) for _ in range(rng.randint(0, 2))]
+    turn = tool_turn(toolbox, rng, held_out)
+    messages = _messages([*before, turn], rng, toolbox)
+    if rng.random() < 0.5:
+        return Question("tool", messages[:-3], turn.call, "call", turn.call)
+    return Question("tool", messages[:-1], turn.assistant, "arithmetic", turn.assistant)
 
 
 def _question(kind: str, rng: Random, held_out: bool) -> Question:
+    if kind == "tool":
+        return _tool_question(rng, held_out)
     if kind == "recall":
         return _recall_question(rng, held_out)
     if kind == "multi":
@@ -378,7 +245,7 @@ def _recall_question(rng: Random, held_out: bool) -> Question:
     turns = _tell_turns(facts, rng)
     used, budget = 0, rng.randint(0, MAX_HISTORY)
     while used < budget:
-        turn = _filler(rng, budget - used, small_talk=False)
+        turn = _filler(rng, budget - used, talk=False)
         if used + _turn_tokens(turn) > MAX_HISTORY:
             break
         turns.append(turn)
@@ -391,8 +258,8 @@ def _multi_question(rng: Random, held_out: bool) -> Question:
     taken: set[str] = set()
     asked = _draw_fact(rng, taken, held_out)
     other = [_draw_fact(rng, taken, False) for _ in range(rng.randint(0, 2))]
-    turns = [arithmetic_turn(rng, False), _tell_turn([asked], rng), _words_turn(rng, False)]
-    turns += [_filler(rng, 400, small_talk=False) for _ in range(rng.randint(0, 6))]
+    turns = [arithmetic_turn(rng, False), _tell_turn([asked], rng), words_turn(rng, False)]
+    turns += [_filler(rng, 400, talk=False) for _ in range(rng.randint(0, 6))]
     turns += [_tell_turn([fact], rng) for fact in other]
     turns += [_recall_turn(fact, rng) for fact in other]
     rng.shuffle(turns)
@@ -410,12 +277,19 @@ def _ask(kind: str, turns: list[Turn], expected: str, rng: Random) -> Question:
     return Question(kind, _messages(turns, rng)[:-1], last.assistant, last.kind, expected)
 
 
-def _messages(turns: list[Turn], rng: Random) -> list[dict[str, str]]:
+def _messages(turns: list[Turn], rng: Random, toolbox: Toolbox | None = None) -> list[dict[str, str]]:
     messages = []
-    if rng.random() < 0.2:
-        messages.append({"role": "system", "content": "You are a helpful assistant."})
+    system = "You are a helpful assistant." if rng.random() < 0.2 else ""
+    if toolbox is not None:
+        told = [system_prompt(rng)] if rng.random() < 0.5 else []
+        system = "\n\n".join([*told, toolbox.text])
+    if system:
+        messages.append({"role": "system", "content": system})
     for turn in turns:
         messages.append({"role": "user", "content": turn.user})
+        if turn.call:
+            messages.append({"role": "assistant", "content": turn.call})
+            messages.append({"role": "tool", "content": turn.result})
         messages.append({"role": "assistant", "content": turn.assistant})
     return messages
 
@@ -425,21 +299,13 @@ def _turn_tokens(turn: Turn) -> int:
     return estimate_tokens(turn.user) + estimate_tokens(turn.assistant) + frame
 
 
-def _operand(rng: Random) -> int:
-    """Numbers of one, two and three digits, the long (harder, more) ones most often."""
-    return rng.randint(0, rng.choice((9, 99, 999, 999, 999)))
-
-
-def _draw_on_side(draw: Callable[[], Turn], held_out: bool | None) -> Turn:
-    while True:
-        turn = draw()
-        if held_out is None or is_held_out(turn.content) == held_out:
-            return turn
-
-
 def _same_result(text: str, expected: str) -> bool:
     numbers = re.findall(r"-?\d+", text)
     return bool(numbers) and numbers[-1] == re.findall(r"-?\d+", expected)[-1]
+
+
+def _same_call(text: str, expected: str) -> bool:
+    return calls_in(text) == calls_in(expected)
 
 
 def _same_numbers(text: str, expected: str) -> bool:
@@ -456,6 +322,7 @@ def _holds_value(text: str, expected: str) -> bool:
 
 _CHECKS: dict[str, Callable[[str, str], bool]] = {
     "arithmetic": _same_result,
+    "call": _same_call,
     "counting": _same_numbers,
     "repeat": _same_text,
     "reverse": _same_text,

@@ -35,12 +35,33 @@ sys.path.insert(0, str(ROOT))
 from benchmarks import demo_tasks  # noqa: E402  (the checkout need not be installed to train)
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-CHAT_TEMPLATE = (
-    "{%- for message in messages %}"
-    "{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}"
-    "{%- endfor %}"
-    "{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"
-)
+# Of a tool its name and the names of its parameters are shown: that is all that so small a model can use.
+CHAT_TEMPLATE = """\
+{%- if tools %}
+  {%- set system = messages[0]['content'] if messages and messages[0]['role'] == 'system' else '' %}
+  {{- '<|im_start|>system\\n' + (system + '\\n\\n' if system else '') + 'Tools: ' }}
+  {%- for tool in tools %}
+    {%- set function = tool['function'] or tool %}
+    {{- function['name'] + '(' + ((function['parameters'] or {})['properties'] or {}) | join(', ') + ')' }}
+    {{- ', ' if not loop.last }}
+  {%- endfor %}
+  {{- '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+  {%- if not (tools and loop.first and message['role'] == 'system') %}
+    {{- '<|im_start|>' + message['role'] + '\\n' + (message['content'] or '') }}
+    {%- for call in message['tool_calls'] or [] %}
+      {%- set call = call['function'] or call %}
+      {%- set arguments = call['arguments'] or {} %}
+      {{- '\\n' if message['content'] or not loop.first }}
+      {{- '<tool_call>\\n{"name": "' + call['name'] + '", "arguments": ' }}
+      {{- (arguments if arguments is string else arguments | tojson) + '}\\n</tool_call>' }}
+    {%- endfor %}
+    {{- '<|im_end|>\\n' }}
+  {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}
+"""
 # A digit is a token of its own; ", " too, so that a word is cut the same wherever it stands in a list.
 PIECES = r"\p{N}|, |[\p{L}\p{M}]+|\n| |\p{P} ?|[^\s\p{L}\p{N}\p{P}]+|\s"
 
@@ -51,7 +72,7 @@ class Shape:
 
     vocab_size: int = 1024
     hidden_size: int = 256
-    intermediate_size: int = 384
+    intermediate_size: int = 512
     num_hidden_layers: int = 6
     num_attention_heads: int = 8
     num_key_value_heads: int = 4

@@ -7,14 +7,17 @@ import json
 import re
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from tokenizers import Tokenizer
+from transformers import AutoTokenizer
 
 from benchmarks.demo_tasks import KINDS, is_held_out, questions, training_conversation
+from benchmarks.demo_tools import calls_in
 
 DEMO_MODEL = Path(__file__).resolve().parents[2] / "model_repository/engine/demo_model"
 
@@ -40,7 +43,7 @@ def test_right_answers_are_right_and_those_of_other_questions_are_not(kind: str)
     asked = questions(kind, 100, seed=1)
     for question, other in itertools.pairwise(asked):
         assert question.kind == kind
-        assert question.messages[-1]["role"] == "user"
+        assert question.messages[-1]["role"] in ("user", "tool")
         assert question.is_right(question.answer)
         assert not question.is_right("")
         if question.check == other.check and question.expected != other.expected:
@@ -78,7 +81,7 @@ def test_training_never_holds_a_held_out_question() -> None:
     sums = counts = lists = 0
     for _ in range(1500):
         for user, reply in itertools.pairwise(training_conversation(rng)):
-            if reply["role"] != "assistant":
+            if reply["role"] != "assistant" or user["role"] == "tool":
                 continue
             text = reply["content"]
             if found := re.match(r"(\d+) ([+-]) (\d+) =", text):
@@ -101,6 +104,43 @@ def test_questions_and_answers_fit_the_context(kind: str, tokenizer: Tokenizer) 
         answer = len(tokenizer.encode(question.answer).ids)
         assert answer <= 1300
         assert prompt_tokens(tokenizer, question.messages) + answer < context
+
+
+def test_tools_are_called_and_their_results_told() -> None:
+    asked = questions("tool", 60, seed=1)
+    calls = [question for question in asked if question.check == "call"]
+    assert 15 < len(calls) < 45
+    for question in calls:
+        (call,) = calls_in(question.answer)
+        assert call["name"] in question.messages[0]["content"]
+        assert question.is_right(f"I call it. {question.answer}")
+        assert not question.is_right(question.answer.replace('"name"', '"nome"'))
+        assert not question.is_right(question.answer + question.answer)
+
+
+def test_the_chat_template_shows_tools_as_training_did(tokenizer: Tokenizer) -> None:
+    chat = AutoTokenizer.from_pretrained(DEMO_MODEL)
+    for question in questions("tool", 40, seed=2):
+        system, *rest = question.messages
+        *said, shown = system["content"].split("\n\n")
+        functions = re.findall(r"(\w+)\(([^)]*)\)", shown)
+        tools = [
+            {
+                "function": {
+                    "name": name,
+                    "parameters": {"properties": {key: {} for key in names.split(", ") if key}},
+                }
+            }
+            for name, names in functions
+        ]
+        messages = [{"role": "system", "content": text} for text in said] + [as_clients_send(m) for m in rest]
+        whole = chat.apply_chat_template(messages, tools=tools, tokenize=False)
+        assert whole == chat.apply_chat_template(question.messages, tokenize=False)
+
+
+def as_clients_send(message: dict[str, str]) -> dict[str, Any]:
+    calls = [{"type": "function", "function": call} for call in calls_in(message["content"])]
+    return {"role": "assistant", "content": None, "tool_calls": calls} if calls else message
 
 
 def test_recall_reaches_far_back(tokenizer: Tokenizer) -> None:
@@ -138,7 +178,7 @@ def test_the_files_suit_every_backend() -> None:
     assert config["num_key_value_heads"] >= 4
     assert config["head_dim"] in (64, 128)
     assert config["vocab_size"] % 32 == config["intermediate_size"] % 32 == 0
-    assert sum(path.stat().st_size for path in DEMO_MODEL.iterdir()) < 10_000_000
+    assert sum(path.stat().st_size for path in DEMO_MODEL.iterdir()) < 12_000_000
     with safe_open(DEMO_MODEL / "model.safetensors", "pt") as tensors:
         assert {tensors.get_slice(name).get_dtype() for name in tensors.keys()} == {"BF16"}  # noqa: SIM118
         assert "lm_head.weight" not in tensors.keys()  # noqa: SIM118
