@@ -117,6 +117,8 @@ class LogitsRunner:
         workspace = sampling_workspace(table.max_rows, config.vocab_size, self.device)
         self._counts = [-(-len(tokens) // page_size) for tokens in sequences.tokens]
         self._tap = _TappedModel(model)
+        graphs = graphs or _graphs(attention, self.device, max_running)
+        self._graphs = _TappedGraphs(graphs) if graphs is not None else None
         self._runner = ModelRunner(
             model=self._tap,
             attention=attention,
@@ -124,12 +126,9 @@ class LogitsRunner:
             table=self._table,
             sampling=sampling,
             sampler=Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace),
+            graphs=self._graphs,
+            longest_prefill=max_seq_len,
         )
-        graphs = graphs or _graphs(attention, self.device, max_running)
-        self._graphs = _TappedGraphs(graphs) if graphs is not None else None
-        self._runner.choose_kernels(self._graphs.sizes if self._graphs is not None else (), max_seq_len)
-        if self._graphs is not None:
-            self._runner.use_graphs(self._graphs)
 
     @torch.inference_mode()
     def run(self, chunk: int) -> torch.Tensor:

@@ -79,7 +79,18 @@ class ModelRunner:
         sampling: SamplingRows,
         sampler: Sampler | None = None,
         tp: TensorParallel | None = None,
+        graphs: GraphRunner | None = None,
+        pieces: PiecewiseRunner | None = None,
+        longest_prefill: int | None = None,
     ) -> None:
+        """Chooses kernels, then captures: the runner is complete once it is constructed.
+
+        Args:
+            graphs: captures the decode step, and serves the steps without a prefill part that fit its sizes.
+            pieces: captures the forward pass, and serves the steps with a prefill part that fit its sizes.
+            longest_prefill: GEMMs are measured and kernels chosen for prefills of up to this many tokens, and for the
+                sizes of `graphs`; None: none is measured.
+        """
         self._model = model
         self.attention = attention
         self._pool = pool
@@ -92,6 +103,16 @@ class ModelRunner:
         self._reader = ResultReader(table.device)
         self._graphs: GraphRunner | None = None
         self._pieces: PiecewiseRunner | None = None
+        with torch.inference_mode():
+            if longest_prefill is not None:
+                model.prepare(graphs.sizes if graphs is not None else (), longest_prefill)
+            if graphs is not None:
+                plain, rehearsed = self._decode_plain, partial(self._decode_plain, rehearses=True)
+                graphs.capture(DecodeSteps(plain, rehearsed, self._decode_extended), self._builder, attention)
+                self._graphs = graphs
+            if pieces is not None:
+                pieces.capture(model.forward, attention, self._builder.prompt_tensors)
+                self._pieces = pieces
 
     @property
     def num_pages(self) -> int:
@@ -107,25 +128,6 @@ class ModelRunner:
     def weight_bytes(self) -> int:
         """Of this rank's part of the model."""
         return sum(parameter.nbytes for parameter in self._model.parameters())
-
-    @torch.inference_mode()
-    def choose_kernels(self, batch_sizes: Sequence[int], longest: int) -> None:
-        """Of products in decode steps of these sizes and in prompts of up to `longest` tokens a step: they may be
-        measured. Before anything is captured."""
-        self._model.prepare(batch_sizes, longest)
-
-    @torch.inference_mode()
-    def use_graphs(self, graphs: GraphRunner) -> None:
-        """Captures the decode step; from now on it serves the steps without a prefill part that fit its sizes."""
-        steps = DecodeSteps(self._decode_plain, partial(self._decode_plain, rehearses=True), self._decode_extended)
-        graphs.capture(steps, self._builder, self.attention)
-        self._graphs = graphs
-
-    @torch.inference_mode()
-    def use_pieces(self, pieces: PiecewiseRunner) -> None:
-        """Captures the forward pass; from now on it serves the steps with a prefill part that fit its sizes."""
-        pieces.capture(self._model.forward, self.attention, self._builder.prompt_tensors)
-        self._pieces = pieces
 
     def close(self) -> None:
         """Frees the captured graphs, which may hold collectives: before the ranks part."""

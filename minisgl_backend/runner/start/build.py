@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -83,7 +84,7 @@ def _build(
         most_rows = runtime.max_prefill_length + runtime.config.max_running_requests
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype), most_rows)
     free_at_start = free_bytes(device)
-    spec, runner_with = _load(runtime, model_config, device, tp, progress)
+    spec, attention, runner_with = _load(runtime, model_config, device, tp, progress)
     max_running, moe = runtime.config.max_running_requests, model_config.mixture
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
     limits = (max_running, runtime.max_prefill_length, runtime.max_seq_len, counts)
@@ -96,29 +97,20 @@ def _build(
         steps = profile_run(trial, runtime, device)
         if graph_max_bs is None:
             graph_max_bs = tp.minimum(choose_graph_max_bs(steps.decode, max_running, free_bytes(device)))
-        captures = graph_max_bs > 0 and (runtime.eager_graphs or trial.attention.supports_graphs)
+        captures = graph_max_bs > 0 and (runtime.eager_graphs or attention.supports_graphs)
         if shares_memory and captures:  # before pages take what memory is left
             tp.share_logits(graph_max_bs, model_config.vocab_size, getattr(torch, runtime.dtype))
         # The last term has room for sampling graphs: in the decode step that was measured all rows edit their logits.
         step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running
     num_pages = tp.minimum(choose_num_pages(runtime, spec, free_at_start, step_bytes))
-    runner = runner_with(num_pages)
-    sizes = _graph_sizes(graph_max_bs or 0, runtime, runner.attention)
+    sizes = _graph_sizes(graph_max_bs or 0, runtime, attention)
     pieces = piece_sizes(runtime.cuda_graph_max_tokens)
-    total = len(sizes) + len(pieces)
-    runner.choose_kernels(sizes, runtime.max_prefill_length)
-    if sizes:
-        graphs: GraphRunner = (
-            EagerGraphRunner(sizes)
-            if runtime.eager_graphs
-            else CudaGraphRunner(sizes, lambda done, _: progress.graphs(done, total))
-        )
-        runner.use_graphs(graphs)
-    if pieces:
-        kind: type[PiecewiseRunner] = EagerPieces if runtime.eager_graphs else PiecewiseCudaGraph
-        runner.use_pieces(
-            kind(pieces, model_config.hidden_size, lambda done, _: progress.graphs(len(sizes) + done, total))
-        )
+    runner = runner_with(
+        num_pages,
+        graphs=_graphs(sizes, runtime, len(pieces), progress) if sizes else None,
+        pieces=_pieces(pieces, runtime, model_config.hidden_size, len(sizes), progress) if pieces else None,
+        longest_prefill=runtime.max_prefill_length,
+    )
     if device.type == "cuda" or runtime.eager_graphs:
         warm_up(runner, *limits)
     graphs_of = [f"graphs up to {max(sizes)} sequences"] if sizes else []
@@ -129,8 +121,9 @@ def _build(
 
 def _load(
     runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
-) -> tuple[AttentionSpec, Callable[[int], ModelRunner]]:
-    """All that does not depend on the number of pages, and what makes a runner with a given number of them."""
+) -> tuple[AttentionSpec, AttentionPair, Callable[..., ModelRunner]]:
+    """All that does not depend on the number of pages, and what makes a runner with a given number of them; it takes
+    the captures of ModelRunner, too."""
     config, dtype = runtime.config, getattr(torch, runtime.dtype)
     model = build_model(
         model_config,
@@ -168,7 +161,7 @@ def _load(
     workspace = sampling_workspace(table.max_rows, vocab_size, device)
     sampler = Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace)
 
-    def runner_with(num_pages: int) -> ModelRunner:
+    def runner_with(num_pages: int, **captures: Any) -> ModelRunner:
         return ModelRunner(
             model=model,
             attention=attention,
@@ -177,9 +170,10 @@ def _load(
             sampling=sampling,
             sampler=sampler,
             tp=tp,
+            **captures,
         )
 
-    return spec, runner_with
+    return spec, attention, runner_with
 
 
 def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: AttentionPair) -> tuple[int, ...]:
@@ -189,6 +183,21 @@ def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: AttentionPair)
         log.warning("attention backend %s has no CUDA graphs; decode runs without them", runtime.decode_backend)
         return ()
     return graph_sizes(largest)
+
+
+def _graphs(sizes: tuple[int, ...], runtime: RuntimeConfig, others: int, progress: StartProgress) -> GraphRunner:
+    """`others`: captures that follow, in the same report of progress."""
+    if runtime.eager_graphs:
+        return EagerGraphRunner(sizes)
+    return CudaGraphRunner(sizes, lambda done, total: progress.graphs(done, total + others))
+
+
+def _pieces(
+    sizes: tuple[int, ...], runtime: RuntimeConfig, hidden_size: int, others: int, progress: StartProgress
+) -> PiecewiseRunner:
+    """`others`: captures that came before, in the same report of progress."""
+    kind: type[PiecewiseRunner] = EagerPieces if runtime.eager_graphs else PiecewiseCudaGraph
+    return kind(sizes, hidden_size, lambda done, total: progress.graphs(others + done, others + total))
 
 
 def _out_of_memory(runtime: RuntimeConfig, device: torch.device, error: Exception) -> str:

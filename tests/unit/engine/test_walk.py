@@ -22,7 +22,6 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.ipc.channel import CoreChannel, FrontChannel
 from minisgl_backend.ipc.messages import Outputs, Submit
 from minisgl_backend.request import Request, SamplingParams
-from minisgl_backend.runner.graphs.whole import EagerGraphRunner
 
 ROOT = Path(minisgl_backend.__file__).parent
 MOST_FILES = 20
@@ -65,9 +64,10 @@ def tracing() -> Iterator[list[str]]:
 
 
 def test_a_decode_step_enters_few_files(channels: tuple[CoreChannel, FrontChannel]) -> None:
-    config = EngineConfig(num_pages=200, max_running_requests=8, mixed_prefill_length=64)
-    engine = build_engine(config, Environment.read({}))
-    engine.core._runner.use_graphs(EagerGraphRunner((1, 2, 4, 8)))  # type: ignore[attr-defined]
+    config = EngineConfig(
+        num_pages=200, max_running_requests=8, mixed_prefill_length=64, cuda_graph_max_bs=8, cuda_graph_max_tokens=0
+    )
+    engine = build_engine(config, Environment.read({"MINISGL_EAGER_GRAPHS": "1"}))
     core, front = channels
     server = CoreServer(engine.core, core, engine.welcome)
     server._heartbeat.ready(on_cpu=False)

@@ -13,7 +13,7 @@ from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.runner.graphs.pieces import EagerPieces
-from minisgl_backend.runner.graphs.whole import EagerGraphRunner
+from minisgl_backend.runner.graphs.whole import EagerGraphRunner, GraphRunner
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.metadata import SamplingRows
@@ -56,6 +56,7 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
         pieces: tuple[int, ...] = (),
         prompt_graphs: bool = False,
         tp: TensorParallel | None = None,
+        graphs: GraphRunner | None = None,
     ) -> ModelRunner:
         model = build_model(config, tiny_model_dir, dtype=torch.float32, device=CPU, max_seq_len=MAX_SEQ_LEN)
         spec = attention_spec(
@@ -72,19 +73,16 @@ def make_runner(tiny_model_dir: Path) -> MakeRunner:
         if prompt_graphs:
             backends = [PromptGraphs(spec, group) for group in spec.groups]
             attention = AttentionPair(spec, backends, backends)
-        runner = ModelRunner(
+        return ModelRunner(
             model=model,
             attention=attention,
             pool=make_pool(spec, 600 // page_size),
             table=table,
             sampling=SamplingRows(table.max_rows, VOCAB, (2,), MAX_SEQ_LEN, CPU),
             tp=tp,
+            graphs=EagerGraphRunner(graph_sizes) if graph_sizes else graphs,
+            pieces=EagerPieces(pieces, config.hidden_size) if pieces else None,
         )
-        if graph_sizes:
-            runner.use_graphs(EagerGraphRunner(graph_sizes))
-        if pieces:
-            runner.use_pieces(EagerPieces(pieces, config.hidden_size))
-        return runner
 
     return make
 

@@ -29,8 +29,8 @@ MANY_PROMPTS = [list(range(1 + index, 3 + 2 * index)) for index in range(len(EVE
 
 def test_captured_sampling_changes_nothing(make_runner: MakeRunner) -> None:
     """Every option alone, in padded batches, and in one that is too large for it."""
-    eager, captured, graphs = make_runner(max_running=24), make_runner(max_running=24), NotedGraphs((1, 4, 16, 24))
-    captured.use_graphs(graphs)
+    graphs = NotedGraphs((1, 4, 16, 24))
+    eager, captured = make_runner(max_running=24), make_runner(max_running=24, graphs=graphs)
     assert graphs.sampling_sizes == (1, 4, 16)
     assert LARGEST_SAMPLING_GRAPH == 16
     expected = say(eager, EVERY_WISH, MANY_PROMPTS, 4)
@@ -78,8 +78,7 @@ def test_tokens_of_decode_steps_alone_go_through_shared_memory(make_runner: Make
     broadcast: list[torch.Tensor] = []
     tp, shared = OtherRank(0, broadcast), NotedTokens()
     tp.__dict__["_peer_logits"] = shared
-    runner = make_runner(max_running=24, tp=tp)
-    runner.use_graphs(NotedGraphs((4, 24)))
+    runner = make_runner(max_running=24, tp=tp, graphs=NotedGraphs((4, 24)))
     shared.sent.clear()
     driver = Driver(4)
     for row in range(2):
@@ -95,10 +94,11 @@ def test_tokens_of_decode_steps_alone_go_through_shared_memory(make_runner: Make
 
 def test_the_other_ranks_make_the_collectives_of_captured_sampling(make_runner: MakeRunner) -> None:
     sent: list[torch.Tensor] = []
-    first, second = (make_runner(max_running=24, tp=OtherRank(rank, sent)) for rank in (0, 1))
     graphs = NotedGraphs((4, 24))
-    for runner, kind in ((first, NotedGraphs((4, 24))), (second, graphs)):
-        runner.use_graphs(kind)
+    kinds = (NotedGraphs((4, 24)), graphs)
+    first, second = (
+        make_runner(max_running=24, tp=OtherRank(rank, sent), graphs=kind) for rank, kind in enumerate(kinds)
+    )
     assert not sent, "both have captured the same ones"
     driver, wishes = Driver(4), [EVERY_WISH[index] for index in (2, 5, 14, 19)]
     for row, wish in enumerate(wishes):
