@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -22,6 +23,8 @@ from minisgl_backend.process.processes import Process, descendants, environment_
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE_SECONDS = 120.0  # far above what anything needs: the machine may be busy
+PORTS = (20_000, 32_000)  # below those that Linux takes for connections
+PORT_LANES = 16
 START_SECONDS = 240.0  # the first start on a machine also reads torch from disk
 
 
@@ -205,10 +208,18 @@ def command_line(pid: int) -> str:
         return ""
 
 
-def free_ports(count: int) -> Sequence[int]:
-    """Ports that nobody listens on."""
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on. Not those that the kernel gives to whoever connects, and none that another worker
+    of pytest-xdist may find free at the same moment."""
+    lane = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]) % PORT_LANES
+    found: list[int] = []
+    candidates = [start + lane for start in range(*PORTS, PORT_LANES)]
+    random.SystemRandom().shuffle(candidates)  # whatever a test has seeded
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in sockets:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in sockets]
+        for port in candidates:
+            if len(found) == count:
+                return found
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                found.append(port)
+    raise OSError(f"no {count} free ports between {PORTS[0]} and {PORTS[1]}")

@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +20,36 @@ if shutil.which("nvidia-smi") is None:
 # A shell starts background jobs with SIGINT ignored, and children inherit that: Ctrl-C tests would wait forever.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# The size of the terminal, as readline hands it to the workers of pytest-xdist: to programs that a test starts in a
+# terminal of its own it would be a lie.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    for variable in ("COLUMNS", "LINES"):
+        os.environ.pop(variable, None)
+
+# Under pytest-xdist one worker runs a file from beginning to end, so that a module's fixtures are made once, and all
+# files of a group as if they were one. Tests of Ctrl-C, other signals and real time-outs are one, at the end of a run:
+SERIAL = (
+    "unit/client/test_chat_session.py",
+    "unit/client/test_ctrl_c.py",
+    "unit/client/test_load_generator.py",
+    "unit/grammar/test_grammar_compilers.py",
+    "unit/grammar/test_grammar_pace.py",
+    "unit/process/test_stop_signals.py",
+    "unit/test_steal_watch.py",
+)
+# End to end, all but these share the servers that a session starts once:
+OWN_SERVERS = (
+    "e2e/test_data_parallel_server.py",
+    "e2e/test_new_repository_served.py",
+    "e2e/test_nodes_server.py",
+    "e2e/test_openai_scripted.py",
+    "e2e/test_openai_supervised.py",
+    "e2e/test_path.py",
+    "e2e/test_supervised_faults.py",
+    "e2e/test_supervision.py",
+    "e2e/test_windows.py",
+)
 
 # Other people's tests, which tests/e2e/test_third_party_clients.py runs against a server.
 collect_ignore = ["third_party", "e2e/vllm_ci"]
@@ -55,7 +86,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--questions", type=int, default=50, help="questions of each kind in the full matrix (50)")
 
 
+def worker_group(path: str) -> str:
+    """What one worker runs without a break, of a test file's path."""
+    if path.endswith(SERIAL):
+        return "serial"
+    if "tests/e2e/" in path and not path.endswith(OWN_SERVERS):
+        return "servers"
+    return path
+
+
+def worker_turn(path: str) -> int:
+    """What takes long comes first, and last what a busy machine could mislead."""
+    group = worker_group(path)
+    return 0 if group == "servers" else 1 if path.endswith(OWN_SERVERS) else 3 if group == "serial" else 2
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return worker_group(nodeid.partition("::")[0])
+
+    config.option.loadscopereorder = False
+    return ByGroup(config, log)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: worker_turn(item.path.as_posix()))
     if config.getoption("--full"):
         return
     for item in items:

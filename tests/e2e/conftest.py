@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,13 +11,18 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+from benchmarks.served import free_ports
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.repository import render_repository
-from minisgl_backend.host.triton_server import find_triton_server
+from minisgl_backend.host.triton_server import DIE_WITH_PARENT, find_triton_server
 from tests.e2e.wire import Server
+
+if TYPE_CHECKING:
+    from tests.e2e.openai_stack import Endpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 240.0  # a busy machine; an idle one needs ten
@@ -36,6 +40,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 def null_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     """The same without a model: 200 tokens a second for each stream, however many there are."""
     with RunningServer(tmp_path_factory.mktemp("null"), {"runner": "null", "null_runner_rate": "200"}) as found:
+        yield found
+
+
+@pytest.fixture(scope="session")
+def endpoint(server: Server) -> Iterator[Endpoint]:
+    """An OpenAI endpoint of two processes before the demo model's server."""
+    from tests.e2e.openai_stack import running_endpoint  # which imports this module
+
+    with running_endpoint(server, workers=2) as found:
         yield found
 
 
@@ -82,7 +95,7 @@ class RunningServer:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 # As the command `tritonserver` of the environment starts it; it becomes the server.
-                [sys.executable, "-m", "minisgl_backend.host.triton_server", *arguments],
+                [sys.executable, "-m", "minisgl_backend.host.triton_server", DIE_WITH_PARENT, *arguments],
                 cwd=ROOT,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -119,15 +132,3 @@ class RunningServer:
 
     def _tail(self) -> str:
         return self._log.read_text(errors="replace")[-4000:]
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [one.getsockname()[1] for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()

@@ -14,8 +14,9 @@ from typing import Any
 
 import openai
 
+from benchmarks.served import free_ports
 from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
-from tests.e2e.conftest import RunningServer, free_ports
+from tests.e2e.conftest import RunningServer
 from tests.e2e.wire import PATIENCE_SECONDS, Server
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +10,10 @@ import pytest
 from typer.testing import CliRunner
 
 from client.cli import app
-from tests.e2e.openai_stack import Endpoint, running_endpoint
+from tests.e2e.openai_stack import Endpoint
 from tests.e2e.wire import Server
 
 pytestmark = pytest.mark.e2e
-
-
-@pytest.fixture(scope="module")
-def endpoint(server: Server) -> Iterator[Endpoint]:
-    with running_endpoint(server) as found:
-        yield found
 
 
 @pytest.fixture(params=["grpc", "http", "openai", "openai chat"])

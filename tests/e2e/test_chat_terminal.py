@@ -13,19 +13,13 @@ from typing import Any
 import pytest
 
 from client.metrics import fetch_metrics
-from tests.e2e.openai_stack import Endpoint, running_endpoint
+from tests.e2e.openai_stack import Endpoint
 from tests.e2e.wire import PATIENCE_SECONDS, Server
 
 pexpect = pytest.importorskip("pexpect")
 pytestmark = pytest.mark.e2e
 
 COUNTING = r"17, 18, 19"  # in the middle of a long answer
-
-
-@pytest.fixture(scope="module")
-def endpoint(server: Server) -> Iterator[Endpoint]:
-    with running_endpoint(server) as found:
-        yield found
 
 
 @pytest.fixture(params=["grpc", "http", "openai", "local"])

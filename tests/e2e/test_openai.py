@@ -11,7 +11,6 @@ import ssl
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from tests.e2e.conftest import free_ports
+from benchmarks.served import free_ports
 from tests.e2e.openai_stack import Endpoint, fetch, running_endpoint
 from tests.e2e.wire import Server
 from tests.integration.browser import chromium
@@ -42,12 +41,6 @@ TOOL = {
         },
     },
 }
-
-
-@pytest.fixture(scope="module")
-def endpoint(server: Server) -> Iterator[Endpoint]:
-    with running_endpoint(server, workers=2) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

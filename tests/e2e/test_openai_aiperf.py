@@ -7,25 +7,18 @@ import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.conftest import ROOT
-from tests.e2e.openai_stack import Endpoint, running_endpoint
-from tests.e2e.wire import PATIENCE_SECONDS, Server
+from tests.e2e.openai_stack import Endpoint
+from tests.e2e.wire import PATIENCE_SECONDS
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1200)]
 
 DEMO = ROOT / "model_repository" / "engine" / "demo_model"
 REQUESTS, OUTPUT_TOKENS = 20, 24
-
-
-@pytest.fixture(scope="module")
-def endpoint(server: Server) -> Iterator[Endpoint]:
-    with running_endpoint(server) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.e2e.openai_stack import Endpoint, running_endpoint
-from tests.e2e.wire import PATIENCE_SECONDS, Server
+from tests.e2e.openai_stack import Endpoint
+from tests.e2e.wire import PATIENCE_SECONDS
 
 pytestmark = pytest.mark.e2e
 
 PROGRAMS = Path(__file__).parent / "frameworks"
-
-
-@pytest.fixture(scope="module")
-def endpoint(server: Server) -> Iterator[Endpoint]:
-    with running_endpoint(server) as found:
-        yield found
 
 
 @pytest.mark.parametrize("program", sorted(PROGRAMS.glob("with_*.py")), ids=lambda program: program.stem)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import random
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,8 +12,8 @@ import pytest
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
-from tests.e2e.openai_stack import Endpoint, running_endpoint
-from tests.e2e.wire import Server, lasting_processes
+from tests.e2e.openai_stack import Endpoint
+from tests.e2e.wire import lasting_processes
 
 pytestmark = pytest.mark.e2e
 
@@ -63,12 +62,6 @@ VALUES: list[Any] = [
     "\ud800",
     "[" * 500,
 ]
-
-
-@pytest.fixture(scope="module")
-def endpoint(server: Server) -> Iterator[Endpoint]:
-    with running_endpoint(server) as found:
-        yield found
 
 
 def check(endpoint: Endpoint, path: str, body: dict[str, Any], *, field: str | None = None) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import openai
@@ -12,8 +11,7 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from tests.e2e.openai_stack import Endpoint, running_endpoint
-from tests.e2e.wire import Server
+from tests.e2e.openai_stack import Endpoint
 
 pytestmark = pytest.mark.e2e
 
@@ -35,12 +33,6 @@ TOOL: Any = {
 class Weather(BaseModel):
     city: Literal["Rome", "Oslo"]
     sunny: bool
-
-
-@pytest.fixture(scope="module")
-def endpoint(server: Server) -> Iterator[Endpoint]:
-    with running_endpoint(server) as found:
-        yield found
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,10 @@ from typing import Any
 import openai
 import pytest
 
-from benchmarks.served import Served
+from benchmarks.served import Served, free_ports
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.triton_server import find_triton_server
 from minisgl_backend.process.processes import descendants, process_table
-from tests.e2e.conftest import free_ports
 from tests.e2e.openai_stack import fetch_url
 from tests.e2e.wire import PATIENCE_SECONDS
 

@@ -11,7 +11,6 @@ import faulthandler
 import multiprocessing
 import os
 import random
-import socket
 import sys
 import time
 import traceback
@@ -21,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.served import free_ports
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.tensor_parallel import SumWay
 
@@ -39,9 +39,7 @@ LONG = 8448  # rows of the longest pass
 
 def on_ranks(size: int, work: Callable[..., None], *arguments: Any) -> None:
     """Runs work(tp, device, *arguments) in a process for each rank; fails where one fails or hangs."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
     context = multiprocessing.get_context("spawn")
     ranks = [
         context.Process(target=rank_main, args=(rank, size, port, work, arguments), daemon=True) for rank in range(size)

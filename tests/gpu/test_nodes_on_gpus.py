@@ -19,13 +19,14 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.served import free_ports
 from minisgl_backend import LLM
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.process.node_options import SECRET
 from tests.integration.conftest import wait_for
-from tests.integration.test_nodes import LOST_S, Node, free_port
+from tests.integration.test_nodes import LOST_S, Node
 from tests.integration.test_tensor_parallel import QUESTIONS
 
 ENVIRONMENT = Environment.read()
@@ -81,7 +82,7 @@ def test_two_nodes_answer_as_one_and_a_lost_one_is_told(tmp_path: Path, monkeypa
     with LLM("demo", **PAIR, disable_pynccl=True) as llm:
         note_times(llm, "one node, NCCL alone")
     monkeypatch.setenv(SECRET, "the secret of two nodes on one machine")
-    config = EngineConfig(**PAIR, nodes=2, rendezvous=f"127.0.0.1:{free_port()}")
+    config = EngineConfig(**PAIR, nodes=2, rendezvous=f"127.0.0.1:{free_ports(1)[0]}")
     second = {**os.environ, "CUDA_VISIBLE_DEVICES": "1"} if ON_GPUS else os.environ
     node = Node(config, tmp_path / "node.log", environment=second)
     options = {name: value for name, value in dataclasses.asdict(config).items() if name != "model"}

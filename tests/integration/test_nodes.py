@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.served import free_ports
 from minisgl_backend.config import OPTIONS as OPTIONS_TABLE
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
@@ -26,12 +26,6 @@ from tests.integration.conftest import Front, alive, wait_for
 from tests.integration.test_tensor_parallel import OPTIONS, answers, followers_of
 
 LOST_S = 2.0  # until those who wait hear that a node is lost
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class Node:
@@ -46,7 +40,7 @@ class Node:
         node_rank: int | None = 1,
     ) -> None:
         """`prefix`: of the command. `node_rank`: None where the environment says it."""
-        self.health_port = free_port()
+        self.health_port = free_ports(1)[0]
         given = ((option.name, getattr(config, option.name), option.default) for option in OPTIONS_TABLE.values())
         flags = {name: value for name, value, default in given if value != default}
         command = [*prefix, sys.executable, "-m", "minisgl_backend.host.server_supervisor"]
@@ -95,7 +89,7 @@ def make_node(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 def over_two(tp: int) -> EngineConfig:
-    return EngineConfig(tp=tp, nodes=2, rendezvous=f"127.0.0.1:{free_port()}", **OPTIONS)  # type: ignore[arg-type]
+    return EngineConfig(tp=tp, nodes=2, rendezvous=f"127.0.0.1:{free_ports(1)[0]}", **OPTIONS)  # type: ignore[arg-type]
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +218,7 @@ def test_a_machine_that_is_gone_without_a_word(
     make_front: Callable[..., Front], make_node: Callable[..., Node], cable: str
 ) -> None:
     """Its cable is cut: no connection ends, nothing comes any more."""
-    rendezvous = f"10.213.77.1:{free_port()}"
+    rendezvous = f"10.213.77.1:{free_ports(1)[0]}"
     config = EngineConfig(tp=2, nodes=2, rendezvous=rendezvous, **OPTIONS)  # type: ignore[arg-type]
     make_node(config, "ip", "netns", "exec", cable)
     front = make_front(config)

@@ -14,9 +14,10 @@ from pathlib import Path
 import pytest
 
 import minisgl_backend
+from benchmarks.served import free_ports
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.triton_server import find_triton_server
-from tests.e2e.conftest import START_SECONDS, STOP_SECONDS, free_ports
+from tests.e2e.conftest import START_SECONDS, STOP_SECONDS
 from tests.e2e.openai_stack import fetch_url
 from tests.packaging.installed import ROOT, Distribution, Installation, build, install
 

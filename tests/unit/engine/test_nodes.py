@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import minisgl_backend
+from benchmarks.served import free_ports
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine import nodes as nodes_module
 from minisgl_backend.engine.nodes import Nodes
@@ -38,17 +39,11 @@ SECRET = b"a secret of the nodes"
 DEMO = find_model_dir("demo")
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 class Meeting:
     """Nodes on a free port, and connections to them."""
 
     def __init__(self, store_port: int = 1) -> None:
-        self.address = f"127.0.0.1:{free_port()}"
+        self.address = f"127.0.0.1:{free_ports(1)[0]}"
         self.config = EngineConfig(tp=4, nodes=2, rendezvous=self.address)
         self.nodes = Nodes(self.config, Environment.read({}), DEMO, store_port, SECRET)
         self._connections: list[socket.socket] = []

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.served import free_ports
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.engine import nodes as nodes_module
 from minisgl_backend.engine.nodes import Nodes
@@ -38,9 +39,7 @@ class Group:
     """Node 0 of a group, which may begin anew, and a node beside it."""
 
     def __init__(self, nodes: int = 2, start_timeout_s: float = 0.0, exit_timeout_s: float = 30.0) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
+        address = f"127.0.0.1:{free_ports(1)[0]}"
         self.config = EngineConfig(tp=nodes, nodes=nodes, rendezvous=address)
         self.environment = Environment.read({})
         self.store = socket.create_server(("127.0.0.1", 0))

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.served import free_ports
 from minisgl_backend import tensor_parallel
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -28,9 +29,7 @@ CPU = torch.device("cpu")
 
 def on_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
     """Runs `work` on every rank at once; results in rank order."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    (port,) = free_ports(1)
 
     def rank_main(rank: int) -> Any:
         tp = TensorParallel.connect(rank, size, "127.0.0.1", port, CPU, timeout_s=60)

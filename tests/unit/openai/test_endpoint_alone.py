@@ -19,10 +19,10 @@ from typing import Any
 
 import pytest
 
+from benchmarks.served import free_ports
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host import openai_endpoint
 from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
-from tests.e2e.conftest import free_ports
 
 PATIENCE_SECONDS = 120.0
 

@@ -18,8 +18,8 @@ import grpc
 import pytest
 from tritonclient.grpc import service_pb2
 
+from benchmarks.served import free_ports
 from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
-from tests.e2e.conftest import free_ports
 
 TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
 PATHS: dict[str, dict[str, Any]] = {
