@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import importlib.util
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from minisgl_backend.engine.progress import ProgressReport, mebibytes
 from minisgl_backend.environment import Environment
 from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.grammars import Grammars
+from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -94,17 +96,18 @@ def build_engine(
         undo.callback(heartbeat.close)
         model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
         model = ModelConfig.load(model_dir)
+        compilers = _grammar_compilers(config, model_dir, model, owns_process)
+        undo.callback(compilers.close)
         if config.runner == "null":
             runner, limits, description, close = _null_runner(config, environment, model_dir, model)
             heartbeat.ready(on_cpu=False)
         else:
+            if importlib.util.find_spec("xgrammar") is not None:
+                compilers.warm()
             runner, limits, description, close = _model_runner(
                 config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat, owns_process
             )
         undo.callback(close)
-        compilers = GrammarCompilers(
-            lambda: _load_tokenizer(config, model_dir), vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids
-        )
         grammars = Grammars(compilers)
         scheduler = Scheduler(limits)
         health_check = None if config.runner == "null" else _health_check_plan(config)
@@ -120,6 +123,14 @@ def build_engine(
         description=f"{description}, {'overlapped' if overlap else 'sequential'} scheduling",
     )
     return Engine(core, welcome, model_dir, model, heartbeat, close)
+
+
+def _grammar_compilers(
+    config: EngineConfig, model_dir: Path, model: ModelConfig, owns_process: bool
+) -> GrammarCompilers:
+    source = TokenizerSource(str(model_dir), config.trust_remote_code, model.vocab_size, list(model.eos_token_ids))
+    # An engine core has no use for transformers; other threads of a program that holds an engine may.
+    return GrammarCompilers(source, without=["transformers"] if owns_process else [])
 
 
 def resolve_options(config: EngineConfig, environment: Environment) -> tuple[RuntimeConfig, ModelConfig]:

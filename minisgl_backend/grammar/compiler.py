@@ -1,4 +1,4 @@
-"""A grammar compiler's own process: `python -m minisgl_backend.grammar.compiler`, started by `grammar_compilers`.
+"""A grammar compiler's own process: `python -m minisgl_backend.grammar.compiler`, started by an engine core.
 
 Some grammars of a few kilobytes take xgrammar minutes and gigabytes, and nothing can interrupt it: a process can be
 ended, and has a bound on its memory. What took it little time is known to be harmless, and the engine core compiles it
@@ -10,13 +10,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import os
 import re
 import resource
 import sys
 import time
-from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -24,16 +21,16 @@ import numpy as np
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.grammar.helper import begin_helper
+from minisgl_backend.grammar.light_import import UNUSED, import_xgrammar
 from minisgl_backend.grammar.pace import LATE_S, TOO_SLOW
 from minisgl_backend.grammar.short_strings import unrolled
-from minisgl_backend.process.spawn import TIED, begin_child
 from minisgl_backend.request import Grammar
 
 MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
-SENT_FROM_S = 0.4  # what takes longer is sent as JSON, unless that is slower
+SENT_FROM_S = 0.02  # what takes longer is sent as JSON, unless that is slower
 SECONDS_A_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
 MOST_BYTES = 512 << 20  # of a compiled grammar
-NICENESS = 10  # two that take long would take both processors of a small machine from the engine
 MORE_BYTES = 3 << 30  # of address space, beyond what the process has once it is ready
 PACE_TOKENS = 24  # an answer of so many is tried, none of which may take longer than LATE_S
 READY = b"ready"
@@ -50,17 +47,11 @@ class Answer(msgspec.Struct, frozen=True):
 def main(arguments: list[str] | None = None) -> int:
     """Says READY, takes the tokenizer, then answers one Grammar after the other until the connection closes."""
     parser = argparse.ArgumentParser(description="Compiles grammars for an engine core, which starts it.")
-    parser.add_argument("--fd", type=int, required=True, help="a connection to the engine core")
-    parser.add_argument(TIED, action="store_true")
-    options = parser.parse_args(arguments)
-    begin_child("grammars", "WARNING", tied=options.tied)
-    os.nice(NICENESS)
-    with contextlib.suppress(OSError):
-        # Where memory runs out, a compiler is what can be done without.
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
-    connection = Connection(options.fd)
-    import xgrammar
-
+    helper = begin_helper(parser, arguments)
+    connection = helper.connection
+    with helper.or_else_whole():
+        xgrammar = import_xgrammar(helper.without(UNUSED))
+        _try_library(xgrammar)
     with contextlib.suppress(EOFError, BrokenPipeError):
         connection.send_bytes(READY)
         info = xgrammar.TokenizerInfo.deserialize_json(connection.recv_bytes().decode())
@@ -73,6 +64,13 @@ def main(arguments: list[str] | None = None) -> int:
             grammar = msgspec.msgpack.decode(connection.recv_bytes(), type=Grammar)
             connection.send_bytes(msgspec.msgpack.encode(_answer(compiler, lengths, grammar)))
     return 0
+
+
+def _try_library(xgrammar: Any) -> None:
+    """All that compiling needs is there. Raises whatever is wrong."""
+    info = xgrammar.TokenizerInfo([bytes([byte]) for byte in range(256)], stop_token_ids=[0])
+    compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+    try_answer(compile_grammar(compiler, Grammar(kind="json_schema", text='{"enum": ["a"]}')), text_lengths(info))
 
 
 def _limit_memory() -> None:

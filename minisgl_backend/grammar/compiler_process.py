@@ -1,46 +1,86 @@
-"""One process that compiles grammars, as the engine core holds it."""
+"""The processes that help with grammars, as the engine core holds them."""
 
 from __future__ import annotations
 
 import socket
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 import msgspec
 
 from minisgl_backend.grammar.compiler import Answer
+from minisgl_backend.grammar.light_import import ENVIRONMENT
+from minisgl_backend.grammar.tokenizer_info import Description, TokenizerSource
 from minisgl_backend.process.spawn import start_child
 from minisgl_backend.request import Grammar
 
-# Of a process, which imports torch since xgrammar does: it needs no GPU, and tvm-ffi is to build nothing for torch.
-ENVIRONMENT = {"CUDA_VISIBLE_DEVICES": "", "TVM_FFI_DISABLE_TORCH_C_DLPACK": "1"}
-START_S = 120.0  # for a process to be ready: it imports for seconds, from a slow disk for longer
+START_S = 300.0  # for a process to be ready: it imports for seconds, from a slow disk for longer
 
 
-class CompilerProcess:
-    """One process, which compiles one grammar after the other. Used by the thread that started it, but for `kill`."""
+class HelperProcess:
+    """One process and the connection to it. Used by the thread that started it, but for `kill`."""
 
-    def __init__(self) -> None:
+    def __init__(self, module: str, arguments: Sequence[str] = ()) -> None:
         """Starts it; it ends with the thread that does. Raises OSError where that cannot be done."""
         ours, theirs = socket.socketpair()
         self._connection = Connection(ours.detach())
         try:
             with theirs:
-                arguments, fds = ["--fd", str(theirs.fileno())], (theirs.fileno(),)
+                # No GPU: where a helper imports torch after all, it is not to open one.
+                environment = {"CUDA_VISIBLE_DEVICES": "", **ENVIRONMENT}
                 self._popen = start_child(
-                    "minisgl_backend.grammar.compiler", arguments, fds=fds, tied=True, environment=ENVIRONMENT
+                    module,
+                    [*arguments, "--fd", str(theirs.fileno())],
+                    fds=(theirs.fileno(),),
+                    tied=True,
+                    environment=environment,
                 )
         except OSError:
             self._connection.close()
             raise
 
+    def receive(self) -> bytes:
+        """Raises EOFError or OSError where the process has died, or says nothing for START_S."""
+        if not self._connection.poll(START_S):
+            raise EOFError(f"it was not ready after {START_S:g} s")
+        return self._connection.recv_bytes()
+
+    def kill(self) -> None:
+        """Any thread may; whoever waits for an answer hears that it has died."""
+        self._popen.kill()
+
+    def end(self) -> None:
+        self._popen.kill()
+        self._popen.wait()
+        if self._popen.stdin is not None:
+            self._popen.stdin.close()
+        self._connection.close()
+
+
+class TokenizerProcess(HelperProcess):
+    """Describes the model's tokenizer."""
+
+    def __init__(self, source: TokenizerSource) -> None:
+        """Raises OSError."""
+        super().__init__("minisgl_backend.grammar.tokenizer_info", ["--source", msgspec.json.encode(source).decode()])
+
+    def description(self) -> Description:
+        """Raises EOFError or OSError where the process has died."""
+        return msgspec.msgpack.decode(self.receive(), type=Description)
+
+
+class CompilerProcess(HelperProcess):
+    """Compiles one grammar after the other."""
+
+    def __init__(self) -> None:
+        """Raises OSError."""
+        super().__init__("minisgl_backend.grammar.compiler")
+
     def wait_ready(self, tokenizer_info: str) -> None:
         """Hands over the tokenizer, as xgrammar's JSON. Raises EOFError or OSError where the process is not ready."""
-        for message in (tokenizer_info.encode(), None):
-            if not self._connection.poll(START_S):
-                raise EOFError(f"it was not ready after {START_S:g} s")
-            self._connection.recv_bytes()
-            if message is not None:
-                self._connection.send_bytes(message)
+        self.receive()
+        self._connection.send_bytes(tokenizer_info.encode())
+        self.receive()
 
     def begin(self, grammar: Grammar) -> None:
         """Raises OSError where the process has died."""
@@ -53,14 +93,3 @@ class CompilerProcess:
     def answer(self) -> Answer:
         """Raises EOFError or OSError where the process has died."""
         return msgspec.msgpack.decode(self._connection.recv_bytes(), type=Answer)
-
-    def kill(self) -> None:
-        """Any thread may; whoever waits for an answer hears that it has died."""
-        self._popen.kill()
-
-    def end(self) -> None:
-        self._popen.kill()
-        self._popen.wait()
-        if self._popen.stdin is not None:
-            self._popen.stdin.close()
-        self._connection.close()

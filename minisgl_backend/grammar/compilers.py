@@ -8,44 +8,27 @@ not long ago, waits for nothing.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import queue
 import threading
-import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
 from minisgl_backend.grammar.compiler import compile_grammar
-from minisgl_backend.grammar.compiler_process import CompilerProcess
+from minisgl_backend.grammar.compiler_process import CompilerProcess, HelperProcess, TokenizerProcess
+from minisgl_backend.grammar.jobs import Job, Limits, Outcome
+from minisgl_backend.grammar.light_import import import_xgrammar
 from minisgl_backend.grammar.memory import GrammarMemory
+from minisgl_backend.grammar.tokenizer_info import TokenizerSource
+from minisgl_backend.grammar.worker import Worker
 from minisgl_backend.request import Grammar
 
 log = logging.getLogger(__name__)
 
-QUICK_S = 1.0  # what takes longer is slow
-DEADLINE_S = 30.0  # for one that is slow, beyond the QUICK_S after which it is
-LOOK_S = 0.2  # between looks whether somebody still waits for a slow one
 CACHE_BYTES = 128 << 20  # of compiled grammars
-MAX_SLOW = 2  # at a time, each of which takes a processor
-MAX_SLOW_WAITING = 16
-IDLE_S = 60.0  # after which all workers but one end
-
-
-# (xgrammar's CompiledGrammar, None) or (None, why not).
-Outcome = tuple[Any, MinisglError | None]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A grammar to be compiled. Both functions are called on a compiler's thread, or on that of `submit`."""
-
-    grammar: Grammar
-    is_wanted: Callable[[], bool]  # False: somebody has cancelled it
-    done: Callable[[Any, MinisglError | None], None]  # of an Outcome
 
 
 @dataclass
@@ -69,20 +52,21 @@ class _Tokenizer:
 
 
 class GrammarCompilers:
-    """All compilers of one engine; nothing is started before the first grammar."""
+    """All compilers of one engine; nothing is started before `warm` or the first grammar."""
 
-    def __init__(self, load_tokenizer: Callable[[], Any], *, vocab_size: int, eos_token_ids: Iterable[int]) -> None:
-        """`load_tokenizer` returns the model's transformers tokenizer."""
+    def __init__(self, source: TokenizerSource, *, without: Sequence[str] = (), limits: Limits = Limits()) -> None:
+        """`without`: packages that xgrammar imports and this process has no use for. No other thread may import them
+        while the first grammar is compiled."""
         self.memory = GrammarMemory(CACHE_BYTES)
-        self._load_tokenizer = load_tokenizer
-        self._vocab_size = vocab_size
-        self._eos_token_ids = list(eos_token_ids)
+        self.limits = limits
+        self._source = source
+        self._without = without
         self._todo: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._tokenizer_lock = threading.Lock()  # loading takes a second
+        self._tokenizer_lock = threading.Lock()  # loading takes seconds
         self._tokenizer: _Tokenizer | None = None
         self._lock = threading.RLock()  # of what follows; an engine may be collected, and closed, on any thread
         self._threads: list[threading.Thread] = []
-        self._processes: set[CompilerProcess] = set()
+        self._processes: set[HelperProcess] = set()
         self._closed = False
         self._num_slow = 0  # at work
         self._slow_todo: deque[Job] = deque()
@@ -96,6 +80,12 @@ class GrammarCompilers:
     def num_waiting(self) -> int:
         """Grammars that no process has yet, those included that nobody waits for any more."""
         return self._todo.qsize() + len(self._slow_todo)
+
+    def warm(self) -> None:
+        """Starts what the first grammar would wait for. Other processes do nearly all of it; whatever is wrong, the
+        first grammar's sender hears of."""
+        if not self._threads:
+            self._add_thread()
 
     def submit(self, job: Job) -> None:
         """Raises CapacityError where the machine has no thread left for the first one."""
@@ -123,9 +113,9 @@ class GrammarCompilers:
 
     def _add_thread(self) -> None:
         with self._lock:
-            if self._closed or len(self._threads) > MAX_SLOW:
+            if self._closed or len(self._threads) > self.limits.max_slow:
                 return
-            thread = threading.Thread(target=_Worker(self).run, name="grammar-compiler", daemon=True)
+            thread = threading.Thread(target=Worker(self).run, name="grammar-compiler", daemon=True)
             try:
                 thread.start()
             except RuntimeError as error:
@@ -139,7 +129,7 @@ class GrammarCompilers:
         """Waits for it. None: closed, or there are enough workers without the one that asks."""
         while True:
             try:
-                job = self._todo.get(timeout=IDLE_S)
+                job = self._todo.get(timeout=self.limits.idle_s)
             except queue.Empty:
                 with self._lock:
                     if len(self._threads) > 1 + self._num_slow:
@@ -162,7 +152,7 @@ class GrammarCompilers:
     def begin_slow_job(self) -> bool:
         """False where as many as may are compiled. Where it is True, another worker takes the next quick ones."""
         with self._lock:
-            if self._num_slow >= MAX_SLOW:
+            if self._num_slow >= self.limits.max_slow:
                 return False
             self._num_slow += 1
             self._add_thread()
@@ -175,15 +165,15 @@ class GrammarCompilers:
     def put_off(self, job: Job) -> None:
         """Until a slow one has ended. Raises CapacityError where too many wait for that."""
         with self._lock:
-            if len(self._slow_todo) >= MAX_SLOW_WAITING:
+            if len(self._slow_todo) >= self.limits.max_slow_waiting:
                 left = [one for one in self._slow_todo if not self._flights[one.grammar].is_wanted()]
                 for one in left:
                     self._slow_todo.remove(one)
                     self.land(one, None)
-            if len(self._slow_todo) >= MAX_SLOW_WAITING:
+            if len(self._slow_todo) >= self.limits.max_slow_waiting:
                 raise CapacityError(
-                    f"guided_decoding_guide takes longer than {QUICK_S:g} s to compile, and {MAX_SLOW_WAITING} others "
-                    "that do wait for their turn; try again later"
+                    f"guided_decoding_guide takes longer than {self.limits.quick_s:g} s to compile, and "
+                    f"{self.limits.max_slow_waiting} others that do wait for their turn; try again later"
                 )
             self._slow_todo.append(job)
 
@@ -216,43 +206,54 @@ class GrammarCompilers:
     def start_process(self) -> CompilerProcess:
         """One that is ready. Raises CapacityError where there can be none now, InvalidRequestError where the model's
         tokenizer cannot be used."""
+        process: CompilerProcess | None = None
         try:
             process = CompilerProcess()
+            self._note_process(process)
+            tokenizer = self._take_tokenizer()  # while the process imports
+            process.wait_ready(tokenizer.json)
+        except MinisglError:
+            self.end_process(process)
+            raise
+        except EOFError as error:
+            self.end_process(process)
+            reason = str(error) or "it ended"
+            raise CapacityError(f"a grammar compiler did not start: {reason}; try again later") from error
         except OSError as error:
+            self.end_process(process)
             raise CapacityError(f"a grammar compiler cannot be started: {error}; try again later") from error
+        return process
+
+    def _note_process(self, process: HelperProcess) -> None:
+        """It ends when the compilers are closed."""
         with self._lock:
             self._processes.add(process)
             if self._closed:
                 process.kill()
-        try:
-            tokenizer = self._take_tokenizer()  # while the process imports
-        except Exception as error:
-            self.end_process(process)
-            raise InvalidRequestError(f"guided_decoding_guide cannot be compiled: {error}") from error
-        try:
-            process.wait_ready(tokenizer.json)
-        except (EOFError, OSError) as error:
-            self.end_process(process)
-            reason = str(error) or "it ended"
-            raise CapacityError(f"a grammar compiler did not start: {reason}; try again later") from error
-        return process
 
-    def end_process(self, process: CompilerProcess) -> None:
-        with self._lock:
-            self._processes.discard(process)
-        process.end()
+    def end_process(self, process: HelperProcess | None) -> None:
+        if process is not None:
+            with self._lock:
+                self._processes.discard(process)
+            process.end()
 
     def _take_tokenizer(self) -> _Tokenizer:
+        """Raises InvalidRequestError where xgrammar cannot use it, EOFError or OSError where no process tells."""
         with self._tokenizer_lock:
             if self._tokenizer is None:
-                import xgrammar
-
-                info = xgrammar.TokenizerInfo.from_huggingface(
-                    self._load_tokenizer(), vocab_size=self._vocab_size, stop_token_ids=self._eos_token_ids or None
-                )
+                process = TokenizerProcess(self._source)
+                self._note_process(process)
+                try:
+                    description = process.description()
+                finally:
+                    self.end_process(process)
+                if description.error:
+                    raise InvalidRequestError(f"guided_decoding_guide cannot be compiled: {description.error}")
+                xgrammar = import_xgrammar(self._without)
+                info = xgrammar.TokenizerInfo.deserialize_json(description.info)
                 # Its own cache would keep all once more, and their texts without a bound.
                 compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-                self._tokenizer = _Tokenizer(info, info.serialize_json(), compiler)
+                self._tokenizer = _Tokenizer(info, description.info, compiler)
             return self._tokenizer
 
     def load(self, grammar: Grammar, text: str) -> Any:
@@ -267,144 +268,3 @@ class GrammarCompilers:
             compiled = compile_grammar(tokenizer.compiler, grammar)
         self.memory.note_compiled(grammar, compiled, compiled.memory_size_bytes)
         return compiled
-
-
-class _Worker:
-    """A thread with a process, which is replaced when it had to be ended."""
-
-    def __init__(self, compilers: GrammarCompilers) -> None:
-        self._compilers = compilers
-        self._memory = compilers.memory
-        self._process: CompilerProcess | None = None
-        self._ended = False  # it had a process
-
-    def run(self) -> None:
-        """Until the compilers are closed."""
-        try:
-            while (job := self._compilers.next_job()) is not None:
-                self._work(job, self._compile)
-                self._replace_process()
-                while (slow := self._compilers.next_slow_job()) is not None:
-                    try:
-                        self._work(slow, self._compile_slowly)
-                    finally:
-                        self._compilers.slow_job_ended()
-                    self._replace_process()
-        finally:
-            self._end_process()
-
-    def _replace_process(self) -> None:
-        """Now, and not when the next grammar comes: it takes seconds, and another worker may be ready."""
-        if self._ended and self._process is None and not self._compilers.closed:
-            self._ended = False
-            try:
-                self._process = self._compilers.start_process()
-            except Exception as error:  # the next grammar's sender hears of it
-                log.warning("%s", error)
-
-    def _work(self, job: Job, compile_: Callable[[Job], Any]) -> None:
-        """Tells what came of it, unless it was put off."""
-        outcome: Outcome | None = None
-        is_put_off = False
-        try:
-            if self._compilers.is_wanted(job.grammar):
-                outcome = self._outcome(job, compile_)
-                job.done(*outcome)
-        except _PutOffError:
-            is_put_off = True
-        except _UnwantedError as error:  # whoever came since may want it
-            job.done(None, InvalidRequestError(str(error)))
-        finally:
-            if not is_put_off:
-                self._compilers.land(job, outcome)
-
-    def _outcome(self, job: Job, compile_: Callable[[Job], Any]) -> Outcome:
-        """Raises _PutOffError and _UnwantedError."""
-        try:
-            compiled = self._memory.recall(job.grammar)
-            return (compile_(job) if compiled is None else compiled), None
-        except (_PutOffError, _UnwantedError):
-            raise
-        except MinisglError as error:
-            return None, error
-        except (EOFError, OSError) as error:
-            self._end_process()
-            if not self._compilers.closed:
-                log.error("a grammar compiler died: %s", error or type(error).__name__)
-            return None, InvalidRequestError("guided_decoding_guide cannot be compiled: the compiler died of it")
-        except Exception as error:
-            log.exception("a grammar could not be compiled")
-            return None, InvalidRequestError(f"guided_decoding_guide cannot be compiled: {error}")
-
-    def _compile(self, job: Job) -> Any:
-        """Raises _PutOffError where it takes long and as many as may do so."""
-        process = None
-        if not self._memory.is_slow(job.grammar):
-            process = self._begin(job)
-            if process.answers_within(QUICK_S):
-                return self._take(process, job)
-            self._memory.note_slow(job.grammar, True)
-        if not self._compilers.begin_slow_job():
-            if process is not None:
-                self._end_process()
-            self._compilers.put_off(job)
-            raise _PutOffError
-        try:
-            return self._compile_slowly(job, process)
-        finally:
-            self._compilers.slow_job_ended()
-
-    def _compile_slowly(self, job: Job, process: CompilerProcess | None = None) -> Any:
-        """`process`: what is at it already."""
-        if process is None:
-            process = self._begin(job)
-            self._memory.note_slow(job.grammar, not process.answers_within(QUICK_S))
-        self._wait_slowly(process, job)
-        return self._take(process, job)
-
-    def _begin(self, job: Job) -> CompilerProcess:
-        if self._process is not None:
-            try:
-                self._process.begin(job.grammar)
-                return self._process
-            except OSError:  # it has died meanwhile, of nothing that this grammar did
-                self._end_process()
-        self._process = self._compilers.start_process()
-        self._process.begin(job.grammar)
-        return self._process
-
-    def _wait_slowly(self, process: CompilerProcess, job: Job) -> None:
-        """Until the process answers. Raises InvalidRequestError where that takes too long, _UnwantedError where nobody
-        waits for it."""
-        deadline = time.monotonic() + DEADLINE_S
-        reason = f"guided_decoding_guide takes longer than {DEADLINE_S:g} s to compile; allowed: a simpler one"
-        while not process.answers_within(LOOK_S):
-            if time.monotonic() > deadline:
-                self._end_process()
-                self._memory.note_refused(job.grammar, reason)
-                raise InvalidRequestError(reason)
-            if not self._compilers.is_wanted(job.grammar):
-                self._end_process()
-                raise _UnwantedError(reason)
-
-    def _take(self, process: CompilerProcess, job: Job) -> Any:
-        answer = process.answer()
-        if answer.error:
-            self._memory.note_refused(job.grammar, answer.error)
-            raise InvalidRequestError(answer.error)
-        return self._compilers.load(job.grammar, answer.compiled)
-
-    def _end_process(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            self._ended = True
-            with contextlib.suppress(OSError):
-                self._compilers.end_process(process)
-
-
-class _PutOffError(Exception):
-    """The job waits in another line; nothing is told."""
-
-
-class _UnwantedError(Exception):
-    """Nobody waits for the grammar any more; the message is for whoever asked first."""

@@ -19,7 +19,8 @@ import numpy as np
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
-from minisgl_backend.grammar.compilers import GrammarCompilers, Job
+from minisgl_backend.grammar.compilers import GrammarCompilers
+from minisgl_backend.grammar.jobs import Job
 from minisgl_backend.grammar.mask_filler import MaskFiller
 from minisgl_backend.grammar.pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
 from minisgl_backend.request import FinishReason, Grammar, Request

@@ -18,10 +18,12 @@ import pytest
 from minisgl_backend.engine.core import MAX_FAILED_STEPS, EngineCore
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.grammar import grammars as grammar_module
-from minisgl_backend.grammar.compilers import GrammarCompilers, Job
+from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.grammars import Grammars
+from minisgl_backend.grammar.jobs import Job
 from minisgl_backend.grammar.memory import GrammarMemory
 from minisgl_backend.grammar.pace import Pace
+from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import FinishReason, Grammar
@@ -47,6 +49,11 @@ def tokenizer() -> Any:
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(str(find_model_dir("demo")))
+
+
+@pytest.fixture(scope="module")
+def source(model: ModelConfig) -> TokenizerSource:
+    return TokenizerSource(str(find_model_dir("demo")), False, model.vocab_size, list(model.eos_token_ids))
 
 
 class MaskedPending:
@@ -119,8 +126,8 @@ class SharedCompilers:
 
 
 @pytest.fixture(scope="module")
-def compilers(model: ModelConfig, tokenizer: Any) -> Iterator[GrammarCompilers]:
-    compilers = GrammarCompilers(lambda: tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+def compilers(source: TokenizerSource) -> Iterator[GrammarCompilers]:
+    compilers = GrammarCompilers(source)
     yield compilers
     compilers.close()
 
@@ -272,9 +279,9 @@ def test_what_is_known_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
         grammars.submit(make_request(8, [5], grammar=grammar), grammar)
 
 
-def test_no_compiler_keeps_a_runner_alive(model: ModelConfig, tokenizer: Any) -> None:
+def test_no_compiler_keeps_a_runner_alive(model: ModelConfig, source: TokenizerSource) -> None:
     """Its thread lives until the process ends; one that frees tensors then ends it with SIGABRT."""
-    compilers = GrammarCompilers(lambda: tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+    compilers = GrammarCompilers(source)
     harness = Harness(model, compilers, overlap=True)
     harness.core.submit(guided(1, "regex", "[0-9]{4}"))
     harness.run()
@@ -408,9 +415,9 @@ def test_what_was_cancelled_counts_until_the_compilers_have_passed_over_it(monke
     assert [number for number, job in enumerate(compilers.jobs) if job.is_wanted()] == [9, 10]
 
 
-def test_without_the_package_the_request_is_refused(monkeypatch: pytest.MonkeyPatch, model: ModelConfig) -> None:
+def test_without_the_package_the_request_is_refused(monkeypatch: pytest.MonkeyPatch, source: TokenizerSource) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    compilers = GrammarCompilers(lambda: None, vocab_size=model.vocab_size, eos_token_ids=())
+    compilers = GrammarCompilers(source)
     grammars = Grammars(compilers)
     request = guided(1, "json")
     with pytest.raises(InvalidRequestError, match="pip install"):

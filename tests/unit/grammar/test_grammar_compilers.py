@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -20,7 +21,9 @@ from minisgl_backend.grammar import compiler as grammar_process
 from minisgl_backend.grammar import compilers as grammar_compilers
 from minisgl_backend.grammar import memory as grammar_memory
 from minisgl_backend.grammar.compiler import Answer
-from minisgl_backend.grammar.compilers import GrammarCompilers, Job
+from minisgl_backend.grammar.compilers import GrammarCompilers
+from minisgl_backend.grammar.jobs import Job, Limits
+from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.process.processes import process_table
@@ -38,6 +41,10 @@ class Outcomes:
         self.compilers = compilers
         self.of: dict[str, tuple[Any, MinisglError | None]] = {}
         self.unwanted: set[str] = set()
+
+    def limit(self, **changes: Any) -> Limits:
+        self.compilers.limits = dataclasses.replace(self.compilers.limits, **changes)
+        return self.compilers.limits
 
     def submit(self, text: str) -> None:
         def done(compiled: Any, error: MinisglError | None) -> None:
@@ -70,12 +77,7 @@ def compilers() -> Iterator[GrammarCompilers]:
     folder = find_model_dir("demo")
     model = ModelConfig.load(folder)
 
-    def load_tokenizer() -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(folder))
-
-    compilers = GrammarCompilers(load_tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+    compilers = GrammarCompilers(TokenizerSource(str(folder), False, model.vocab_size, list(model.eos_token_ids)))
     yield compilers
     compilers.close()
     wait_for(lambda: not compiler_pids())
@@ -180,6 +182,8 @@ class FakeProcess:
     most_at_work = 0
     fails = False
     compiled: list[str]
+    may_answer = threading.Event()
+    may_answer.set()
 
     def __init__(self) -> None:
         if type(self).fails:
@@ -197,6 +201,7 @@ class FakeProcess:
         self._due = time.monotonic() + seconds
 
     def answers_within(self, seconds: float) -> bool:
+        self.may_answer.wait()
         left = self._due - time.monotonic()
         if self._ended.wait(max(0.0, min(seconds, left))):
             return True
@@ -218,9 +223,8 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outcomes]:
     """With processes that only pretend, and a hundredth of the times."""
     monkeypatch.setattr(grammar_compilers, "CompilerProcess", FakeProcess)
     monkeypatch.setattr(FakeProcess, "compiled", [], raising=False)
-    for name, seconds in (("QUICK_S", 0.05), ("DEADLINE_S", 0.4), ("LOOK_S", 0.01)):
-        monkeypatch.setattr(grammar_compilers, name, seconds)
-    compilers = GrammarCompilers(lambda: None, vocab_size=8, eos_token_ids=())
+    limits = Limits(quick_s=0.05, deadline_s=0.4, look_s=0.01)
+    compilers = GrammarCompilers(TokenizerSource("", False, 8, []), limits=limits)
     monkeypatch.setattr(compilers, "_take_tokenizer", lambda: SimpleNamespace(json=""))
     monkeypatch.setattr(compilers, "load", lambda grammar, text: text)
     yield Outcomes(compilers)
@@ -247,8 +251,8 @@ def test_what_is_slow_yet_ends_is_compiled(outcomes: Outcomes) -> None:
 
 
 def test_too_many_slow_ones_are_refused(outcomes: Outcomes) -> None:
-    texts = [f"9 {number}" for number in range(grammar_compilers.MAX_SLOW + grammar_compilers.MAX_SLOW_WAITING + 3)]
-    grammar_compilers.DEADLINE_S = 5.0  # put back with the rest
+    limits = outcomes.limit(deadline_s=5.0)
+    texts = [f"9 {number}" for number in range(limits.max_slow + limits.max_slow_waiting + 3)]
     for text in texts:
         outcomes.submit(text)
     outcomes.wait(*texts[-3:])
@@ -261,7 +265,7 @@ def test_what_was_cancelled_is_not_compiled_and_frees_its_place(outcomes: Outcom
     outcomes.submit("9 slow")
     wait_for(lambda: bool(FakeProcess.compiled))
     outcomes.unwanted |= {"never", "9 slow"}
-    grammar_compilers.DEADLINE_S = 60.0  # put back with the rest
+    outcomes.limit(deadline_s=60.0)
     outcomes.submit("never")
     outcomes.submit("last")
     outcomes.wait("last", "9 slow")
@@ -295,7 +299,9 @@ def submit_often(outcomes: Outcomes, text: str, times: int) -> list[Any]:
 def test_the_same_is_compiled_once(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     """Also where nothing of it is remembered."""
     monkeypatch.setattr(outcomes.compilers.memory, "recall", lambda grammar: None)
+    FakeProcess.may_answer.clear()  # before all have asked
     told = submit_often(outcomes, text, 20)
+    FakeProcess.may_answer.set()
     wait_for(lambda: len(told) == 20)
     assert set(told) == {"too hard" if text == "wrong" else text}
     assert FakeProcess.compiled == [text]
@@ -338,14 +344,13 @@ def test_what_is_known_or_refused_waits_for_nothing(outcomes: Outcomes, monkeypa
     known, refused = Grammar(kind="regex", text="known"), Grammar(kind="regex", text="refused")
     outcomes.compilers.memory.note_compiled(known, "compiled", 8)
     outcomes.compilers.memory.note_refused(refused, "too hard")
-    monkeypatch.setattr(grammar_compilers, "_Worker", None)  # none is started
+    monkeypatch.setattr(grammar_compilers, "Worker", None)  # none is started
     assert submit_often(outcomes, "known", 2) == ["compiled", "compiled"]
     assert submit_often(outcomes, "refused", 1) == ["too hard"]
 
 
-def test_what_was_slow_costs_no_quick_worker_a_second_time(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compilers, "DEADLINE_S", 60.0)
-    monkeypatch.setattr(grammar_compilers, "MAX_SLOW_WAITING", 0)
+def test_what_was_slow_costs_no_quick_worker_a_second_time(outcomes: Outcomes) -> None:
+    outcomes.limit(deadline_s=60.0, max_slow_waiting=0)
     for text in ("9 a", "9 b"):
         outcomes.submit(text)
     wait_for(lambda: len(FakeProcess.compiled) == 2)
@@ -394,9 +399,8 @@ def test_whoever_waits_goes_on_when_the_first_leaves(outcomes: Outcomes) -> None
     wait_for(lambda: told == ["0.3 slow"])
 
 
-def test_one_worker_stays_beside_the_slow_ones(outcomes: Outcomes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(grammar_compilers, "DEADLINE_S", 60.0)
-    monkeypatch.setattr(grammar_compilers, "IDLE_S", 0.05)
+def test_one_worker_stays_beside_the_slow_ones(outcomes: Outcomes) -> None:
+    outcomes.limit(deadline_s=60.0, idle_s=0.05)
     outcomes.submit("90 a")
     outcomes.submit("90 b")
     wait_for(lambda: len(FakeProcess.compiled) == 2)

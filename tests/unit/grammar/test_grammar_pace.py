@@ -18,6 +18,7 @@ from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.grammar.mask_filler import MaskFiller
 from minisgl_backend.grammar.memory import GrammarMemory
 from minisgl_backend.grammar.pace import TOO_SLOW, Pace
+from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import FinishReason, Grammar
@@ -82,14 +83,16 @@ def late_lines(filler: MaskFiller, matchers: list[Any], names: str, num_new: int
 @pytest.mark.parametrize("max_threads", [1, 4])
 @pytest.mark.parametrize("count", [1, 2, 12])
 def test_a_mask_that_takes_too_long_is_an_error(count: int, max_threads: int) -> None:
-    """Of the next step, where several are filled in one call: which of them it was is not known before."""
+    """At the latest of the next step, where several are filled in one call: which of them it was is not known before;
+    on a busy machine each is filled alone at once."""
     filler = MaskFiller(Pace(0.05, MUCH), max_threads)
     matchers = [Matcher(number) for number in range(count)]
     assert late_lines(filler, matchers, "a" * count) == {}
     matchers[-1].computes = 0.06
-    errors = [late_lines(filler, matchers, "a" * count) for _ in range(2)]
+    first, second = (late_lines(filler, matchers, "a" * count) for _ in range(2))
     late = {count - 1: InvalidRequestError}
-    assert errors == [late if count == 1 else {}, late]
+    assert first == late or (count > 1 and first == {})
+    assert second == late
     filler.close()
 
 
@@ -273,12 +276,8 @@ def model() -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def compilers(model: ModelConfig) -> Iterator[GrammarCompilers]:
-    def load_tokenizer() -> Any:
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(str(find_model_dir("demo")))
-
-    compilers = GrammarCompilers(load_tokenizer, vocab_size=model.vocab_size, eos_token_ids=model.eos_token_ids)
+    source = TokenizerSource(str(find_model_dir("demo")), False, model.vocab_size, list(model.eos_token_ids))
+    compilers = GrammarCompilers(source)
     yield compilers
     compilers.close()
 

@@ -1,0 +1,54 @@
+"""How the processes begin that help an engine core with grammars: `compiler` and `tokenizer_info`."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from minisgl_backend.process.spawn import TIED, begin_child
+
+NICENESS = 10  # two that take long would take both processors of a small machine from the engine
+WHOLE = "--whole"
+
+
+@dataclass(frozen=True)
+class Helper:
+    """A process that has begun, with its connection to the engine core."""
+
+    connection: Connection
+    options: argparse.Namespace
+
+    def without(self, packages: Sequence[str]) -> Sequence[str]:
+        """Those of the packages that are left out."""
+        return () if self.options.whole else packages
+
+    @contextlib.contextmanager
+    def or_else_whole(self) -> Iterator[None]:
+        """What fails where packages are left out is done with all of them: the process begins anew."""
+        try:
+            yield
+        except Exception:
+            if self.options.whole:
+                raise
+            os.execv(sys.executable, [*sys.orig_argv, WHOLE])
+
+
+def begin_helper(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> Helper:
+    """First thing in such a process. `parser` knows the options that are its own."""
+    parser.add_argument("--fd", type=int, required=True, help="a connection to the engine core")
+    parser.add_argument(TIED, action="store_true")
+    parser.add_argument(WHOLE, action="store_true", help="with all packages that are left out otherwise")
+    options = parser.parse_args(arguments)
+    begin_child("grammars", "WARNING", tied=options.tied)
+    if not options.whole:  # else this has been done
+        os.nice(NICENESS)
+    with contextlib.suppress(OSError):
+        # Where memory runs out, a helper is what can be done without.
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
+    return Helper(Connection(options.fd), options)

@@ -1,0 +1,73 @@
+"""Helpers for grammars start without torch and transformers, and with them where that does not do."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from minisgl_backend.grammar.compiler_process import TokenizerProcess
+from minisgl_backend.grammar.tokenizer_info import TokenizerSource, describe
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.folder import find_model_dir
+
+pytest.importorskip("xgrammar")
+
+PROGRAM = """
+import sys
+from minisgl_backend.grammar import compiler
+from minisgl_backend.grammar.light_import import UNUSED, import_xgrammar
+
+xgrammar = import_xgrammar(UNUSED)
+compiler._try_library(xgrammar)
+print(sorted({name.partition(".")[0] for name in sys.modules} & {"torch", "transformers", "triton"}))
+import torch
+print(int(torch.ones(3).sum()))
+"""
+
+
+def test_what_compiling_needs_is_neither_torch_nor_transformers() -> None:
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False, timeout=300)
+    assert done.stdout.split("\n")[:2] == ["[]", "3"], done.stderr
+
+
+def demo_source() -> TokenizerSource:
+    folder = find_model_dir("demo")
+    model = ModelConfig.load(folder)
+    return TokenizerSource(str(folder), False, model.vocab_size, list(model.eos_token_ids))
+
+
+def described(source: TokenizerSource) -> tuple[str, str]:
+    process = TokenizerProcess(source)
+    try:
+        description = process.description()
+    finally:
+        process.end()
+    return description.info, description.error
+
+
+def test_a_tokenizer_described_without_torch_is_the_same() -> None:
+    info, error = described(demo_source())
+    assert error == ""
+    assert json.loads(info) == json.loads(describe(demo_source()))
+
+
+def test_a_tokenizer_that_needs_torch_has_it(tmp_path: Path) -> None:
+    """Code of a folder's own may import it."""
+    source = demo_source()
+    for file in ("tokenizer.json", "config.json"):
+        (tmp_path / file).write_bytes((Path(source.folder) / file).read_bytes())
+    settings = json.loads((Path(source.folder) / "tokenizer_config.json").read_text(encoding="utf-8"))
+    settings |= {"tokenizer_class": "Own", "auto_map": {"AutoTokenizer": [None, "own.Own"]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    (tmp_path / "own.py").write_text(
+        "import torch\nfrom transformers import PreTrainedTokenizerFast\n\nclass Own(PreTrainedTokenizerFast): ...\n"
+    )
+    own = msgspec.structs.replace(source, folder=str(tmp_path), trust_remote_code=True)
+    info, error = described(own)
+    assert error == ""
+    assert json.loads(info) == json.loads(describe(source))
