@@ -19,6 +19,7 @@ from minisgl_backend.config import OPTIONS, EngineConfig, Option
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import MinisglError
 from minisgl_backend.host.foreign_options import explain_unknown
+from minisgl_backend.process.memory import in_words
 from minisgl_backend.process.spawn import log_to_stderr
 
 PANELS: Mapping[str, tuple[str, ...]] = {
@@ -222,7 +223,9 @@ def check(
 ) -> None:
     """Say what the options come to for this model on this machine, without loading it."""
     from minisgl_backend.engine.build import resolve_options
+    from minisgl_backend.host.model_check import check_tokenizer
     from minisgl_backend.host.settings import read_engine_config
+    from minisgl_backend.runner.start.memory import memory_of
     from minisgl_backend.weights.files import Checkpoint
 
     if repository is not None:
@@ -230,8 +233,10 @@ def check(
     # The null runner computes nothing, so that no weights and no device can be wrong for it.
     null = config.runner == "null"
     runtime, model = resolve_options(EngineConfig(model=config.model) if null else config, Environment.read())
+    check_tokenizer(Path(runtime.model_dir), trust_remote_code=config.trust_remote_code)
     if not (null or config.dummy_weights):
         Checkpoint(Path(runtime.model_dir), model.tensor_names)  # reads the headers of the files
+        memory = memory_of(runtime, model)
     table = Table("setting", "value")
     table.add_row("architecture", model.architecture)
     table.add_row("vocabulary", f"{model.vocab_size} tokens")
@@ -239,6 +244,10 @@ def check(
         if spec.name != "config":
             value = getattr(runtime, spec.name)
             table.add_row(spec.name, "(chosen at start)" if value is None else str(value))
+    if not (null or config.dummy_weights):
+        table.add_row("weights", in_words(memory.weights) + (" on each GPU" if runtime.device == "cuda" else ""))
+        table.add_row("free memory", in_words(memory.free))
+        table.add_row("KV pages", f"about {memory.pages}, {memory.pages * runtime.page_size} tokens")
     Console().print(table)
 
 

@@ -20,5 +20,5 @@ for python in "$root/.venv/bin/python" "${PYTHON:-python3}" python3.12 python3.1
   fi
 done
 
-bash "$root/scripts/setup.sh" serve
+MINISGL_STARTS_SERVER=1 bash "$root/scripts/setup.sh" serve
 exec "$root/.venv/bin/python" -m minisgl_backend.host.server_supervisor --repository "$root/model_repository" "$@"

@@ -19,19 +19,43 @@ say() { echo "$bold[setup]$plain $*" >&2; }
 die() { say "error: $*"; exit 1; }
 [[ $mode == serve || $mode == dev || $mode == fingerprint ]] || die "the mode is '$mode'; allowed: serve, dev"
 
-# step WHAT COMMAND...: one line for what may take minutes; what the command says is shown where it fails.
+# step WHAT COMMAND...: what may take minutes, with a line of how far it is; what the command says is shown where it fails.
 step() {
-  local output started=$SECONDS
+  local output watcher result=0 started=$SECONDS
   output=$(mktemp)
   say "$1 ..."
-  if "${@:2}" >"$output" 2>&1; then
-    rm -f "$output"
-    if ((SECONDS - started >= 10)); then say "... done in $((SECONDS - started)) s"; fi
-  else
-    cat "$output" >&2
-    rm -f "$output"
-    return 1
-  fi
+  progress "$output" &
+  watcher=$!
+  "${@:2}" >"$output" 2>&1 || result=$?
+  kill "$watcher" 2>/dev/null || true
+  wait "$watcher" 2>/dev/null || true
+  if [[ -t 2 ]]; then printf '\r\033[K' >&2; fi
+  if ((result)); then cat "$output" >&2; elif ((SECONDS - started >= 10)); then say "... done in $((SECONDS - started)) s"; fi
+  rm -f "$output"
+  return "$result"
+}
+# progress FILE: what pip or apt-get, whose words are in FILE, does now. On a terminal one line that changes every second;
+# elsewhere a line for each change, at most every 5 s and at least every 20 s.
+progress() {
+  local now last='' said=0 started=$SECONDS every=${PROGRESS_SECONDS:-5}
+  while sleep 1 && kill -0 $$ 2>/dev/null; do
+    now=$(awk '
+      /^ *Collecting /                   { packages++; what = "looking for " $2 }
+      /^ *(Downloading|Using cached) /   { name = $NF ~ /^B\)|[kMG]B\)$/ ? $(NF - 2) " " $(NF - 1) " " $NF : $NF
+                                           sub(".*/", "", name); sub(/-[^ ]*\.(whl|tar\.gz)/, "", name)
+                                           if (name !~ /metadata/) what = "downloading " name }
+      /^ *Building wheel/                { what = "building " $0; sub(/building *Building wheels? for /, "building ", what) }
+      /^ *Installing collected packages/ { what = "installing " NF - 3 " packages" }
+      /^Get:[0-9]+ /                     { what = "downloading " $5 }
+      /^(Unpacking|Setting up) /         { what = tolower($1) " " ($1 == "Setting" ? $3 : $2) }
+      END { print what (packages ? ", package " packages : "") }' "$1" 2>/dev/null) || now=''
+    if [[ -t 2 ]]; then
+      printf '\r\033[K%s[setup]%s ... %d s: %.90s' "$bold" "$plain" $((SECONDS - started)) "$now" >&2
+    elif { [[ $now != "$last" ]] && ((SECONDS - said >= every)); } || ((SECONDS - said >= 4 * every)); then
+      say "... $((SECONDS - started)) s: $now${venv:+, $(du -sm "$venv" 2>/dev/null | cut -f1 || true) MB in .venv}"
+      last=$now said=$SECONDS
+    fi
+  done
 }
 has_gpu() { [[ $'\n'$(nvidia-smi -L 2>/dev/null) == *$'\n'GPU* ]]; }
 # The package's own entry point in a .venv, this one or another checkout's, is no server of its own.
@@ -93,6 +117,10 @@ if is_done; then exit 0; fi
 if [[ $(cat "$stamp" 2>/dev/null) == dev\ * ]]; then mode=dev; fi
 version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 say "Python $version at $python, NVIDIA GPU: $gpu, tritonserver on PATH: ${container:-no}"
+
+if [[ $mode == serve && $gpu == no ]]; then
+  say "the first start installs 1.3 GB into .venv, which takes some minutes; later ones take seconds"
+fi
 
 # One setup at a time; a second one waits and then finds the work done.
 exec 9>"$PWD/.setup.lock"
@@ -198,4 +226,8 @@ if [[ $extras == *server* ]]; then
 fi
 echo "$mode $fingerprint" > "$stamp.new"
 mv "$stamp.new" "$stamp"
-say "ready: . .venv/bin/activate"
+if [[ -n ${MINISGL_STARTS_SERVER:-} ]]; then
+  say "the environment is complete; starting the server"
+else
+  say "the environment is complete: . .venv/bin/activate"
+fi

@@ -198,12 +198,15 @@ def _resolve(
     """What the options come to on this machine, and in words."""
     opened = _load_torch(config.first_device(dp_rank))
     from minisgl_backend.runner.start.device import DeviceFacts
+    from minisgl_backend.runner.start.memory import check_weights_fit
     from minisgl_backend.runner.start.resolve import resolve
 
     facts = DeviceFacts.detect()
     if opened is not None and facts.kind == "cpu":
         opened.close()
     runtime = resolve(config, model_dir, model, facts, environment, dp_rank=dp_rank)
+    if not config.dummy_weights:
+        check_weights_fit(runtime, model)
     ranks = f" x {config.tp}" if config.tp > 1 else ""
     ranks += f" over {config.nodes} nodes" if config.nodes > 1 else ""
     return runtime, (

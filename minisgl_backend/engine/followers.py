@@ -33,6 +33,7 @@ from minisgl_backend.engine.nodes import PING_S, Nodes
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.plan_codec import pack_step
+from minisgl_backend.process.exit_status import describe_end
 from minisgl_backend.process.liveness import PERIOD_S, Heartbeat, Liveness, Sign, wait_in_vain
 from minisgl_backend.process.node_options import read_secret
 from minisgl_backend.process.spawn import start_child
@@ -125,7 +126,8 @@ class Followers:
                 return tp
             for rank, process in enumerate(self._processes, start=1):
                 if process.poll() is not None:
-                    raise ConfigError(f"rank {rank} of {self._size} ended while it started; its log says why")
+                    end = describe_end(process.returncode)
+                    raise ConfigError(f"rank {rank} of {self._size} ended while it started ({end}); its log says why")
             if self._nodes is not None and (lost := self._nodes.look()) is not None:
                 raise EngineDeadError(lost)
 

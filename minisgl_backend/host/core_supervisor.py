@@ -21,6 +21,7 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.ipc.channel import LOCK_NAME
 from minisgl_backend.ipc.messages import StartReport
+from minisgl_backend.process.exit_status import KILLED, describe_end
 from minisgl_backend.process.liveness import PERIOD_S, Liveness, Sign
 from minisgl_backend.process.spawn import start_child
 
@@ -147,6 +148,7 @@ class CoreProcess:
     def __init__(self, config: EngineConfig, socket_dir: Path, core: int) -> None:
         """Starts it. Raises EngineDeadError or OSError where that cannot be done."""
         self._liveness = Liveness(Environment.read().hang_s)
+        self._hung = False
         options = dataclasses.asdict(config)
         arguments = ["--socket-dir", str(socket_dir), "--config", msgspec.json.encode(options).decode()]
         self._status_read, status_write = os.pipe()
@@ -180,7 +182,7 @@ class CoreProcess:
                 continue
             piece = os.read(self._status_read, 65536)
             if not piece:
-                raise EngineDeadError(f"the engine core ended while it started ({self.stop()}); its log says why")
+                raise EngineDeadError(f"the engine core ended while it started ({self.stop()}){self._more()}")
             text = (text + piece).lstrip(ALL_SIGNS)
             self._liveness.heard(piece)
         report = msgspec.json.decode(text.partition(b"\n")[0], type=StartReport)
@@ -202,6 +204,7 @@ class CoreProcess:
 
     def _kill_hanging(self) -> None:
         log.error("the engine core hangs; it is killed")
+        self._hung = True
         self._popen.kill()  # it would not obey SIGTERM
 
     def stop(self) -> str:
@@ -217,5 +220,7 @@ class CoreProcess:
             with contextlib.suppress(OSError):
                 self._popen.stdin.close()
             os.close(self._status_read)
-        status = self._popen.returncode
-        return f"signal {-status}" if status < 0 else f"exit status {status}"
+        return "it hung" if self._hung else describe_end(self._popen.returncode)
+
+    def _more(self) -> str:
+        return "" if self._popen.returncode == KILLED else "; its log says why"

@@ -43,6 +43,12 @@ class OptionCheck:
         self._process = None
         return lines[-1] if lines else None
 
+    def wait(self, seconds: float) -> None:
+        """Until the answer is there, but no longer than that."""
+        if self._process is not None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(seconds)
+
     def end(self) -> None:
         """The answer is of no interest any more."""
         if self._process is not None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.health import HealthServer
+from minisgl_backend.host.model_check import check_repository, may_lack_gpu
 from minisgl_backend.host.node_supervisor import serve_node
 from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
 from minisgl_backend.host.option_check import OptionCheck
@@ -24,11 +25,13 @@ from minisgl_backend.host.repository import render_repository
 from minisgl_backend.host.serve_options import Arguments, ServerSettings, open_ports_warning, parse_arguments, say
 from minisgl_backend.host.server_process import ServerProcess
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
+from minisgl_backend.process.exit_status import describe_end
 from minisgl_backend.process.ports import free_port_error
 from minisgl_backend.process.stop_signals import on_stop_signals
 
 _LOOK_SECONDS = 0.05  # between looks at the processes that are known
 _SCAN_SECONDS = 0.5  # between looks for new ones
+_CHECK_SECONDS = 30.0  # for the answer of a process that imports torch
 _RELOAD_TIMEOUT_SECONDS = 120.0
 _BACKOFF_SECONDS = (0.0, 1.0, 2.0, 5.0, 10.0, 30.0)
 _STABLE_SECONDS = 60.0  # a server that was ready this long starts again without a delay
@@ -82,13 +85,21 @@ class Supervisor:
 
     def _serve_once(self) -> tuple[float | None, str | None]:
         """One server, from its start to its end: see `_wait_until_ready`."""
+        # What was served once need not be asked again.
+        check = None if self._announced else OptionCheck(self._settings.repository)
         try:
+            if check is not None and may_lack_gpu(self._settings.repository):
+                check.wait(_CHECK_SECONDS)  # the answer is most likely no, and comes later where the server starts, too
+                if refusal := check.refusal():
+                    return None, refusal
             server = self._server = ServerProcess(self._settings, self._install)
         except ConfigError as error:
+            if check is not None:
+                check.end()
             return None, str(error)
         ready_since = None
         try:
-            ready_since, problem = self._wait_until_ready(server)
+            ready_since, problem = self._wait_until_ready(server, check)
             if ready_since is not None:
                 self._watch(server)
         finally:
@@ -96,12 +107,10 @@ class Supervisor:
             self._end(server, was_ready=ready_since is not None)
         return ready_since, problem or server.refusal
 
-    def _wait_until_ready(self, server: ServerProcess) -> tuple[float | None, str | None]:
+    def _wait_until_ready(self, server: ServerProcess, check: OptionCheck | None) -> tuple[float | None, str | None]:
         """(The time, monotonic, when it became ready, or None if it did not; what is wrong, as far as is known)."""
         limit = self._arguments.start_timeout
         deadline = time.monotonic() + (limit or float("inf"))
-        # What was served once need not be asked again.
-        check = None if self._announced else OptionCheck(self._settings.repository)
         try:
             while server.exit_code is None and not self._stop.wait(0.1):
                 server.dead_models(confirmed=True)  # so that what has started is known, should the server die now
@@ -128,7 +137,7 @@ class Supervisor:
         while not self._stop.wait(_LOOK_SECONDS):
             code = server.exit_code
             if code is not None:
-                say(f"the server died ({_cause(code)})")
+                say(f"the server died ({describe_end(code)})")
                 return
             if not server.dead_models() and time.monotonic() < next_scan:
                 continue
@@ -222,7 +231,9 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.s
         _check_ports(parsed)
         base = None if is_plain_path(tempfile.gettempdir()) else "/tmp"
         with tempfile.TemporaryDirectory(prefix="minisgl-", dir=base) as folder:  # readable by this user alone
-            return Supervisor(parsed, _with_repository(parsed, Path(folder)), install).run()
+            settings = _with_repository(parsed, Path(folder))
+            check_repository(settings.repository)
+            return Supervisor(parsed, settings, install).run()
     except ConfigError as error:
         say(f"error: {error}")
         return 2
@@ -245,10 +256,6 @@ def _check_ports(arguments: Arguments) -> None:
     problem = free_port_error(arguments.server.host, arguments.ports)
     if problem is not None:
         raise ConfigError(problem)
-
-
-def _cause(exit_code: int) -> str:
-    return f"signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
 
 
 if __name__ == "__main__":

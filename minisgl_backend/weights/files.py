@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.weights.names import TensorNames
+from minisgl_backend.weights.shards import shard_paths
 
 
 class Checkpoint:
@@ -25,7 +25,7 @@ class Checkpoint:
         self.folder = folder
         names = names or TensorNames()
         self._tensors: dict[str, tuple[Path, str]] = {}  # file and the name in it
-        for path in _shard_paths(folder):
+        for path in shard_paths(folder):
             with open_shard(path) as shard:
                 for stored in shard.keys():  # noqa: SIM118  (the handle is no dict)
                     name = names.here(stored)
@@ -70,12 +70,6 @@ class Checkpoint:
                         yield by_path[path][stored], shard.get_slice(stored)
 
 
-def some(names: list[str], limit: int = 5) -> str:
-    """A few names, and how many more there are."""
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more
-
-
 @contextmanager
 def open_shard(path: Path, device: torch.device | None = None) -> Iterator[Any]:
     """A safetensors file; `device`: where its tensors are read to, the CPU unless said."""
@@ -84,33 +78,3 @@ def open_shard(path: Path, device: torch.device | None = None) -> Iterator[Any]:
             yield shard
     except (SafetensorError, OSError) as error:
         raise ConfigError(f"{path} cannot be read: {error}") from None
-
-
-def _shard_paths(folder: Path) -> list[Path]:
-    # The order of transformers: one whole file, else the index's shards. Other files may hold the same weights again.
-    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
-    if index.is_file() and not whole.is_file():
-        try:
-            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError) as error:
-            raise ConfigError(f"{index} cannot be read: {error!r}") from None
-        missing = sorted(name for name in names if not (folder / name).is_file())
-        if missing:
-            raise ConfigError(f"{index} names files that do not exist: {some(missing)}")
-        paths = [folder / name for name in sorted(names)]
-    if not paths:
-        raise ConfigError(f"{folder} has no *.safetensors files; other weight formats are not read{_hint(folder)}")
-    return paths
-
-
-def _hint(folder: Path) -> str:
-    """What to do with the weights that are there."""
-    if any(folder.glob("*.bin")):
-        return (
-            "; transformers converts *.bin: "
-            "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(FOLDER)"
-        )
-    if any(folder.glob("*.gguf")):
-        return "; *.gguf is llama.cpp's format: take the repository that the file was made from"
-    return ""

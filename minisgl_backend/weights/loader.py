@@ -14,9 +14,10 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.process.progress import Progress
-from minisgl_backend.weights.files import Checkpoint, some
+from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.names import Stored, TensorNames
 from minisgl_backend.weights.parts import WeightPart
+from minisgl_backend.weights.shards import some
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -54,6 +54,17 @@ def test_check_resolves_without_loading() -> None:
     assert "page_size 32" in plain(result.output)
 
 
+def test_check_tells_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = plain(run("check", "--attn", "torch", "--num-pages", "100", "--page-size", "16").output)
+    assert re.search(r"weights \d+ MiB", text)
+    assert re.search(r"free memory [\d.]+ GiB", text)
+    assert "KV pages about 100, 1600 tokens" in text
+    monkeypatch.setattr("minisgl_backend.runner.start.memory.free_bytes", lambda device: 5 << 20)
+    result = run("check", "--dtype", "float32")
+    assert result.exit_code == 2
+    assert re.search(r"whose weights need \d+ MiB of memory; 5 MiB are free", result.stderr)
+
+
 def test_check_reads_the_options_of_a_repository(tmp_path: Path) -> None:
     render_repository(DEMO.parents[1], tmp_path, {"page_size": "32", "tp": "3"})
     result = run("check", "--repository", str(tmp_path))

@@ -102,6 +102,26 @@ def test_setup_sees_every_gpu(tmp_path: Path, says: str, has_gpu: bool) -> None:
     assert (found.returncode == 0) == has_gpu
 
 
+def test_setup_says_what_it_waits_for_and_shows_what_failed(tmp_path: Path) -> None:
+    pip = tmp_path / "pip"
+    wheel = "https://host/torch-2.13.0%2Bcpu-cp311-cp311-manylinux_2_28_x86_64.whl (189.2 MB)"
+    pip.write_text(f"echo 'Collecting torch==2.13.0'\necho '  Downloading {wheel}'\nsleep 2.5\nexit $1\n")
+    functions = re.findall(r"^(?:step|progress)\(\) \{\n.*?^\}", (ROOT / "scripts/setup.sh").read_text(), re.M | re.S)
+    assert len(functions) == 2
+    code = "\n".join(["bold='' plain='' venv=", 'say() { echo "[setup] $*" >&2; }', *functions])
+    calls = f"step installing bash {pip} 0; step 'installing more' bash {pip} 3 || echo code $?"
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", f"{code}\n{calls}"],
+        env={"PATH": "/usr/bin:/bin", "PROGRESS_SECONDS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert re.search(r"^\[setup\] \.\.\. \d s: downloading torch \(189\.2 MB\), package 1$", done.stderr, re.M), done
+    assert done.stdout == "code 3\n"
+    assert done.stderr.endswith(f"Collecting torch==2.13.0\n  Downloading {wheel}\n")
+
+
 def test_importing_the_package_needs_nothing_installed() -> None:
     subprocess.run([sys.executable, "-S", "-c", "import minisgl_backend"], check=True, cwd=ROOT)
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from minisgl_backend.kernels.cpu.library import cpu_library
+from minisgl_backend.process.memory import free_host_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +68,7 @@ def free_bytes(device: torch.device) -> int:
     """Memory of the device that nobody uses now."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return _free_host_bytes()
+    return free_host_bytes()
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -77,28 +76,3 @@ def is_out_of_memory(error: BaseException) -> bool:
     outside of its allocator, Triton's where it loads a kernel, and NCCL's."""
     ways = ("can't allocate memory", "CUDA error: out of memory", "[CUDA]: out of memory", "failure 2 'out of memory'")
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(way in str(error) for way in ways)
-
-
-def _free_host_bytes() -> int:
-    """Within the limit of the control group that the process runs in."""
-    free = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    for line in _lines(Path("/proc/meminfo")):
-        if line.startswith("MemAvailable:"):
-            free = int(line.split()[1]) * 1024
-    limit = _number(Path("/sys/fs/cgroup/memory.max"))
-    if limit is not None:
-        used = _number(Path("/sys/fs/cgroup/memory.current")) or 0
-        free = min(free, max(limit - used, 0))
-    return free
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="ascii").splitlines()
-    except OSError:
-        return []
-
-
-def _number(path: Path) -> int | None:
-    text = "".join(_lines(path)[:1]).strip()
-    return int(text) if text.isdigit() else None

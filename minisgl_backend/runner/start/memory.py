@@ -6,6 +6,7 @@ Both follow from what weights and worst-case steps leave of a device (the profil
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -14,11 +15,15 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import KVPool, max_pages
+from minisgl_backend.models.build import attention_spec
+from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import MAX_LOGPROBS, SamplingParams
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.device import free_bytes
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+from minisgl_backend.tensor_parallel import device_of_rank
+from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
 
 # On the CPU memory is shared with everything else, so nobody wants "all that is left" by default.
 CPU_POOL_BYTES = 1 << 30
@@ -61,16 +66,14 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
     config = runtime.config
     if config.num_pages is not None:
         return config.num_pages
-    page_bytes = KVPool.bytes_per_page(spec.kv_layouts, spec.page_size)
-    most = max_pages(spec.page_size)
     free_now = free_bytes(spec.device)
     if spec.device.type == "cpu":
-        budget = min(CPU_POOL_BYTES, int(free_now * config.memory_ratio))
-        most = min(most, CPU_POOL_SHARE * config.max_running_requests * spec.max_pages_per_row)
+        budget = int(free_now * config.memory_ratio)
     else:
         budget = int(free_at_start * config.memory_ratio) - (free_at_start - free_now) - step_bytes
-    pages = min(most, budget // page_bytes - 1)  # one more is the padding page
+    pages = _pages_in(budget, runtime, spec)
     if pages < 1:
+        page_bytes = KVPool.bytes_per_page(spec.kv_layouts, spec.page_size)
         raise ConfigError(
             f"no memory is left for the KV cache: {config.memory_ratio:g} of {free_at_start >> 20} MiB (memory_ratio) "
             f"does not hold the weights, a step ({step_bytes >> 20} MiB) and one page ({page_bytes} bytes); raise "
@@ -78,6 +81,58 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
             f"({config.max_running_requests}), or raise tp"
         )
     return pages
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """What a model takes, before anything is loaded."""
+
+    weights: int  # bytes: on each GPU, or of all ranks and cores on the CPU
+    free: int  # bytes
+    pages: int  # of each rank's pool, about: what steps take on a GPU is measured at start
+
+
+def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
+    """Raises ConfigError where not even the weights fit, naming both figures."""
+    config, on_gpu, device = runtime.config, runtime.device == "cuda", torch.device(runtime.device)
+    weights, free = check_weights_fit(runtime, model, cores=config.dp)
+    spec = attention_spec(
+        model,
+        tp_size=config.tp,
+        page_size=runtime.page_size,
+        max_seq_len=runtime.max_seq_len,
+        max_rows=config.max_running_requests + 1,
+        dtype=getattr(torch, runtime.dtype),
+        kv_dtype=getattr(torch, runtime.kv_dtype),
+        device=device,
+    )
+    budget = int(free * config.memory_ratio) - weights if on_gpu else int((free - weights) * config.memory_ratio)
+    return MemoryNeed(weights, free, config.num_pages or max(0, _pages_in(budget, runtime, spec)))
+
+
+def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int = 1) -> tuple[int, int]:
+    """(Bytes of the weights, bytes that are free): of one GPU, or of the host for its ranks of `cores` engine cores.
+
+    To be asked before any of them loads. What all ranks have is counted as if it were split, too. Raises ConfigError
+    where the weights do not fit.
+    """
+    config, on_gpu = runtime.config, runtime.device == "cuda"
+    item_bytes = ITEM_BYTES[runtime.dtype]
+    weights = weight_bytes(Path(runtime.model_dir), item_bytes, tied=model.tie_word_embeddings) // config.tp
+    if not on_gpu:
+        weights *= config.ranks_per_node * cores
+    free = free_bytes(device_of_rank(runtime.device, runtime.device_index(0)))
+    check_memory(config.model, weights, free, "each GPU's memory" if on_gpu else "memory")
+    return weights, free
+
+
+def _pages_in(budget: int, runtime: RuntimeConfig, spec: AttentionSpec) -> int:
+    """Pages that `budget` bytes hold, one for padding beside them; at most what can be of use."""
+    most = max_pages(spec.page_size)
+    if spec.device.type == "cpu":
+        budget = min(CPU_POOL_BYTES, budget)
+        most = min(most, CPU_POOL_SHARE * runtime.config.max_running_requests * spec.max_pages_per_row)
+    return min(most, budget // KVPool.bytes_per_page(spec.kv_layouts, spec.page_size) - 1)
 
 
 def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.device) -> StepBytes:

@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import select
+import signal
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +18,7 @@ import pytest
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.host import core_supervisor as module
-from minisgl_backend.host.core_supervisor import Supervisor
+from minisgl_backend.host.core_supervisor import CoreProcess, Supervisor
 from minisgl_backend.process.spawn import python_executable
 
 
@@ -169,3 +170,16 @@ def test_a_lock_that_cannot_be_made_is_told(tmp_path: Path, failures: list[Minis
 
 def test_children_run_this_environments_python() -> None:
     assert os.access(python_executable(), os.X_OK)
+
+
+def test_a_core_that_is_killed_while_it_starts_is_said_to_be_killed(tmp_path: Path) -> None:
+    read, write = os.pipe()
+    process = CoreProcess(EngineConfig(runner="null"), tmp_path, 0)
+    try:
+        os.kill(process.pid, signal.SIGKILL)
+        with pytest.raises(EngineDeadError, match=r"\(signal 9: it was killed, most likely for want of memory\)$"):
+            process.wait_ready(read)
+    finally:
+        process.stop()
+        os.close(read)
+        os.close(write)

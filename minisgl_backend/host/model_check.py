@@ -1,0 +1,90 @@
+"""What is wrong with a model and options as far as files tell it, in a moment: asked before a server starts.
+
+Needs no torch, so that the answer does not wait for that. What else only the machine's device knows is asked in a
+process of its own meanwhile (`option_check`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.host.settings import read_engine_config, read_parameters
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.folder import DEMO
+from minisgl_backend.process.memory import free_host_bytes
+from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
+
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
+_GPU_DEVICES = ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
+
+
+def check_repository(repository: Path, free: Callable[[], int] = free_host_bytes) -> None:
+    """Raises ConfigError for what cannot be served. A model that is still to be fetched is not looked at.
+
+    `free`: bytes of the host's memory that are free.
+    """
+    try:
+        text = (repository / "engine" / "config.pbtxt").read_text(encoding="utf-8")
+    except OSError:
+        return  # another repository, or one that the server itself will speak of
+    model = EngineConfig.from_parameters(read_parameters(text)).model
+    if model == DEMO or Path(model).expanduser().is_dir():
+        check_folder(read_engine_config(repository), free)
+
+
+def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes) -> None:
+    """The same for a model whose folder is there; `config.model` names it."""
+    folder = Path(config.model)
+    model = ModelConfig.load(folder)
+    model.max_seq_len(config.max_seq_len_override)
+    check_tokenizer(folder, trust_remote_code=config.trust_remote_code)
+    if config.runner == "null":
+        return
+    model.check_tensor_parallel(config.tp)
+    if config.dummy_weights:
+        return
+    weights = weight_bytes(folder, _least_item_bytes(config.dtype, model.dtype), tied=model.tie_word_embeddings)
+    if not has_gpu():
+        check_memory(config.model, weights * config.dp // config.nodes, free())
+
+
+def check_tokenizer(folder: Path, *, trust_remote_code: bool = False) -> None:
+    """Raises ConfigError where a folder has no tokenizer that could be loaded."""
+    if not any((folder / name).is_file() for name in _TOKENIZERS) and not (
+        any(folder.glob("*.tiktoken")) or (trust_remote_code and any(folder.glob("*.py")))
+    ):
+        raise ConfigError(
+            f"model is {str(folder)!r}, which has no tokenizer; allowed: a folder with one of {', '.join(_TOKENIZERS)}"
+        )
+    file = folder / "tokenizer.json"
+    if file.is_file():
+        try:
+            json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from None
+
+
+def may_lack_gpu(repository: Path) -> bool:
+    """Whether attention kernels are asked for by name on a machine without a GPU, where most are not served."""
+    try:
+        text = (repository / "engine" / "config.pbtxt").read_text(encoding="utf-8")
+    except OSError:
+        return False
+    asked = EngineConfig.from_parameters(read_parameters(text)).attention_backend
+    return asked not in ("auto", "torch") and not has_gpu()
+
+
+def has_gpu() -> bool:
+    """Whether models may run on a GPU. Where its driver does not work they run on the CPU after all."""
+    return any(Path(device).exists() for device in _GPU_DEVICES)
+
+
+def _least_item_bytes(dtype: str, saved: str) -> int:
+    """Of one weight on a CPU; what auto makes of bfloat16 only the engine knows."""
+    if dtype == "auto":
+        return 2 if saved == "bfloat16" else 4
+    return ITEM_BYTES[dtype]

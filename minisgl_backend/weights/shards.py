@@ -1,0 +1,45 @@
+"""Which files of a model folder hold its weights. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from minisgl_backend.errors import ConfigError
+
+
+def some(names: list[str], limit: int = 5) -> str:
+    """A few names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """The safetensors files. Raises ConfigError where there are none, or not those that the index names."""
+    # The order of transformers: one whole file, else the index's shards. Other files may hold the same weights again.
+    whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
+    if index.is_file() and not whole.is_file():
+        try:
+            names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError) as error:
+            raise ConfigError(f"{index} cannot be read: {error!r}") from None
+        missing = sorted(name for name in names if not (folder / name).is_file())
+        if missing:
+            raise ConfigError(f"{index} names files that do not exist: {some(missing)}")
+        paths = [folder / name for name in sorted(names)]
+    if not paths:
+        raise ConfigError(f"{folder} has no *.safetensors files; other weight formats are not read{_hint(folder)}")
+    return paths
+
+
+def _hint(folder: Path) -> str:
+    """What to do with the weights that are there."""
+    if any(folder.glob("*.bin")):
+        return (
+            "; transformers converts *.bin: "
+            "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(FOLDER)"
+        )
+    if any(folder.glob("*.gguf")):
+        return "; *.gguf is llama.cpp's format: take the repository that the file was made from"
+    return ""

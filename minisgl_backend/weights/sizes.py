@@ -1,0 +1,64 @@
+"""How large the weights of a model folder are, by the headers of its files. Needs no torch.
+
+The format: https://huggingface.co/docs/safetensors/index#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.process.memory import in_words
+from minisgl_backend.weights.shards import shard_paths
+
+ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
+_FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
+_LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
+_OUTPUT = "lm_head.weight"
+
+
+def weight_bytes(folder: Path, item_bytes: int | None = None, *, tied: bool = False) -> int:
+    """Memory that the weights take.
+
+    `item_bytes`: of one number once it is loaded; None: as in the files. `tied`: an output matrix is not loaded.
+    Raises ConfigError for files that are missing, cannot be read or are cut off.
+    """
+    total = 0
+    for path in shard_paths(folder):
+        for name, tensor in _header(path).items():
+            if name == "__metadata__" or (tied and name == _OUTPUT):
+                continue
+            stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
+            loaded = item_bytes is not None and tensor["dtype"] in _FLOATS
+            total += math.prod(tensor["shape"]) * (item_bytes or 0) if loaded else stored
+    return total
+
+
+def check_memory(model: str, needed: int, free: int, where: str = "memory") -> None:
+    """Raises ConfigError where weights of `needed` bytes do not fit into `free`."""
+    if needed > free:
+        raise ConfigError(
+            f"model is {model!r}, whose weights need {in_words(needed)} of {where}; {in_words(free)} are free; "
+            "allowed: a model that fits, or more memory"
+        )
+
+
+def _header(path: Path) -> dict[str, Any]:
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length > _LONGEST_HEADER:
+                raise ValueError("its header is too long")
+            header: dict[str, Any] = json.loads(file.read(length))
+        end = max((tensor["data_offsets"][1] for name, tensor in header.items() if name != "__metadata__"), default=0)
+        size = path.stat().st_size
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}") from None
+    if size < 8 + length + end:
+        raise ConfigError(
+            f"{path} cannot be read: it has {size} bytes of {8 + length + end}, so that its end is missing"
+        )
+    return header
