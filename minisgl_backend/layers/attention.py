@@ -15,6 +15,7 @@ from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Lanes, Residual, joined
+from minisgl_backend.layers.rotary import head_order
 from minisgl_backend.layers.weights import LayerContext
 
 
@@ -37,7 +38,14 @@ class SelfAttention(nn.Module):
         outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         # Of more ranks than KV heads, several have the same one.
         parts = dict.fromkeys(("k_proj", "v_proj"), min(config.num_kv_heads, tp.size))
-        self.qkv_proj = ColumnParallelLinear(hidden_size, outputs, config.qkv_bias, layer_context, parts=parts)
+        self.qkv_proj = ColumnParallelLinear(
+            hidden_size,
+            outputs,
+            config.qkv_bias,
+            layer_context,
+            parts=parts,
+            row_orders=dict.fromkeys(("q_proj", "k_proj"), head_order(config.rope, config.head_dim)),
+        )
         self.o_proj = RowParallelLinear(q_size, hidden_size, "o_proj", config.output_bias, layer_context)
         norm, head_dim = config.qk_norm, config.head_dim
         self.q_norm = RMSNorm(head_dim, norm.eps, "q_norm", layer_context) if norm is not None else None

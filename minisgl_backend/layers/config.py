@@ -18,6 +18,7 @@ class RopeConfig:
     type: str = "default"  # default, linear, llama3, yarn or longrope
     theta: float = 10000.0
     rotary_dim: int | None = None  # leading dimensions of a head that are rotated; None: all (partial rotary)
+    interleaved: bool = False  # neighbours are rotated together, not dimension i with i + rotary_dim / 2 (GPT-J)
     factor: float = 1.0  # linear, llama3, yarn, longrope
     original_max_position: int = 0  # llama3, yarn, longrope; tokens
     low_freq_factor: float = 1.0  # llama3
@@ -73,6 +74,7 @@ class RouterConfig:
 
     scores: Literal["softmax", "sigmoid"] = "softmax"
     renormalize: bool = True  # the shares of those picked add up to 1
+    bias: bool = False  # of the logits (gpt-oss)
     correction_bias: bool = False  # added to the scores for the choice alone (DeepSeek-V3)
     num_groups: int = 1  # experts are picked from the best `groups_per_token` of these groups (DeepSeek-V2)
     groups_per_token: int = 1

@@ -21,7 +21,8 @@ class ColumnParallelLinear(WeightedLayer):
     """One or more products of the same input, stacked in one weight; each output is split evenly over the ranks.
 
     `outputs` maps the name of each product in the checkpoint to its full output size; `parts` names those that are
-    split into fewer parts than there are ranks, of which several neighbours have the same one then.
+    split into fewer parts than there are ranks, of which several neighbours have the same one then. `row_orders`: see
+    `WeightPart.row_order`.
     """
 
     def __init__(
@@ -32,11 +33,13 @@ class ColumnParallelLinear(WeightedLayer):
         layer_context: LayerContext,
         *,
         parts: Mapping[str, int] | None = None,
+        row_orders: Mapping[str, tuple[int, ...] | None] | None = None,
     ) -> None:
         super().__init__()
         self._layer_context = layer_context
         self._outputs = dict(outputs)
         self._parts = dict.fromkeys(outputs, layer_context.tp.size) | dict(parts or {})
+        self._row_orders = dict(row_orders or {})
         local = sum(size // self._parts[name] for name, size in outputs.items())
         self.weight = layer_context.parameter(local, input_size)
         self.bias = layer_context.parameter(local) if bias else None
@@ -72,7 +75,15 @@ class ColumnParallelLinear(WeightedLayer):
             for kind, param in (("weight", self.weight), ("bias", self.bias)):
                 if param is not None:
                     full, shape = context.name(f"{name}.{kind}"), (size, *param.shape[1:])
-                    parts.append(WeightPart(name=full, shape=shape, target=param[row : row + local], start=start))
+                    parts.append(
+                        WeightPart(
+                            name=full,
+                            shape=shape,
+                            target=param[row : row + local],
+                            start=start,
+                            row_order=self._row_orders.get(name),
+                        )
+                    )
             row += local
         return parts
 

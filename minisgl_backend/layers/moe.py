@@ -6,14 +6,55 @@ With tensor parallelism every rank holds a slice of every expert, so that no tok
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from minisgl_backend.layers.config import MoeConfig
-from minisgl_backend.layers.linear import RowParallelLinear
+from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual
+from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.tensor_parallel import SumWay
 from minisgl_backend.weights.parts import WeightPart
+
+
+class TokenGate(WeightedLayer):
+    """One number from 0 to 1 for each token."""
+
+    def __init__(self, hidden_size: int, layer_context: LayerContext) -> None:
+        super().__init__()
+        self._name = layer_context.name("weight")
+        self.weight = layer_context.parameter(1, hidden_size)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, hidden_size] -> [num_tokens, 1]."""
+        return torch.sigmoid(F.linear(x, self.weight))
+
+    def weight_parts(self) -> list[WeightPart]:
+        return [WeightPart(name=self._name, shape=tuple(self.weight.shape), target=self.weight)]
+
+
+class SharedExpert(nn.Module):
+    """The gated MLP that every token takes besides its experts, multiplied by a gate of its own (Qwen2-MoE) or not."""
+
+    def __init__(self, config: MoeConfig, hidden_size: int, layer_context: LayerContext) -> None:
+        super().__init__()
+        self._layer_context, size = layer_context, config.shared_intermediate_size
+        inner = layer_context.at("shared_expert")
+        outputs = {"gate_proj": size, "up_proj": size}
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, False, inner)
+        self.down_proj = RowParallelLinear(size, hidden_size, "down_proj", False, inner)
+        self.gate = TokenGate(hidden_size, layer_context.at("shared_expert_gate")) if config.shared_gate else None
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
+        """x, residual [num_tokens, hidden_size] -> residual + this rank's part of the MLP."""
+        linear = self._layer_context.ops.linear
+        gated = linear(x, self.gate_up_proj.weight, gated=True)
+        if self.gate is None:
+            return linear(gated, self.down_proj.weight, residual=residual)
+        out = linear(gated, self.down_proj.weight) * self.gate(x)
+        return out if residual is None else out + residual
 
 
 class MoeMLP(WeightedLayer):
@@ -22,20 +63,21 @@ class MoeMLP(WeightedLayer):
     def __init__(self, config: MoeConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
         self._layer_context = layer_context
-        self._intermediate_size = intermediate_size = config.intermediate_size
-        self._experts_per_token = config.experts_per_token
-        self._norm_topk_prob = config.router.renormalize
-        num_experts = config.num_experts
-        local = intermediate_size // layer_context.tp.size
-        self.router = layer_context.parameter(num_experts, hidden_size)
-        self.gate_up = layer_context.parameter(num_experts, 2 * local, hidden_size)
-        self.down = layer_context.parameter(num_experts, hidden_size, local)
+        self._config = config
+        local = config.intermediate_size // layer_context.tp.size
+        self.router = Router(config, hidden_size, layer_context.at("gate"))
+        self.gate_up = layer_context.parameter(config.num_experts, 2 * local, hidden_size)
+        self.down = layer_context.parameter(config.num_experts, hidden_size, local)
+        self.shared_expert = (
+            SharedExpert(config, hidden_size, layer_context) if config.shared_intermediate_size else None
+        )
+        self._is_fused = self.router.is_fused and self.shared_expert is None
         self._early: torch.Tensor | None = None
 
     def derive_weights(self, product: RowParallelLinear, norm: RMSNorm) -> None:
         """To be called when all weights are loaded, with the product and the norm before this."""
-        if self._layer_context.tp.size == 1 and product.bias is None:
-            self._early = self._layer_context.ops.early_router(self.router, norm.weight, product.weight)
+        if self._is_fused and self._layer_context.tp.size == 1 and product.bias is None:
+            self._early = self._layer_context.ops.early_router(self.router.weight, norm.weight, product.weight)
 
     def takes_product(self, num_tokens: int) -> bool:
         """Whether `forward` is to be given the product before this, of so many tokens, undone."""
@@ -49,23 +91,31 @@ class MoeMLP(WeightedLayer):
             x, product = residual.product
             return Residual(
                 self._layer_context.ops.product_and_mixture(
-                    x, product, residual.hidden, self._early, self.gate_up, self.down, self._experts_per_token,
-                    self._norm_topk_prob, norm_weight=norm.weight, eps=norm.eps,
+                    x, product, residual.hidden, self._early, self.gate_up, self.down, self._config.experts_per_token,
+                    self._config.router.renormalize, norm_weight=norm.weight, eps=norm.eps,
                 )
             )  # fmt: skip
-        if tp.size == 1:
+        if tp.size == 1 and self._is_fused:
             hidden = residual.hidden
-            return Residual(self._experts(hidden, norm_weight=norm.weight, eps=norm.eps, residual=hidden))
+            return Residual(self._mixture(hidden, norm_weight=norm.weight, eps=norm.eps, residual=hidden))
         hidden, x = norm.settle(residual)
-        # All ranks compute the same router, so they pick the same experts.
         if residual.way is not SumWay.IN_PLACE:
             partial = self._experts(x)
             return Residual(hidden, partial, tp.send_ahead(partial, residual.way))
         # The hidden states must enter the sum once.
-        out = self._experts(x, residual=hidden if tp.rank == 0 else None)
+        out = self._experts(x, hidden if tp.rank == 0 else None)
         return Residual(out, arrival=tp.begin_all_reduce(out))
 
-    def _experts(
+    def _experts(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """x, residual [num_tokens, hidden_size] -> residual + this rank's part of all experts that a token takes."""
+        if self.shared_expert is not None:
+            residual = self.shared_expert(x, residual)
+        if self.router.is_fused:
+            return self._mixture(x, residual=residual)
+        ids, shares = self.router(x)
+        return self._layer_context.ops.moe(x, ids, shares, self.gate_up, self.down, residual)
+
+    def _mixture(
         self,
         x: torch.Tensor,
         *,
@@ -75,31 +125,28 @@ class MoeMLP(WeightedLayer):
     ) -> torch.Tensor:
         """x [num_tokens, hidden_size] -> the same; the keywords are those of `Ops.mixture`."""
         return self._layer_context.ops.mixture(
-            x, self.router, self.gate_up, self.down, self._experts_per_token, self._norm_topk_prob,
-            norm_weight=norm_weight, eps=eps, residual=residual,
+            x, self.router.weight, self.gate_up, self.down, self._config.experts_per_token,
+            self._config.router.renormalize, norm_weight=norm_weight, eps=eps, residual=residual,
         )  # fmt: skip
 
     def weight_parts(self) -> list[WeightPart]:
         num_experts, hidden_size, local = self.down.shape
         context, start = self._layer_context, self._layer_context.tp.rank * local
-        up_shape = (num_experts, self._intermediate_size, hidden_size)
-        down_shape = (num_experts, hidden_size, self._intermediate_size)
+        size = self._config.intermediate_size
+        up_shape, down_shape = (num_experts, size, hidden_size), (num_experts, hidden_size, size)
         gate, up = self.gate_up[:, :local], self.gate_up[:, local:]
         return [
-            WeightPart(name=context.name("gate.weight"), shape=tuple(self.router.shape), target=self.router),
-            *(
-                WeightPart(
-                    name=context.name(f"experts.{name}.weight"),
-                    shape=shape,
-                    target=target,
-                    dim=dim,
-                    start=start,
-                    experts=True,
-                )
-                for name, shape, target, dim in (
-                    ("gate_proj", up_shape, gate, 1),
-                    ("up_proj", up_shape, up, 1),
-                    ("down_proj", down_shape, self.down, 2),
-                )
-            ),
+            WeightPart(
+                name=context.name(f"experts.{name}.weight"),
+                shape=shape,
+                target=target,
+                dim=dim,
+                start=start,
+                experts=True,
+            )
+            for name, shape, target, dim in (
+                ("gate_proj", up_shape, gate, 1),
+                ("up_proj", up_shape, up, 1),
+                ("down_proj", down_shape, self.down, 2),
+            )
         ]

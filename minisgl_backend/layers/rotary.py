@@ -1,10 +1,13 @@
-"""The table of rotary position embedding (Su et al., 2021), with the two ways of stretching it that are served."""
+"""The table of rotary position embedding (Su et al., 2021), with the ways of stretching it that are served."""
 
 from __future__ import annotations
 
 import math
 
 import torch
+import torch.nn.functional as F
+
+from minisgl_backend.layers.config import RopeConfig
 
 
 def default_frequencies(head_dim: int, theta: float) -> torch.Tensor:
@@ -66,10 +69,79 @@ def yarn_attention_factor(factor: float, mscale: float | None, mscale_all_dim: f
     return temperature(1.0)
 
 
+def longrope_frequencies(frequencies: torch.Tensor, factors: tuple[float, ...]) -> torch.Tensor:
+    """LongRoPE's stretch (Ding et al., 2024): each pair is slowed by a factor of its own."""
+    return frequencies / torch.tensor(factors, dtype=torch.float32)
+
+
+def longrope_attention_factor(factor: float, original_max_position: int) -> float:
+    """LongRoPE's temperature, which multiplies cosines and sines."""
+    return math.sqrt(1.0 + math.log(factor) / math.log(original_max_position)) if factor > 1.0 else 1.0
+
+
 def rotary_table(
-    frequencies: torch.Tensor, max_position: int, device: torch.device, attention_factor: float = 1.0
+    frequencies: torch.Tensor, max_position: int, device: torch.device, attention_factor: float = 1.0, still: int = 0
 ) -> torch.Tensor:
-    """float32 [max_position, head_dim] on `device`: cosines of the head_dim / 2 angles, then sines."""
+    """float32 [max_position, 2 * (num_frequencies + still)]: cosines of the angles, then sines. `still`: pairs that are
+    not rotated, behind the others."""
     positions = torch.arange(max_position, dtype=torch.float32, device=device)
     angles = torch.outer(positions, frequencies.to(device))
-    return torch.cat([angles.cos(), angles.sin()], dim=-1).mul_(attention_factor)
+    cos, sin = angles.cos().mul_(attention_factor), angles.sin().mul_(attention_factor)
+    return torch.cat([F.pad(cos, (0, still), value=1.0), F.pad(sin, (0, still))], dim=-1)
+
+
+def rope_table(rope: RopeConfig | None, head_dim: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
+    """float32 [max_seq_len, head_dim] for `Ops.rope_store`. Without `rope` (NoPE) nothing is rotated."""
+    if rope is None:
+        return rotary_table(torch.empty(0), max_seq_len, device, still=head_dim // 2)
+    rotary_dim = rope.rotary_dim or head_dim
+    frequencies, attention_factor = _stretched(rope, default_frequencies(rotary_dim, rope.theta), max_seq_len)
+    return rotary_table(frequencies, max_seq_len, device, attention_factor, still=(head_dim - rotary_dim) // 2)
+
+
+def head_order(rope: RopeConfig | None, head_dim: int) -> tuple[int, ...] | None:
+    """The order in which the dimensions of query and key heads are kept; None: as in the checkpoint.
+
+    All kernels rotate dimension i with i + head_dim / 2. Scores are the same in any order, so that other pairs of a
+    model (partial, interleaved) are brought there when its weights are loaded.
+    """
+    if rope is None:
+        return None
+    rotary_dim = rope.rotary_dim or head_dim
+    half, still = rotary_dim // 2, (head_dim - rotary_dim) // 2
+    pairs = [(2 * i, 2 * i + 1) if rope.interleaved else (i, i + half) for i in range(half)]
+    pairs += [(rotary_dim + i, rotary_dim + still + i) for i in range(still)]
+    order = (*(first for first, _ in pairs), *(second for _, second in pairs))
+    return None if order == tuple(range(head_dim)) else order
+
+
+def _stretched(rope: RopeConfig, frequencies: torch.Tensor, max_seq_len: int) -> tuple[torch.Tensor, float]:
+    """The frequencies as the rope's type has them, and the factor of cosines and sines."""
+    if rope.type == "linear":
+        return frequencies / rope.factor, 1.0
+    if rope.type == "llama3":
+        frequencies = llama3_frequencies(
+            frequencies,
+            factor=rope.factor,
+            low_freq_factor=rope.low_freq_factor,
+            high_freq_factor=rope.high_freq_factor,
+            original_max_position=rope.original_max_position,
+        )
+    elif rope.type == "yarn":
+        frequencies = yarn_frequencies(
+            frequencies,
+            theta=rope.theta,
+            factor=rope.factor,
+            beta_fast=rope.beta_fast,
+            beta_slow=rope.beta_slow,
+            original_max_position=rope.original_max_position,
+            truncate=rope.truncate,
+        )
+        factor = rope.attention_factor or yarn_attention_factor(rope.factor, rope.mscale, rope.mscale_all_dim)
+        return frequencies, factor
+    elif rope.type == "longrope":
+        # The factors are chosen once, not by each sequence's length: keys in the prefix cache are those of all.
+        factors = rope.long_factor if max_seq_len > rope.original_max_position else rope.short_factor
+        factor = rope.attention_factor or longrope_attention_factor(rope.factor, rope.original_max_position)
+        return longrope_frequencies(frequencies, factors), factor
+    return frequencies, 1.0

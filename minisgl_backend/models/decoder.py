@@ -17,13 +17,7 @@ from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.moe import MoeMLP
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Lanes, Residual, joined
-from minisgl_backend.layers.rotary import (
-    default_frequencies,
-    llama3_frequencies,
-    rotary_table,
-    yarn_attention_factor,
-    yarn_frequencies,
-)
+from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
 
@@ -97,7 +91,6 @@ class CausalLM(nn.Module):
         tables: dict[tuple[RopeConfig | None, int], torch.Tensor] = {
             (a.rope, a.head_dim): rope_table(a.rope, a.head_dim, max_seq_len, layer_context.device)
             for a in dict.fromkeys(layer.attention for layer in config.layers)
-            if a.rope is not None
         }
         layers = (
             DecoderLayer(
@@ -156,29 +149,3 @@ def rehearsal(config: ModelConfig) -> tuple[int, ...]:
     added, the first of each kind behind it, and the last, which may have fewer lines."""
     later = {kind: index for index, kind in reversed(list(enumerate(config.layers))) if index > 0}
     return tuple(sorted({0, *later.values(), config.num_layers - 1}))
-
-
-def rope_table(rope: RopeConfig, head_dim: int, max_seq_len: int, device: torch.device) -> torch.Tensor:
-    """float32 [max_seq_len, head_dim] for `Ops.rope_store`."""
-    frequencies = default_frequencies(head_dim, rope.theta)
-    attention_factor = 1.0
-    if rope.type == "llama3":
-        frequencies = llama3_frequencies(
-            frequencies,
-            factor=rope.factor,
-            low_freq_factor=rope.low_freq_factor,
-            high_freq_factor=rope.high_freq_factor,
-            original_max_position=rope.original_max_position,
-        )
-    elif rope.type == "yarn":
-        frequencies = yarn_frequencies(
-            frequencies,
-            theta=rope.theta,
-            factor=rope.factor,
-            beta_fast=rope.beta_fast,
-            beta_slow=rope.beta_slow,
-            original_max_position=rope.original_max_position,
-            truncate=rope.truncate,
-        )
-        attention_factor = rope.attention_factor or yarn_attention_factor(rope.factor, rope.mscale, rope.mscale_all_dim)
-    return rotary_table(frequencies, max_seq_len, device, attention_factor)

@@ -35,6 +35,9 @@ _WITHOUT_EFFECT = frozenset(
     """.split()
 )
 
+# Values that switch off what a key of another family is for; 1 is that of multipliers.
+_NEUTRAL: tuple[Any, ...] = (False, 0, 1, "", [], {})
+
 # Keys of other engines and of models' own code, which no config class of transformers defines: with any value but
 # null and false they change what is computed.
 _REFUSED = (
@@ -49,8 +52,8 @@ def check_unread(keys: Keys, model_type: str) -> tuple[str, ...]:
     """Raises ConfigError for a key that changes what a decoder of transformers computes, and that was not read.
 
     Such is a key of a config class unless its value is the default of `model_type`'s class; where that class has no
-    such key, unless it is the default of all classes that have it, or empty (null, false, 0). Returns the other keys
-    that were not read: transformers does not know them either.
+    such key, unless the value is neutral: null, false, 0, 1 or empty. Returns the other keys that were not read:
+    transformers does not know them either.
     """
     unread = {key: value for key, value in keys.unread().items() if key not in _WITHOUT_EFFECT}
     known = json.loads(_FILE.read_text(encoding="utf-8"))["keys"]
@@ -80,9 +83,5 @@ def _check(key: str, value: Any, groups: list[tuple[Any, list[str]]], model_type
     if model_type in own:
         if value != own[model_type]:
             refuse(key, value, f"{json.dumps(own[model_type])} for {model_type}")
-    elif len(groups) == 1:
-        if value != groups[0][0]:
-            types = ", ".join(groups[0][1][:3])
-            refuse(key, value, f"absent for {model_type}: it is a key of {types}")
-    elif value not in (False, 0, "", [], {}):
-        refuse(key, value, f"absent for {model_type}, or false")
+    elif value is True or value not in _NEUTRAL:  # Python takes True for 1
+        refuse(key, value, f"absent for {model_type}: it is a key of {', '.join(list(own)[:3])}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from minisgl_backend.errors import ConfigError
@@ -14,16 +15,20 @@ from minisgl_backend.models.keys import Keys, refuse
 _ORIGINAL = "original_max_position_embeddings"
 _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: required, optional
     "default": ((), ("factor", _ORIGINAL)),
+    "linear": (("factor",), (_ORIGINAL,)),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_ORIGINAL,)),
     "yarn": (
         ("factor",),
         (_ORIGINAL, "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     ),
+    "longrope": (("short_factor", "long_factor"), ("factor", _ORIGINAL, "attention_factor")),
 }
+_NO_NUMBERS = ("truncate", "short_factor", "long_factor")
 
 
-def read_rope(keys: Keys, max_position: int) -> RopeConfig:
-    """The one set of values of all layers; `max_position`: max_position_embeddings."""
+def read_rope(keys: Keys, head_dim: int, *, partial: bool = False, interleaved: bool = False) -> RopeConfig:
+    """The one set of values of all layers. `partial`: the family reads partial_rotary_factor, the part of a head's
+    dimensions that is rotated; `interleaved`: as in RopeConfig."""
     # As transformers 5.23: where both spellings are there, rope_scaling counts and rope_parameters does not.
     unread = keys.get("rope_parameters")
     given = keys.get("rope_scaling") or unread or {}
@@ -37,19 +42,26 @@ def read_rope(keys: Keys, max_position: int) -> RopeConfig:
             f"transformers reads none of it, which makes rope_theta {json.dumps(theta)}; allowed: the keys of "
             "rope_scaling written into rope_parameters, and no rope_scaling"
         )
-    return _rope(values, theta, keys.get(_ORIGINAL), max_position)
+    part = values.pop("partial_rotary_factor", keys.get("partial_rotary_factor", 1.0))
+    if not isinstance(part, (int, float)) or not 0 < part <= 1 or (part != 1 and not partial):
+        refuse("partial_rotary_factor", part, "a number above 0, up to 1" if partial else "1.0")
+    original = keys.get(_ORIGINAL)
+    if original is not None:
+        values[_ORIGINAL] = keys.integer(_ORIGINAL)
+    rope = make_rope(values, theta, keys.integer("max_position_embeddings"), int(head_dim * part))
+    return replace(rope, rotary_dim=rope.rotary_dim if part != 1 else None, interleaved=interleaved)
 
 
-def _rope(values: dict[str, Any], theta: Any, original: int | None, max_position: int) -> RopeConfig:
+def make_rope(values: Mapping[str, Any], theta: Any, max_position: int, rotary_dim: int) -> RopeConfig:
+    """From the values of one rope: rope_type (or type) and those that belong to it."""
+    values = dict(values)
     rope_type = values.pop("rope_type", values.pop("type", "default"))
     values.pop("type", None)
+    rope_type = "longrope" if rope_type == "su" else rope_type  # as early configs of Phi-3 have it
     if rope_type not in _KEYS:
         refuse("rope_type", rope_type, ", ".join(_KEYS))
-    partial = values.pop("partial_rotary_factor", 1.0)
-    if partial != 1.0:
-        refuse("partial_rotary_factor", partial, "1.0")
     for key, value in {"rope_theta": theta, **values}.items():
-        if key != "truncate" and (not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0):
+        if key not in _NO_NUMBERS and (not isinstance(value, (int, float)) or isinstance(value, bool) or value <= 0):
             refuse(key, value, "a number above 0")
     required, optional = _KEYS[rope_type]
     for key in required:
@@ -59,10 +71,25 @@ def _rope(values: dict[str, Any], theta: Any, original: int | None, max_position
         if key not in required + optional:
             refuse(key, values[key], f"absent for rope type {rope_type}")
     if rope_type == "default":
-        return RopeConfig(theta=float(theta))
-    original = original or values.pop(_ORIGINAL, None) or max_position
-    values.pop(_ORIGINAL, None)
-    return RopeConfig(type=rope_type, theta=float(theta), original_max_position=int(original), **values)
+        return RopeConfig(theta=float(theta), rotary_dim=rotary_dim)
+    original = int(values.pop(_ORIGINAL, max_position))
+    if rope_type == "longrope":
+        values.setdefault("factor", max_position / original)
+        for key in ("short_factor", "long_factor"):
+            values[key] = _factors(key, values[key], rotary_dim // 2)
+    return RopeConfig(
+        type=rope_type, theta=float(theta), rotary_dim=rotary_dim, original_max_position=original, **values
+    )
+
+
+def _factors(key: str, values: Any, count: int) -> tuple[float, ...]:
+    if (
+        not isinstance(values, list)
+        or len(values) != count
+        or not all(isinstance(value, (int, float)) and value > 0 for value in values)
+    ):
+        refuse(key, values, f"a list of {count} numbers above 0, one for each pair of dimensions that is rotated")
+    return tuple(float(value) for value in values)
 
 
 def stretched(rope: RopeConfig | None, max_position: int) -> int:

@@ -36,6 +36,9 @@ class Read:
             values = values.transpose(-1, -2)
         if self.outputs is not None:
             values = values[(slice(None),) * self.axis + (self.outputs,)]
+        if self.part.row_order is not None:
+            order = torch.tensor(self.part.row_order, device=values.device)
+            values = values.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
         self.part.target.copy_(values)
         if self.part.add:
             self.part.target.add_(self.part.add)

@@ -11,7 +11,10 @@ import torch
 
 @dataclass(frozen=True, kw_only=True)
 class WeightPart:
-    """`target` receives `tensor.narrow(dim, start, target.shape[dim])`, plus `add`."""
+    """`target` receives `tensor.narrow(dim, start, target.shape[dim])`, plus `add`.
+
+    With a `row_order` its rows are taken in groups of as many, each of them in that order.
+    """
 
     name: str  # this project's, in full: see weights.names
     shape: tuple[int, ...]  # of the whole tensor, before it is split over ranks
@@ -19,6 +22,7 @@ class WeightPart:
     dim: int = 0
     start: int = 0
     add: float = 0.0
+    row_order: tuple[int, ...] | None = None
     experts: bool = False  # the first axis counts experts
 
     def expert(self, index: int) -> WeightPart:

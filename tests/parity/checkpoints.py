@@ -69,6 +69,22 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "qwen3_moe-sharded-mixed": _maker(
         "Qwen3MoeForCausalLM", "100KB", head_dim=16, mlp_only_layers=[1], tie_word_embeddings=True, **_MOE
     ),
+    "phi3": _maker("Phi3ForCausalLM", pad_token_id=0),
+    "phi3-longrope-partial-window": _maker(
+        "Phi3ForCausalLM",
+        pad_token_id=0,
+        sliding_window=24,
+        original_max_position_embeddings=256,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "partial_rotary_factor": 0.75,
+            "short_factor": [1.0, 1.1, 1.3, 1.5, 1.7, 2.0],
+            "long_factor": [2.0, 3.0, 4.0, 5.0, 6.0, 7.0],
+        },
+    ),
+    "mixtral": _maker("MixtralForCausalLM", sliding_window=24, num_local_experts=6, num_experts_per_tok=2),
+    "qwen2_moe": _maker("Qwen2MoeForCausalLM", shared_expert_intermediate_size=48, mlp_only_layers=[1], **_MOE),
 }
 
 

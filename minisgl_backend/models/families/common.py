@@ -26,20 +26,23 @@ class Family:
 
 
 def attention(keys: Keys, **more: Any) -> AttentionConfig:
-    """Self-attention with sizes and rope under their usual names; `more`: other fields, and those that differ."""
+    """Self-attention with sizes and rope under their usual names; `more`: other fields. `num_kv_heads` and `head_dim`
+    in it are what absent keys mean, `rope` is what the family read itself."""
     num_q_heads = keys.integer("num_attention_heads")
-    sizes = {
-        "num_q_heads": num_q_heads,
-        "num_kv_heads": more.get("num_kv_heads") or keys.integer("num_key_value_heads"),
-        "head_dim": keys.integer("head_dim", more.get("head_dim") or keys.integer("hidden_size") // num_q_heads),
-    }
-    if "rope" not in more:
-        sizes["rope"] = read_rope(keys, keys.integer("max_position_embeddings"))
-    return AttentionConfig(**{**more, **sizes})
+    head_dim = more.pop("head_dim", None) or keys.integer("hidden_size") // num_q_heads
+    head_dim = keys.integer("head_dim", head_dim)
+    return AttentionConfig(
+        num_q_heads=num_q_heads,
+        num_kv_heads=keys.integer("num_key_value_heads", more.pop("num_kv_heads", None)),
+        head_dim=head_dim,
+        rope=more.pop("rope") if "rope" in more else read_rope(keys, head_dim),
+        **more,
+    )
 
 
-def norm(keys: Keys, **more: Any) -> NormConfig:
-    return NormConfig(eps=keys.number("rms_norm_eps", 1e-6), **more)
+def norm(keys: Keys, eps: float = 1e-6, **more: Any) -> NormConfig:
+    """RMSNorm; `eps`: what an absent key means."""
+    return NormConfig(eps=keys.number("rms_norm_eps", eps), **more)
 
 
 def decoder(keys: Keys, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:

@@ -19,7 +19,7 @@ def read(keys: Keys) -> DecoderConfig:
     layer = LayerConfig(
         attention=attention(
             keys,
-            num_kv_heads=keys.integer("num_key_value_heads", keys.integer("num_attention_heads")),
+            num_kv_heads=keys.integer("num_attention_heads"),
             qkv_bias=bias,
             output_bias=bias,
         ),

@@ -10,11 +10,12 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.layers.rotary import default_frequencies, rotary_table
+from minisgl_backend.layers.config import RopeConfig
+from minisgl_backend.layers.rotary import default_frequencies, head_order, rope_table, rotary_table
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.models.decoder import rope_table
 
 SCALINGS: list[dict[str, Any]] = [
+    {"rope_type": "linear", "factor": 3.0},
     {"rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     | {"original_max_position_embeddings": 8192},
     {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768},
@@ -42,6 +43,42 @@ def test_scaled_tables(scaling: dict[str, Any], head_dim: int) -> None:
     torch.testing.assert_close(
         rope_table(config.layers[0].attention.rope, head_dim, 256, torch.device("cpu")), expected, rtol=1e-5, atol=1e-5
     )
+
+
+@pytest.mark.parametrize("max_seq_len", [256, 4096])
+@pytest.mark.parametrize("partial", [1.0, 0.75])
+def test_longrope_tables(max_seq_len: int, partial: float) -> None:
+    """Short factors where no sequence is longer than the original context, else the long ones."""
+    pairs = int(64 * partial) // 2
+    factors = {"short_factor": [1.0 + i / 9 for i in range(pairs)], "long_factor": [2.0 + i for i in range(pairs)]}
+    hf = transformers.Phi3Config(
+        hidden_size=256,
+        num_attention_heads=4,
+        max_position_embeddings=8192,
+        original_max_position_embeddings=1024,
+        rope_parameters={"rope_type": "longrope", "rope_theta": 1e4, "partial_rotary_factor": partial, **factors},
+        architectures=["Phi3ForCausalLM"],
+    )
+    frequencies, factor = ROPE_INIT_FUNCTIONS["longrope"](hf, torch.device("cpu"), seq_len=max_seq_len)
+    expected = rotary_table(frequencies, 200, torch.device("cpu"), factor, still=32 - pairs)
+    rope = ModelConfig.from_dicts(hf.to_dict(), {}).layers[0].attention.rope
+    found = rope_table(rope, 64, max_seq_len, torch.device("cpu"))[:200]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("rope", "order"),
+    [
+        (RopeConfig(), None),
+        (None, None),
+        (RopeConfig(rotary_dim=8), None),
+        (RopeConfig(interleaved=True), (0, 2, 4, 6, 1, 3, 5, 7)),
+        (RopeConfig(rotary_dim=4), (0, 1, 4, 5, 2, 3, 6, 7)),
+        (RopeConfig(rotary_dim=4, interleaved=True), (0, 2, 4, 5, 1, 3, 6, 7)),
+    ],
+)
+def test_pairs_are_half_a_head_apart(rope: RopeConfig | None, order: tuple[int, ...] | None) -> None:
+    assert head_order(rope, 8) == order
 
 
 def test_rotation_is_a_complex_product() -> None:

@@ -55,11 +55,11 @@ def test_another_familys_config_under_a_served_name(model_type: str, architectur
 @pytest.mark.parametrize(
     ("model_type", "changes", "named"),
     [
-        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "rope_type"),
+        ("phi3", {"rope_parameters": {"rope_type": "longrope", "short_factor": [1.0]}}, "long_factor"),
         ("phi3", {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.75}}, "partial_rotary_factor"),
         ("granite", {"attention_multiplier": 0.0078125}, "attention_multiplier"),
         ("granite", {"attention_multiplier": None, "logits_scaling": 8.0}, "logits_scaling"),
-        ("smollm3", {}, "no_rope_layers"),
+        ("smollm3", {}, "no_rope_layer"),
         ("seed_oss", {"attention_out_bias": True}, "attention_out_bias"),
         ("ernie4_5", {"use_bias": True}, "use_bias"),
         ("exaone4", {}, "layer_types"),

@@ -136,9 +136,10 @@ def test_refused_by_name(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("rope", "named"),
     [
-        ({"rope_type": "longrope", "short_factor": [1.0]}, "rope_type"),
+        ({"rope_type": "longrope", "short_factor": [1.0]}, "long_factor"),
+        ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0]}, "long_factor"),
         ({"rope_type": "dynamic", "factor": 2.0}, "rope_type"),
-        ({"type": "linear", "factor": 2.0}, "linear"),
+        ({"type": "linear"}, "factor"),
         ({"rope_type": "yarn"}, "factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
         ({"rope_type": "yarn", "factor": 0.0}, "factor"),

@@ -1,0 +1,31 @@
+"""Qwen1.5-MoE and Qwen2-MoE: Qwen2's attention; experts, and one more MLP for every token, weighted by its own gate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl_backend.layers.config import LayerConfig, MlpConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import Family, attention, decoder, norm
+from minisgl_backend.models.families.qwen2 import windows_above
+from minisgl_backend.models.families.qwen3_moe import experts, sparse_layers
+from minisgl_backend.models.keys import Keys
+
+
+def read(keys: Keys) -> DecoderConfig:
+    keys.choice("hidden_act", ("silu",))
+    shared = attention(keys, qkv_bias=keys.boolean("qkv_bias", True))
+    dense = MlpConfig(intermediate_size=keys.integer("intermediate_size"))
+    mixture = replace(
+        experts(keys),
+        shared_intermediate_size=keys.integer("shared_expert_intermediate_size", 5632),
+        shared_gate=True,
+    )
+    layers = [
+        LayerConfig(attention=replace(shared, window=window), mlp=mixture if is_sparse else dense, norm=norm(keys))
+        for window, is_sparse in zip(windows_above(keys), sparse_layers(keys), strict=True)
+    ]
+    return decoder(keys, layers)
+
+
+FAMILY = Family(model_type="qwen2_moe", read=read)

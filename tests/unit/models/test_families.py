@@ -1,0 +1,90 @@
+"""Default configs of the served families are read; with keys and values of other families they are refused by name."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.families import FAMILIES
+
+
+def default(architecture: str, **changes: Any) -> dict[str, Any]:
+    """config.json of the default model of an architecture, as transformers saves it."""
+    config = CONFIG_MAPPING[FAMILIES[architecture].model_type]()
+    return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [architecture], **changes}
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_the_default_config_is_read(architecture: str) -> None:
+    config = default(architecture)
+    if config["eos_token_id"] is not None:  # of some, beyond the default vocabulary
+        config["eos_token_id"] = 2
+    model = ModelConfig.from_dicts(config, {})
+    assert model.num_layers == config["num_hidden_layers"]
+    assert model.unknown_keys == ()
+
+
+LLAMA, MISTRAL, QWEN2 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
+QWEN3, QWEN3_MOE, QWEN2_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
+PHI3, MIXTRAL = "Phi3ForCausalLM", "MixtralForCausalLM"
+
+ALTERED: list[tuple[str, str, Any]] = [
+    (LLAMA, "model_type", "granite"),
+    (LLAMA, "hidden_act", "gelu"),
+    (LLAMA, "mlp_bias", True),
+    (LLAMA, "attn_logit_softcapping", 50.0),
+    (LLAMA, "final_logit_softcapping", 30.0),
+    (LLAMA, "query_pre_attn_scalar", 256),
+    (LLAMA, "attention_multiplier", 0.0078125),
+    (LLAMA, "embedding_multiplier", 12.0),
+    (LLAMA, "logits_scaling", 8.0),
+    (LLAMA, "residual_multiplier", 0.22),
+    (LLAMA, "no_rope_layers", [1, 1, 1, 0]),
+    (LLAMA, "partial_rotary_factor", 0.5),
+    (LLAMA, "use_qk_norm", True),
+    (LLAMA, "qk_layernorm", True),
+    (LLAMA, "clip_qkv", 8.0),
+    (LLAMA, "layer_types", ["sliding_attention"] * 32),
+    (LLAMA, "sliding_window", 512),
+    (LLAMA, "num_local_experts", 8),
+    (LLAMA, "attention_out_bias", True),
+    (LLAMA, "logit_scale", 0.0625),
+    (LLAMA, "use_parallel_residual", True),
+    (LLAMA, "rope_interleave", True),
+    (LLAMA, "attention_chunk_size", 8192),
+    (LLAMA, "quantization_config", {"quant_method": "fp8"}),
+    (LLAMA, "dual_chunk_attention_config", {"chunk_size": 262144}),
+    (LLAMA, "is_encoder_decoder", True),
+    (MISTRAL, "attention_bias", True),
+    (MISTRAL, "num_local_experts", 8),
+    (MISTRAL, "rope_parameters", {"rope_type": "dynamic", "factor": 2.0}),
+    (QWEN2, "attention_bias", True),
+    (QWEN2, "use_mrope", True),
+    (QWEN2, "scale_emb", 12),
+    (QWEN3, "shared_expert_intermediate_size", 512),
+    (QWEN3, "num_experts", 8),
+    (QWEN3, "kv_lora_rank", 512),
+    (QWEN3_MOE, "n_group", 8),
+    (QWEN3_MOE, "routed_scaling_factor", 2.5),
+    (QWEN3_MOE, "first_k_dense_replace", 3),
+    (QWEN3_MOE, "shared_expert_intermediate_size", 512),
+    (QWEN2_MOE, "scoring_func", "sigmoid"),
+    (QWEN2_MOE, "n_shared_experts", 2),
+    (PHI3, "hidden_act", "gelu_pytorch_tanh"),
+    (PHI3, "mlp_bias", True),
+    (PHI3, "qk_layernorm", True),
+    (MIXTRAL, "n_routed_experts", 64),
+    (MIXTRAL, "shared_intermediate_size", 1024),
+    (MIXTRAL, "hidden_act", "gelu"),
+]
+
+
+@pytest.mark.parametrize(("architecture", "key", "value"), ALTERED)
+def test_an_altered_config_is_refused_by_name(architecture: str, key: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{key}|rope_type"):
+        ModelConfig.from_dicts(default(architecture, **{key: value}), {})
