@@ -12,19 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgspec
-import numpy as np
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -33,16 +31,19 @@ from minisgl_backend.engine.build import Engine, build_engine
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.process.resources import set_torch_defaults
+from minisgl_backend.process.stop_signals import interrupted_at_the_end
 from minisgl_backend.request import FinishReason, Grammar, SamplingParams, check_prompt
 from minisgl_backend.scheduler.outputs import NO_TOKEN, SequenceOutputs
 from minisgl_backend.step import SequenceDetail, StepStats
 from minisgl_backend.text.answers import Answer, AnswerStream, RequestOutput, StreamPiece
+from minisgl_backend.text.prompts import listed
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, has_tokenizer, load_vocabulary
 
 if TYPE_CHECKING:
     from minisgl_backend.text.tokenizer import Tokenizer
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]  # a text, token ids, or one of both in the form of vLLM's dicts
+Params = SamplingParams | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 log = logging.getLogger(__name__)
@@ -51,7 +52,10 @@ COMPILER_WAIT_S = 0.001
 
 
 class LLM:
-    """One model, loaded into this process. Used by one thread; close it, or use it as a context manager."""
+    """One model, loaded into this process. Close it, or use it as a context manager.
+
+    Calls of `generate` and `chat` from several threads are served one after the other.
+    """
 
     def __init__(self, model: str = "demo", *, environment: Environment | None = None, **options: Any) -> None:
         """`options` are the fields of EngineConfig. Raises ConfigError for what cannot be served."""
@@ -76,7 +80,10 @@ class LLM:
         self._vocabulary = self._load_vocabulary(model_dir)
         self._model_dir = model_dir
         self._next_uid = 0
-        self._generating = False
+        self._uid_lock = threading.Lock()
+        self._turn = threading.Lock()  # held by the call that steps the engine
+        self._turn_of: int | None = None  # the thread that holds it
+        self._streaming = False  # and whether it does so for a stream, so for as long as its reader likes
 
     def __enter__(self) -> LLM:
         return self
@@ -133,7 +140,7 @@ class LLM:
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        sampling_params: Params | Iterable[Params] | None = None,
         *,
         progress: bool = False,
         template_arguments: Mapping[str, Any] | None = None,
@@ -153,7 +160,7 @@ class LLM:
     def stream_chat(
         self,
         messages: Sequence[Message],
-        sampling_params: SamplingParams | None = None,
+        sampling_params: Params | None = None,
         *,
         template_arguments: Mapping[str, Any] | None = None,
         **values: Any,
@@ -162,21 +169,24 @@ class LLM:
         return self.stream(self._render(messages, template_arguments), sampling_params, **values)
 
     def stream(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None, **values: Any
+        self, prompt: Prompt, sampling_params: Params | None = None, **values: Any
     ) -> Generator[StreamPiece, None, None]:
         """Continues one prompt; the answer in pieces, one each step of the engine.
 
         Closing the generator ends the answer. While it is read, nothing else can be asked. Parameters and errors are
         those of `generate`; `n` must be 1.
         """
-        (answer,) = self._answers([prompt], sampling_params, values, pieces=True)
+        prompts = listed(prompt)
+        if len(prompts) != 1:
+            raise InvalidRequestError(f"the prompt is {len(prompts)} prompts; allowed in a stream: 1")
+        (answer,) = self._answers(prompts, sampling_params, values, pieces=True)
         if len(answer.streams) > 1:
             raise InvalidRequestError(f"n is {len(answer.streams)}; allowed in a stream: 1")
         return self._pieces(answer)
 
     def _pieces(self, answer: Answer) -> Generator[StreamPiece, None, None]:
         (stream,) = answer.streams
-        with contextlib.closing(self._turns([answer])) as turns:
+        with contextlib.closing(self._turns([answer], streaming=True)) as turns:
             for _ in turns:
                 yield stream.take_piece()
 
@@ -187,19 +197,20 @@ class LLM:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        prompts: Prompt | Iterable[Prompt],
+        sampling_params: Params | Iterable[Params] | None = None,
         *,
         progress: bool = False,
         **values: Any,
     ) -> list[RequestOutput]:
-        """Continues each prompt (a text, or token ids); answers are in the prompts' order.
+        """Continues each prompt: a text, or token ids as a list, an array or tensor of one dimension; answers are in
+        the prompts' order. Either may stand in a mapping, as in vLLM: {"prompt": ...}, {"prompt_token_ids": ...}.
 
-        `sampling_params`: one for all, or one for each prompt; without them the model's defaults, changed by
-        `values` (max_tokens=..., temperature=...). Raises InvalidRequestError for a request that cannot be served,
-        and EngineDeadError where the engine fails; nothing is left running then.
+        `sampling_params`: one for all, or one for each prompt, each also as a mapping of its fields; without them the
+        model's defaults, changed by `values` (max_tokens=..., temperature=...). Raises InvalidRequestError for a
+        request that cannot be served, and EngineDeadError where the engine fails; nothing is left running then.
         """
-        answers = self._answers(_listed(prompts), sampling_params, values)
+        answers = self._answers(listed(prompts), sampling_params, values)
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         bar = Progress(*columns, console=Console(stderr=True), disable=not progress)
         task = bar.add_task("", total=sum(len(answer.streams) for answer in answers))
@@ -211,8 +222,8 @@ class LLM:
 
     def _answers(
         self,
-        prompts: Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        prompts: Sequence[str | list[int]],
+        sampling_params: Params | Iterable[Params] | None,
         values: Mapping[str, Any],
         *,
         pieces: bool = False,
@@ -220,30 +231,45 @@ class LLM:
         """Checked, and not yet begun. `pieces`: their texts are wanted as they grow."""
         if sampling_params is not None and values:
             raise InvalidRequestError(f"{min(values)} is given beside sampling_params; allowed: one or the other")
-        token_ids = [self._encode(prompt) for prompt in prompts]
-        if isinstance(sampling_params, SamplingParams) or sampling_params is None:
-            sampling_params = [sampling_params or self.sampling_params(**values)] * len(token_ids)
-        if len(sampling_params) != len(token_ids):
+        token_ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        if sampling_params is None:
+            sampling_params = self.sampling_params(**values)
+        if isinstance(sampling_params, (SamplingParams, Mapping)):
+            every = [self._params(sampling_params)] * len(token_ids)
+        elif isinstance(sampling_params, Iterable) and not isinstance(sampling_params, str):
+            every = [self._params(one) for one in sampling_params]
+        else:
+            _refuse_params(sampling_params)
+        if len(every) != len(token_ids):
             raise InvalidRequestError(
-                f"sampling_params has {len(sampling_params)} entries; allowed: one, or one for each of the "
+                f"sampling_params has {len(every)} entries; allowed: one, or one for each of the "
                 f"{len(token_ids)} prompts"
             )
         welcome = self.engine.welcome
         answers = []
-        for ids, params in zip(token_ids, sampling_params, strict=True):
+        for ids, params in zip(token_ids, every, strict=True):
             params = self._translate(params)
             params.validate(welcome.vocab_size)
             check_prompt("the prompt", ids, vocab_size=welcome.vocab_size, max_seq_len=welcome.max_seq_len)
             answers.append(Answer(self._new_uid(params.n), ids, params, self._vocabulary, pieces))
         return answers
 
-    def _encode(self, prompt: Prompt) -> list[int]:
-        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
+    def _params(self, given: Params) -> SamplingParams:
+        if isinstance(given, SamplingParams):
+            return given
+        return self.sampling_params(**given) if isinstance(given, Mapping) else _refuse_params(given)
 
     def _translate(self, params: SamplingParams) -> SamplingParams:
-        """Bad words as token ids. Raises InvalidRequestError for stop strings where no token has a text."""
+        """Bad words, and stop strings that are special tokens, as token ids.
+
+        Raises InvalidRequestError for stop strings where no token has a text.
+        """
         if params.stop and not len(self._vocabulary):
             raise InvalidRequestError(f"stop is {params.stop!r}; allowed: none, as this model has no tokenizer")
+        special = self._vocabulary.special_tokens
+        ends = tuple(special[text] for text in params.stop if text in special)
+        if ends:  # their text is no part of an answer, so that it would never be found there
+            params = msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
         if not params.bad_words:
             return params
         params.validate()  # before a tokenizer works on them
@@ -251,37 +277,49 @@ class LLM:
         return msgspec.structs.replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
 
     def _new_uid(self, count: int) -> int:
-        uid = self._next_uid
-        self._next_uid += count
+        with self._uid_lock:
+            uid = self._next_uid
+            self._next_uid += count
         return uid
 
-    def _turns(self, answers: Sequence[Answer]) -> Generator[int, None, None]:
+    @contextlib.contextmanager
+    def _own_turn(self, *, streaming: bool) -> Iterator[None]:
+        """Waits for calls of other threads; but who reads a stream may not come back, or be this very thread."""
+        if self._streaming or self._turn_of == threading.get_ident():
+            raise InvalidRequestError("an answer is being streamed; allowed: one at a time, read to its end or closed")
+        with self._turn:
+            self._turn_of, self._streaming = threading.get_ident(), streaming
+            try:
+                yield
+            finally:
+                self._turn_of, self._streaming = None, False
+
+    def _turns(self, answers: Sequence[Answer], *, streaming: bool = False) -> Generator[int, None, None]:
+        with self._own_turn(streaming=streaming):
+            yield from self._steps(answers)
+
+    def _steps(self, answers: Sequence[Answer]) -> Generator[int, None, None]:
         """Steps the engine until all are answered; after each step, how many sequences have ended with it.
 
         Closed early, it ends what is open.
         """
-        if self._generating:
-            raise InvalidRequestError("an answer is being streamed; allowed: one at a time, read to its end or closed")
         core = self.engine.core
         waiting = deque(answers)
         open_streams: dict[int, AnswerStream] = {}
-        self._generating = True
         try:
             while waiting or open_streams:
-                with _interrupted_at_the_end():
+                with interrupted_at_the_end():
                     self._feed(waiting, open_streams)
                     if not self._step() and core.waits_for_compiler:
                         time.sleep(COMPILER_WAIT_S)
                     ended = self._end_rejected(answers, open_streams)
                     ended += self._take(core.drain_outputs(), open_streams)
                 yield ended
-            with _interrupted_at_the_end():
+            with interrupted_at_the_end():
                 self._drain()
         except BaseException:
             self._abandon(open_streams)
             raise
-        finally:
-            self._generating = False
 
     def _feed(self, waiting: deque[Answer], open_streams: dict[int, AnswerStream]) -> None:
         """Submits as many requests as the engine's queue and its compilers of grammars take, and leaves the rest."""
@@ -350,7 +388,7 @@ class LLM:
         """Leaves an engine that the next call can use."""
         if self._engine is None or self._dead:
             return
-        with _interrupted_at_the_end():
+        with interrupted_at_the_end():
             self._engine.core.abort(list(open_streams), FinishReason.CANCELLED)
             try:
                 self._drain()
@@ -369,30 +407,10 @@ class LLM:
         self._dead = reason
 
 
-@contextlib.contextmanager
-def _interrupted_at_the_end() -> Iterator[None]:
-    """What Ctrl-C raises comes when this is over: in the middle of a step it would leave an engine that nobody can use,
-    and other ranks that wait for this one. The second Ctrl-C waits for nothing."""
-    handler = signal.getsignal(signal.SIGINT)
-    if not callable(handler) or threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    came: list[FrameType | None] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        came.append(frame)
-        if len(came) == 2:
-            handler(number, came[0])  # asyncio's, for one, only notes the first
-        if len(came) > 1:
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if len(came) == 1:
-            handler(signal.SIGINT, came[0])
+def _refuse_params(given: object) -> NoReturn:
+    raise InvalidRequestError(
+        f"sampling_params is {given!r:.60}; allowed: SamplingParams or a mapping of its fields, or a list of them"
+    )
 
 
 def _refuse_what_needs_a_server(config: EngineConfig) -> None:
@@ -415,12 +433,3 @@ def _is_followed(grammar: Grammar | None, answers: Sequence[Answer]) -> bool:
     return any(
         stream.token_ids for answer in answers if answer.request.params.grammar == grammar for stream in answer.streams
     )
-
-
-def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt, or several, as a list."""
-    if isinstance(prompts, str):
-        return [prompts]
-    if len(prompts) and isinstance(prompts[0], (int, np.integer)):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]

@@ -66,7 +66,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     top_k: int = 0  # 0: off
     top_p: float = 1.0  # in (0, 1]
     min_p: float = 0.0  # in [0, 1]
-    seed: int | None = None  # None: drawn when the request is accepted
+    seed: int | None = None  # None, and -1: drawn when the request is accepted
     repetition_penalty: float = 1.0
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
@@ -114,7 +114,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _refuse("top_p", self.top_p, "above 0 and below 1, or off: 0 or 1")
         _check_range("min_p", self.min_p, 0.0, 1.0)
         if self.seed is not None and not 0 <= self.seed < SEED_RANGE:
-            _refuse("seed", self.seed, "0 to 2**64 - 1")
+            _refuse("seed", self.seed, "-2**63 to 2**64 - 1; -1: any")
         if not (math.isfinite(self.repetition_penalty) and 0.0099999 < self.repetition_penalty <= 100.0):
             # Below, a logit times its inverse is soon NaN. Clients send float32, where 0.01 is a little less.
             _refuse("repetition_penalty", self.repetition_penalty, "0.01 to 100")
@@ -175,8 +175,10 @@ def check_prompt(name: str, token_ids: Sequence[int], *, vocab_size: int, max_se
     if not token_ids:
         raise InvalidRequestError(f"{name} is empty; allowed: a prompt of at least one token")
     if len(token_ids) >= max_seq_len:
+        # The last words are those by which LiteLLM and LangChain know what is wrong.
         raise InvalidRequestError(
-            f"{name} has {len(token_ids)} tokens; this model takes prompts of at most {max_seq_len - 1}"
+            f"{name} has {len(token_ids)} tokens; this model takes prompts of at most {max_seq_len - 1}: "
+            f"prompt is too long, this model's maximum context length is {max_seq_len} tokens"
         )
     low, high = min(token_ids), max(token_ids)
     if low < 0 or high >= vocab_size:
@@ -213,6 +215,14 @@ def _flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
         _refuse(name, repr(value), "True or False")
     return bool(value)
+
+
+def _seed(name: str, value: Any) -> int | None:
+    """A negative one is the unsigned number of the same 64 bits; -1 means any, as in vLLM."""
+    number = _integer(name, value)
+    if number == -1:
+        return None
+    return number + SEED_RANGE if -(2**63) <= number < 0 else number
 
 
 def _top_k(name: str, value: Any) -> int:
@@ -270,8 +280,9 @@ def _grammar(name: str, value: Any) -> Grammar:
 
 
 _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("max_tokens", "min_tokens", "seed", "logprobs", "prompt_logprobs", "n"), _integer),
+    **dict.fromkeys(("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n"), _integer),
     **dict.fromkeys(("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
+    "seed": _seed,
     "top_k": _top_k,
     "top_p": _top_p,
     **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), _flag),

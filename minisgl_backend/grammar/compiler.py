@@ -32,6 +32,7 @@ SENT_FROM_S = 0.02  # what takes longer is sent as JSON, unless that is slower
 SECONDS_A_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
 MOST_BYTES = 512 << 20  # of a compiled grammar
 MORE_BYTES = 3 << 30  # of address space, beyond what the process has once it is ready
+_LINE_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)  # or anything behind a backslash
 PACE_TOKENS = 24  # an answer of so many is tried, none of which may take longer than LATE_S
 READY = b"ready"
 _ANY_JSON = '{"type": ["object", "array"]}'
@@ -110,8 +111,13 @@ def compile_grammar(compiler: Any, grammar: Grammar) -> Any:
         _check_schema(grammar.text)
         return _compile_schema(compiler, grammar.text)
     if grammar.kind == "regex":
-        return compiler.compile_regex(grammar.text)
+        return compiler.compile_regex(_LINE_BREAK.sub(_escaped, grammar.text))
     return compiler.compile_grammar(grammar.text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """A line break as a regex writes it: xgrammar takes none as it is in a class of characters."""
+    return {"\n": r"\n", "\r": r"\r"}.get(found[0][-1], found[0])
 
 
 def _compile_schema(compiler: Any, text: str) -> Any:

@@ -19,6 +19,7 @@ class GenerationDefaults:
     top_p: float | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
+    max_tokens: int | None = None  # the file's max_new_tokens
 
     @classmethod
     def read(cls, generation: Mapping[str, Any]) -> GenerationDefaults:
@@ -27,6 +28,8 @@ class GenerationDefaults:
         if generation.get("do_sample") is not False:
             names += ["temperature", "top_k", "top_p", "min_p"]
         given = {name: generation[name] for name in names if generation.get(name) is not None}
+        if generation.get("max_new_tokens") is not None:
+            given["max_tokens"] = generation["max_new_tokens"]
         try:
             params = SamplingParams(**given)
             params.validate()

@@ -1,11 +1,13 @@
-"""What ends a command: SIGINT, SIGTERM, SIGHUP, told on a thread of its own."""
+"""What ends a command: SIGINT, SIGTERM, SIGHUP, told on a thread of its own, or held back for a moment."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from types import FrameType
 
 
 def on_stop_signals(callback: Callable[[], None]) -> None:
@@ -28,3 +30,29 @@ def on_stop_signals(callback: Callable[[], None]) -> None:
                 callback()
 
     threading.Thread(target=tell, name="stop-signals", daemon=True).start()
+
+
+@contextlib.contextmanager
+def interrupted_at_the_end() -> Iterator[None]:
+    """What Ctrl-C raises comes when this is over: in the middle of a step it would leave an engine that nobody can use,
+    and other ranks that wait for this one. The second Ctrl-C waits for nothing."""
+    handler = signal.getsignal(signal.SIGINT)
+    if not callable(handler) or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[FrameType | None] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        came.append(frame)
+        if len(came) == 2:
+            handler(number, came[0])  # asyncio's, for one, only notes the first
+        if len(came) > 1:
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, note)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if len(came) == 1:
+            handler(signal.SIGINT, came[0])

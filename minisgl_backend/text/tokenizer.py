@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -47,10 +48,27 @@ class Tokenizer:
         """Its source; of a model with several, all of them one after the other; "" where there is none."""
         return self._template.source
 
+    def info(self) -> dict[str, Any]:
+        """What clients may know of it, by the keys of tokenizer_config.json."""
+        names = ("bos_token", "eos_token", "unk_token", "pad_token")
+        return {
+            "tokenizer_class": type(self._tokenizer).__name__,
+            **{name: getattr(self._tokenizer, name, None) for name in names},
+            "add_bos_token": self.encode("")[:1] == [self._bos] if self._bos is not None else False,
+        }
+
     @property
     def added_tokens(self) -> list[str]:
         """The tokens beside the plain vocabulary, special or not, as texts."""
         return sorted(self._tokenizer.get_added_vocab())
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The id of each token that is no part of an answer's text unless `skip_special_tokens` is off."""
+        added = self._tokenizer.added_tokens_decoder.items()
+        found = {str(token): number for number, token in added if token.special}
+        named = zip(self._tokenizer.all_special_tokens, self._tokenizer.all_special_ids, strict=True)
+        return {**found, **{str(token): int(number) for token, number in named}}
 
     def __len__(self) -> int:
         return len(self._tokenizer)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,11 @@ class Vocabulary:
         self._decode = decode
         self._bytes = list(token_bytes)
         self._printable = [b"" if i in special_ids else data for i, data in enumerate(self._bytes)]
+
+    @cached_property
+    def special_tokens(self) -> Mapping[str, int]:
+        """The ids of special tokens by their texts."""
+        return {self.token_text(token): token for token in self.special_ids}
 
     def __len__(self) -> int:
         """One more than the highest token id."""

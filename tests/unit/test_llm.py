@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -402,3 +403,63 @@ def test_a_step_that_fails_behind_its_sampling_counts_no_penalty_twice(
     answers = llm.generate(prompts, [penalised, *[plain] * 20])
     assert "error" in [answer.finish_reason for answer in answers]
     assert answers[0].token_ids == expected
+
+
+def test_prompts_in_every_form_that_vllm_and_torch_have(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("hello there")
+    values: dict[str, Any] = {"max_tokens": 4, "temperature": 0}
+    expected = llm.generate("hello there", **values)[0].token_ids
+    forms: list[Any] = [
+        {"prompt": "hello there"},
+        {"prompt_token_ids": torch.tensor(ids), "prompt": None},
+        torch.tensor(ids),
+        tuple(ids),
+        [{"prompt_token_ids": ids}],
+        (prompt for prompt in ["hello there"]),
+        torch.tensor([ids]),
+    ]
+    for form in forms:
+        assert [one.token_ids for one in llm.generate(form, **values)] == [expected]
+    assert [one.token_ids for one in llm.generate("hello there", values)] == [expected]
+    assert [one.token_ids for one in llm.generate(["hello there"], [values])] == [expected]
+    assert "".join(piece.text for piece in llm.stream({"prompt": "hello there"}, values))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ({"text": "x"}, None, "the prompt has 'text'; allowed: prompt or prompt_token_ids"),
+        ({"prompt": "x", "multi_modal_data": {"image": 1}}, None, "the prompt has 'multi_modal_data'"),
+        ({}, None, "the prompt is {}; allowed"),
+        (b"x", None, "the prompt is b'x'; allowed: a text, token ids"),
+        (7, None, "the prompt is 7; allowed: a text, token ids"),
+        ([1.5, 2], None, "the prompt holds 1.5; allowed: whole numbers"),
+        (torch.tensor(3), None, "the prompt is tensor"),
+        ("x", {"max_token": 3}, "unknown sampling parameter 'max_token'"),
+        ("x", "fast", "sampling_params is 'fast'; allowed: SamplingParams or a mapping"),
+        ("x", [7], "sampling_params is 7; allowed: SamplingParams or a mapping"),
+    ],
+)
+def test_what_is_no_prompt_is_refused_by_name(llm: LLM, prompts: Any, params: Any, message: str) -> None:
+    with pytest.raises(InvalidRequestError) as error:
+        llm.generate(prompts, params)
+    assert str(error.value).startswith(message)
+
+
+def test_threads_are_served_one_after_the_other(llm: LLM) -> None:
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda text: llm.generate(text, max_tokens=8, temperature=0)[0].text, ["hello"] * 8))
+    assert len(set(found)) == 1
+
+
+def test_a_stop_text_that_is_a_special_token_ends_an_answer(llm: LLM) -> None:
+    (token,) = llm.tokenizer.encode("<|im_start|>", add_special_tokens=False)
+    values: dict[str, Any] = {"max_tokens": 5, "logit_bias": {token: 100.0}, "temperature": 0}
+    assert llm.generate("abc", **values)[0].finish_reason == "length"
+    ended = llm.generate("abc", stop="<|im_start|>", **values)[0]
+    assert (ended.finish_reason, ended.token_ids, ended.text) == ("stop", [token], "")
+
+
+def test_a_line_break_in_a_class_of_a_regex(llm: LLM) -> None:
+    grammar = Grammar(kind="regex", text="[\nx]{3}")
+    assert set(llm.generate("abc", grammar=grammar)[0].text) <= {"\n", "x"}

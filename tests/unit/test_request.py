@@ -84,3 +84,18 @@ def test_what_is_just_allowed() -> None:
     SamplingParams(repetition_penalty=float(np.float32(0.01))).validate()
     SamplingParams(bad_words_token_ids=[[1] * 128] * 64).validate(1024)
     SamplingParams(bad_words_token_ids=[[1]] * 2048).validate(1024)
+
+
+@pytest.mark.parametrize(
+    ("given", "seed"), [(-1, None), (-2, 2**64 - 2), (-(2**63), 2**63), (0, 0), (2**64 - 1, 2**64 - 1), (None, None)]
+)
+def test_seeds_are_64_bits_signed_or_not_and_minus_one_is_any(given: int | None, seed: int | None) -> None:
+    params = SamplingParams(seed=given)
+    params.validate()
+    assert params.seed == seed
+
+
+@pytest.mark.parametrize("given", [-(2**63) - 1, 2**64])
+def test_seeds_beyond_64_bits_are_refused(given: int) -> None:
+    with pytest.raises(InvalidRequestError, match=r"seed is .*; allowed: -2"):
+        SamplingParams(seed=given).validate()
