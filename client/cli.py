@@ -208,7 +208,7 @@ def openai(
     metrics: Annotated[
         str | None, typer.Option(help="Its metrics, HOST:PORT; default: port 8002 of the same host.")
     ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0: all.")] = "127.0.0.1",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0, ::: all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535)] = 9000,
     workers: Annotated[int, typer.Option(min=1, help="Processes, for many streams at once.")] = 1,
     served_model_name: Annotated[list[str] | None, typer.Option(help="What clients call the model.")] = None,
@@ -218,6 +218,7 @@ def openai(
     ssl_certfile: Annotated[str, typer.Option(help="Serve https with this certificate.")] = "",
     ssl_keyfile: Annotated[str, typer.Option(help="And its key.")] = "",
     allowed_origins: Annotated[list[str] | None, typer.Option(help="Whose pages browsers let in (CORS).")] = None,
+    ignore_unknown_fields: Annotated[bool, typer.Option(help="Of requests, instead of refusing them by name.")] = False,
 ) -> None:
     """Serve OpenAI's API before a server that runs elsewhere; scripts/serve.sh has it built in."""
     from minisgl_backend.errors import ConfigError
@@ -226,7 +227,7 @@ def openai(
     with errors_in_one_line():
         server = parse_url(url, "grpc")
         settings = EndpointSettings(
-            host=host,
+            host=host.removeprefix("[").removesuffix("]"),
             port=port,
             grpc_address=server.authority,
             grpc_secure=server.secure,
@@ -239,6 +240,7 @@ def openai(
             ssl_certfile=ssl_certfile,
             ssl_keyfile=ssl_keyfile,
             allowed_origins=tuple(allowed_origins or ()),
+            ignore_unknown_fields=ignore_unknown_fields,
         )
         try:
             serve_until_signal(settings, lambda text: typer.echo(text, err=True))

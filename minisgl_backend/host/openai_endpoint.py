@@ -56,6 +56,7 @@ class EndpointSettings:
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
     max_body_bytes: int = 16 << 20
+    ignore_unknown_fields: bool = False  # of requests, instead of refusing them by name
     max_requests: int = 8192  # of one worker at a time; one more is answered 429
 
     def check_packages(self) -> None:
@@ -84,6 +85,9 @@ class EndpointSettings:
                 raise ConfigError(f"{option} is {value!r}, which is no file")
         if self.max_body_bytes < 1:
             raise ConfigError(f"--max-body-bytes is {self.max_body_bytes}; allowed: 1 or more")
+        for name in self.served_model_names:
+            if not name or _is_no_unicode(name):
+                raise ConfigError(f"--served-model-name is {name!r}; allowed: Unicode text of at least one character")
         if not all(self.api_keys):
             raise ConfigError("--api-key is empty; allowed: at least one character")
 
@@ -247,6 +251,11 @@ def add_serving_options(group: Any) -> None:
     group.add_argument(
         "--max-body-bytes", type=int, default=EndpointSettings().max_body_bytes, metavar="N", help="[%(default)s]"
     )
+    group.add_argument(
+        "--ignore-unknown-fields",
+        action="store_true",
+        help="requests may have fields that this server does not know; the log names each once [refused by name]",
+    )
 
 
 def endpoint_of(
@@ -269,6 +278,7 @@ def endpoint_of(
         ssl_certfile=values["ssl_certfile"],
         ssl_keyfile=values["ssl_keyfile"],
         max_body_bytes=values["max_body_bytes"],
+        ignore_unknown_fields=values["ignore_unknown_fields"],
     )
     settings.check()
     return settings
@@ -283,6 +293,15 @@ def serve_until_signal(settings: EndpointSettings, say: Callable[[str], None]) -
     stop.wait()
     say("stopping: requests in flight are finished first")
     endpoint.stop(_DRAIN_SECONDS)
+
+
+def _is_no_unicode(text: str) -> bool:
+    """True for what an argument that is no UTF-8 becomes, or any beyond ASCII where Python was told that all is."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _listen(host: str, port: int) -> socket.socket:

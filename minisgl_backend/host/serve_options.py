@@ -22,7 +22,7 @@ from minisgl_backend.host.openai_endpoint import EndpointSettings, add_endpoint_
 from minisgl_backend.host.option_arguments import add_engine_options, given_parameters, tcp_port, tcp_port_or_none
 from minisgl_backend.host.option_parser import OptionParser, YamlMissing, set_defaults_from_file
 from minisgl_backend.host.repository import DEMO_MODEL
-from minisgl_backend.host.triton_server import check_ascii
+from minisgl_backend.host.triton_server import ascii_link, check_ascii
 from minisgl_backend.installation import model_repository
 from minisgl_backend.process.node_options import fill_in, read_secret
 
@@ -101,7 +101,7 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     values = fill_in(_values_of(parser, arguments[:split]), os.environ)
     settings = ServerSettings(
         repository=Path(values["repository"]).resolve(),
-        host=values["host"],
+        host=values["host"].removeprefix("[").removesuffix("]"),
         http_port=values["http_port"],
         grpc_port=values["grpc_port"],
         metrics_port=values["metrics_port"],
@@ -113,7 +113,9 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     parameters = given_parameters(parser, values)
     check_ascii("the package", Path(__file__).resolve().parents[1])
     check_ascii("the model repository", settings.repository)
-    check_ascii("the model", parameters.get("model", ""))
+    if not parameters.get("model", "").isascii():
+        values["served_model_name"] = values["served_model_name"] or [parameters["model"]]
+        parameters["model"] = str(ascii_link(Path(parameters["model"])))
     endpoint = endpoint_of(
         values,
         host=settings.host,
@@ -186,7 +188,7 @@ def server_parser(program: str) -> OptionParser:
     parser.add_argument("--version", action="version", version=f"minisgl-backend {minisgl_backend.__version__}")
     parser.add_argument("--config", metavar="FILE", help="YAML with options by name; those given here come before it")
     parser.add_argument("--repository", default=str(model_repository()), help="the model repository [%(default)s]")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0: all [%(default)s]")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on; 0.0.0.0, ::: all [%(default)s]")
     parser.add_argument("--port", type=_which_port, help=argparse.SUPPRESS)
     for name, default in (("http", 8000), ("grpc", 8001), ("metrics", 8002)):
         parser.add_argument(f"--{name}-port", type=tcp_port, default=default, metavar="PORT", help="[%(default)s]")

@@ -260,15 +260,20 @@ def server_arguments(settings: ServerSettings, install: TritonInstall, control_k
         *_restriction("--http-restricted-api", settings, control_key),
         *_restriction("--grpc-restricted-protocol", settings, control_key),
         *([body_limit] if _MAX_BODY in install.options else []),
-        f"--http-address={settings.host}",
-        f"--grpc-address={settings.host}",
-        f"--metrics-address={settings.host}",
+        f"--http-address={_http_address(settings.host)}",
+        f"--grpc-address={f'[{settings.host}]' if ':' in settings.host else settings.host}",
+        f"--metrics-address={_http_address(settings.host)}",
         f"--http-port={settings.http_port}",
         f"--grpc-port={settings.grpc_port}",
         f"--metrics-port={settings.metrics_port}",
         f"--exit-timeout-secs={settings.exit_timeout}",
         *settings.arguments,
     ]
+
+
+def _http_address(host: str) -> str:
+    """As libevhtp, which serves tritonserver's HTTP and metrics, wants an IPv6 address to be written."""
+    return f"ipv6:{host}" if ":" in host else host
 
 
 def _restriction(option: str, settings: ServerSettings, control_key: str) -> list[str]:

@@ -50,6 +50,7 @@ class Supervisor:
         self._stop = threading.Event()
         self._abandon = threading.Event()
         self._announced = False
+        self._crashed = False  # the last server ended by a signal before it was ready
 
     def run(self) -> int:
         """Serve until a signal. Returns the exit code: 1 if the server could not be brought up at all."""
@@ -65,11 +66,16 @@ class Supervisor:
                 health.close()
 
     def _keep_running(self) -> int:
-        failures = 0
+        failures, tried_again = 0, False
         while True:
             ready_since, problem = self._serve_once()
             if self._stop.is_set():
                 return 0
+            if not self._announced and problem is None and self._crashed and not tried_again:
+                # Its shared memory may have been that of another server which had not quite ended.
+                tried_again = True
+                say("the server crashed before it was ready; trying once more")
+                continue
             if not self._announced:
                 say(f"error: {problem or 'the server could not start: what it said is above'}")
                 return 1
@@ -103,6 +109,7 @@ class Supervisor:
             if ready_since is not None:
                 self._watch(server)
         finally:
+            self._crashed = ready_since is None and (server.exit_code or 0) < 0
             self._busy = "stopping" if self._stop.is_set() else "restarting"
             self._end(server, was_ready=ready_since is not None)
         return ready_since, problem or server.refusal

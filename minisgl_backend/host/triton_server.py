@@ -144,6 +144,13 @@ def check_ascii(what: str, path: Path | str) -> None:
         )
 
 
+def ascii_link(folder: Path) -> Path:
+    """A link to a model's folder in a private folder, by a path that `check_ascii` takes."""
+    link = _private_folder("model", folder.resolve()) / "model"
+    _link(folder.resolve(), link)
+    return link
+
+
 def main() -> None:
     """Replace this process by the server, with the arguments given.
 

@@ -17,7 +17,6 @@ from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
 from minisgl_backend.models.config import GenerationDefaults, ModelConfig
 from minisgl_backend.request import MAX_PRIORITY, Grammar, SamplingParams, check_prompt
 from minisgl_backend.serving.fields import Fields, collect_fields, json_object, json_value, shown
-from minisgl_backend.serving.schema import TENSORS
 
 if TYPE_CHECKING:  # the engine front needs this module, but not the libraries behind the tokenizer
     from minisgl_backend.text.tokenizer import Tokenizer
@@ -104,7 +103,10 @@ class RequestCodec:
         given: Any = fields[name]
         limit = max(MAX_PROMPT_BYTES, 64 * self._settings.max_seq_len)
         if _num_bytes(given) > limit:
-            raise InvalidRequestError(f"{name} is longer than {limit} bytes; this model cannot take so long a prompt")
+            raise InvalidRequestError(
+                f"{name} is longer than {limit} bytes; this model cannot take so long a prompt: prompt is too long, "
+                f"this model's maximum context length is {self._settings.max_seq_len} tokens"
+            )
         template = json_object("chat_template_kwargs", fields.get("chat_template_kwargs", ""))
         if name == "messages":
             echo = rendered = self._tokenizer.render(_messages(given), **template)
@@ -150,7 +152,13 @@ class RequestCodec:
         values["n"] = fields.get("num_return_sequences", 1)
         values["include_stop_str_in_output"] = fields.get("include_stop_string", False)
         values["stop"] = fields.get("stop_words", ())
-        values["stop_token_ids"] = (*fields.get("stop_token_ids", ()), *_stop_tokens(fields.get("stop_words_list", [])))
+        special = self._tokenizer.special_tokens
+        values["stop_token_ids"] = (
+            *fields.get("stop_token_ids", ()),
+            *_stop_tokens(fields.get("stop_words_list", [])),
+            # Their text is no part of an answer, so that it would never be found there.
+            *(special[text] for text in fields.get("stop_words", ()) if text in special),
+        )
         bad_words = SamplingParams(bad_words=fields.get("bad_words", ()))
         bad_words.validate()
         values["bad_words"] = bad_words.bad_words
@@ -259,17 +267,15 @@ def _stop_tokens(flat: Sequence[int]) -> list[int]:
 
 
 def _refuse_what_is_not_served(fields: Mapping[str, Any]) -> None:
-    for name in ("beam_width", "best_of"):
-        if fields.get(name, 1) not in (0, 1):
-            raise InvalidRequestError(f"{name} is {fields[name]}; allowed: 1 (this server has no beam search)")
+    num_sequences = fields.get("num_return_sequences", 1)
+    for name, allowed in (("beam_width", (0, 1)), ("best_of", (0, 1, num_sequences))):
+        if fields.get(name, 1) not in allowed:
+            also = " or n" if name == "best_of" else ""
+            raise InvalidRequestError(f"{name} is {fields[name]}; allowed: 1{also} (this server has no beam search)")
     if fields.get("use_beam_search"):
         raise InvalidRequestError("use_beam_search is true; allowed: false (this server has no beam search)")
     if fields.get("detokenize") is False:
         raise InvalidRequestError("detokenize is false; allowed: true")
-    for name, value in fields.items():
-        tensor = TENSORS.get(name)
-        if tensor is not None and tensor.refused and value:
-            raise InvalidRequestError(f"{name} is not served: {tensor.refused}")
 
 
 def _num_bytes(given: Any) -> int:

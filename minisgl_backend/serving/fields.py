@@ -107,7 +107,10 @@ def collect_fields(tensors: Mapping[str, npt.NDArray[Any]], parameters: Mapping[
     ):
         for name in sorted(values, key=lambda name: name not in ALIASES):
             value, canonical = values[name], ALIASES.get(name, name)
-            _check_served(canonical)
+            if (reason := _refusal(canonical)) is not None:
+                if _asks(name, canonical, value):
+                    raise InvalidRequestError(f"{name} is not served: {reason}")
+                continue
             kind = _kind(canonical)
             is_tensor = isinstance(value, np.ndarray)
             if kind is None or canonical == "sampling_parameters" or (name in _ONLY_TENSORS and not is_tensor):
@@ -176,13 +179,19 @@ def _known_names() -> str:
     return ", ".join(sorted({*served, *_JSON_FIELDS, *ALIASES} - {"sampling_parameters"} - _ONLY_TENSORS))
 
 
-def _check_served(name: str) -> None:
+def _refusal(name: str) -> str | None:
+    """Why a field that clients know is not served; None for all others."""
     tensor = TENSORS.get(name)
-    # Forms that mean "no" are sent by some clients with every request and ask for nothing.
-    if tensor is not None and tensor.refused and tensor.dtype != "BOOL":
-        raise InvalidRequestError(f"{name} is not served: {tensor.refused}")
-    if name in _REFUSED:
-        raise InvalidRequestError(f"{name} is not served: {_REFUSED[name]}")
+    return (tensor.refused or None) if tensor is not None else _REFUSED.get(name)
+
+
+def _asks(name: str, canonical: str, value: Any) -> bool:
+    """Whether a field asks for something: empty, 0 or false is what some clients send with every request."""
+    if _kind(canonical) == "bool" and value is not None:
+        return bool(_tensor_value(name, "bool", value) if isinstance(value, np.ndarray) else _bool(name, value))
+    if isinstance(value, np.ndarray):
+        return any(value.reshape(-1).tolist())
+    return any(value) if isinstance(value, (list, tuple)) else bool(value)
 
 
 def _tensor_value(name: str, kind: str, array: npt.NDArray[Any]) -> Any:

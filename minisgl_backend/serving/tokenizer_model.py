@@ -58,6 +58,7 @@ class TritonPythonModel:
             "vocab_size": settings.vocab_size,
             "chat_template": tokenizer.chat_template,
             "added_tokens": tokenizer.added_tokens,
+            "tokenizer": tokenizer.info(),
         }
 
     def execute(self, requests: list[Any]) -> list[Any]:

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from http.server import ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ from minisgl_backend.host.health import HealthServer
 from minisgl_backend.host.openai_endpoint import EndpointSettings, api_keys_of
 from minisgl_backend.host.serve_options import ADMIN_APIS, parse_arguments
 from minisgl_backend.host.server_process import server_arguments
-from minisgl_backend.host.server_supervisor import main
+from minisgl_backend.host.server_supervisor import Supervisor, main
 from minisgl_backend.host.triton_server import TritonInstall
 from minisgl_backend.process.ports import free_port_error
 from minisgl_backend.process.processes import ServerProcesses, descendants, process_table
@@ -110,13 +111,58 @@ def test_no_health_endpoint_and_no_limit() -> None:
     assert (arguments.health_port, arguments.start_timeout) == (0, 0)
 
 
-def test_paths_that_no_python_model_can_open_are_refused(tmp_path: Path) -> None:
+def test_a_model_folder_with_letters_beyond_ascii_is_served_by_a_link(tmp_path: Path) -> None:
     (tmp_path / "mödel").mkdir()
     (tmp_path / "mödel" / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"the model is in .*mödel"):
-        parse_arguments(["--model", str(tmp_path / "mödel")])
+    arguments = parse_arguments(["--model", str(tmp_path / "mödel")])
+    link = arguments.engine_parameters["model"]
+    assert link.isascii()
+    assert Path(link).resolve() == tmp_path / "mödel"
+    assert arguments.endpoint is not None
+    assert arguments.endpoint.served_model_names == (str(tmp_path / "mödel"),)
     with pytest.raises(ConfigError, match="the model repository is in"):
         parse_arguments(["--repository", str(tmp_path / "mödel")])
+
+
+@pytest.mark.parametrize("name", ["\udcd0\udcbc", ""])
+def test_a_model_name_that_is_no_unicode_is_refused_at_start(name: str) -> None:
+    with pytest.raises(ConfigError, match="--served-model-name is"):
+        parse_arguments(["--served-model-name", name])
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+def test_ipv6_hosts_are_written_as_each_door_wants_them(host: str) -> None:
+    settings = parse_arguments(["--host", host]).server
+    install = TritonInstall(Path("/bin/true"), None, (), Path("/bin"))
+    arguments = server_arguments(settings, install, "key")
+    assert {"--http-address=ipv6:::1", "--metrics-address=ipv6:::1", "--grpc-address=[::1]"} <= {*arguments}
+    assert settings.address == "[::1]:8000"
+
+
+class _Crashing(Supervisor):
+    """A supervisor whose servers end in an order that is known."""
+
+    def __init__(self, ends: list[tuple[str | None, bool]]) -> None:
+        super().__init__(parse_arguments([]), parse_arguments([]).server, None)  # type: ignore[arg-type]
+        self.ends = ends
+
+    def _serve_once(self) -> tuple[float | None, str | None]:
+        problem, self._crashed = self.ends.pop(0)
+        return None, problem
+
+
+@pytest.mark.parametrize(
+    ("ends", "left"),
+    [
+        ([(None, True), (None, True), (None, True)], 1),  # crashed before it was ready: once more, and no more
+        ([(None, False), (None, True)], 1),  # ended by itself
+        ([("the model is refused", True), (None, True)], 1),
+    ],
+)
+def test_a_server_that_crashes_before_it_is_ready_is_tried_once_more(ends: list[Any], left: int) -> None:
+    supervisor = _Crashing(ends)
+    assert supervisor._keep_running() == 1
+    assert len(supervisor.ends) == left
 
 
 def test_options_are_answered_without_any_package() -> None:
