@@ -3,28 +3,27 @@
 from __future__ import annotations
 
 import logging
-import re
 import time
-import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.middleware.cors import CORSMiddleware
 from fastapi.responses import PlainTextResponse
-from starlette.exceptions import HTTPException
 from starlette.responses import Response
 
 import minisgl_backend
 from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.openai import anthropic
 from minisgl_backend.openai.answers import Answer, Header
 from minisgl_backend.openai.chat import ChatAnswer
 from minisgl_backend.openai.completions import CompletionAnswer, Echo
-from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
+from minisgl_backend.openai.context import context_of
+from minisgl_backend.openai.error_answers import add_error_answers
+from minisgl_backend.openai.errors import ApiError, ClientLeft
 from minisgl_backend.openai.leaving import ClientWatch
-from minisgl_backend.openai.limits import TOO_LARGE, ApiKeys, BodyLimit
+from minisgl_backend.openai.limits import ApiKeys, BodyLimit
 from minisgl_backend.openai.message import MessageParser, message_parsers
 from minisgl_backend.openai.metrics import ServerMetrics
 from minisgl_backend.openai.model import ServedModel
@@ -37,12 +36,10 @@ from minisgl_backend.openai.requests.tokenize import DetokenizeRequest, Tokenize
 from minisgl_backend.openai.responses import ResponseAnswer
 from minisgl_backend.openai.sse import EventStream, encode
 from minisgl_backend.openai.triton import Generation, Prompt, RequestContext, TritonServer
-from minisgl_backend.openai.validation import from_validation
+from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
 
 log = logging.getLogger(__name__)
 
-_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-_TRACE_HEADERS = ("traceparent", "tracestate")
 _LEFT = 499  # nginx's status for a client that has left; nobody reads it
 
 
@@ -52,6 +49,7 @@ class Endpoint:
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
         self._num_requests = 0
+        self._left_out: set[str] = set()  # types of tools that the log has named
 
     async def open(self) -> None:
         """To be called in the event loop that serves."""
@@ -64,33 +62,38 @@ class Endpoint:
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         body.check()
-        context = _context(request)
-        name = await self._admit(body.model)
-        generation, parsers = await self._start_chat(body, context, body.names(), figures=body.wants_figures)
+        context = context_of(request, body)
+        name = await self.admit(body.model)
+        generation, parsers = await self.start_chat(body, context, body.names(), figures=body.wants_figures)
         header = Header(f"chatcmpl-{context.request_id}", int(time.time()), name)
         answer = ChatAnswer(body, generation, header, parsers)
-        return await self._respond(request, answer, [generation], stream=bool(body.stream), context=context)
+        return await self.respond(request, answer, [generation], stream=bool(body.stream), context=context)
 
-    async def respond(self, request: Request, body: ResponsesRequest) -> Response:
+    async def create_response(self, request: Request, body: ResponsesRequest) -> Response:
         """A chat in other words, which errors are told in."""
         body.check()
-        context = _context(request)
-        name = await self._admit(body.model)
+        context = context_of(request, body)
+        name = await self.admit(body.model)
         try:
             chat = body.as_chat()
             chat.check()
+            self.note_left_out(body.callable_tools.left_out)
             names = {**WORDS, **{ours: WORDS.get(theirs, theirs) for ours, theirs in chat.names().items()}}
-            generation, parsers = await self._start_chat(chat, context, names, figures=True)
+            generation, parsers = await self.start_chat(chat, context, names, figures=True)
         except ApiError as error:
             raise error.renamed(WORDS) from None
         header = Header(f"resp_{context.request_id}", int(time.time()), name)
         answer = ResponseAnswer(body, generation, header, parsers[0] if parsers else None)
-        return await self._respond(request, answer, [generation], stream=bool(body.stream), context=context)
+        return await self.respond(request, answer, [generation], stream=bool(body.stream), context=context)
+
+    async def count_prompt_tokens(self, chat: ChatRequest, names: Mapping[str, str]) -> int:
+        prompt = Prompt(messages=_template_messages(chat.messages), template_kwargs=chat.template_kwargs())
+        return len((await self.triton.tokenize(prompt, ["input_ids"], names))["input_ids"])
 
     async def complete(self, request: Request, body: CompletionRequest) -> Response:
         body.check()
-        context = _context(request)
-        name = await self._admit(body.model)
+        context = context_of(request, body)
+        name = await self.admit(body.model)
         prompts = [
             Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt) for prompt in body.prompts
         ]
@@ -101,7 +104,7 @@ class Endpoint:
         answer = CompletionAnswer(
             body, generations, Header(f"cmpl-{context.request_id}", int(time.time()), name), echoes
         )
-        return await self._respond(request, answer, generations, stream=bool(body.stream), context=context)
+        return await self.respond(request, answer, generations, stream=bool(body.stream), context=context)
 
     async def tokenize(self, body: TokenizeRequest) -> dict[str, Any]:
         """vLLM's answer: count, max_model_len, tokens, token_strs."""
@@ -136,14 +139,14 @@ class Endpoint:
             return "the server is not ready"
         return "the engine is down" if await self.metrics.engine_is_down() else None
 
-    async def _admit(self, model: str | None) -> str:
+    async def admit(self, model: str | None) -> str:
         """The name that the answer carries. Raises ApiError where there is no room, or no such model."""
         if self._num_requests >= self._settings.max_requests:
             message = f"{self._num_requests} requests are in flight, all that this server takes; try again later"
             raise ApiError(429, message, code="queue_full")
         return await self.model.resolve(model)
 
-    async def _start_chat(
+    async def start_chat(
         self, body: ChatRequest, context: RequestContext, names: Mapping[str, str], *, figures: bool
     ) -> tuple[Generation, Sequence[MessageParser] | None]:
         """Sends a chat. `names`: what the client calls the fields that the server knows by another name."""
@@ -152,11 +155,17 @@ class Endpoint:
         if body.wants_thoughts_apart:
             new_reasoning = await self.model.reasoning_parser(body.switches(), is_guided=body.is_guided)
         if body.choice == "auto":
-            functions = [tool.function for tool in body.tools or ()]
+            functions = [tool.function for tool in body.offered]
             new_tools = await self.model.tool_parser({one.name: one.schema_of_arguments for one in functions})
         parsers = message_parsers(body, new_reasoning, new_tools)
         prompt = Prompt(messages=messages, template_kwargs=body.template_kwargs())
         return self.triton.start(prompt, body.sampling(), context, names, figures=figures), parsers
+
+    def note_left_out(self, kinds: Sequence[str]) -> None:
+        for kind in kinds:
+            if kind not in self._left_out:
+                self._left_out.add(kind)
+                log.warning("tools of type %s are left out of requests: nobody here can run them", kind)
 
     async def _echo(self, prompt: Prompt, body: CompletionRequest) -> Echo:
         if prompt.text is not None and body.logprobs is None:
@@ -166,7 +175,7 @@ class Endpoint:
         text = prompt.text if prompt.text is not None else found["prompt_text"][0].decode("utf-8", "replace")
         return Echo(text, found["token_texts"][0].decode("utf-8", "replace"))
 
-    async def _respond(
+    async def respond(
         self,
         request: Request,
         answer: Answer,
@@ -227,12 +236,10 @@ def create_app(settings: EndpointSettings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
-    app.add_exception_handler(ApiError, _answer_error)
-    app.add_exception_handler(RequestValidationError, _answer_wrong_body)
-    app.add_exception_handler(HTTPException, _answer_http_error)
-    app.add_exception_handler(RecursionError, _answer_nested_body)
-    app.add_exception_handler(Exception, _answer_unforeseen)
+    add_error_answers(app)
     # The last one added is the first one asked.
+    if settings.ignore_unknown_fields:
+        app.add_middleware(IgnoreUnknownFields)
     app.add_middleware(BodyLimit, most_bytes=settings.max_body_bytes)
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
@@ -245,6 +252,7 @@ def create_app(settings: EndpointSettings) -> FastAPI:
             expose_headers=["x-request-id"],
         )
     _add_routes(app, endpoint)
+    anthropic.add_routes(app, endpoint)
     return app
 
 
@@ -259,7 +267,7 @@ def _add_routes(app: FastAPI, endpoint: Endpoint) -> None:
 
     @app.post("/v1/responses")
     async def responses(request: Request, body: ResponsesRequest) -> Response:
-        return await endpoint.respond(request, body)
+        return await endpoint.create_response(request, body)
 
     @app.get("/v1/models")
     async def models() -> Response:
@@ -277,6 +285,12 @@ def _add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     @app.post("/detokenize")
     async def detokenize(body: DetokenizeRequest) -> Response:
         return _json(await endpoint.detokenize(body))
+
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Response:
+        info = await endpoint.model.info()
+        length = {"model_max_length": info.max_model_len, "chat_template": info.chat_template or None}
+        return _json({**info.tokenizer, **length})
 
     @app.get("/health")
     async def health() -> Response:
@@ -298,56 +312,5 @@ def _json(value: Any, status: int = 200) -> Response:
     return Response(encode(value), status, media_type="application/json")
 
 
-def _context(request: Request) -> RequestContext:
-    traces = ((name, request.headers.get(name)) for name in _TRACE_HEADERS)
-    # gRPC metadata is printable ASCII; anything else would end the call here.
-    return RequestContext(
-        _request_id(request), tuple((n, v) for n, v in traces if v and v.isascii() and v.isprintable())
-    )
-
-
-def _request_id(request: Request) -> str:
-    """The client's own, where it may be one, else one that is made for the request."""
-    if not hasattr(request.state, "request_id"):
-        given = request.headers.get("x-request-id", "")
-        request.state.request_id = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-    return str(request.state.request_id)
-
-
 def _template_messages(messages: Sequence[Message]) -> list[dict[str, Any]]:
     return [message.for_template(place) for place, message in enumerate(messages)]
-
-
-async def _answer_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, ApiError)
-    headers = {**error.headers, "x-request-id": _request_id(request)}
-    return Response(encode(error.body), error.status, headers, media_type="application/json")
-
-
-async def _answer_unforeseen(request: Request, error: Exception) -> Response:
-    """A fault of this code, which the log shows."""
-    return await _answer_error(request, ApiError(500, f"the request could not be answered ({type(error).__name__})"))
-
-
-async def _answer_wrong_body(request: Request, error: Exception) -> Response:
-    assert isinstance(error, RequestValidationError)
-    return await _answer_error(request, from_validation(error.errors()))
-
-
-async def _answer_nested_body(request: Request, error: Exception) -> Response:
-    """JSON that was read a few levels short of the limit cannot be written again, from deeper in the code."""
-    log.warning("a body was nested too deeply, or the code calls itself without an end", exc_info=error)
-    return await _answer_error(request, invalid("body", "the body is nested too deeply; allowed: fewer levels"))
-
-
-async def _answer_http_error(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    message = str(error.detail)
-    if error.status_code == 404:
-        message = f"there is no {request.url.path} here; /openapi.json lists all paths"
-    if error.status_code == 400:
-        return await _answer_error(request, invalid("body", message))
-    code = TOO_LARGE if error.status_code == 413 else None
-    answer = await _answer_error(request, ApiError(error.status_code, message, code=code))
-    answer.headers.update(error.headers or {})
-    return answer

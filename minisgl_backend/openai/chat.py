@@ -7,7 +7,7 @@ from typing import Any
 
 from minisgl_backend.openai.answers import Header, usage
 from minisgl_backend.openai.errors import ApiError
-from minisgl_backend.openai.logprobs import chat_logprobs
+from minisgl_backend.openai.logprobs import chat_logprobs, said
 from minisgl_backend.openai.message import Fields, MessageParser
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.tools import NamedTool
@@ -76,7 +76,7 @@ class ChatAnswer:
         while (delta := await generation.next()) is not None:
             fields = Fields(content="" if delta.index in begun else self._echoed)
             self._add(delta, fields)
-            held.setdefault(delta.index, []).extend(delta.logprobs)
+            held.setdefault(delta.index, []).extend(self._positions(delta))
             if not fields and delta.reason is None:
                 continue
             positions = held.pop(delta.index)
@@ -100,7 +100,7 @@ class ChatAnswer:
         reasons: list[str | None] = [None for _ in found]
         while (delta := await generation.next()) is not None:
             self._add(delta, found[delta.index])
-            positions[delta.index] += delta.logprobs
+            positions[delta.index] += self._positions(delta)
             reasons[delta.index] = delta.reason or reasons[delta.index]
         await generation.drain()
         choices = [
@@ -122,8 +122,11 @@ class ChatAnswer:
             fields.content += delta.text
             return
         fields.add(self._parsers[delta.index].feed(delta))
-        if self._request.include_reasoning is False:
+        if self._request.leaves_thoughts_out:
             fields.reasoning = ""
+
+    def _positions(self, delta: Delta) -> Sequence[Position]:
+        return delta.logprobs if self._request.include_stop_str_in_output else said(delta)
 
     def _usage(self) -> dict[str, Any]:
         thoughts = None if self._parsers is None else sum(parser.num_thought_tokens for parser in self._parsers)

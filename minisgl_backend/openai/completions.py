@@ -32,6 +32,7 @@ class _Choice:
     texts: list[str] = field(default_factory=list)
     positions: list[Position | None] = field(default_factory=list)
     first_text: str = ""
+    first_length: int = 0  # characters of it that are part of the text
     reason: str | None = None
     begun: bool = False
 
@@ -131,6 +132,7 @@ class CompletionAnswer:
                 generation = self._generations[number // self._request.num_choices]
                 choice.positions = [None, *generation.prompt_logprobs]
                 choice.first_text = choice.echo.first_token
+                choice.first_length = len(choice.first_text) if choice.echo.text.startswith(choice.first_text) else 0
         choice.begun = True
         choice.reason = delta.reason or choice.reason
         if not self._request.only_echo:
@@ -141,7 +143,7 @@ class CompletionAnswer:
         choice = self._choices[number]
         logprobs = None
         if choice.logprobs is not None:
-            logprobs = choice.logprobs.encode(choice.positions, choice.first_text)
+            logprobs = choice.logprobs.encode(choice.positions, choice.first_text, choice.first_length)
         return {"index": number, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _usage(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from minisgl_backend.openai.error_shapes import shaped
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.page import PAGE_FILES
 from minisgl_backend.openai.sse import encode
@@ -26,7 +27,8 @@ def _is_open(path: str) -> bool:
 async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *, close: bool = False) -> None:
     """Answers with the error. `close`: the connection ends with it, since the rest of the body was not read."""
     headers = {**error.headers, **({"connection": "close"} if close else {})}
-    response = Response(encode(error.body), error.status, headers, media_type="application/json")
+    body = shaped(error, scope["path"])
+    response = Response(encode(body), error.status, headers, media_type="application/json")
     await response(scope, receive, send)
 
 
@@ -73,7 +75,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or _is_open(scope["path"]) or scope["method"] == "OPTIONS"
-        given = "" if is_open else Headers(scope=scope).get("authorization", "")
+        given = "" if is_open else _given_key(Headers(scope=scope))
         if is_open or self._is_known(given):
             await self._app(scope, receive, send)
             return

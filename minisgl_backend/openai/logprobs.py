@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from minisgl_backend.openai.triton import Position, TokenLogprob
+from minisgl_backend.openai.triton import Delta, Position, TokenLogprob
 
 
 def chat_logprobs(positions: Sequence[Position], num_top: int) -> dict[str, Any]:
@@ -22,6 +22,20 @@ def _chat_entry(position: Position, num_top: int) -> dict[str, Any]:
 def _token(entry: TokenLogprob) -> dict[str, Any]:
     data = entry.bytes if entry.bytes is not None else list(entry.decoded_token.encode())
     return {"token": entry.decoded_token, "logprob": entry.logprob, "bytes": data}
+
+
+def said(delta: Delta) -> Sequence[Position]:
+    """The positions of a delta without those of what ended the answer (a stop token, a stop string), whose text is no
+    part of it: tokens add up to the content, as OpenAI's do."""
+    positions = list(delta.logprobs)
+    if delta.reason != "stop":
+        return positions
+    while positions:
+        last = next(iter(positions[-1].values()))
+        if last.bytes is not None or (last.decoded_token and delta.text.endswith(last.decoded_token)):
+            break
+        positions.pop()
+    return positions
 
 
 class HeldPositions:
@@ -85,8 +99,11 @@ class CompletionLogprobs:
         self._num_top = num_top
         self._offset = 0
 
-    def encode(self, positions: Sequence[Position | None], first_text: str = "") -> dict[str, Any]:
-        """The next tokens of the choice. A position without values (a prompt's first token) has `first_text`."""
+    def encode(
+        self, positions: Sequence[Position | None], first_text: str = "", first_length: int | None = None
+    ) -> dict[str, Any]:
+        """The next tokens of the choice. A position without values (a prompt's first token) has `first_text`, of which
+        so many characters (None: all) are part of the choice's text: none of a token that the tokenizer put there."""
         tokens: list[str] = []
         values: list[float | None] = []
         top: list[Mapping[str, float] | None] = []
@@ -101,8 +118,8 @@ class CompletionLogprobs:
                 entries = [entry for _, entry in _asked(position.items(), self._num_top)]
                 tokens.append(entries[0].decoded_token)
                 values.append(entries[0].logprob)
-                top.append({entry.decoded_token: entry.logprob for entry in reversed(entries)})
-            self._offset += len(tokens[-1])
+                top.append(dict(reversed(list(_by_text(position.items(), self._num_top).items()))))
+            self._offset += first_length if position is None and first_length is not None else len(tokens[-1])
         return {
             "tokens": tokens,
             "token_logprobs": values,
@@ -119,6 +136,19 @@ def prompt_logprobs(positions: Sequence[Position], num_top: int) -> list[dict[st
 def _prompt_entry(position: Position, num_top: int) -> dict[str, Any]:
     asked = _asked(position.items(), num_top)
     return {key: _plain(entry) for key, entry in asked}
+
+
+def _by_text(entries: Iterable[tuple[str, TokenLogprob]], num_top: int) -> dict[str, float]:
+    """Values by the tokens' texts; of several with one text (parts of characters) the first has it, the others go by
+    their bytes, as OpenAI writes them, or by their id, as vLLM does."""
+    found: dict[str, float] = {}
+    for number, entry in _asked(entries, num_top):
+        text = entry.decoded_token
+        if text in found:
+            as_bytes = "".join(f"\\x{byte:02x}" for byte in entry.bytes or ())
+            text = f"bytes:{as_bytes}" if as_bytes else f"token_id:{number}"
+        found[text] = entry.logprob
+    return found
 
 
 def _asked(entries: Iterable[tuple[str, TokenLogprob]], num_top: int) -> Iterator[tuple[str, TokenLogprob]]:

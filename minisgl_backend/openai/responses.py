@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from minisgl_backend.openai.answers import Header, usage
 from minisgl_backend.openai.errors import ApiError
-from minisgl_backend.openai.logprobs import HeldPositions, chat_logprobs
+from minisgl_backend.openai.logprobs import HeldPositions, chat_logprobs, said
 from minisgl_backend.openai.message import MessageParser, new_call_id
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.sse import encode, named_event
@@ -22,14 +22,18 @@ Event = dict[str, Any]  # without its number, which it gets when it is sent
 class OutputItems:
     """The items of one answer as they grow, and the events that tell of it."""
 
-    def __init__(self) -> None:
+    def __init__(self, namespaces: Mapping[str, tuple[str, str]] | None = None) -> None:
+        """`namespaces`: as the model calls a function -> namespace and name in the words of who asked."""
+        self._namespaces = namespaces or {}
         self.items: list[dict[str, Any]] = []
         self._open = False  # the last one goes on
 
     def add(self, part: Part, logprobs: Sequence[dict[str, Any]] = ()) -> list[Event]:
         """The next part of the answer. `logprobs`: of the tokens in a part of the content."""
         if part.kind == "call":
-            call = {"name": part.text, "arguments": "", "call_id": new_call_id()}
+            namespace, name = self._namespaces.get(part.text, (None, part.text))
+            call = {"name": name, "arguments": "", "call_id": new_call_id()}
+            call |= {} if namespace is None else {"namespace": namespace}
             return self.close() + self._begin({"type": "function_call", **call}, "fc")
         if part.kind == "arguments":
             self.items[-1]["arguments"] += part.text
@@ -106,7 +110,7 @@ class ResponseAnswer:
         self._generation = generation
         self._header = header
         self._parser = parser or MessageParser()
-        self._output = OutputItems()
+        self._output = OutputItems(request.callable_tools.namespaces)
         self._held = HeldPositions()
         self._has_content = False
         self._number = 0  # of the next event
@@ -149,7 +153,7 @@ class ResponseAnswer:
         await self._generation.drain()
 
     def _take(self, delta: Delta) -> list[Event]:
-        self._held.add(delta.logprobs)
+        self._held.add(delta.logprobs if self._request.include_stop_str_in_output else said(delta))
         events: list[Event] = []
         behind_call = False
         parts = self._parser.feed(delta)
@@ -201,10 +205,10 @@ class ResponseAnswer:
             "temperature": request.temperature,
             "text": self._text(),
             "tool_choice": _plain(request.tool_choice) if request.tool_choice else "auto",
-            "tools": [_plain(tool) for tool in request.tools or ()],
+            "tools": request.tools or [],
             "top_logprobs": request.top_logprobs or 0,
             "top_p": request.top_p,
-            "truncation": "disabled",
+            "truncation": request.truncation or "disabled",
             "usage": self._usage() if ended else None,
             "user": request.user,
         }

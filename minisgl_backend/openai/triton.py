@@ -64,6 +64,7 @@ class ModelInfo(msgspec.Struct, frozen=True):
     vocab_size: int
     chat_template: str
     added_tokens: list[str]
+    tokenizer: dict[str, Any] = {}  # as tokenizer_config.json spells it
 
 
 @dataclass(frozen=True, slots=True)

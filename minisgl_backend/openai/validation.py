@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.requests.base import CHANGES_NOTHING
 
 _MAX_SHOWN = 60
 _PLAIN = ("messages", "tools", "stream_options", "response_format", "structured_outputs", "text", "reasoning")
@@ -25,6 +27,9 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
         return invalid("body", f"the body is no JSON object{f' ({reason})' if reason else ''}; allowed: a JSON object")
     name = str(place[0])
     path = _path(place) if name in _PLAIN else name
+    if first["type"] == "extra_forbidden" and path in CHANGES_NOTHING:
+        allowed = json.dumps(CHANGES_NOTHING[path])
+        return invalid(path, f"{path} is {_shown(first.get('input'))}; allowed: {allowed}, which changes nothing here")
     if first["type"] == "extra_forbidden":
         return invalid(path, f"{path} is unknown; allowed: the fields of OpenAI's API and those of docs/openai.md")
     if first["type"] == "missing":

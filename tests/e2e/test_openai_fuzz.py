@@ -1,4 +1,4 @@
-"""Random JSON at every field of what generates: answered, or refused in OpenAI's shape by name; no deaths."""
+"""Random JSON at every field of what generates: answered, or refused in its API's shape by name; no deaths."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from minisgl_backend.openai.requests.anthropic import CountTokensRequest, MessagesRequest
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
@@ -23,6 +24,8 @@ MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
 PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),
     "/v1/completions": (CompletionRequest, {"prompt": "What", "max_tokens": 4}),
+    "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 4}),
+    "/v1/messages/count_tokens": (CountTokensRequest, {"messages": MESSAGES}),
     "/v1/responses": (ResponsesRequest, {"input": "What is 1 + 2?", "max_output_tokens": 4}),
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
@@ -72,10 +75,13 @@ def check(endpoint: Endpoint, path: str, body: dict[str, Any], *, field: str | N
         return
     assert 400 <= status < 500, (status, answer, shown)
     error = answer["error"]
-    assert set(error) == {"message", "type", "param", "code"}, shown
+    if path.startswith("/v1/messages"):
+        assert (answer["type"], set(error)) == ("error", {"message", "type"}), shown
+    else:
+        assert set(error) == {"message", "type", "param", "code"}, shown
     assert isinstance(error["message"], str), shown
     if field is not None:
-        assert field in error["message"] or field in (error["param"] or ""), (error, shown)
+        assert field in error["message"] or field in (error.get("param") or ""), (error, shown)
 
 
 def processes(endpoint: Endpoint) -> set[int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
@@ -12,6 +14,32 @@ from minisgl_backend.openai.errors import invalid
 from minisgl_backend.request import MAX_LOGIT_BIAS, MAX_SEQUENCES_PER_REQUEST
 
 MAX_FIELDS = 256  # of an object with named fields; none has so many
+
+# Gets the names of unknown fields while a request is read that may have some (--ignore-unknown-fields); else None.
+IGNORE: ContextVar[Callable[[str], None] | None] = ContextVar("ignore", default=None)
+
+# Options of vLLM, SGLang, TensorRT-LLM and llama.cpp that do nothing at these values, and have no others here.
+CHANGES_NOTHING: Mapping[str, Any] = {
+    "early_stopping": False,
+    "length_penalty": 1,
+    "num_beams": 1,
+    "beam_width": 1,
+    "detokenize": True,
+    "spaces_between_special_tokens": True,
+    "return_token_ids": False,
+    "return_tokens_as_token_ids": False,
+    "return_hidden_states": False,
+    "no_stop_trim": False,
+    "guided_json_object": False,
+    "allowed_token_ids": [],
+    "logits_processors": [],
+    "vllm_xargs": {},
+    "cache_prompt": True,
+    "typical_p": 1,
+    "mirostat": 0,
+    "functions": [],
+    "transforms": [],
+}
 
 
 def check_entries(values: Any, most: int) -> Any:
@@ -40,7 +68,13 @@ class Model(BaseModel):
         if not isinstance(checked, dict):
             return checked
         known = {field.alias or name for name, field in cls.model_fields.items()}
-        return {name: value for name, value in checked.items() if value is not None or name in known}
+        kept = {name: value for name, value in checked.items() if value is not None or name in known}
+        ignore = IGNORE.get()
+        if ignore is not None:
+            for name in kept.keys() - known:
+                ignore(name)
+                del kept[name]
+        return kept
 
 
 class StreamOptions(Model):
@@ -100,6 +134,11 @@ class Sampling(Model):
     guided_choice: Texts | None = None
     guided_grammar: str | None = None
     structured_outputs: StructuredOutputs | None = None
+    regex: str | None = None  # SGLang's names of three of these
+    ebnf: str | None = None
+    json_schema: dict[str, Any] | str | bool | None = None
+    request_id: str | None = None  # as the header X-Request-Id; vLLM's name and SGLang's
+    rid: str | None = None
     guided_decoding_backend: str | None = None  # without a meaning here: there is one
     use_beam_search: bool | None = None
     # Sent by OpenAI's clients, and without a meaning here.
@@ -111,11 +150,23 @@ class Sampling(Model):
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_what_changes_nothing(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in CHANGES_NOTHING or name in cls.model_fields or not _is_same(value, CHANGES_NOTHING[name])
+        }
+
 
 class Generating(Sampling):
     """What chats and completions share beyond that."""
 
     n: int | None = None
+    best_of: int | None = None  # 1 or n alone
     stream_options: StreamOptions | None = None
     max_tokens: int | None = None
     response_format: ResponseFormat | None = None
@@ -141,7 +192,7 @@ class Generating(Sampling):
 
     def sampling(self) -> dict[str, Any]:
         """The options by vLLM's names, as the tokenizer's `sampling_parameters` takes them."""
-        values = {name: value for name in _SAMPLING if (value := getattr(self, name)) is not None}
+        values = {name: value for name in _SAMPLING if (value := getattr(self, name, None)) is not None}
         guided = self._guided()
         if guided is not None:
             values["guided_decoding"] = guided[1]
@@ -203,6 +254,11 @@ class Generating(Sampling):
         return next(iter(given.items()), None)
 
 
+def _is_same(value: Any, neutral: Any) -> bool:
+    """Whether they are equal as JSON is: true is no number."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and bool(value == neutral)
+
+
 def is_unicode(value: Any) -> bool:
     """Whether JSON can be written of the value: JSON that was read may hold lone surrogates."""
     try:
@@ -225,6 +281,9 @@ _GUIDED = (
     ("guided_regex", "regex"),
     ("guided_choice", "choice"),
     ("guided_grammar", "grammar"),
+    ("regex", "regex"),
+    ("ebnf", "grammar"),
+    ("json_schema", "json"),
 )
 _STRUCTURED = (
     ("json_", "json"),
@@ -238,4 +297,5 @@ _SAMPLING = (
     *("logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
     *("bad_words", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "priority"),
     "use_beam_search",
+    "best_of",
 )

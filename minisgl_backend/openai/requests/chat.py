@@ -3,14 +3,39 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from minisgl_backend.openai.errors import invalid
-from minisgl_backend.openai.requests.base import Generating
+from minisgl_backend.openai.requests.base import Generating, Model
 from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, text_of
 from minisgl_backend.openai.requests.tools import MAX_TOOLS, NamedTool, Tool, calls_schema, find_function
+
+
+class AllowedTools(Model):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[NamedTool], Field(min_length=1, max_length=MAX_TOOLS, fail_fast=True)]
+
+
+class AllowedToolsChoice(Model):
+    """OpenAI's way to offer some of the tools."""
+
+    type: Literal["allowed_tools"]
+    allowed_tools: AllowedTools
+
+
+class Thinking(Model):
+    """As DeepSeek, Z.ai and Anthropic write the switch."""
+
+    type: Literal["enabled", "disabled", "auto", "adaptive"]
+
+
+class OpenRouterReasoning(Model):
+    effort: str | None = None
+    enabled: bool | None = None
+    exclude: bool | None = None  # from the answer
 
 
 class ChatRequest(Generating):
@@ -21,7 +46,7 @@ class ChatRequest(Generating):
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tools: Annotated[list[Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     modalities: Annotated[list[Literal["text"]], Field(fail_fast=True)] | None = None
@@ -33,6 +58,10 @@ class ChatRequest(Generating):
     echo: bool | None = None  # the message that is continued comes first
     documents: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
     include_reasoning: bool | None = None  # false: thoughts are left out
+    # Other services' names for what chat templates call enable_thinking, thinking or reasoning_effort.
+    enable_thinking: bool | None = None
+    thinking: Thinking | None = None
+    reasoning: OpenRouterReasoning | None = None
     separate_reasoning: bool | None = None  # SGLang's: false leaves the thoughts in the content
 
     @property
@@ -40,7 +69,20 @@ class ChatRequest(Generating):
         """What of the tools is to be used."""
         if not self.tools:
             return "none"
+        if isinstance(self.tool_choice, AllowedToolsChoice):
+            return self.tool_choice.allowed_tools.mode
         return "auto" if self.tool_choice is None else self.tool_choice
+
+    @property
+    def offered(self) -> Sequence[Tool]:
+        """The tools that may be called. Raises ApiError where tool_choice allows one that is none of them."""
+        tools = self.tools or ()
+        if not isinstance(self.tool_choice, AllowedToolsChoice):
+            return tools
+        names = [tool.function.name for tool in self.tool_choice.allowed_tools.tools]
+        for name in names:
+            find_function(tools, name)
+        return [tool for tool in tools if tool.function.name in names]
 
     @property
     def must_call(self) -> bool:
@@ -50,6 +92,10 @@ class ChatRequest(Generating):
     @property
     def wants_thoughts_apart(self) -> bool:
         return self.separate_reasoning is not False and not self.continue_final_message
+
+    @property
+    def leaves_thoughts_out(self) -> bool:
+        return self.include_reasoning is False or bool(self.reasoning and self.reasoning.exclude)
 
     @property
     def echoed(self) -> str:
@@ -68,6 +114,7 @@ class ChatRequest(Generating):
             )
         if self.tool_choice not in (None, "none", "auto") and not self.tools:
             raise invalid("tool_choice", "tool_choice is given without tools; allowed: none")
+        _ = self.offered
         if self.must_call:
             self.tool_schema()
             guided = self._guided()
@@ -77,11 +124,22 @@ class ChatRequest(Generating):
 
     def switches(self) -> dict[str, Any]:
         """What tells the chat template how the answer begins."""
-        kwargs = dict(self.chat_template_kwargs or {})
+        kwargs = {**self._thinking(), **(self.chat_template_kwargs or {})}
         for name in ("add_generation_prompt", "continue_final_message", "reasoning_effort"):
             if (value := getattr(self, name)) is not None:
                 kwargs[name] = value
         return kwargs
+
+    def _thinking(self) -> dict[str, Any]:
+        """By the names that templates have: Qwen's and GLM's is enable_thinking, DeepSeek's and Granite's thinking."""
+        switch = self.enable_thinking
+        found: dict[str, Any] = {}
+        if self.reasoning is not None:
+            switch = self.reasoning.enabled if switch is None else switch
+            found |= {} if self.reasoning.effort is None else {"reasoning_effort": self.reasoning.effort}
+        if self.thinking is not None and self.thinking.type in ("enabled", "disabled"):
+            switch = self.thinking.type == "enabled"
+        return found if switch is None else {**found, "enable_thinking": switch, "thinking": switch}
 
     def template_kwargs(self) -> dict[str, Any]:
         """What the chat template gets beside the messages."""
@@ -89,7 +147,7 @@ class ChatRequest(Generating):
         if self.documents is not None:
             kwargs["documents"] = self.documents
         if self.tools and self.choice != "none":
-            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.tools]
+            kwargs["tools"] = [tool.model_dump(exclude_none=True) for tool in self.offered]
         return kwargs
 
     def sampling(self) -> dict[str, Any]:
@@ -112,7 +170,7 @@ class ChatRequest(Generating):
 
     def tool_schema(self) -> dict[str, Any]:
         """The JSON schema of an answer with tool_choice `required` (a list of calls) or a name (its arguments)."""
-        tools = self.tools or ()
+        tools = self.offered
         if isinstance(self.choice, NamedTool):
             return find_function(tools, self.choice.function.name).schema_of_arguments
         return calls_schema(tools, parallel=self.parallel_tool_calls is not False)

@@ -27,7 +27,6 @@ class CompletionRequest(Generating):
     logprobs: int | None = None
     echo: bool | None = None
     suffix: str | None = None
-    best_of: int | None = None
     prompt_logprobs: int | None = None
 
     @property
@@ -62,7 +61,7 @@ class CompletionRequest(Generating):
         values["max_tokens"] = DEFAULT_COMPLETION_TOKENS if self.max_tokens is None else self.max_tokens
         if self.only_echo:
             values["max_tokens"] = 1
-        for name in ("best_of", "logprobs", "prompt_logprobs"):
+        for name in ("logprobs", "prompt_logprobs"):
             if (value := getattr(self, name)) is not None:
                 values[name] = value
         if self.echo and self.logprobs is not None and values.get("prompt_logprobs", 0) >= 0:

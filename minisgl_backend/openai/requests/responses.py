@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import JsonSchema, Model, ResponseFormat, Sampling, is_unicode
-from minisgl_backend.openai.requests.chat import ChatRequest
+from minisgl_backend.openai.requests.chat import AllowedTools, AllowedToolsChoice, ChatRequest
 from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_of, wrong
-from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool
+from minisgl_backend.openai.requests.response_tools import (
+    AllowedFunctions,
+    CallableTools,
+    NamedFunction,
+    ToolDicts,
+    flat_name,
+)
+from minisgl_backend.openai.requests.tools import FunctionName, NamedTool
 
 _KEEPS_NOTHING = "this server keeps no responses: send the whole conversation as input"
 _NOT_SERVED = {
@@ -31,25 +39,6 @@ WORDS: Mapping[str, str] = {
 _REPEATED = {"instructions", "metadata", "reasoning", "text", "tool_choice", "tools", "user"}  # in the answer
 Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"]
 _ITEMS = ("message", "function_call", "function_call_output", "reasoning")
-
-
-class Function(Model):
-    """A function that the model may call; OpenAI's built-in tools have no counterpart here."""
-
-    type: Literal["function"]
-    name: str
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-
-    def as_tool(self) -> Tool:
-        values = self.model_dump(exclude={"type"})
-        return Tool(type="function", function=FunctionDefinition.model_construct(**values))
-
-
-class NamedFunction(Model):
-    type: Literal["function"]
-    name: str
 
 
 class TextFormat(Model):
@@ -84,14 +73,15 @@ class ResponsesRequest(Sampling):
     instructions: str | None = None
     max_output_tokens: int | None = None
     text: Text | None = None
-    tools: Annotated[list[Function], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction | None = None
+    tools: ToolDicts | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     top_logprobs: int | None = None
     stream_options: ResponsesStreamOptions | None = None
-    truncation: Literal["disabled"] | None = None
+    truncation: Literal["disabled", "auto"] | None = None  # nothing is ever cut: a prompt that is too long is refused
+    client_metadata: dict[str, Any] | None = None  # Codex's, without a meaning here
     max_tool_calls: int | None = None  # of built-in tools, which there are none of
     chat_template_kwargs: dict[str, Any] | None = None
     # Refused by name where they ask for something.
@@ -100,6 +90,11 @@ class ResponsesRequest(Sampling):
     background: bool | None = None
     prompt: Any = None
     context_management: Any = None
+
+    @cached_property
+    def callable_tools(self) -> CallableTools:
+        """Raises ApiError for what is no tool."""
+        return CallableTools(self.tools or ())
 
     @property
     def wants_logprobs(self) -> bool:
@@ -133,7 +128,7 @@ class ResponsesRequest(Sampling):
             "logprobs": self.wants_logprobs or None,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
             "response_format": self._format(),
-            "tools": [tool.as_tool() for tool in self.tools or ()] or None,
+            "tools": self.callable_tools.tools or None,
             "tool_choice": self._choice(),
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
@@ -148,9 +143,12 @@ class ResponsesRequest(Sampling):
         schema = JsonSchema.model_construct(name=form.name, schema_=form.schema_, strict=form.strict)
         return ResponseFormat.model_construct(type=form.type, json_schema=schema)
 
-    def _choice(self) -> str | NamedTool | None:
+    def _choice(self) -> str | NamedTool | AllowedToolsChoice | None:
         if isinstance(self.tool_choice, NamedFunction):
-            return NamedTool(type="function", function=FunctionName(name=self.tool_choice.name))
+            return _named(self.tool_choice)
+        if isinstance(self.tool_choice, AllowedFunctions):
+            allowed = AllowedTools(mode=self.tool_choice.mode, tools=[_named(one) for one in self.tool_choice.tools])
+            return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
         return self.tool_choice
 
     def _messages(self) -> list[dict[str, Any]]:
@@ -160,6 +158,10 @@ class ResponsesRequest(Sampling):
         for number, item in enumerate(self.input):
             _add(item, f"input[{number}]", messages)
         return messages
+
+
+def _named(function: NamedFunction) -> NamedTool:
+    return NamedTool(type="function", function=FunctionName(name=flat_name(function.name, function.namespace)))
 
 
 def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> None:
@@ -177,6 +179,8 @@ def _add(item: dict[str, Any], name: str, messages: list[dict[str, Any]]) -> Non
             messages.append({"role": role, "content": content})
     elif kind == "function_call":
         function = {key: _text(item, key, name) for key in ("name", "arguments")}
+        if isinstance(namespace := item.get("namespace"), str):
+            function["name"] = flat_name(function["name"], namespace)
         call = {"id": _text(item, "call_id", name), "type": "function", "function": function}
         begun = _turn(messages)
         if begun is None:

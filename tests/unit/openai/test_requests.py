@@ -183,7 +183,7 @@ def test_what_is_allowed_is_said_in_plain_words(values: dict[str, Any], message:
         ("in ensemble 'ensemble', temperature is 101.0; allowed: 0 to 100", 400, "temperature"),
         ("max_tokens is 0; allowed: 1 or more", 400, "max_completion_tokens"),
         ("guided_decoding_guide cannot be compiled: x; allowed: y", 400, "guided_regex"),
-        ("messages has 9 tokens; this model takes prompts of at most 4", 400, "messages"),
+        ("messages has 9 tokens; this model takes prompts of at most 4: prompt is too long", 400, "messages"),
         ("7 requests are waiting, all that max_waiting_requests allows; try again later", 429, None),
         ("the engine died while it computed this answer; it starts again by itself", 503, None),
         ("the server is shutting down", 503, None),

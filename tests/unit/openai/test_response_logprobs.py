@@ -81,4 +81,4 @@ def test_every_token_of_the_content_is_told_where_it_stands(
 def test_characters_of_several_tokens() -> None:
     broken = ["a", "\ufffd", "\ufffd"]
     assert told([broken, ["b"]], ["a😀", "b"]) == [("a😀", broken), ("b", ["b"])]
-    assert told([["Hi", "<eos>"]], ["Hi"]) == [("Hi", ["Hi", "<eos>"])]
+    assert told([["Hi", "<eos>"]], ["Hi"]) == [("Hi", ["Hi"])]

@@ -1,0 +1,204 @@
+"""/v1/messages: a chat's answer as Anthropic's content blocks, whole or as its events."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+
+from minisgl_backend.openai.answers import Header
+from minisgl_backend.openai.context import context_of
+from minisgl_backend.openai.error_shapes import anthropic_error
+from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.message import MessageParser, new_call_id
+from minisgl_backend.openai.requests.anthropic import WORDS, CountTokensRequest, MessagesRequest
+from minisgl_backend.openai.requests.chat import ChatRequest
+from minisgl_backend.openai.sse import encode, named_event
+from minisgl_backend.openai.triton import Delta, Generation
+from minisgl_backend.parsers.parts import Part
+
+if TYPE_CHECKING:
+    from minisgl_backend.openai.app import Endpoint
+
+Event = dict[str, Any]
+
+
+class ContentBlocks:
+    """The blocks of one answer as they grow, and the events that tell of it."""
+
+    def __init__(self) -> None:
+        self._blocks: list[dict[str, Any]] = []
+        self._inputs: dict[int, str] = {}  # of tool_use blocks: JSON so far
+        self._open = False  # the last one goes on
+
+    def add(self, part: Part) -> list[Event]:
+        if part.kind == "call":
+            self._inputs[len(self._blocks)] = ""
+            return self._begin({"type": "tool_use", "id": new_call_id(), "name": part.text, "input": {}})
+        if part.kind == "arguments":
+            self._inputs[len(self._blocks) - 1] += part.text
+            return [self._delta("input_json_delta", partial_json=part.text)]
+        kind, key = ("thinking", "thinking") if part.kind == "reasoning" else ("text", "text")
+        events: list[Event] = []
+        if not self._open or self._blocks[-1]["type"] != kind:
+            events = self._begin({"type": kind, key: "", **({"signature": ""} if kind == "thinking" else {})})
+        self._blocks[-1][key] += part.text
+        return [*events, self._delta(f"{kind}_delta", **{key: part.text})]
+
+    def close(self) -> list[Event]:
+        """Nothing more will come of the last block."""
+        if not self._open:
+            return []
+        self._open = False
+        return [{"type": "content_block_stop", "index": len(self._blocks) - 1}]
+
+    def whole(self) -> list[dict[str, Any]]:
+        """All of them; the input of a call that was cut off, and so is no JSON, is empty."""
+        return [
+            {**block, "input": _object(self._inputs[number])} if number in self._inputs else block
+            for number, block in enumerate(self._blocks)
+        ]
+
+    def _begin(self, block: dict[str, Any]) -> list[Event]:
+        events = self.close()
+        self._open = True
+        self._blocks.append(block)
+        return [*events, {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": {**block}}]
+
+    def _delta(self, kind: str, **values: str) -> Event:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": {"type": kind, **values}}
+
+
+class MessagesAnswer:
+    """One request on its way."""
+
+    def __init__(
+        self, generation: Generation, header: Header, parser: MessageParser | None, stop_sequences: Sequence[str]
+    ) -> None:
+        """`parser`: None where the text is the content as it is. `generation` gives the text of what ended it, too."""
+        self._generation = generation
+        self._header = header
+        self._parser = parser or MessageParser()
+        self._stop_sequences = stop_sequences
+        self._blocks = ContentBlocks()
+        self._stopped_by: str | None = None
+        self._reason: str | None = None
+
+    async def lines(self) -> AsyncIterator[bytes]:
+        """The events of a stream."""
+        begun = False
+        async for events in self._progress():
+            if not begun:
+                events = [{"type": "message_start", "message": self._message([], None)}, *events]
+                begun = True
+            if self._reason is not None:
+                ended = {"stop_reason": self._reason, "stop_sequence": self._stopped_by}
+                events.append({"type": "message_delta", "delta": ended, "usage": self._usage()})
+                events.append({"type": "message_stop"})
+            if events:
+                yield b"".join(named_event(event["type"], event) for event in events)
+
+    async def whole(self) -> bytes:
+        """The answer in one piece."""
+        async for _ in self._progress():
+            pass
+        return encode(self._message(self._blocks.whole(), self._reason))
+
+    def error_line(self, error: ApiError) -> bytes:
+        return named_event("error", anthropic_error(error))
+
+    async def _progress(self) -> AsyncIterator[list[Event]]:
+        while (delta := await self._generation.next()) is not None:
+            delta = self._without_stop(delta)
+            events: list[Event] = []
+            for part in self._parser.feed(delta):
+                events += self._blocks.add(part)
+            if delta.reason is not None:
+                self._reason = self._stop_reason(delta.reason)
+                events += self._blocks.close()
+            yield events
+        await self._generation.drain()
+
+    def _without_stop(self, delta: Delta) -> Delta:
+        """What ended the answer is no part of it; its text always comes in one piece, with the last delta."""
+        if delta.reason != "stop":
+            return delta
+        found = [stop for stop in self._stop_sequences if stop and delta.text.endswith(stop)]
+        if not found:
+            return delta
+        self._stopped_by = max(found, key=len)
+        return replace(delta, text=delta.text.removesuffix(self._stopped_by))
+
+    def _stop_reason(self, reason: str) -> str:
+        if reason == "length":
+            return "max_tokens"
+        if self._parser.has_calls:
+            return "tool_use"
+        return "end_turn" if self._stopped_by is None else "stop_sequence"
+
+    def _message(self, content: list[dict[str, Any]], reason: str | None) -> dict[str, Any]:
+        return {
+            "id": self._header.id,
+            "type": "message",
+            "role": "assistant",
+            "model": self._header.model,
+            "content": content,
+            "stop_reason": reason,
+            "stop_sequence": None if reason is None else self._stopped_by,
+            "usage": self._usage(),
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        """What the prefix cache supplied is known at the end, and is no part of `input_tokens`."""
+        cached = self._generation.num_cached_tokens or 0
+        return {
+            "input_tokens": self._generation.num_prompt_tokens - cached,
+            "cache_creation_input_tokens": 0,
+            "cache_read_input_tokens": cached,
+            "output_tokens": self._generation.num_output_tokens,
+        }
+
+
+def _object(text: str) -> dict[str, Any]:
+    try:
+        value = json.loads(text or "{}")
+    except (ValueError, RecursionError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
+    @app.post("/v1/messages")
+    async def messages(request: Request, body: MessagesRequest) -> Response:
+        body.check()
+        context = context_of(request, body)
+        name = await endpoint.admit(body.model)
+        chat, names = _chat(body, endpoint)
+        generation, parsers = await endpoint.start_chat(chat, context, names, figures=True)
+        header = Header(f"msg_{context.request_id}", int(time.time()), name)
+        answer = MessagesAnswer(generation, header, parsers[0] if parsers else None, body.stop_sequences or ())
+        return await endpoint.respond(request, answer, [generation], stream=bool(body.stream), context=context)
+
+    @app.post("/v1/messages/count_tokens")
+    async def count_tokens(body: CountTokensRequest) -> Response:
+        body.check()
+        await endpoint.model.resolve(body.model)
+        chat, names = _chat(body, endpoint)
+        counted = {"input_tokens": await endpoint.count_prompt_tokens(chat, names)}
+        return Response(encode(counted), media_type="application/json")
+
+
+def _chat(body: CountTokensRequest, endpoint: Endpoint) -> tuple[ChatRequest, dict[str, str]]:
+    """The chat, and what the client called the fields that the server knows by another name."""
+    try:
+        chat = body.as_chat()
+        chat.check()
+    except ApiError as error:
+        raise error.renamed(WORDS) from None
+    endpoint.note_left_out(body.left_out)
+    names = {name: WORDS.get(called, called) for name, called in chat.names().items()}
+    return chat, {**WORDS, **names}

@@ -1,0 +1,63 @@
+"""Whatever goes wrong with a request, as an answer in the shape of the API that was asked."""
+
+from __future__ import annotations
+
+import logging
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+
+from minisgl_backend.openai.context import request_id_of
+from minisgl_backend.openai.error_shapes import shaped
+from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.limits import TOO_LARGE
+from minisgl_backend.openai.sse import encode
+from minisgl_backend.openai.validation import from_validation
+
+log = logging.getLogger(__name__)
+
+
+def add_error_answers(app: FastAPI) -> None:
+    app.add_exception_handler(ApiError, _answer_error)
+    app.add_exception_handler(RequestValidationError, _answer_wrong_body)
+    app.add_exception_handler(HTTPException, _answer_http_error)
+    app.add_exception_handler(RecursionError, _answer_nested_body)
+    app.add_exception_handler(Exception, _answer_unforeseen)
+
+
+async def _answer_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    headers = {**error.headers, "x-request-id": request_id_of(request)}
+    body = shaped(error, request.url.path, request_id_of(request))
+    return Response(encode(body), error.status, headers, media_type="application/json")
+
+
+async def _answer_unforeseen(request: Request, error: Exception) -> Response:
+    """A fault of this code, which the log shows."""
+    return await _answer_error(request, ApiError(500, f"the request could not be answered ({type(error).__name__})"))
+
+
+async def _answer_wrong_body(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RequestValidationError)
+    return await _answer_error(request, from_validation(error.errors()))
+
+
+async def _answer_nested_body(request: Request, error: Exception) -> Response:
+    """JSON that was read a few levels short of the limit cannot be written again, from deeper in the code."""
+    log.warning("a body was nested too deeply, or the code calls itself without an end", exc_info=error)
+    return await _answer_error(request, invalid("body", "the body is nested too deeply; allowed: fewer levels"))
+
+
+async def _answer_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = str(error.detail)
+    if error.status_code == 404:
+        message = f"there is no {request.url.path} here; /openapi.json lists all paths"
+    if error.status_code == 400:
+        return await _answer_error(request, invalid("body", message))
+    code = TOO_LARGE if error.status_code == 413 else None
+    answer = await _answer_error(request, ApiError(error.status_code, message, code=code))
+    answer.headers.update(error.headers or {})
+    return answer

@@ -1,0 +1,31 @@
+"""Errors as each API writes them: OpenAI's, and Anthropic's below /v1/messages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from minisgl_backend.openai.errors import ApiError
+
+_ANTHROPIC = "/v1/messages"  # and below it
+# Status -> Anthropic's word for it; below 500 all others are invalid_request_error, above api_error.
+_ERRORS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def anthropic_error(error: ApiError, request_id: str | None = None) -> dict[str, Any]:
+    """The error as Anthropic writes it."""
+    kind = _ERRORS.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+    return {"type": "error", "error": {"type": kind, "message": error.message}, "request_id": request_id}
+
+
+def shaped(error: ApiError, path: str, request_id: str | None = None) -> dict[str, Any]:
+    """The body of an error in the shape of the API that a path belongs to."""
+    is_anthropic = path == _ANTHROPIC or path.startswith(f"{_ANTHROPIC}/")
+    return anthropic_error(error, request_id) if is_anthropic else error.body

@@ -1,0 +1,230 @@
+"""POST /v1/messages and /v1/messages/count_tokens: Anthropic's requests, as the chats that they amount to."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from minisgl_backend.openai.errors import invalid
+from minisgl_backend.openai.requests.base import JsonSchema, Model, ResponseFormat, Sampling, is_unicode
+from minisgl_backend.openai.requests.chat import ChatRequest, Thinking
+from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_of, wrong
+from minisgl_backend.openai.requests.tools import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool
+
+# A field of the chat -> what it is called here.
+WORDS: Mapping[str, str] = {
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+    "reasoning_effort": "output_config.effort",
+}
+_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_USER_BLOCKS = ("text", "tool_result")
+_ASSISTANT_BLOCKS = ("text", "thinking", "redacted_thinking", "tool_use")
+
+
+class AnthropicMessage(Model):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class AnthropicTool(Model):
+    name: str
+    type: str | None = None  # "custom" or none; all others are run by Anthropic itself
+    description: str | None = None
+    input_schema: dict[str, Any] | None = None
+    # Without a meaning here.
+    cache_control: dict[str, Any] | None = None
+    strict: bool | None = None
+    defer_loading: bool | None = None
+    eager_input_streaming: bool | None = None
+    input_examples: list[Any] | None = None
+    allowed_callers: list[str] | None = None
+
+    def as_tool(self) -> Tool:
+        definition = FunctionDefinition.model_construct(
+            name=self.name, description=self.description, parameters=self.input_schema
+        )
+        return Tool.model_construct(type="function", function=definition)
+
+
+class ToolChoice(Model):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class AnthropicThinking(Thinking):
+    budget_tokens: int | None = None  # without a meaning here: max_tokens alone bounds the thoughts
+    display: str | None = None
+
+
+class OutputFormat(Model):
+    type: Literal["json_schema"]
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class OutputConfig(Model):
+    effort: str | None = None  # handed to the chat template, as reasoning_effort
+    format: OutputFormat | None = None
+
+
+class CountTokensRequest(Sampling):
+    """What of a request makes its prompt."""
+
+    messages: Annotated[list[AnthropicMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    system: str | list[dict[str, Any]] | None = None
+    tools: Annotated[list[AnthropicTool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    thinking: AnthropicThinking | None = None
+    output_config: OutputConfig | None = None
+    output_format: OutputFormat | None = None  # its older name
+    chat_template_kwargs: dict[str, Any] | None = None
+    # Without a meaning here: nothing is kept, and no conversation is shortened.
+    cache_control: dict[str, Any] | None = None
+    context_management: dict[str, Any] | None = None
+    container: str | None = None
+    inference_geo: str | None = None
+    speed: str | None = None
+    mcp_servers: Annotated[list[Any], Field(max_length=0)] | None = None
+
+    def check(self) -> None:
+        """Raises ApiError for what is wrong beyond types and beyond what the chat finds."""
+        for name in ("system", "messages", "tools"):
+            value = getattr(self, name)
+            plain = [one.model_dump() for one in value] if name != "system" and value else value
+            if not is_unicode(plain):
+                raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
+
+    def as_chat(self) -> ChatRequest:
+        """The same as a chat. Raises ApiError for what has no place in one."""
+        if self.stop is not None:
+            raise invalid("stop", "stop is given; allowed: stop_sequences")
+        values = {name: getattr(self, name) for name in Sampling.model_fields if name not in ("stop", "metadata")}
+        tools = self._tools()
+        last = self.messages[-1]
+        values |= {
+            "messages": [Message.model_validate(message) for message in self._messages()],
+            "response_format": self._format(),
+            "tools": tools or None,
+            "tool_choice": self._choice() if tools else None,
+            "parallel_tool_calls": not (self.tool_choice and self.tool_choice.disable_parallel_tool_use),
+            "reasoning_effort": self.output_config.effort if self.output_config else None,
+            "thinking": self.thinking,
+            "chat_template_kwargs": self.chat_template_kwargs,
+            "continue_final_message": last.role == "assistant" or None,
+        }
+        return ChatRequest.model_construct(**values)
+
+    @property
+    def left_out(self) -> list[str]:
+        """Types of tools that nobody here can run."""
+        return [tool.type for tool in self.tools or () if tool.type not in (None, "custom")]
+
+    def _tools(self) -> list[Tool]:
+        tools = [tool.as_tool() for tool in self.tools or () if tool.type in (None, "custom")]
+        if self.tools and not tools:
+            raise invalid("tools", f"tools holds {self.left_out[0]:.60}, which this server cannot run; allowed: custom")
+        return tools
+
+    def _choice(self) -> str | NamedTool | None:
+        choice = self.tool_choice
+        if choice is None or choice.type != "tool":
+            return None if choice is None else _CHOICES[choice.type]
+        if choice.name is None:
+            raise invalid("tool_choice", "tool_choice.name is missing; type tool needs it")
+        return NamedTool(type="function", function=FunctionName(name=choice.name))
+
+    def _format(self) -> ResponseFormat | None:
+        form = self.output_config.format if self.output_config else None
+        if (form := form or self.output_format) is None:
+            return None
+        schema = JsonSchema.model_construct(name=None, schema_=form.schema_, strict=None)
+        return ResponseFormat.model_construct(type="json_schema", json_schema=schema)
+
+    def _messages(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        if self.system:
+            found.append({"role": "system", "content": text_of(self.system, "system")})
+        for number, message in enumerate(self.messages):
+            name = f"messages[{number}].content"
+            if isinstance(message.content, str) or message.role == "system":
+                found.append({"role": message.role, "content": text_of(message.content, name)})
+            elif message.role == "user":
+                found += _of_user(message.content, name)
+            else:
+                found.append(_of_assistant(message.content, name))
+        return found
+
+
+class MessagesRequest(CountTokensRequest):
+    """POST /v1/messages."""
+
+    max_tokens: int
+    stop_sequences: Annotated[list[str], Field(fail_fast=True)] | None = None
+
+    def check(self) -> None:
+        super().check()
+        if not 1 <= self.max_tokens < 2**31:
+            raise invalid("max_tokens", f"max_tokens is {self.max_tokens}; allowed: 1 to below 2**31")
+
+    def as_chat(self) -> ChatRequest:
+        chat = super().as_chat()
+        chat.max_tokens = self.max_tokens
+        if self.stop_sequences:
+            # With the text of what ended the answer, so that it can be told which one it was.
+            chat.stop, chat.include_stop_str_in_output = self.stop_sequences, True
+        return chat
+
+
+def _of_user(blocks: list[dict[str, Any]], name: str) -> list[dict[str, Any]]:
+    """Results of tools are messages of their own in a chat."""
+    found: list[dict[str, Any]] = []
+    for number, block in enumerate(blocks):
+        place, kind = f"{name}[{number}]", block.get("type")
+        if kind == "tool_result":
+            content = text_of(block.get("content"), f"{place}.content")
+            found.append({"role": "tool", "tool_call_id": _text(block, "tool_use_id", place), "content": content})
+        elif kind == "text":
+            text = _text(block, "text", place)
+            if found and found[-1]["role"] == "user":
+                found[-1]["content"] += f"\n{text}"
+            else:
+                found.append({"role": "user", "content": text})
+        else:
+            allowed = ", ".join(_USER_BLOCKS)
+            raise wrong(f"{place}.type", f"is {shown(kind)}; allowed: {allowed} (this server has no other inputs)")
+    return found or [{"role": "user", "content": ""}]
+
+
+def _of_assistant(blocks: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    texts, thoughts, calls = [], [], []
+    for number, block in enumerate(blocks):
+        place, kind = f"{name}[{number}]", block.get("type")
+        if kind == "text":
+            texts.append(_text(block, "text", place))
+        elif kind == "thinking":
+            thoughts.append(_text(block, "thinking", place))
+        elif kind == "tool_use":
+            given = block.get("input")
+            if not isinstance(given, dict):
+                raise wrong(f"{place}.input", f"is {shown(given)}; allowed: an object")
+            function = {"name": _text(block, "name", place), "arguments": json.dumps(given)}
+            calls.append({"id": _text(block, "id", place), "type": "function", "function": function})
+        elif kind != "redacted_thinking":  # which only Anthropic can read
+            raise wrong(f"{place}.type", f"is {shown(kind)}; allowed: {', '.join(_ASSISTANT_BLOCKS)}")
+    message: dict[str, Any] = {"role": "assistant", "content": "\n".join(texts)}
+    if thoughts:
+        message["reasoning_content"] = "\n".join(thoughts)
+    if calls:
+        message["tool_calls"] = calls
+    return message
+
+
+def _text(block: dict[str, Any], key: str, name: str) -> str:
+    value = block.get(key)
+    if not isinstance(value, str):
+        raise wrong(f"{name}.{key}", f"is {shown(value)}; allowed: a text")
+    return value
