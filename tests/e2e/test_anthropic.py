@@ -122,7 +122,7 @@ def test_errors_in_anthropics_shape(endpoint: Endpoint, client: anthropic.Anthro
         client.messages.create(model="claude", max_tokens=5, messages=MESSAGES)
     assert missing.value.body["error"]["type"] == "not_found_error"  # type: ignore[index]
     with pytest.raises(anthropic.BadRequestError, match="temperature is 1000"):
-        client.messages.create(model="demo", max_tokens=5, messages=MESSAGES, temperature=1000)
+        client.messages.create(model="demo", max_tokens=5, messages=MESSAGES, extra_body={"temperature": 1000})
     with pytest.raises(anthropic.BadRequestError, match="prompt is too long"):
         client.messages.create(model="demo", max_tokens=5, messages=[{"role": "user", "content": "word " * 9000}])
     image: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}
