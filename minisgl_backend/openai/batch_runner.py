@@ -1,0 +1,266 @@
+"""Computes batches, one after the other, below interactive requests: by priority, and never more than a few at once.
+
+One worker of all that share the folder does it, who holds its lock. Each line's answer is appended to the batch's files
+as it comes; after a crash, lines whose `custom_id` stands there already are not computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import json
+import logging
+import os
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Generator, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from minisgl_backend.openai.batches import ENDED, Batch, BatchStore
+from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.files import FileStore
+from minisgl_backend.openai.requests.batches import MAX_LINES, Line, parse_line
+from minisgl_backend.openai.sse import encode
+from minisgl_backend.request import MAX_PRIORITY
+
+log = logging.getLogger(__name__)
+
+Post = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]  # path, body, request id -> status, body
+
+_LOOK_SECONDS = 0.5  # between looks for a batch, or for the lock
+_TOLD_SECONDS = 1.0  # between counts that clients see
+_AGAIN = (408, 429, 503)  # the server is full, or will come back
+_AGAIN_SECONDS = (0.5, 1.0, 2.0, 5.0)
+_MOST_ERRORS = 100  # of a file that are told
+
+
+class BatchRunner:
+    """For one event loop; `run` goes on until it is cancelled."""
+
+    def __init__(self, batches: BatchStore, files: FileStore, post: Post, most_at_once: int) -> None:
+        self._batches = batches
+        self._files = files
+        self._post = post
+        self._most_at_once = most_at_once
+        self._ended: set[str] = set()  # batches that need no look
+
+    async def run(self) -> None:
+        with (self._batches.folder / "lock").open("w") as lock:
+            while not _is_locked(lock):
+                await asyncio.sleep(_LOOK_SECONDS)
+            while True:
+                try:
+                    batch = await asyncio.to_thread(self._next)
+                    if batch is not None:
+                        await self._compute_or_fail(batch)
+                        continue
+                except OSError as error:  # the disk is full, most of the time
+                    log.error("batches in %s cannot go on: %s", self._batches.folder, error)
+                await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _compute_or_fail(self, batch: Batch) -> None:
+        try:
+            await self._compute(batch)
+        except Exception as error:
+            if not isinstance(error, ApiError):
+                log.exception("batch %s failed", batch["id"])
+            message = f"{type(error).__name__}: {error}"
+            self._fail(batch, [{"code": "server_error", "message": message, "line": None, "param": None}])
+
+    def _next(self) -> Batch | None:
+        for path in sorted(self._batches.folder.glob("batch_*.json"), key=lambda path: path.stat().st_mtime):
+            if path.stem in self._ended:
+                continue
+            batch = self._batches.get(path.stem)
+            if batch["status"] not in ENDED:
+                return batch
+            self._ended.add(path.stem)
+        return None
+
+    async def _compute(self, batch: Batch) -> None:
+        if batch["status"] == "validating":
+            source = self._files.data(batch["input_file_id"])
+            count, errors = await asyncio.to_thread(_validate, source, batch["endpoint"])
+            if errors:
+                self._fail(batch, errors)
+                return
+            batch |= {"status": "in_progress", "in_progress_at": int(time.time())}
+            batch["request_counts"]["total"] = count
+            self._batches.write(batch)
+        work = BatchWork(batch, self._batches, self._files, self._post)
+        ended = await work.run(self._most_at_once)
+        self._finish(batch, ended)
+
+    def _finish(self, batch: Batch, status: str) -> None:
+        batch |= {"status": "finalizing", "finalizing_at": int(time.time())}
+        self._batches.write(batch)
+        for key, shown, name in (("_output", "output_file_id", "output"), ("_errors", "error_file_id", "error")):
+            path = self._files.data(batch[key])
+            if path.exists() and path.stat().st_size:
+                self._files.publish(batch[key], f"{batch['id']}_{name}.jsonl", "batch_output")
+                batch[shown] = batch[key]
+            else:
+                path.unlink(missing_ok=True)
+        batch |= {"status": status, f"{status}_at": int(time.time())}
+        self._batches.write(batch)
+
+    def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
+        batch["errors"] = {"object": "list", "data": errors}
+        self._finish(batch, "failed")
+
+
+class BatchWork:
+    """The lines of one batch."""
+
+    def __init__(self, batch: Batch, batches: BatchStore, files: FileStore, post: Post) -> None:
+        self._batch = batch
+        self._batches = batches
+        self._files = files
+        self._post = post
+        self._told_at = 0.0
+
+    async def run(self, most_at_once: int) -> str:
+        """The status that the batch ends with."""
+        output, errors = (self._files.data(self._batch[key]) for key in ("_output", "_errors"))
+        done = [await asyncio.to_thread(_custom_ids, path) for path in (output, errors)]
+        self._counts.update(completed=len(done[0]), failed=len(done[1]))
+        lines = _lines(self._files.data(self._batch["input_file_id"]), self._batch["endpoint"], done[0] | done[1])
+        with output.open("ab") as self._output, errors.open("ab") as self._errors, contextlib.closing(lines):
+            async with _TaskGroup() as group:
+                for _ in range(most_at_once):
+                    group.create_task(self._take(lines))
+            if self._end() == "expired":
+                for line in lines:
+                    error = {"code": "batch_expired", "message": "the batch's completion window has passed"}
+                    self._append(self._errors, line, None, error)
+        return self._end() or "completed"
+
+    @property
+    def _counts(self) -> dict[str, int]:
+        counts: dict[str, int] = self._batch["request_counts"]
+        return counts
+
+    def _end(self) -> str | None:
+        """Why no further line is computed."""
+        if self._batches.is_cancelled(self._batch["id"]):
+            return "cancelled"
+        return "expired" if time.time() > self._batch["expires_at"] else None
+
+    async def _take(self, lines: Iterator[Line]) -> None:
+        while self._end() is None and (line := next(lines, None)) is not None:
+            answer = await self._answer(line)
+            if answer is None:
+                return
+            status, response = answer
+            self._append(self._output if status < 400 else self._errors, line, response, None)
+            self._tell()
+
+    async def _answer(self, line: Line) -> tuple[int, dict[str, Any]] | None:
+        """None where the batch ends before the server takes the line."""
+        body, tries = encode({**line.body, "priority": MAX_PRIORITY}), 0
+        while True:
+            request_id = uuid.uuid4().hex
+            status, text = await self._post(line.url, body, request_id)
+            if status not in _AGAIN:
+                return status, {"status_code": status, "request_id": request_id, "body": json.loads(text)}
+            if self._end() is not None:
+                return None
+            await asyncio.sleep(_AGAIN_SECONDS[min(tries, len(_AGAIN_SECONDS) - 1)])
+            tries += 1
+
+    def _append(self, file: IO[bytes], line: Line, response: Any, error: Any) -> None:
+        record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
+        file.write(encode({**record, "response": response, "error": error}) + b"\n")
+        file.flush()
+        self._counts["completed" if file is self._output else "failed"] += 1
+
+    def _tell(self) -> None:
+        if time.monotonic() - self._told_at > _TOLD_SECONDS:
+            self._told_at = time.monotonic()
+            self._files.check_room()
+            self._batches.write(self._batch)
+
+
+class _TaskGroup:
+    """As asyncio's, which Python 3.10 lacks: the first error ends the others."""
+
+    def __init__(self) -> None:
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def create_task(self, work: Any) -> None:
+        self._tasks.append(asyncio.get_running_loop().create_task(work))
+
+    async def __aenter__(self) -> _TaskGroup:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        try:
+            await asyncio.gather(*self._tasks)
+        finally:
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _is_locked(lock: IO[str]) -> bool:
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _validate(path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
+    """(number of lines, what is wrong with some)."""
+    seen: set[str] = set()
+    errors: list[dict[str, Any]] = []
+    try:
+        with path.open("rb") as file:
+            for number, text in enumerate(file, 1):
+                if not text.strip():
+                    continue
+                try:
+                    line = parse_line(text, endpoint)
+                    if line.custom_id in seen:
+                        raise ValueError(f"custom_id is {line.custom_id[:60]!r}, as that of another line")
+                    seen.add(line.custom_id)
+                    if len(seen) > MAX_LINES:
+                        raise ValueError(f"there are more than {MAX_LINES} lines, all that a batch may have")
+                except ValueError as error:
+                    message = f"line {number}: {error}"
+                    errors.append({"code": "invalid_line", "message": message, "line": number, "param": None})
+                    if len(errors) >= _MOST_ERRORS or len(seen) > MAX_LINES:
+                        break
+    except FileNotFoundError:
+        errors.append({"code": "no_file", "message": "the input file was deleted", "line": None, "param": None})
+    if not seen and not errors:
+        errors.append({"code": "empty_file", "message": "the input file has no lines", "line": None, "param": None})
+    return len(seen), errors
+
+
+def _custom_ids(path: Path) -> set[str]:
+    """Of what a file holds already. A last line that a crash has cut is removed."""
+    found: set[str] = set()
+    if not path.exists():
+        return found
+    whole = 0
+    with path.open("rb") as file:
+        for text in file:
+            if not text.endswith(b"\n"):
+                break
+            found.add(msgspec.json.decode(text)["custom_id"])
+            whole += len(text)
+    os.truncate(path, whole)
+    return found
+
+
+def _lines(path: Path, endpoint: str, done: set[str]) -> Generator[Line, None, None]:
+    """Those that are still to be computed."""
+    with path.open("rb") as file:
+        for text in file:
+            if text.strip() and (line := parse_line(text, endpoint)).custom_id not in done:
+                yield line

@@ -1,0 +1,135 @@
+"""/v1/batches: what is known of each batch, and its routes. `batch_runner` computes them.
+
+BATCH.json is written by the runner alone once it exists; a wish to cancel is a file of its own beside it, so that any
+worker can take it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+import uuid
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request, Response
+
+from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.files import FileStore, page, read_json, write_json
+from minisgl_backend.openai.requests.batches import BatchRequest
+from minisgl_backend.openai.sse import encode
+
+WINDOW_SECONDS = 24 * 3600
+ENDED = ("completed", "failed", "expired", "cancelled")
+_ID = re.compile(r"batch_[0-9a-f]{32}")
+_MOST_LISTED = 100
+_MOST_BATCHES = 10_000  # that are kept; the oldest that have ended make room
+_TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
+
+Batch = dict[str, Any]  # OpenAI's object; keys with an underscore before them are told nobody
+
+
+class BatchStore:
+    """The batches of a folder that all workers share."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OSError where the folder cannot be made."""
+        self.folder = folder
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def add(self, request: BatchRequest) -> Batch:
+        self._make_room()
+        now = int(time.time())
+        batch: Batch = {
+            "id": f"batch_{uuid.uuid4().hex}",
+            "object": "batch",
+            "endpoint": request.endpoint,
+            "errors": None,
+            "input_file_id": request.input_file_id,
+            "completion_window": request.completion_window,
+            "status": "validating",
+            "output_file_id": None,
+            "error_file_id": None,
+            "created_at": now,
+            "expires_at": now + WINDOW_SECONDS,
+            **dict.fromkeys(_TIMES),
+            "request_counts": {"total": 0, "completed": 0, "failed": 0},
+            "metadata": request.metadata,
+            "_output": FileStore.new_id(),
+            "_errors": FileStore.new_id(),
+        }
+        self.write(batch)
+        return batch
+
+    def write(self, batch: Batch) -> None:
+        write_json(self._path(batch["id"]), batch)
+
+    def get(self, batch_id: str) -> Batch:
+        """Raises ApiError where there is none."""
+        found = read_json(self._path(batch_id)) if _ID.fullmatch(batch_id) else None
+        if found is None:
+            raise ApiError(404, f"batch_id is {batch_id[:100]!r}, which is no batch here", param="batch_id")
+        return found
+
+    def all(self) -> list[Batch]:
+        found = [read_json(path) for path in self.folder.glob("batch_*.json")]
+        return sorted(filter(None, found), key=lambda batch: (batch["created_at"], batch["id"]))
+
+    def cancel(self, batch: Batch) -> None:
+        if batch["status"] in ENDED:
+            raise invalid("batch_id", f"batch_id is a batch that is {batch['status']}; allowed: one that goes on")
+        self._wish(batch["id"]).touch()
+
+    def is_cancelled(self, batch_id: str) -> bool:
+        return self._wish(batch_id).exists()
+
+    def shown(self, batch: Batch) -> dict[str, Any]:
+        """As clients see it."""
+        told = {name: value for name, value in batch.items() if not name.startswith("_")}
+        if batch["status"] not in ENDED and self.is_cancelled(batch["id"]):
+            told |= {"status": "cancelling", "cancelling_at": int(self._wish(batch["id"]).stat().st_mtime)}
+        return told
+
+    def _make_room(self) -> None:
+        batches = self.all()
+        if len(batches) < _MOST_BATCHES:
+            return
+        ended = next((batch for batch in batches if batch["status"] in ENDED), None)
+        if ended is None:
+            raise ApiError(429, f"{len(batches)} batches wait, all that this server takes", code="queue_full")
+        self._path(ended["id"]).unlink(missing_ok=True)
+        self._wish(ended["id"]).unlink(missing_ok=True)
+
+    def _path(self, batch_id: str) -> Path:
+        return self.folder / f"{batch_id}.json"
+
+    def _wish(self, batch_id: str) -> Path:
+        return self.folder / f"{batch_id}.cancel"
+
+
+def add_routes(app: FastAPI, batches: BatchStore, files: FileStore) -> None:
+    @app.post("/v1/batches")
+    async def create(body: BatchRequest) -> Response:
+        files.get(body.input_file_id, "input_file_id", 400)
+        files.check_room()
+        return _json(batches.shown(await asyncio.to_thread(batches.add, body)))
+
+    @app.get("/v1/batches")
+    async def listed(request: Request) -> Response:
+        found = await asyncio.to_thread(batches.all)
+        return _json(page([batches.shown(batch) for batch in found], request, _MOST_LISTED))
+
+    @app.get("/v1/batches/{batch_id}")
+    async def find(batch_id: str) -> Response:
+        return _json(batches.shown(batches.get(batch_id)))
+
+    @app.post("/v1/batches/{batch_id}/cancel")
+    async def cancel(batch_id: str) -> Response:
+        batch = batches.get(batch_id)
+        batches.cancel(batch)
+        return _json(batches.shown(batch))
+
+
+def _json(value: Any) -> Response:
+    return Response(encode(value), media_type="application/json")

@@ -1,0 +1,205 @@
+"""/v1/files: what batches read and write, in a folder that outlives the server and that all workers share.
+
+Each file is two: ID.data with its bytes, and ID.json with what is told of it, written last. A file without the second
+does not exist yet for clients.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import shutil
+import time
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from fastapi import FastAPI, Request, Response
+from starlette.datastructures import UploadFile
+from starlette.responses import FileResponse
+
+from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.requests.base import is_unicode
+from minisgl_backend.openai.sse import encode
+
+MAX_FILE_BYTES = 200 << 20  # of one upload, OpenAI's own limit
+PATH = "/v1/files"
+_ID = re.compile(r"file-[0-9a-f]{32}")
+_PURPOSES = ("batch",)
+_MOST_LISTED = 10_000
+_COPY_BYTES = 1 << 20
+
+
+class FileStore:
+    """At most `most_bytes` of files. What touches the disk may take long, and belongs on another thread."""
+
+    def __init__(self, folder: Path, most_bytes: int) -> None:
+        """Raises OSError where the folder cannot be made."""
+        self._folder = folder
+        self._most_bytes = most_bytes
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+
+    def add(self, source: IO[bytes], size: int, name: str, purpose: str) -> dict[str, Any]:
+        """Raises ApiError where there is no room."""
+        self.check_room(size)
+        file_id = self.new_id()
+        try:
+            with self.data(file_id).open("wb") as target:
+                shutil.copyfileobj(source, target, _COPY_BYTES)
+            return self.publish(file_id, name, purpose)
+        except OSError as error:
+            self.data(file_id).unlink(missing_ok=True)
+            raise ApiError(507, f"the file cannot be kept: {error.strerror}", code="storage_full") from None
+
+    def check_room(self, size: int = 0) -> None:
+        """Raises ApiError where so many bytes more would be too many."""
+        used = sum(entry.stat().st_size for entry in os.scandir(self._folder))
+        if used + size > self._most_bytes:
+            allowed = f"{self._most_bytes} in all (--max-files-bytes); delete files that are not needed"
+            raise ApiError(
+                413, f"files of {used} bytes are kept, and {size} more; allowed: {allowed}", code="storage_full"
+            )
+
+    def publish(self, file_id: str, name: str, purpose: str) -> dict[str, Any]:
+        """Lets clients see a file whose bytes are written; once more changes nothing."""
+        if (known := self.find(file_id)) is not None:
+            return known
+        told = {
+            "id": file_id,
+            "object": "file",
+            "bytes": self.data(file_id).stat().st_size,
+            "created_at": int(time.time()),
+            "expires_at": None,
+            "filename": name,
+            "purpose": purpose,
+            "status": "processed",
+            "status_details": None,
+        }
+        write_json(self._folder / f"{file_id}.json", told)
+        return told
+
+    def find(self, file_id: str) -> dict[str, Any] | None:
+        return read_json(self._folder / f"{file_id}.json") if _ID.fullmatch(file_id) else None
+
+    def get(self, file_id: str, param: str = "file_id", status: int = 404) -> dict[str, Any]:
+        """Raises ApiError where there is none."""
+        found = self.find(file_id)
+        if found is None:
+            raise ApiError(status, f"{param} is {file_id[:100]!r}, which is no file here", param=param)
+        return found
+
+    def data(self, file_id: str) -> Path:
+        return self._folder / f"{file_id}.data"
+
+    def delete(self, file_id: str) -> None:
+        (self._folder / f"{file_id}.json").unlink(missing_ok=True)
+        self.data(file_id).unlink(missing_ok=True)
+
+    def all(self) -> list[dict[str, Any]]:
+        found = [read_json(path) for path in self._folder.glob("file-*.json")]
+        return sorted(filter(None, found), key=lambda file: (file["created_at"], file["id"]))
+
+    @staticmethod
+    def new_id() -> str:
+        return f"file-{uuid.uuid4().hex}"
+
+
+def read_json(path: Path) -> dict[str, Any] | None:
+    """None where there is no such file."""
+    try:
+        found: dict[str, Any] = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return None
+    return found
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Readers see the old text or the new one, also after a crash."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    with temporary.open("wb") as file:
+        file.write(encode(value))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def page(items: Sequence[dict[str, Any]], request: Request, most: int) -> dict[str, Any]:
+    """OpenAI's list: `limit`, `after` and `order` of the query; newest first. `items`: oldest first."""
+    query = request.query_params
+    text = query.get("limit", str(min(20, most) if most < _MOST_LISTED else most))
+    if not text.isdecimal() or not 1 <= int(text[:9]) <= most:
+        raise invalid("limit", f"limit is {text[:60]!r}; allowed: 1 to {most}")
+    order = query.get("order", "desc")
+    if order not in ("asc", "desc"):
+        raise invalid("order", f"order is {order[:60]!r}; allowed: asc, desc")
+    ordered = list(items) if order == "asc" else list(items)[::-1]
+    start = 0
+    if (after := query.get("after")) is not None:
+        places = [number for number, item in enumerate(ordered) if item["id"] == after]
+        if not places:
+            raise invalid("after", f"after is {after[:100]!r}, which is not in the list")
+        start = places[0] + 1
+    shown = ordered[start : start + int(text)]
+    ends = {"first_id": shown[0]["id"], "last_id": shown[-1]["id"]} if shown else {"first_id": None, "last_id": None}
+    return {"object": "list", "data": shown, **ends, "has_more": start + int(text) < len(ordered)}
+
+
+def add_routes(app: FastAPI, files: FileStore) -> None:
+    @app.post(PATH)
+    async def upload(request: Request) -> Response:
+        file, purpose = await _form(request)
+        size = file.size or 0
+        if not size:
+            raise invalid("file", "file is empty; allowed: at least one line")
+        name = file.filename or "upload.jsonl"
+        if not is_unicode(name):
+            raise invalid("file", "file has a name that is no Unicode; allowed: Unicode")
+        return _json(await asyncio.to_thread(files.add, file.file, size, name, purpose))
+
+    @app.get(PATH)
+    async def listed(request: Request) -> Response:
+        purpose = request.query_params.get("purpose")
+        found = await asyncio.to_thread(files.all)
+        found = [file for file in found if purpose in (None, file["purpose"])]
+        return _json(page(found, request, _MOST_LISTED))
+
+    @app.get(PATH + "/{file_id}")
+    async def find(file_id: str) -> Response:
+        return _json(files.get(file_id))
+
+    @app.get(PATH + "/{file_id}/content")
+    async def content(file_id: str) -> Response:
+        files.get(file_id)
+        return FileResponse(files.data(file_id), media_type="application/octet-stream")
+
+    @app.delete(PATH + "/{file_id}")
+    async def delete(file_id: str) -> Response:
+        files.get(file_id)
+        await asyncio.to_thread(files.delete, file_id)
+        return _json({"id": file_id, "object": "file", "deleted": True})
+
+
+async def _form(request: Request) -> tuple[UploadFile, str]:
+    """(file, purpose)."""
+    try:
+        form = await request.form(max_files=1, max_fields=8)
+    except AssertionError:  # Starlette's way to say it
+        raise ApiError(
+            501, "uploads need the package python-multipart: pip install 'minisgl-backend[openai]'"
+        ) from None
+    unknown = set(form) - {"file", "purpose"}
+    if unknown:
+        raise invalid(min(unknown), f"{min(unknown)[:60]} is unknown; allowed: file, purpose")
+    file, purpose = form.get("file"), form.get("purpose")
+    if not isinstance(file, UploadFile):
+        raise invalid("file", "file is missing; allowed: a file in multipart/form-data")
+    if purpose not in _PURPOSES:
+        raise invalid("purpose", f"purpose is {str(purpose)[:60]!r}; allowed: {', '.join(_PURPOSES)}")
+    return file, str(purpose)
+
+
+def _json(value: Any) -> Response:
+    return Response(encode(value), media_type="application/json")

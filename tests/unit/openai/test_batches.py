@@ -1,0 +1,189 @@
+"""Batches without a server: lines, results, what a crash leaves behind, cancelling, and bounds."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl_backend.openai.batch_runner import BatchRunner, Post
+from minisgl_backend.openai.batches import ENDED, Batch, BatchStore
+from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.files import FileStore
+from minisgl_backend.openai.requests.batches import BatchRequest
+from minisgl_backend.request import MAX_PRIORITY
+
+CHAT = "/v1/chat/completions"
+
+
+class Folder:
+    """What a server keeps, and a runner over it."""
+
+    def __init__(self, path: Path, most_bytes: int = 1 << 20) -> None:
+        self.files = FileStore(path / "files", most_bytes)
+        self.batches = BatchStore(path / "batches")
+
+    def add(self, *lines: Any) -> Batch:
+        data = b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+        file = self.files.add(io.BytesIO(data), len(data), "x.jsonl", "batch")
+        return self.batches.add(
+            BatchRequest(input_file_id=file["id"], endpoint="/v1/chat/completions", completion_window="24h")
+        )
+
+    async def run(self, batch: Batch, post: Post, most_at_once: int = 2) -> Batch:
+        """Until the batch has ended."""
+        task = asyncio.get_running_loop().create_task(BatchRunner(self.batches, self.files, post, most_at_once).run())
+        try:
+            while (found := self.batches.get(batch["id"]))["status"] not in ENDED and not task.done():
+                await asyncio.sleep(0.005)
+            return found
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    def records(self, file_id: str | None) -> dict[str, Any]:
+        if file_id is None:
+            return {}
+        lines = [json.loads(line) for line in self.files.data(file_id).read_bytes().splitlines()]
+        assert len({line["custom_id"] for line in lines}) == len(lines)
+        return {line["custom_id"]: line for line in lines}
+
+
+def line(custom_id: str, **body: Any) -> dict[str, Any]:
+    return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": {"messages": [], **body}}
+
+
+async def echo(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+    given = json.loads(body)
+    return given.get("seed", 200), json.dumps({"path": path, "priority": given["priority"]}).encode()
+
+
+def test_results_and_errors_stand_in_files_of_their_own(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    batch = folder.add(line("a"), line("b", seed=400), b"\n", line("c"))
+    found = asyncio.run(folder.run(batch, echo))
+    assert (found["status"], found["request_counts"]) == ("completed", {"total": 3, "completed": 2, "failed": 1})
+    results, errors = folder.records(found["output_file_id"]), folder.records(found["error_file_id"])
+    assert (set(results), set(errors)) == ({"a", "c"}, {"b"})
+    assert results["a"]["response"]["body"] == {"path": CHAT, "priority": MAX_PRIORITY}
+    assert errors["b"]["response"]["status_code"] == 400
+    assert {file["purpose"] for file in folder.files.all()} == {"batch", "batch_output"}
+    assert not any(key.startswith("_") for key in folder.batches.shown(found))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (b"{\n", "line 2: "),
+        (line("a"), "line 2: custom_id is 'a', as that of another line"),
+        ({**line("b"), "url": "/v1/completions"}, "line 2: url is '/v1/completions'; allowed: /v1/chat/completions"),
+        ({**line("b"), "method": "GET"}, "line 2: method is 'GET'; allowed: POST"),
+        (line("b", stream=True), "line 2: body.stream is given"),
+        (line("b", priority=1), "line 2: body.priority is given"),
+        ({"custom_id": "b"}, "line 2: "),
+        (b"\xff\n", "line 2: "),
+    ],
+)
+def test_a_wrong_line_fails_the_batch_before_it_begins(tmp_path: Path, wrong: Any, message: str) -> None:
+    folder = Folder(tmp_path)
+    found = asyncio.run(folder.run(folder.add(line("a"), wrong), echo))
+    assert (found["status"], found["output_file_id"]) == ("failed", None)
+    assert found["errors"]["data"][0]["message"].startswith(message)
+
+
+def test_after_a_crash_each_line_stands_once(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    batch = folder.add(*(line(str(number)) for number in range(6)))
+    asked: list[str] = []
+
+    async def dies_at_the_third(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        asked.append(request_id)
+        if len(asked) > 3:
+            await asyncio.sleep(60)
+        return 200, b"{}"
+
+    async def crash() -> None:
+        task = asyncio.get_running_loop().create_task(
+            BatchRunner(folder.batches, folder.files, dies_at_the_third, 2).run()
+        )
+        while len(asked) < 5:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(crash())
+    output = folder.files.data(batch["_output"])
+    with output.open("ab") as file:
+        file.write(b'{"custom_id": "5", "resp')  # as a process that is killed leaves it
+    assert folder.files.find(batch["_output"]) is None
+    found = asyncio.run(folder.run(batch, echo))
+    assert (found["status"], found["request_counts"]["completed"]) == ("completed", 6)
+    assert set(folder.records(found["output_file_id"])) == set("012345")
+
+
+def test_a_full_server_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl_backend.openai.batch_runner._AGAIN_SECONDS", (0.0,))
+    answers = iter([429, 503, 200])
+
+    async def full_at_first(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        return next(answers), b"{}"
+
+    folder = Folder(tmp_path)
+    found = asyncio.run(folder.run(folder.add(line("a")), full_at_first))
+    assert found["request_counts"] == {"total": 1, "completed": 1, "failed": 0}
+
+
+def test_a_batch_that_is_cancelled_keeps_what_it_has(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    batch = folder.add(*(line(str(number)) for number in range(20)))
+
+    async def cancels(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        folder.batches.cancel(batch)
+        return 200, b"{}"
+
+    found = asyncio.run(folder.run(batch, cancels))
+    assert found["status"] == "cancelled"
+    assert 1 <= len(folder.records(found["output_file_id"])) <= 2
+    with pytest.raises(ApiError, match="a batch that is cancelled"):
+        folder.batches.cancel(found)
+
+
+def test_lines_behind_the_window_have_expired(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    batch = folder.add(line("a"), line("b"))
+    folder.batches.write({**batch, "expires_at": 0})
+    found = asyncio.run(folder.run(batch, echo))
+    assert found["status"] == "expired"
+    assert {one["error"]["code"] for one in folder.records(found["error_file_id"]).values()} == {"batch_expired"}
+
+
+def test_never_more_than_so_many_at_once(tmp_path: Path) -> None:
+    now, most = 0, 0
+
+    async def counted(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        nonlocal now, most
+        now += 1
+        most = max(most, now)
+        await asyncio.sleep(0.001)
+        now -= 1
+        return 200, b"{}"
+
+    folder = Folder(tmp_path)
+    asyncio.run(folder.run(folder.add(*(line(str(number)) for number in range(30))), counted, 3))
+    assert most == 3
+
+
+def test_files_have_a_bound(tmp_path: Path) -> None:
+    folder = Folder(tmp_path, most_bytes=1000)
+    file = folder.files.add(io.BytesIO(b"x" * 500), 500, "x", "batch")
+    with pytest.raises(ApiError) as full:
+        folder.files.add(io.BytesIO(b"x" * 500), 500, "x", "batch")
+    assert (full.value.status, full.value.code) == (413, "storage_full")
+    folder.files.delete(file["id"])
+    assert folder.files.all() == []
+    assert os.listdir(tmp_path / "files") == []
