@@ -219,10 +219,19 @@ def openai(
     ssl_keyfile: Annotated[str, typer.Option(help="And its key.")] = "",
     allowed_origins: Annotated[list[str] | None, typer.Option(help="Whose pages browsers let in (CORS).")] = None,
     ignore_unknown_fields: Annotated[bool, typer.Option(help="Of requests, instead of refusing them by name.")] = False,
+    files_dir: Annotated[str | None, typer.Option(help="Where files and batches are kept.")] = None,
+    max_files_bytes: Annotated[int, typer.Option(min=0, help="Of all of them; 0: no files, no batches.")] = 4 << 30,
+    max_batch_requests: Annotated[int, typer.Option(min=1, help="Requests of batches at a time.")] = 16,
+    response_store_bytes: Annotated[int, typer.Option(min=0, help="Of responses that are kept; 0: none.")] = 256 << 20,
 ) -> None:
     """Serve OpenAI's API before a server that runs elsewhere; scripts/serve.sh has it built in."""
     from minisgl_backend.errors import ConfigError
-    from minisgl_backend.host.openai_endpoint import EndpointSettings, api_keys_of, serve_until_signal
+    from minisgl_backend.host.openai_endpoint import (
+        EndpointSettings,
+        api_keys_of,
+        default_files_folder,
+        serve_until_signal,
+    )
 
     with errors_in_one_line():
         server = parse_url(url, "grpc")
@@ -241,6 +250,10 @@ def openai(
             ssl_keyfile=ssl_keyfile,
             allowed_origins=tuple(allowed_origins or ()),
             ignore_unknown_fields=ignore_unknown_fields,
+            response_store_bytes=response_store_bytes,
+            files_folder=files_dir or default_files_folder(port),
+            max_files_bytes=max_files_bytes,
+            max_batch_requests=max_batch_requests,
         )
         try:
             serve_until_signal(settings, lambda text: typer.echo(text, err=True))

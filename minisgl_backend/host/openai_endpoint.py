@@ -13,10 +13,11 @@ import os
 import signal
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,11 @@ class EndpointSettings:
     ssl_keyfile: str = ""
     max_body_bytes: int = 16 << 20
     ignore_unknown_fields: bool = False  # of requests, instead of refusing them by name
+    response_store_bytes: int = 256 << 20  # of responses that are kept; 0: none are
+    files_folder: str = ""  # of uploads and batches; "": there are none
+    max_files_bytes: int = 4 << 30  # of all of them together; 0: there are none
+    max_batch_requests: int = 16  # of batches, that are on their way at a time
+    state_folder: str = ""  # what workers share; "": one that ends with the endpoint
     max_requests: int = 8192  # of one worker at a time; one more is answered 429
 
     def check_packages(self) -> None:
@@ -85,6 +91,13 @@ class EndpointSettings:
                 raise ConfigError(f"{option} is {value!r}, which is no file")
         if self.max_body_bytes < 1:
             raise ConfigError(f"--max-body-bytes is {self.max_body_bytes}; allowed: 1 or more")
+        for option, number, least in (
+            ("--response-store-bytes", self.response_store_bytes, 0),
+            ("--max-files-bytes", self.max_files_bytes, 0),
+            ("--max-batch-requests", self.max_batch_requests, 1),
+        ):
+            if number < least:
+                raise ConfigError(f"{option} is {number}; allowed: {least} or more")
         for name in self.served_model_names:
             if not name or _is_no_unicode(name):
                 raise ConfigError(f"--served-model-name is {name!r}; allowed: Unicode text of at least one character")
@@ -116,6 +129,12 @@ def api_keys_of(given: Sequence[str] | None, environment: Mapping[str, str] = os
     return tuple(key.strip() for key in environment.get("MINISGL_API_KEY", "").split(",") if key.strip())
 
 
+def default_files_folder(port: int, environment: Mapping[str, str] = os.environ) -> str:
+    """Of a server's own: each port may serve another model."""
+    state = environment.get("XDG_STATE_HOME") or "~/.local/state"
+    return str(Path(state, "minisgl", f"files-{port}").expanduser())
+
+
 class OpenAIEndpoint:
     """The endpoint from construction until `stop`. Raises ConfigError where it cannot be served."""
 
@@ -123,9 +142,12 @@ class OpenAIEndpoint:
         """`say` gets what a person should know: deaths and restarts."""
         settings.check()
         settings.check_packages()
-        self._settings = settings
         self._say = say
+        if settings.files_folder and settings.max_files_bytes:
+            settings = _with_files(settings, say)
         self._socket = _listen(settings.host, settings.port)
+        self._folder = _new_folder()
+        self._settings = replace(settings, state_folder=settings.state_folder or self._folder.name)
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._workers: list[subprocess.Popen[bytes] | None] = [None] * settings.workers
@@ -138,6 +160,7 @@ class OpenAIEndpoint:
             self._thread.start()
         except RuntimeError as error:  # the machine has none left
             self._socket.close()
+            self._folder.cleanup()
             raise ConfigError(f"the OpenAI endpoint cannot be served: {error}") from None
 
     @property
@@ -171,6 +194,7 @@ class OpenAIEndpoint:
                 if worker is not None:
                     worker.wait()
         self._thread.join()
+        self._folder.cleanup()
 
     def _signal(self, number: int) -> None:
         for worker in self._workers:
@@ -252,6 +276,32 @@ def add_serving_options(group: Any) -> None:
         "--max-body-bytes", type=int, default=EndpointSettings().max_body_bytes, metavar="N", help="[%(default)s]"
     )
     group.add_argument(
+        "--response-store-bytes",
+        type=int,
+        default=EndpointSettings().response_store_bytes,
+        metavar="N",
+        help="of responses that are kept for previous_response_id; 0: none are [%(default)s]",
+    )
+    group.add_argument(
+        "--files-dir",
+        metavar="DIR",
+        help="where files and batches are kept [minisgl/files-PORT in XDG_STATE_HOME or ~/.local/state]",
+    )
+    group.add_argument(
+        "--max-files-bytes",
+        type=int,
+        default=EndpointSettings().max_files_bytes,
+        metavar="N",
+        help="of all of them; 0: no files and no batches [%(default)s]",
+    )
+    group.add_argument(
+        "--max-batch-requests",
+        type=int,
+        default=EndpointSettings().max_batch_requests,
+        metavar="N",
+        help="requests of batches at a time, below all others by priority [%(default)s]",
+    )
+    group.add_argument(
         "--ignore-unknown-fields",
         action="store_true",
         help="requests may have fields that this server does not know; the log names each once [refused by name]",
@@ -279,6 +329,10 @@ def endpoint_of(
         ssl_keyfile=values["ssl_keyfile"],
         max_body_bytes=values["max_body_bytes"],
         ignore_unknown_fields=values["ignore_unknown_fields"],
+        response_store_bytes=values["response_store_bytes"],
+        files_folder=values["files_dir"] or default_files_folder(values["openai_port"]),
+        max_files_bytes=values["max_files_bytes"],
+        max_batch_requests=values["max_batch_requests"],
     )
     settings.check()
     return settings
@@ -293,6 +347,26 @@ def serve_until_signal(settings: EndpointSettings, say: Callable[[str], None]) -
     stop.wait()
     say("stopping: requests in flight are finished first")
     endpoint.stop(_DRAIN_SECONDS)
+
+
+def _with_files(settings: EndpointSettings, say: Callable[[str], None]) -> EndpointSettings:
+    """The settings without files where their folder cannot be used, and a word about it."""
+    try:
+        Path(settings.files_folder).mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(settings.files_folder, os.W_OK | os.X_OK):
+            return settings
+        reason = "it cannot be written"
+    except OSError as error:
+        reason = (error.strerror or str(error)).lower()
+    say(f"no files and no batches: {settings.files_folder} ({reason}); --files-dir names another folder")
+    return replace(settings, files_folder="")
+
+
+def _new_folder() -> tempfile.TemporaryDirectory[str]:
+    try:
+        return tempfile.TemporaryDirectory(prefix="minisgl-openai-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise ConfigError(f"the OpenAI endpoint has no folder for what its processes share: {error}") from None
 
 
 def _is_no_unicode(text: str) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -15,13 +18,15 @@ from starlette.responses import Response
 
 import minisgl_backend
 from minisgl_backend.host.openai_endpoint import EndpointSettings
-from minisgl_backend.openai import anthropic
+from minisgl_backend.openai import anthropic, batches, files, response_routes
 from minisgl_backend.openai.answers import Answer, Header
+from minisgl_backend.openai.batch_runner import BatchRunner
 from minisgl_backend.openai.chat import ChatAnswer
 from minisgl_backend.openai.completions import CompletionAnswer, Echo
 from minisgl_backend.openai.context import context_of
 from minisgl_backend.openai.error_answers import add_error_answers
 from minisgl_backend.openai.errors import ApiError, ClientLeft
+from minisgl_backend.openai.in_process import post
 from minisgl_backend.openai.leaving import ClientWatch
 from minisgl_backend.openai.limits import ApiKeys, BodyLimit
 from minisgl_backend.openai.message import MessageParser, message_parsers
@@ -31,9 +36,7 @@ from minisgl_backend.openai.page import add_page
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.messages import Message
-from minisgl_backend.openai.requests.responses import WORDS, ResponsesRequest
 from minisgl_backend.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
-from minisgl_backend.openai.responses import ResponseAnswer
 from minisgl_backend.openai.sse import EventStream, encode
 from minisgl_backend.openai.triton import Generation, Prompt, RequestContext, TritonServer
 from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
@@ -49,6 +52,7 @@ class Endpoint:
     def __init__(self, settings: EndpointSettings) -> None:
         self._settings = settings
         self._num_requests = 0
+        self._tasks: set[asyncio.Task[None]] = set()
         self._left_out: set[str] = set()  # types of tools that the log has named
 
     async def open(self) -> None:
@@ -58,7 +62,22 @@ class Endpoint:
         self.metrics = ServerMetrics(self._settings.metrics_address)
 
     async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.triton.close()
+
+    def start_task(self, work: Coroutine[Any, Any, None], *, is_request: bool = True) -> None:
+        """Runs until the endpoint is closed. `is_request`: it counts as one of those that are in flight."""
+        self._num_requests += is_request
+
+        def ended(task: asyncio.Task[None]) -> None:
+            self._num_requests -= is_request
+            self._tasks.discard(task)
+
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(ended)
 
     async def chat(self, request: Request, body: ChatRequest) -> Response:
         body.check()
@@ -67,23 +86,6 @@ class Endpoint:
         generation, parsers = await self.start_chat(body, context, body.names(), figures=body.wants_figures)
         header = Header(f"chatcmpl-{context.request_id}", int(time.time()), name)
         answer = ChatAnswer(body, generation, header, parsers)
-        return await self.respond(request, answer, [generation], stream=bool(body.stream), context=context)
-
-    async def create_response(self, request: Request, body: ResponsesRequest) -> Response:
-        """A chat in other words, which errors are told in."""
-        body.check()
-        context = context_of(request, body)
-        name = await self.admit(body.model)
-        try:
-            chat = body.as_chat()
-            chat.check()
-            self.note_left_out(body.callable_tools.left_out)
-            names = {**WORDS, **{ours: WORDS.get(theirs, theirs) for ours, theirs in chat.names().items()}}
-            generation, parsers = await self.start_chat(chat, context, names, figures=True)
-        except ApiError as error:
-            raise error.renamed(WORDS) from None
-        header = Header(f"resp_{context.request_id}", int(time.time()), name)
-        answer = ResponseAnswer(body, generation, header, parsers[0] if parsers else None)
         return await self.respond(request, answer, [generation], stream=bool(body.stream), context=context)
 
     async def count_prompt_tokens(self, chat: ChatRequest, names: Mapping[str, str]) -> int:
@@ -224,6 +226,8 @@ def create_app(settings: EndpointSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         await endpoint.open()
+        if runner is not None:
+            endpoint.start_task(runner.run(), is_request=False)
         yield
         await endpoint.close()
 
@@ -240,20 +244,34 @@ def create_app(settings: EndpointSettings) -> FastAPI:
     # The last one added is the first one asked.
     if settings.ignore_unknown_fields:
         app.add_middleware(IgnoreUnknownFields)
-    app.add_middleware(BodyLimit, most_bytes=settings.max_body_bytes)
+    app.add_middleware(BodyLimit, most_bytes=settings.max_body_bytes, by_path={files.PATH: files.MAX_FILE_BYTES})
     if settings.api_keys:
         app.add_middleware(ApiKeys, keys=settings.api_keys)
     if settings.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(settings.allowed_origins),
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "POST", "DELETE"],
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
     _add_routes(app, endpoint)
     anthropic.add_routes(app, endpoint)
+    response_routes.add_routes(app, endpoint, settings)
+    runner = _add_batches(app, settings)
     return app
+
+
+def _add_batches(app: FastAPI, settings: EndpointSettings) -> BatchRunner | None:
+    """Routes of files and batches, and who computes these; None where no file is kept."""
+    if not settings.max_files_bytes or not settings.files_folder:
+        return None
+    folder = Path(settings.files_folder)
+    store = files.FileStore(folder / "files", settings.max_files_bytes)
+    kept = batches.BatchStore(folder / "batches")
+    files.add_routes(app, store)
+    batches.add_routes(app, kept, store)
+    return BatchRunner(kept, store, partial(post, app), settings.max_batch_requests)
 
 
 def _add_routes(app: FastAPI, endpoint: Endpoint) -> None:
@@ -264,10 +282,6 @@ def _add_routes(app: FastAPI, endpoint: Endpoint) -> None:
     @app.post("/v1/completions")
     async def completions(request: Request, body: CompletionRequest) -> Response:
         return await endpoint.complete(request, body)
-
-    @app.post("/v1/responses")
-    async def responses(request: Request, body: ResponsesRequest) -> Response:
-        return await endpoint.create_response(request, body)
 
     @app.get("/v1/models")
     async def models() -> Response:

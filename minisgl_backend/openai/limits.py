@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
@@ -12,6 +12,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from minisgl_backend.openai.error_shapes import shaped
 from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.in_process import INSIDE
 from minisgl_backend.openai.page import PAGE_FILES
 from minisgl_backend.openai.sse import encode
 
@@ -35,17 +36,20 @@ async def refuse(error: ApiError, scope: Scope, receive: Receive, send: Send, *,
 class BodyLimit:
     """Answers 413 to a body that says it is too long before it is read, and to any other once it is."""
 
-    def __init__(self, app: ASGIApp, most_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, most_bytes: int, by_path: Mapping[str, int]) -> None:
+        """`by_path`: other limits than `most_bytes`."""
         self._app = app
         self._most_bytes = most_bytes
+        self._by_path = by_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["method"] not in ("POST", "PUT", "PATCH"):
             await self._app(scope, receive, send)
             return
+        most = self._by_path.get(scope["path"], self._most_bytes)
         length = Headers(scope=scope).get("content-length", "")
-        if length.isdecimal() and int(length) > self._most_bytes:
-            await refuse(self._error(), scope, receive, send, close=True)
+        if length.isdecimal() and int(length) > most:
+            await refuse(self._error(most), scope, receive, send, close=True)
             return
         read = 0
 
@@ -54,15 +58,16 @@ class BodyLimit:
             message = await receive()
             if message["type"] == "http.request":
                 read += len(message.get("body", b""))
-                if read > self._most_bytes:
+                if read > most:
                     # FastAPI lets no other error through while it reads a body.
-                    raise HTTPException(413, self._error().message, {"connection": "close"})
+                    raise HTTPException(413, self._error(most).message, {"connection": "close"})
             return message
 
         await self._app(scope, counted, send)
 
-    def _error(self) -> ApiError:
-        message = f"the body is longer than {self._most_bytes} bytes, all that this server reads"
+    @staticmethod
+    def _error(most: int) -> ApiError:
+        message = f"the body is longer than {most} bytes, all that this server reads"
         return ApiError(413, message, code=TOO_LARGE)
 
 
@@ -75,6 +80,7 @@ class ApiKeys:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_open = scope["type"] != "http" or _is_open(scope["path"]) or scope["method"] == "OPTIONS"
+        is_open = is_open or INSIDE in scope
         given = "" if is_open else _given_key(Headers(scope=scope))
         if is_open or self._is_known(given):
             await self._app(scope, receive, send)
@@ -88,3 +94,9 @@ class ApiKeys:
         given = key.strip().encode()
         found = [secrets.compare_digest(given, known) for known in self._keys]  # all of them: time tells nothing
         return scheme.lower() == "bearer" and any(found)
+
+
+def _given_key(headers: Headers) -> str:
+    """As OpenAI's clients send it, or Anthropic's."""
+    key = headers.get("x-api-key")
+    return headers.get("authorization") or ("" if key is None else f"Bearer {key}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from minisgl_backend.openai.answers import Header, usage
@@ -16,6 +16,7 @@ from minisgl_backend.openai.triton import Delta, Generation
 from minisgl_backend.parsers.parts import Part
 from minisgl_backend.parsers.reasoning import CLOSE
 
+Keep = Callable[[dict[str, Any]], Awaitable[object]]
 Event = dict[str, Any]  # without its number, which it gets when it is sent
 
 
@@ -104,8 +105,11 @@ class ResponseAnswer:
         generation: Generation,
         header: Header,
         parser: MessageParser | None,
+        keep: Keep | None = None,
     ) -> None:
-        """`parser`: None where the text is the content as it is."""
+        """`parser`: None where the text is the content as it is. `keep` gets the response when it has ended, before
+        anybody is told; None where it is not kept."""
+        self._keep = keep
         self._request = request
         self._generation = generation
         self._header = header
@@ -120,11 +124,12 @@ class ResponseAnswer:
         begun = False
         async for events, status in self._progress():
             if not begun:
-                created = {"response": self._response("in_progress")}
+                created = {"response": self.response("in_progress")}
                 events = [{"type": f"response.{kind}", **created} for kind in ("created", "in_progress")] + events
                 begun = True
             if status is not None:
-                events.append({"type": f"response.{status}", "response": self._response(status)})
+                response = await self._kept(status)
+                events.append({"type": f"response.{status}", "response": response})
             if events:
                 yield b"".join(map(self._line, events))
 
@@ -133,11 +138,17 @@ class ResponseAnswer:
         last = "completed"
         async for _, status in self._progress():
             last = status or last
-        return encode(self._response(last))
+        return encode(await self._kept(last))
+
+    async def _kept(self, status: str) -> dict[str, Any]:
+        response = self.response(status)
+        if self._keep is not None:
+            await self._keep(response)
+        return response
 
     def error_line(self, error: ApiError) -> bytes:
         self._output.close("incomplete")
-        return self._line({"type": "response.failed", "response": self._response("failed", error)})
+        return self._line({"type": "response.failed", "response": self.response("failed", error)})
 
     async def _progress(self) -> AsyncIterator[tuple[list[Event], str | None]]:
         """(what has happened, how the response ended: None while it goes on)."""
@@ -181,7 +192,8 @@ class ResponseAnswer:
             positions += self._held.take_all()
         return chat_logprobs(positions, self._request.top_logprobs or 0)["content"]
 
-    def _response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
+    def response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
+        """What is known by now, as the object that clients get."""
         request = self._request
         ended = status != "in_progress"
         return {
@@ -189,7 +201,7 @@ class ResponseAnswer:
             "object": "response",
             "created_at": self._header.created,
             "status": status,
-            "background": False,
+            "background": bool(request.background),
             "error": None if error is None else {"code": "server_error", "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": request.instructions,
@@ -198,10 +210,10 @@ class ResponseAnswer:
             "model": self._header.model,
             "output": self._output.items if ended else [],
             "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": None,
+            "previous_response_id": request.previous_response_id,
             "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
             "service_tier": "default",
-            "store": False,
+            "store": self._keep is not None,
             "temperature": request.temperature,
             "text": self._text(),
             "tool_choice": _plain(request.tool_choice) if request.tool_choice else "auto",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from typing import Any, Literal
 
 import openai
@@ -11,7 +12,8 @@ import pytest
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from tests.e2e.openai_stack import Endpoint
+from tests.e2e.openai_stack import Endpoint, running_endpoint
+from tests.e2e.wire import PATIENCE_SECONDS, Server
 
 pytestmark = pytest.mark.e2e
 
@@ -43,7 +45,7 @@ def client(endpoint: Endpoint) -> openai.OpenAI:
 def test_a_text(client: openai.OpenAI) -> None:
     answer = client.responses.create(model="demo", input=COUNT, temperature=0, metadata={"a": "b"})
     assert answer.output_text == COUNTED
-    assert (answer.object, answer.status, answer.model, answer.store) == ("response", "completed", "demo", False)
+    assert (answer.object, answer.status, answer.model, answer.store) == ("response", "completed", "demo", True)
     assert (answer.id[:5], answer.metadata, answer.error) == ("resp_", {"a": "b"}, None)
     (item,) = answer.output
     assert (item.type, item.role, item.status) == ("message", "assistant", "completed")
@@ -180,11 +182,12 @@ def test_asyncio(endpoint: Endpoint) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"conversation": "conv_1"}, "conversation"),
-        ({"background": True}, "background"),
+        ({"background": True, "store": False}, "background"),
         ({"prompt": {"id": "x"}}, "prompt"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]}, "tools[0].type"),
+        ({"truncation": "other"}, "truncation"),
+        ({"tools": [{"type": "web_search"}]}, "tools"),
+        ({"tools": [{"type": "code_interpreter", "container": {"type": "auto"}}]}, "tools"),
+        ({"tools": [{"type": "odd"}]}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"include": ["file_search_call.results"]}, "include"),
@@ -209,3 +212,67 @@ def test_what_is_not_served_is_refused_by_name(endpoint: Endpoint, values: dict[
         assert (status, answer["error"]["param"]) == (404 if param == "model" else 400, param), answer
         assert param in answer["error"]["message"]
     assert endpoint.get("/v1/responses/resp_1")[0] == 404
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_response_is_continued_by_its_id(endpoint: Endpoint, stream: bool) -> None:
+    client = endpoint.client()
+    first = client.responses.create(model="demo", input="What is 17 + 25?", temperature=0)
+    asked: Any = {"model": "demo", "input": "And 2 + 3?", "temperature": 0, "previous_response_id": first.id}
+    if stream:
+        second = list(client.responses.create(**asked, stream=True))[-1].response
+    else:
+        second = client.responses.create(**asked)
+    whole: Any = [
+        {"role": "user", "content": "What is 17 + 25?"},
+        {"role": "assistant", "content": first.output_text},
+        {"role": "user", "content": "And 2 + 3?"},
+    ]
+    expected = client.responses.create(model="demo", input=whole, temperature=0, store=False)
+    assert second.output_text == expected.output_text
+    assert second.usage.input_tokens == expected.usage.input_tokens
+    assert (second.previous_response_id, second.store, expected.store) == (first.id, True, False)
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    listed = client.responses.input_items.list(second.id, order="asc").data
+    assert [item.type for item in listed] == ["message", "message", "message"]
+    client.responses.delete(first.id)
+    assert client.responses.create(**{**asked, "previous_response_id": second.id}).output_text
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(first.id)
+    with pytest.raises(openai.BadRequestError) as missing:
+        client.responses.create(**asked)
+    assert missing.value.code == "previous_response_not_found"
+    with pytest.raises(openai.NotFoundError):
+        client.responses.retrieve(expected.id)
+
+
+def test_responses_in_the_background(endpoint: Endpoint) -> None:
+    client = endpoint.client()
+
+    def ended(response: Any) -> Any:
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while response.status == "in_progress" and time.monotonic() < deadline:
+            time.sleep(0.05)
+            response = client.responses.retrieve(response.id)
+        return response
+
+    begun = client.responses.create(model="demo", input=COUNT, temperature=0, background=True)
+    assert begun.status in ("in_progress", "completed")
+    found = ended(begun)
+    assert (found.status, found.output_text) == ("completed", COUNTED)
+    endless = client.responses.create(model="demo", input=COUNT, background=True, extra_body={"ignore_eos": True})
+    assert client.responses.cancel(endless.id).status == "cancelled"
+    assert ended(endless).status == "cancelled"
+    with pytest.raises(openai.BadRequestError, match="background=true"):
+        client.responses.cancel(client.responses.create(model="demo", input=COUNT, max_output_tokens=16).id)
+
+
+def test_a_server_that_keeps_nothing(server: Server) -> None:
+    with running_endpoint(server, response_store_bytes=0) as other:
+        client = other.client()
+        answer = client.responses.create(model="demo", input=COUNT, max_output_tokens=16)
+        assert answer.store is False
+        with pytest.raises(openai.NotFoundError, match="--response-store-bytes 0"):
+            client.responses.retrieve(answer.id)
+        with pytest.raises(openai.BadRequestError, match="previous_response_id is given"):
+            client.responses.create(model="demo", input=COUNT, previous_response_id=answer.id)

@@ -1,8 +1,8 @@
-"""POST /v1/responses: what of it can be served without keeping anything, as a chat."""
+"""POST /v1/responses: a conversation as items, as the chat that it amounts to."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -21,11 +21,8 @@ from minisgl_backend.openai.requests.response_tools import (
 )
 from minisgl_backend.openai.requests.tools import FunctionName, NamedTool
 
-_KEEPS_NOTHING = "this server keeps no responses: send the whole conversation as input"
 _NOT_SERVED = {
-    "previous_response_id": _KEEPS_NOTHING,
-    "conversation": _KEEPS_NOTHING,
-    "background": "this server keeps no responses; allowed: false",
+    "conversation": "this server keeps no conversations: send previous_response_id, or all of it as input",
     "prompt": "this server has no prompt templates: send instructions and input",
     "context_management": "this server does not shorten conversations",
 }
@@ -84,10 +81,10 @@ class ResponsesRequest(Sampling):
     client_metadata: dict[str, Any] | None = None  # Codex's, without a meaning here
     max_tool_calls: int | None = None  # of built-in tools, which there are none of
     chat_template_kwargs: dict[str, Any] | None = None
-    # Refused by name where they ask for something.
     previous_response_id: str | None = None
-    conversation: Any = None
     background: bool | None = None
+    # Refused by name where they ask for something.
+    conversation: Any = None
     prompt: Any = None
     context_management: Any = None
 
@@ -105,6 +102,10 @@ class ResponsesRequest(Sampling):
         for name, reason in _NOT_SERVED.items():
             if getattr(self, name):
                 raise invalid(name, f"{name} is given; {reason}")
+        if not is_unicode(self.input):
+            raise invalid("input", "input holds a lone surrogate; allowed: Unicode")
+        if self.background and self.stream:
+            raise invalid("background", "background is true beside stream; allowed: one of them")
         for name, value in self.model_dump(include=_REPEATED).items():
             if not is_unicode(value):
                 raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
@@ -119,11 +120,19 @@ class ResponsesRequest(Sampling):
             needed = "message.output_text.logprobs in include"
             raise invalid("top_logprobs", f"top_logprobs is {self.top_logprobs}; allowed: only with {needed}")
 
-    def as_chat(self) -> ChatRequest:
-        """The same as a chat. Raises ApiError for items that have no place in one."""
+    @property
+    def items(self) -> list[dict[str, Any]]:
+        """The input."""
+        if not isinstance(self.input, str):
+            return self.input
+        return [{"type": "message", "role": "user", "content": [{"type": "input_text", "text": self.input}]}]
+
+    def as_chat(self, earlier: Sequence[dict[str, Any]] = ()) -> ChatRequest:
+        """The same as a chat. `earlier`: the items before the input. Raises ApiError for items that have no place in
+        one."""
         values = {name: getattr(self, name) for name in Sampling.model_fields}
         values |= {
-            "messages": [Message.model_validate(message) for message in self._messages()],
+            "messages": [Message.model_validate(message) for message in self._messages(earlier)],
             "max_completion_tokens": self.max_output_tokens,
             "logprobs": self.wants_logprobs or None,
             "top_logprobs": self.top_logprobs if self.wants_logprobs else None,
@@ -151,8 +160,10 @@ class ResponsesRequest(Sampling):
             return AllowedToolsChoice(type="allowed_tools", allowed_tools=allowed)
         return self.tool_choice
 
-    def _messages(self) -> list[dict[str, Any]]:
+    def _messages(self, earlier: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         messages = [] if self.instructions is None else [{"role": "system", "content": self.instructions}]
+        for item in earlier:
+            _add(item, "previous_response_id", messages)
         if isinstance(self.input, str):
             return [*messages, {"role": "user", "content": self.input}]
         for number, item in enumerate(self.input):

@@ -1,0 +1,188 @@
+"""/v1/responses: made, kept, found again, continued, cancelled and deleted."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import uuid
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request, Response
+
+from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.openai.answers import Header
+from minisgl_backend.openai.context import context_of
+from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
+from minisgl_backend.openai.requests.responses import WORDS, ResponsesRequest
+from minisgl_backend.openai.response_store import ResponseStore, StoredResponse
+from minisgl_backend.openai.responses import ResponseAnswer
+from minisgl_backend.openai.sse import encode
+from minisgl_backend.openai.triton import Generation
+
+if TYPE_CHECKING:
+    from minisgl_backend.openai.app import Endpoint
+
+log = logging.getLogger(__name__)
+
+_LOOK_SECONDS = 0.25  # how often who computes a response in the background looks whether it is still wanted
+_OFF = "this server keeps no responses (--response-store-bytes 0)"
+_MOST_LISTED = 100
+
+
+class Responses:
+    """The requests of one worker."""
+
+    def __init__(self, endpoint: Endpoint, store: ResponseStore | None) -> None:
+        """`store`: None where no response is kept."""
+        self._endpoint = endpoint
+        self._store = store
+
+    async def create(self, request: Request, body: ResponsesRequest) -> Response:
+        body.check()
+        context = context_of(request, body)
+        name = await self._endpoint.admit(body.model)
+        earlier = await self._earlier(body)
+        items = [*earlier, *body.items]
+        try:
+            chat = body.as_chat(earlier)
+            chat.check()
+            self._endpoint.note_left_out(body.callable_tools.left_out)
+            names = {**WORDS, **{ours: WORDS.get(theirs, theirs) for ours, theirs in chat.names().items()}}
+            generation, parsers = await self._endpoint.start_chat(chat, context, names, figures=True)
+        except ApiError as error:
+            raise error.renamed(WORDS) from None
+        # Not the id of the request, which a client may have chosen: it would find, or lose, what another one keeps.
+        header = Header(f"resp_{uuid.uuid4().hex}", int(time.time()), name)
+        store = self._store if body.store is not False else None
+        keep = None if store is None else lambda response: store.keep(response, items)
+        answer = ResponseAnswer(body, generation, header, parsers[0] if parsers else None, keep)
+        if not body.background:
+            return await self._endpoint.respond(
+                request, answer, [generation], stream=bool(body.stream), context=context
+            )
+        if store is None:
+            raise invalid("background", f"background is true; {_OFF if self._store is None else 'allowed: with store'}")
+        begun = answer.response("in_progress")
+        await store.keep(begun, items, running=True)
+        self._endpoint.start_task(self._compute(store, answer, generation, header.id, items))
+        return _json(begun)
+
+    async def find(self, response_id: str) -> StoredResponse:
+        """Raises ApiError where it is not kept."""
+        found = None if self._store is None else await self._store.find(response_id)
+        if found is None:
+            reason = f"; {_OFF}" if self._store is None else ""
+            message = f"there is no response with the id {response_id[:100]!r} here{reason}"
+            raise ApiError(404, message, param="response_id")
+        return found
+
+    async def cancel(self, response_id: str) -> dict[str, Any]:
+        found = await self.find(response_id)
+        if not found.response["background"]:
+            raise invalid("response_id", f"response_id is {response_id!r}; allowed: a response with background=true")
+        assert self._store is not None
+        if found.response["status"] != "in_progress":
+            return found.response
+        await self._store.cancel(response_id)
+        return {**found.response, "status": "cancelled"}
+
+    async def delete(self, response_id: str) -> dict[str, Any]:
+        await self.find(response_id)
+        assert self._store is not None
+        await self._store.delete(response_id)
+        return {"id": response_id, "object": "response", "deleted": True}
+
+    async def _earlier(self, body: ResponsesRequest) -> list[dict[str, Any]]:
+        """The items of the conversation that is continued."""
+        name, previous = "previous_response_id", body.previous_response_id
+        if not previous:
+            return []
+        if self._store is None:
+            raise invalid(name, f"{name} is given; {_OFF}: send the whole conversation as input")
+        found = await self._store.find(previous)
+        if found is None:
+            message = f"{name} is {previous[:100]!r}, which is not kept here, or not any more"
+            raise invalid(name, message, "previous_response_not_found")
+        if found.response["status"] not in ("completed", "incomplete"):
+            status = found.response["status"]
+            raise invalid(name, f"{name} is {previous!r}, which is {status}; allowed: a response that has ended")
+        return found.conversation
+
+    async def _compute(
+        self,
+        store: ResponseStore,
+        answer: ResponseAnswer,
+        generation: Generation,
+        response_id: str,
+        items: list[dict[str, Any]],
+    ) -> None:
+        """A response in the background, which is kept when it has ended, however it does."""
+        watch = asyncio.get_running_loop().create_task(self._watch(store, generation, response_id))
+        try:
+            await answer.whole()
+        except ClientLeft:
+            if not await self._is_deleted(store, response_id):
+                await store.keep(answer.response("cancelled"), items)
+        except ApiError as error:
+            await store.keep(answer.response("failed", error), items)
+        except Exception as error:
+            log.exception("response %s could not be computed", response_id)
+            failure = ApiError(500, f"the response could not be computed ({type(error).__name__})")
+            await store.keep(answer.response("failed", failure), items)
+        finally:
+            watch.cancel()
+
+    @staticmethod
+    async def _watch(store: ResponseStore, generation: Generation, response_id: str) -> None:
+        while not await store.is_cancelled(response_id):
+            await asyncio.sleep(_LOOK_SECONDS)
+        generation.cancel()
+
+    @staticmethod
+    async def _is_deleted(store: ResponseStore, response_id: str) -> bool:
+        return await store.find(response_id) is None
+
+
+def add_routes(app: FastAPI, endpoint: Endpoint, settings: EndpointSettings) -> None:
+    store = None
+    if settings.response_store_bytes and settings.state_folder:
+        store = ResponseStore(Path(settings.state_folder, "responses.sqlite"), settings.response_store_bytes)
+    responses = Responses(endpoint, store)
+
+    @app.post("/v1/responses")
+    async def create(request: Request, body: ResponsesRequest) -> Response:
+        return await responses.create(request, body)
+
+    @app.get("/v1/responses/{response_id}")
+    async def find(response_id: str, stream: bool = False) -> Response:
+        if stream:
+            raise invalid("stream", "stream is true; allowed: false (a response that is kept comes in one piece)")
+        return _json((await responses.find(response_id)).response)
+
+    @app.get("/v1/responses/{response_id}/input_items")
+    async def input_items(response_id: str, limit: int = 20, order: str = "desc", after: str = "") -> Response:
+        if not 1 <= limit <= _MOST_LISTED:
+            raise invalid("limit", f"limit is {limit}; allowed: 1 to {_MOST_LISTED}")
+        if order not in ("asc", "desc"):
+            raise invalid("order", f"order is {order[:60]!r}; allowed: asc, desc")
+        found = (await responses.find(response_id)).items
+        items = [{**item, "id": item.get("id") or f"item_{number}"} for number, item in enumerate(found)]
+        items = items if order == "asc" else items[::-1]
+        start = next((number + 1 for number, item in enumerate(items) if item["id"] == after), 0)
+        page = items[start : start + limit]
+        ends = {"first_id": page[0]["id"], "last_id": page[-1]["id"]} if page else {"first_id": None, "last_id": None}
+        return _json({"object": "list", "data": page, **ends, "has_more": start + limit < len(items)})
+
+    @app.post("/v1/responses/{response_id}/cancel")
+    async def cancel(response_id: str) -> Response:
+        return _json(await responses.cancel(response_id))
+
+    @app.delete("/v1/responses/{response_id}")
+    async def delete(response_id: str) -> Response:
+        return _json(await responses.delete(response_id))
+
+
+def _json(value: Any) -> Response:
+    return Response(encode(value), media_type="application/json")

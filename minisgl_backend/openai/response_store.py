@@ -1,0 +1,146 @@
+"""Responses that are kept: for `previous_response_id`, and for who asks for one again by its id.
+
+A file of SQLite that all workers of the endpoint share, in a folder that ends with the server. It has a bound: what was
+used longest ago makes room.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+_Result = TypeVar("_Result")
+_WAIT_SECONDS = 10.0  # for another worker's write
+_TABLE = """
+CREATE TABLE IF NOT EXISTS responses (
+    id TEXT PRIMARY KEY, response BLOB, items BLOB, size INTEGER, used REAL, owner INTEGER, cancelled INTEGER DEFAULT 0
+)
+"""
+
+
+@dataclass(frozen=True)
+class StoredResponse:
+    """One response and the conversation up to it."""
+
+    response: dict[str, Any]  # as it was answered
+    items: list[dict[str, Any]]  # of the input, those of earlier responses included; not of the output
+
+    @property
+    def conversation(self) -> list[dict[str, Any]]:
+        return [*self.items, *self.response["output"]]
+
+
+class ResponseStore:
+    """At most `most_bytes` of JSON. Methods are for one event loop; files are read and written on other threads."""
+
+    def __init__(self, path: Path, most_bytes: int) -> None:
+        self._path = path
+        self._most_bytes = most_bytes
+        self._lock = threading.Lock()
+        self._database: sqlite3.Connection | None = None
+
+    async def keep(self, response: dict[str, Any], items: list[dict[str, Any]], *, running: bool = False) -> bool:
+        """False where it is larger than all that may be kept. `running`: this process will keep it once more."""
+        encoded, conversation = msgspec.json.encode(response), msgspec.json.encode(items)
+        size = len(encoded) + len(conversation)
+        if size > self._most_bytes:
+            return False
+        owner = os.getpid() if running else 0
+
+        def write(database: sqlite3.Connection) -> bool:
+            known = database.execute("SELECT cancelled FROM responses WHERE id = ?", (response["id"],)).fetchone()
+            database.execute(
+                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
+                (response["id"], encoded, conversation, size, time.time(), owner, known[0] if known else 0),
+            )
+            self._make_room(database)
+            return True
+
+        return await self._do(write)
+
+    async def find(self, response_id: str) -> StoredResponse | None:
+        """None where it is not kept, or not any more. One whose process has died has failed."""
+
+        def read(database: sqlite3.Connection) -> tuple[bytes, bytes, int] | None:
+            database.execute("UPDATE responses SET used = ? WHERE id = ?", (time.time(), response_id))
+            found: tuple[bytes, bytes, int] | None = database.execute(
+                "SELECT response, items, owner FROM responses WHERE id = ?", (response_id,)
+            ).fetchone()
+            return found
+
+        row = await self._do(read)
+        if row is None:
+            return None
+        response = msgspec.json.decode(row[0])
+        if row[2] and not _is_alive(row[2]):
+            error = {"code": "server_error", "message": "the process that computed this response died"}
+            response |= {"status": "failed", "error": error}
+        return StoredResponse(response, msgspec.json.decode(row[1]))
+
+    async def cancel(self, response_id: str) -> None:
+        """Asks whoever computes it to end it."""
+        await self._do(
+            lambda database: database.execute("UPDATE responses SET cancelled = 1 WHERE id = ?", (response_id,))
+        )
+
+    async def is_cancelled(self, response_id: str) -> bool:
+        """True as well for one that was deleted."""
+        query = "SELECT cancelled FROM responses WHERE id = ?"
+        row = await self._do(lambda database: database.execute(query, (response_id,)).fetchone())
+        return row is None or bool(row[0])
+
+    async def delete(self, response_id: str) -> bool:
+        """False where there was none."""
+        query = "DELETE FROM responses WHERE id = ?"
+        return bool(await self._do(lambda database: database.execute(query, (response_id,)).rowcount))
+
+    def close(self) -> None:
+        with self._lock:
+            if self._database is not None:
+                self._database.close()
+                self._database = None
+
+    def _make_room(self, database: sqlite3.Connection) -> None:
+        total = database.execute("SELECT SUM(size) FROM responses").fetchone()[0] or 0
+        for response_id, size in database.execute("SELECT id, size FROM responses ORDER BY used").fetchall():
+            if total <= self._most_bytes:
+                break
+            database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
+            total -= size
+
+    async def _do(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        return await asyncio.to_thread(self._locked, work)
+
+    def _locked(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
+        with self._lock, self._transaction() as database:
+            return work(database)
+
+    @contextlib.contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        if self._database is None:
+            self._database = sqlite3.connect(self._path, timeout=_WAIT_SECONDS, check_same_thread=False)
+            self._database.execute("PRAGMA journal_mode = WAL")
+            self._database.execute("PRAGMA synchronous = OFF")  # it need not outlive the machine
+            self._database.execute(_TABLE)
+        with self._database:  # commits, or rolls back
+            yield self._database
+
+
+def _is_alive(process_id: int) -> bool:
+    try:
+        os.kill(process_id, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
