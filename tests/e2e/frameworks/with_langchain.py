@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import openai
 import pytest
+from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI, OpenAI
@@ -84,6 +85,8 @@ def check_log_probabilities() -> None:
 def check_errors() -> None:
     with pytest.raises(openai.BadRequestError, match="temperature is 101"):
         ChatOpenAI(**{**OPTIONS, "temperature": 101}).invoke(QUESTION)
+    with pytest.raises(ContextOverflowError):
+        ChatOpenAI(**OPTIONS).invoke("word " * 9000)
 
 
 chats = [ChatOpenAI(**OPTIONS, use_responses_api=responses) for responses in (False, True)]

@@ -1,0 +1,92 @@
+"""Codex CLI and LiteLLM, unmodified, each in an environment of its own that is made once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.e2e.openai_stack import Endpoint, running_endpoint, scripted_server
+from tests.e2e.test_openai_scripted import thinking_model
+from tests.e2e.wire import PATIENCE_SECONDS
+
+pytestmark = [pytest.mark.e2e, pytest.mark.full]
+
+TOOLS = Path(sys.prefix) / "tools"
+INSTALL_SECONDS = 1200.0
+SAID = "The file says hello."
+
+LITELLM = """
+import sys
+import litellm
+
+options = {"model": "openai/demo", "api_base": sys.argv[1], "api_key": "none", "num_retries": 0}
+messages = [{"role": "user", "content": "hello"}]
+assert litellm.completion(messages=messages, **options).choices[0].message.content
+try:
+    litellm.completion(messages=[{"role": "user", "content": "w " * 9000}], **options)
+except litellm.ContextWindowExceededError as error:
+    assert "maximum context length" in str(error)
+else:
+    raise SystemExit("no error")
+try:
+    litellm.completion(messages=messages, temperature=101, **options)
+except litellm.ContextWindowExceededError:
+    raise SystemExit("every error is an overflow")
+except litellm.BadRequestError:
+    pass
+print("all is well")
+"""
+
+
+@pytest.fixture(scope="module")
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    folder = tmp_path_factory.mktemp("tools")
+    options = {"model": thinking_model(folder), "null_runner_rate": "2000"}
+    with (
+        scripted_server(folder, [f"{SAID}<|im_end|>"], options) as server,
+        running_endpoint(server, served_model_names=("demo",), tool_call_parser="hermes") as found,
+    ):
+        yield found
+
+
+def run(command: Sequence[str], seconds: float = PATIENCE_SECONDS, **environment: str) -> str:
+    """What it prints; fails where it does."""
+    done = subprocess.run(
+        command,
+        env={**os.environ, "NO_PROXY": "*", **environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
+
+
+def test_litellm_knows_a_prompt_that_is_too_long(endpoint: Endpoint) -> None:
+    python = TOOLS / "litellm" / "bin" / "python"
+    if not python.exists():
+        run([sys.executable, "-m", "venv", str(TOOLS / "litellm")])
+        run([str(python), "-m", "pip", "install", "-q", "litellm"], INSTALL_SECONDS)
+    assert run([str(python), "-c", LITELLM, f"{endpoint.url}/v1"]).endswith("all is well\n")
+
+
+def test_codex_has_its_answer(endpoint: Endpoint, tmp_path: Path) -> None:
+    """With all of its tools: functions, namespaces and hosted ones."""
+    codex = TOOLS / "codex" / "node_modules" / ".bin" / "codex"
+    if not codex.exists():
+        run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(TOOLS / "codex"), "@openai/codex"], 1200.0)
+    config = {"name": "minisgl", "base_url": f"{endpoint.url}/v1", "wire_api": "responses"}
+    lines = ['model = "demo"', 'model_provider = "minisgl"', "[model_providers.minisgl]"]
+    lines += [f"{key} = {json.dumps(value)}" for key, value in config.items()]
+    (tmp_path / "config.toml").write_text("\n".join(lines), encoding="utf-8")
+    said = run([str(codex), "exec", "--skip-git-repo-check", "What does the file say?"], CODEX_HOME=str(tmp_path))
+    assert SAID in said
