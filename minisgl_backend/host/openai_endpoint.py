@@ -130,9 +130,12 @@ def api_keys_of(given: Sequence[str] | None, environment: Mapping[str, str] = os
 
 
 def default_files_folder(port: int, environment: Mapping[str, str] = os.environ) -> str:
-    """Of a server's own: each port may serve another model."""
+    """Of a server's own: each port may serve another model. "" for a user without a home."""
     state = environment.get("XDG_STATE_HOME") or "~/.local/state"
-    return str(Path(state, "minisgl", f"files-{port}").expanduser())
+    try:
+        return str(Path(state, "minisgl", f"files-{port}").expanduser())
+    except RuntimeError:
+        return ""
 
 
 class OpenAIEndpoint:

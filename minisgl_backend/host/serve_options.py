@@ -22,7 +22,7 @@ from minisgl_backend.host.openai_endpoint import EndpointSettings, add_endpoint_
 from minisgl_backend.host.option_arguments import add_engine_options, given_parameters, tcp_port, tcp_port_or_none
 from minisgl_backend.host.option_parser import OptionParser, YamlMissing, set_defaults_from_file
 from minisgl_backend.host.repository import DEMO_MODEL
-from minisgl_backend.host.triton_server import ascii_link, check_ascii
+from minisgl_backend.host.triton_server import ascii_links, check_ascii
 from minisgl_backend.installation import model_repository
 from minisgl_backend.process.node_options import fill_in, read_secret
 
@@ -115,7 +115,7 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     check_ascii("the model repository", settings.repository)
     if not parameters.get("model", "").isascii():
         values["served_model_name"] = values["served_model_name"] or [parameters["model"]]
-        parameters["model"] = str(ascii_link(Path(parameters["model"])))
+        parameters["model"] = str(ascii_links(Path(parameters["model"])))
     endpoint = endpoint_of(
         values,
         host=settings.host,

@@ -144,11 +144,16 @@ def check_ascii(what: str, path: Path | str) -> None:
         )
 
 
-def ascii_link(folder: Path) -> Path:
-    """A link to a model's folder in a private folder, by a path that `check_ascii` takes."""
-    link = _private_folder("model", folder.resolve()) / "model"
-    _link(folder.resolve(), link)
-    return link
+def ascii_links(folder: Path) -> Path:
+    """A private folder with links to a model's files, by a path that `check_ascii` takes. Not one link to the folder:
+    who looks where it leads would be given the other path."""
+    links = _private_folder("model", folder)
+    for entry in links.iterdir():
+        if not (folder / entry.name).exists():
+            entry.unlink()
+    for entry in folder.iterdir():
+        _link(entry, links / entry.name)
+    return links
 
 
 def main() -> None:
