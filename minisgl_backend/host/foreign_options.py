@@ -77,7 +77,7 @@ FOREIGN_OPTIONS: dict[str, tuple[ForeignOption, ...]] = {
             "template by default",
         ),
         _row("--reasoning-parser", "the same"),
-        _row("--generation-config", "always as `auto`: the model's own defaults"),
+        _row("--generation-config", "always as `auto`: the model's own defaults, `max_new_tokens` among them"),
         _row("--download-dir", "`HF_HOME`"),
         _row("--seed", "none: requests have their own `seed`"),
         _row("--chat-template", "none: the tokenizer's; edit the folder"),
