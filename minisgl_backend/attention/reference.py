@@ -4,7 +4,7 @@ It gathers the pages of a batch into contiguous keys and values once a layer. Se
 computed in separate groups, so that a long one does not pad all others. It does not run under CUDA graphs.
 
 What is gathered beyond the end of a sequence is set to zero before it is used. A mask is not enough: the weight of a
-masked position is 0, and 0 times what another sequence left there, if that is not a number, is not a number either.
+masked position is 0, and 0 times NaN, which another sequence may have left there, is NaN.
 
 On a CPU that multiplies bfloat16, decode steps read the pages where they are, and copy nothing
 (`kernels/cpu/kernels.cpp`).
@@ -61,7 +61,7 @@ class _DecodeGroup:
     chunks: torch.Tensor  # int64 [group * num_kv_heads * num_pages]
     size: int
     mask: torch.Tensor  # [group, 1, 1, padded length], added to the scores
-    # Where gathered keys and values belong to nobody. On CPU int64 [num_lines], lines of them seen as
+    # Where gathered keys and values are beyond a sequence's end. On CPU int64 [num_rows], rows of them seen as
     # [group * num_kv_heads * padded length, head_dim]; on GPU bool [group, 1, padded length, 1].
     beyond: torch.Tensor
 
@@ -79,9 +79,11 @@ class TorchBackend(AttentionBackend):
         self._kv_heads = torch.arange(group.num_kv_heads, device=spec.device).view(1, -1, 1)
         self._group_tokens = _GROUP_TOKENS_CPU if spec.device.type == "cpu" else _GROUP_TOKENS_GPU
         self._scratch: dict[str, torch.Tensor] = {}  # CPU only: gathered K and V, kept from call to call
+        self._heads_of_kv_head = group.num_q_heads // group.num_kv_heads
+        self._is_plain = group.soft_cap is None and not group.sinks  # what torch's own attention computes
         formats = (spec.device.type, spec.dtype, group.kv.dtype)
         is_served = formats == ("cpu", torch.bfloat16, torch.bfloat16) and group.head_dim in _COMPILED_HEADS
-        self._library = cpu_library() if is_served else None
+        self._library = cpu_library() if is_served and self._is_plain else None
 
     def plan_prefill(self, inputs: PrefillInputs) -> tuple[_SequencePrefill, ...]:
         sequences = []
@@ -99,15 +101,28 @@ class TorchBackend(AttentionBackend):
         for sequence in plan:
             k, v = self._gather("k", layer.kv.k, sequence.chunks, 1), self._gather("v", layer.kv.v, sequence.chunks, 1)
             for tile in sequence.tiles:
-                attended = F.scaled_dot_product_attention(
-                    q[tile.begin : tile.end].transpose(0, 1).unsqueeze(0),
-                    k[:, :, tile.kv_begin : tile.kv_end],
-                    v[:, :, tile.kv_begin : tile.kv_end],
-                    attn_mask=tile.mask,
-                    is_causal=tile.causal,
-                    scale=layer.scale * layer.kv.scales.k,
-                    enable_gqa=self.group.num_q_heads != self.group.num_kv_heads,
-                )
+                queries = q[tile.begin : tile.end].transpose(0, 1).unsqueeze(0)
+                keys, values = k[:, :, tile.kv_begin : tile.kv_end], v[:, :, tile.kv_begin : tile.kv_end]
+                if self._is_plain:
+                    attended = F.scaled_dot_product_attention(
+                        queries,
+                        keys,
+                        values,
+                        attn_mask=tile.mask,
+                        is_causal=tile.causal,
+                        scale=layer.scale * layer.kv.scales.k,
+                        enable_gqa=self.group.num_q_heads != self.group.num_kv_heads,
+                    )
+                else:
+                    num_queries = tile.end - tile.begin
+                    mask = self._mask(num_queries, num_queries) if tile.causal else tile.mask
+                    # Heads that share keys follow one another: [kv heads, heads of each * queries, head_dim].
+                    grouped = queries.reshape(1, self.group.num_kv_heads, -1, self.group.head_dim)
+                    mask = None if mask is None else mask.repeat(self._heads_of_kv_head, 1)
+                    sinks = layer.sinks
+                    if sinks is not None:
+                        sinks = sinks.repeat_interleave(num_queries).view(self.group.num_kv_heads, -1, 1)
+                    attended = _attention(layer, grouped, keys, values, mask, sinks).view(queries.shape)
                 out[tile.begin : tile.end] = attended[0].transpose(0, 1)
         return out if layer.kv.scales.v == 1.0 else out.mul_(layer.kv.scales.v)
 
@@ -162,13 +177,15 @@ class TorchBackend(AttentionBackend):
 
     def _decode(self, layer: AttentionLayer, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         # Query heads that share a KV head stand in for the query positions: keys are never repeated.
-        attended = F.scaled_dot_product_attention(
-            q.reshape(group.size, self.group.num_kv_heads, -1, self.group.head_dim),
-            self._cleared(self._gather("k", layer.kv.k, group.chunks, group.size), group.beyond),
-            self._cleared(self._gather("v", layer.kv.v, group.chunks, group.size), group.beyond),
-            attn_mask=group.mask,
-            scale=layer.scale * layer.kv.scales.k,
-        )
+        queries = q.reshape(group.size, self.group.num_kv_heads, -1, self.group.head_dim)
+        k = self._cleared(self._gather("k", layer.kv.k, group.chunks, group.size), group.beyond)
+        v = self._cleared(self._gather("v", layer.kv.v, group.chunks, group.size), group.beyond)
+        if self._is_plain:
+            scale = layer.scale * layer.kv.scales.k
+            attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask, scale=scale)
+        else:
+            sinks = None if layer.sinks is None else layer.sinks.view(self.group.num_kv_heads, -1, 1)
+            attended = _attention(layer, queries, k, v, group.mask, sinks)
         return (
             attended.reshape(q.shape) if layer.kv.scales.v == 1.0 else attended.mul_(layer.kv.scales.v).reshape(q.shape)
         )
@@ -278,6 +295,32 @@ class TorchBackend(AttentionBackend):
             behind = torch.full_like(mask, -torch.inf).tril_(num_keys - num_queries - self.group.window)
             mask += behind
         return mask
+
+
+def _attention(
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with a soft cap or sinks, in float32; the values' scale is not in it.
+
+    q [batch, num_kv_heads, queries, head_dim], k and v [batch, num_kv_heads, keys, head_dim], mask added to the scores
+    [..., queries, keys], sinks float32 [num_kv_heads, queries, 1] -> the shape of q.
+    """
+    scores = (q.float() @ k.float().transpose(2, 3)) * (layer.scale * layer.kv.scales.k)
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        sinks = sinks.expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    return (weights @ v.float()).to(q.dtype)
 
 
 def _group_by_length(kv_lens: Int32Array, max_tokens: int) -> list[Int64Array]:

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.activation import activate
 from minisgl_backend.kv.layout import ONE, KVScales
 
 
@@ -50,20 +51,22 @@ def _rms_norm_kernel(
     tl.store(out_ptr + token * out_stride + i, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def silu_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-    """gate_up [num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
+def activate_mul(gate_up: torch.Tensor, activation: str = "silu", pdl: bool = False) -> torch.Tensor:
+    """gate_up [num_tokens, 2 * size] -> activation(first half) * second half, [num_tokens, size]."""
     num_tokens, width = gate_up.shape
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     tile = 1024
-    _silu_mul_kernel[(num_tokens, triton.cdiv(size, tile))](
-        gate_up, out, gate_up.stride(0), size, TILE=tile, PDL=pdl, num_warps=4, **_launch(pdl)
+    _activate_mul_kernel[(num_tokens, triton.cdiv(size, tile))](
+        gate_up, out, gate_up.stride(0), size, TILE=tile, ACTIVATION=activation, PDL=pdl, num_warps=4, **_launch(pdl)
     )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, PDL: tl.constexpr):
+def _activate_mul_kernel(
+    gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -72,7 +75,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, PDL
     ok = i < size
     gate = tl.load(gate_up_ptr + token * stride + i, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * stride + size + i, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * size + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=ok)
+    tl.store(out_ptr + token * size + i, (activate(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty), mask=ok)
 
 
 def combine(

@@ -44,9 +44,11 @@ class ColumnParallelLinear(WeightedLayer):
         self.weight = layer_context.parameter(local, input_size)
         self.bias = layer_context.parameter(local) if bias else None
 
-    def forward(self, residual: Residual, norm: RMSNorm, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(
+        self, residual: Residual, norm: RMSNorm, *, activation: str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The settled hidden states [num_tokens, input_size], and the products of their norm [num_tokens, local
-        outputs]; gated as in `Ops.linear`."""
+        outputs]; activation as in `Ops.linear`."""
         linear = self._layer_context.ops.linear
         assert residual.product is None, "it is left to those who take it"
         if residual.partial is None:
@@ -54,10 +56,10 @@ class ColumnParallelLinear(WeightedLayer):
             if residual.arrival is not None:
                 residual.arrival()
             return hidden, linear(
-                hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, bias=self.bias, gated=gated
+                hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, bias=self.bias, activation=activation
             )
         hidden, x = norm.settle(residual)
-        return hidden, linear(x, self.weight, bias=self.bias, gated=gated)
+        return hidden, linear(x, self.weight, bias=self.bias, activation=activation)
 
     def into(self, residual: Residual, norm: RMSNorm, out: torch.Tensor) -> torch.Tensor:
         """`forward` with the products written to `out`; returns the settled hidden states."""

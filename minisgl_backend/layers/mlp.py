@@ -28,5 +28,5 @@ class GatedMLP(nn.Module):
 
     def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
         """hidden + mlp(norm(hidden)), both [num_tokens, hidden_size]."""
-        hidden, gated = self.gate_up_proj(residual, norm, gated=True)
+        hidden, gated = self.gate_up_proj(residual, norm, activation="silu")
         return self.down_proj(gated, hidden, residual.way)

@@ -29,12 +29,15 @@ class CpuOps(TorchOps):
         eps: float = 0.0,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        gated: bool = False,
+        activation: str | None = None,
     ) -> torch.Tensor:
         rows, size = x.shape
-        if rows == 0 or rows > MOST_ROWS or size % _LANES or not _are_plain(x, weight, norm_weight, bias, residual):
+        gated = activation is not None
+        fuses = activation in (None, "silu") and not (gated and bias is not None)
+        plain = _are_plain(x, weight, norm_weight, bias, residual)
+        if rows == 0 or rows > MOST_ROWS or size % _LANES or not plain or not fuses:
             return super().linear(
-                x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, gated=gated
+                x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, activation=activation
             )
         outputs = len(weight) // 2 if gated else len(weight)
         out = torch.empty((rows, outputs), dtype=x.dtype)

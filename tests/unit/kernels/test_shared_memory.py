@@ -49,20 +49,21 @@ def linear(capability, limit, rows, size_out, size_in):
     assert not cut.vector and cut.slices == 1
     return shared(small_linear._linear_kernel, capability, "bf16", cut.num_warps, cut.num_stages, NORM_FIRST=False,
                   SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=1, PART=size_in, ROWS=16, TILE_OUT=cut.tile_out,
-                  TILE_IN=cut.tile_in, EARLY=0, NORM=False, BIAS=False, RESIDUAL=True, GATED=False, PDL=False)
+                  TILE_IN=cut.tile_in, EARLY=0, NORM=False, BIAS=False, RESIDUAL=True, GATED=False, ACTIVATION=None,
+                  PDL=False)
 
 def grouped(capability, limit, number, pairs, gated):
     shape = moe.moe_shape(128 * pairs, 128, 2 if number == "bf16" else 4, limit)
     tile_out, tile_in, num_warps, num_stages = shape.gate_up if gated else shape.down
     return shared(moe._grouped_kernel, capability, number, num_warps, num_stages, K=8, SIZE_OUT=768 if gated else 2048,
                   SIZE_IN=2048 if gated else 768, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
-                  GATED=bool(gated), PDL=False)
+                  GATED=bool(gated), ACTIVATION="silu", PDL=False)
 
 def prefill(capability, limit, head_dim):
     fits = prefill_attention.long_tiles_fit(head_dim, limit)
     return shared(prefill_attention._prefill_kernel, capability, "bf16", 8 if fits else 4, 2, GROUP=2, NUM_Q_HEADS=8,
                   PAGE_SIZE=64, HEAD_DIM=head_dim, HEAD_PADDED=triton.next_power_of_2(head_dim),
-                  TILE_Q=128 if fits else 32, TILE_KV=64, WINDOW=0, FP8=False)
+                  TILE_Q=128 if fits else 32, TILE_KV=64, WINDOW=0, SOFT_CAP=0.0, FP8=False, sinks_ptr=None)
 
 ways = {"linear": linear, "grouped": grouped, "prefill": prefill}
 print(json.dumps([ways[way](*arguments) for way, *arguments in json.loads(sys.argv[1])]))
