@@ -58,8 +58,19 @@ class Ops(ABC):
         """
 
     @abstractmethod
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [num_tokens, size] -> x / rms(x) * weight, same shape and dtype."""
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [num_tokens, size] -> x / rms(x) * weight, same shape and dtype, in `out` (which may be x) where given.
+
+        Rows of x and out may be apart. weight [size] may be float32 where x is not, here and in all other methods.
+        """
+
+    @abstractmethod
+    def add_norm(
+        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        """hidden + multiplier * rms_norm(x), all [num_tokens, size]; hidden may be overwritten."""
 
     @abstractmethod
     def rope_store(

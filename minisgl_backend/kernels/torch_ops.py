@@ -31,10 +31,16 @@ class TorchOps(Ops):
         out = torch.addmm(residual, x, weight.t())
         return out if bias is None else out + bias
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return ((x32 * scale) * weight.float()).to(x.dtype)
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        normed = _rms_norm(x, weight, eps)
+        return normed.to(x.dtype) if out is None else out.copy_(normed)
+
+    def add_norm(
+        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        return (hidden.float() + multiplier * _rms_norm(x, weight, eps)).to(hidden.dtype)
 
     def rope_store(
         self,
@@ -95,6 +101,12 @@ class TorchOps(Ops):
         out = out.view(num_tokens, experts_per_token, -1).float() * expert_weights.float().unsqueeze(-1)
         summed = out.sum(dim=1)
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """In float32."""
+    x32 = x.float()
+    return x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
 def store_tokens(cache: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> None:

@@ -128,8 +128,15 @@ class TritonOps(TorchOps):
         serves = self.pdl and self._has_room and x.stride(1) == 1 and x.element_size() == 2
         return serves and rows <= 16 and size_out <= size_in and size_out * size_in >= LARGE_LONG
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return fused.rms_norm(x, weight, eps, self._pdl(x))
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return fused.rms_norm(x, weight, eps, self._pdl(x), out)
+
+    def add_norm(
+        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        return fused.add_norm(hidden, x, weight, eps, multiplier, self._pdl(x))
 
     def rope_store(
         self,

@@ -229,10 +229,10 @@ def rotating_decode_attention(
     return out
 
 
-def capped_scale(scale: float, soft_cap: float | None) -> tuple[float, float]:
+def capped_scale(scale: float, soft_cap: float | None) -> tuple[float, float | None]:
     """What kernels multiply scores with, and their SOFT_CAP: logits are of base 2, of which exp2 is one instruction."""
     if soft_cap is None:
-        return scale * LOG2_E, 0.0
+        return scale * LOG2_E, None
     return scale / soft_cap, soft_cap * LOG2_E
 
 
@@ -358,8 +358,9 @@ def for_cache(q, FP8: tl.constexpr):
 
 @triton.jit
 def capped(scores, SOFT_CAP: tl.constexpr):
-    """Scores in units of the cap, by `capped_scale`, as logits of base 2: SOFT_CAP * tanh(scores); 0: as they are."""
-    if SOFT_CAP:
+    """Scores in units of the cap, by `capped_scale`, as logits of base 2: SOFT_CAP * tanh(scores); None: as they
+    are."""
+    if SOFT_CAP is not None:
         return SOFT_CAP * tanh(scores)
     else:
         return scores
