@@ -11,9 +11,10 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from minisgl_backend.attention.reference import TorchBackend
-from minisgl_backend.attention.registry import BACKENDS, AttentionChoice, choose_attention, create_attention
+from minisgl_backend.attention.registry import BACKENDS, AttentionChoice, Scores, choose_attention, create_attention
 from minisgl_backend.errors import ConfigError
 from tests.specs import one_group
 
@@ -283,3 +284,46 @@ def test_flashinfer_serves_where_its_kernels_can_be_had(
     assert (choice.prefill, choice.decode, choice.warnings) == ("fi", "fi", ())
     if where == "beside Python":
         assert shutil.which("ninja") == str(tmp_path / "venv" / "ninja")
+
+
+@pytest.mark.parametrize(
+    ("capability", "scores", "missing", "pair"),
+    [
+        (None, Scores(soft_cap=True, sinks=True), (), ("torch", "torch")),
+        (90, Scores(soft_cap=True), (), ("fa", "triton")),
+        (90, Scores(sinks=True), (), ("fa", "triton")),
+        (90, Scores(sinks=True), ("minisgl_backend.attention.flash_attn:serves_sinks",), ("triton", "triton")),
+        (90, Scores(), ("minisgl_backend.attention.flash_attn:serves_sinks",), ("fa", "triton")),
+        (100, Scores(soft_cap=True), (), ("fi", "fi")),
+        (100, Scores(sinks=True), (), ("triton", "triton")),
+        (80, Scores(sinks=True), (), ("triton", "triton")),
+    ],
+)
+def test_auto_serves_soft_caps_and_sinks(
+    capability: int | None, scores: Scores, missing: tuple[str, ...], pair: tuple[str, str]
+) -> None:
+    choice = choose("auto", capability, *missing, scores=scores)
+    assert (choice.prefill, choice.decode) == pair
+    assert len(choice.warnings) == (len(missing) if scores.sinks else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "scores", "said"),
+    [
+        ("trtllm", Scores(soft_cap=True), "trtllm computes no soft cap"),
+        ("fi,triton", Scores(sinks=True), "fi computes no attention sinks"),
+        ("fa", Scores(sinks=True), "fa needs kernels with attention sinks"),
+    ],
+)
+def test_backends_without_soft_caps_or_sinks_are_refused_by_name(name: str, scores: Scores, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        choose(name, 100, "minisgl_backend.attention.flash_attn:serves_sinks", scores=scores)
+
+
+def test_a_backend_is_not_created_for_scores_that_it_does_not_compute() -> None:
+    spec = one_group(
+        num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=64, max_seq_len=128, max_rows=3,
+        dtype=torch.bfloat16, sinks=True,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="fi computes no attention sinks"):
+        create_attention("fi", "fi", spec)

@@ -8,15 +8,13 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
-from benchmarks.served import free_ports
 from minisgl_backend import tensor_parallel
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.kernels.torch_ops import TorchOps
@@ -25,21 +23,6 @@ from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
 CPU = torch.device("cpu")
-
-
-def on_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
-    """Runs `work` on every rank at once; results in rank order."""
-    (port,) = free_ports(1)
-
-    def rank_main(rank: int) -> Any:
-        tp = TensorParallel.connect(rank, size, "127.0.0.1", port, CPU, timeout_s=60)
-        try:
-            return work(tp)
-        finally:
-            tp.close()
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(rank_main, range(size)))
 
 
 def summed(tp: TensorParallel, tensor: torch.Tensor) -> torch.Tensor:
