@@ -57,7 +57,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Types are checked and spellings made one when an instance is built: None is the default, one text or id stands for
     a list of it, empty words are dropped, `top_k` -1 and `top_p` 0 switch off. Raises InvalidRequestError naming the
     field. Token-id fields are what the engine works with; what concerns text (`stop`, `bad_words`, the two
-    flags at the end) is translated or heeded by the layer that owns the tokenizer, and the scheduler never looks at it.
+    flags at the end) is handled by the layer that owns the tokenizer, and the scheduler never looks at it.
     """
 
     max_tokens: int | None = None  # new tokens; None: up to the context limit

@@ -195,7 +195,7 @@ def _model_runner(
 def _resolve(
     config: EngineConfig, environment: Environment, dp_rank: int, model_dir: Path, model: ModelConfig
 ) -> tuple[RuntimeConfig, str]:
-    """What the options come to on this machine, and in words."""
+    """What the options come to on this machine, and a description of it."""
     opened = _load_torch(config.first_device(dp_rank))
     from minisgl_backend.runner.start.device import DeviceFacts
     from minisgl_backend.runner.start.memory import check_weights_fit
@@ -274,7 +274,7 @@ def _limits(
 
     mixed, backlog = measure_prefill_budget(runner, runtime, model.vocab_size, tp)
     log.info(
-        "beside streams %d prompt tokens a step%s",
+        "mixed batches of up to %d prompt tokens%s",
         mixed,
         f", in a backlog {backlog.mixed_prefill_length}" if backlog else "",
     )
