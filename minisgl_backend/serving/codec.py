@@ -126,7 +126,7 @@ class RequestCodec:
             )
         ids: list[int] = fields["prompt_token_ids"]
         self._check_prompt("prompt_token_ids", ids)
-        return self._tokenizer.decode(ids), ids
+        return self._tokenizer.decode(ids) if self._echoes(fields) else "", ids
 
     def _input_ids(self, fields: Mapping[str, Any]) -> Int32Array:
         """The prompt of tensorrt_llm: `input_ids`, of which `input_lengths` count."""
