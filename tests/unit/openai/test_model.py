@@ -131,7 +131,7 @@ def test_a_prompt_is_rendered_once(
         server: Any = Rendering(template, tail)
         endpoint.triton, endpoint.model = server, ServedModel(server, EndpointSettings(port=0))
         body = ChatRequest(messages=[{"role": "user", "content": "x"}], **fields)
-        return server, (await endpoint._start_chat(body, RequestContext("1"), body.names(), figures=False))[1]
+        return server, (await endpoint.start_chat(body, RequestContext("1"), body.names(), figures=False))[1]
 
     server, parsers = asyncio.run(begin())
     ((prompt, sampling),) = server.started
