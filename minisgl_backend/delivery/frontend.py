@@ -189,7 +189,7 @@ class EngineFront:
             stream.fail("UNAVAILABLE", reason)
 
     def _on_up(self, welcome: Welcome) -> None:
-        self.responder.page_size = welcome.page_size
+        self.responder.note_up(welcome.page_size)
         self._vocab_size = welcome.vocab_size
 
     def _on_acknowledged(self, uids: Int64Array, numbers: Int32Array) -> None:
