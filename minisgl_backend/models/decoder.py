@@ -82,7 +82,9 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, layers: Iterable[DecoderLayer], layer_context: LayerContext) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", layer_context)
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, "embed_tokens", layer_context, config.embedding_multiplier
+        )
         self.layers = nn.ModuleList(layers)
         self._rehearsal = rehearsal(config)
         self._tp = layer_context.tp
@@ -141,12 +143,19 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's number format."""
-        return self.lm_head(hidden)
+        return self._shaped(self.lm_head(hidden))
 
     def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `logits`, of all rows of a decode step, once a step; but ranks other than 0, which sample nothing, may get
         [num_sampled, 0]."""
-        return self.lm_head.on_rank_0(hidden)
+        return self._shaped(self.lm_head.on_rank_0(hidden))
+
+    def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """In place: with the model's multiplier and soft cap."""
+        multiplier, soft_cap = self.config.logits_multiplier, self.config.logits_soft_cap
+        if multiplier != 1.0:
+            logits.mul_(multiplier)
+        return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
     def derive_weights(self) -> None:
         """What layers compute from weights: to be called when all of them are loaded."""

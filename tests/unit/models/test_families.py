@@ -22,10 +22,11 @@ def default(architecture: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_the_default_config_is_read(architecture: str) -> None:
     config = default(architecture)
-    if config["eos_token_id"] is not None:  # of some, beyond the default vocabulary
-        config["eos_token_id"] = 2
+    text = config.get("text_config", config)
+    if text["eos_token_id"] is not None:  # of some, beyond the default vocabulary
+        text["eos_token_id"] = 2
     model = ModelConfig.from_dicts(config, {})
-    assert model.num_layers == config["num_hidden_layers"]
+    assert model.num_layers == text["num_hidden_layers"]
     assert model.unknown_keys == ()
 
 
@@ -35,7 +36,7 @@ PHI3, MIXTRAL = "Phi3ForCausalLM", "MixtralForCausalLM"
 
 ALTERED: list[tuple[str, str, Any]] = [
     (LLAMA, "model_type", "granite"),
-    (LLAMA, "hidden_act", "gelu"),
+    (LLAMA, "hidden_act", "relu2"),
     (LLAMA, "mlp_bias", True),
     (LLAMA, "attn_logit_softcapping", 50.0),
     (LLAMA, "final_logit_softcapping", 30.0),
@@ -75,12 +76,12 @@ ALTERED: list[tuple[str, str, Any]] = [
     (QWEN3_MOE, "shared_expert_intermediate_size", 512),
     (QWEN2_MOE, "scoring_func", "sigmoid"),
     (QWEN2_MOE, "n_shared_experts", 2),
-    (PHI3, "hidden_act", "gelu_pytorch_tanh"),
+    (PHI3, "hidden_act", "relu"),
     (PHI3, "mlp_bias", True),
     (PHI3, "qk_layernorm", True),
     (MIXTRAL, "n_routed_experts", 64),
     (MIXTRAL, "shared_intermediate_size", 1024),
-    (MIXTRAL, "hidden_act", "gelu"),
+    (MIXTRAL, "hidden_act", "relu2"),
 ]
 
 
