@@ -32,6 +32,7 @@ def test_the_default_config_is_read(architecture: str) -> None:
 
 LLAMA, MISTRAL, QWEN2 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 QWEN3, QWEN3_MOE, QWEN2_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
+OLMO2, GRANITE, GEMMA2, GEMMA3 = (f"{name}ForCausalLM" for name in ("Olmo2", "Granite", "Gemma2", "Gemma3"))
 PHI3, MIXTRAL = "Phi3ForCausalLM", "MixtralForCausalLM"
 
 ALTERED: list[tuple[str, str, Any]] = [
@@ -82,6 +83,17 @@ ALTERED: list[tuple[str, str, Any]] = [
     (MIXTRAL, "n_routed_experts", 64),
     (MIXTRAL, "shared_intermediate_size", 1024),
     (MIXTRAL, "hidden_act", "relu2"),
+    (OLMO2, "clip_qkv", 8.0),
+    (OLMO2, "layer_types", ["sliding_attention"] * 32),
+    (GRANITE, "mlp_bias", True),
+    (GRANITE, "position_embedding_type", "nope"),
+    (GRANITE, "num_local_experts", 8),
+    (GEMMA2, "hidden_activation", "relu"),
+    (GEMMA2, "use_bidirectional_attention", True),
+    (GEMMA2, "query_pre_attn_scalar", 0),
+    (GEMMA3, "layer_types", ["chunked_attention"] * 26),
+    (GEMMA3, "altup_num_inputs", 4),
+    (GEMMA3, "rope_parameters", {"full_attention": {"rope_type": "proportional"}}),
 ]
 
 
