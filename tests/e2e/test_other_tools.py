@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 TOOLS = Path(sys.prefix) / "tools"
 INSTALL_SECONDS = 1200.0
+LONGEST = 131_072  # tokens
 SAID = "The file says hello."
 
 LITELLM = """
@@ -29,7 +30,7 @@ options = {"model": "openai/demo", "api_base": sys.argv[1], "api_key": "none", "
 messages = [{"role": "user", "content": "hello"}]
 assert litellm.completion(messages=messages, **options).choices[0].message.content
 try:
-    litellm.completion(messages=[{"role": "user", "content": "w " * 9000}], **options)
+    litellm.completion(messages=[{"role": "user", "content": "w " * 90000}], **options)
 except litellm.ContextWindowExceededError as error:
     assert "maximum context length" in str(error)
 else:
@@ -47,7 +48,11 @@ print("all is well")
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     folder = tmp_path_factory.mktemp("tools")
-    options = {"model": thinking_model(folder), "null_runner_rate": "2000"}
+    model = Path(thinking_model(folder))
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    # Codex says some 10,000 words before the first question.
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LONGEST}), encoding="utf-8")
+    options = {"model": str(model), "null_runner_rate": "2000"}
     with (
         scripted_server(folder, [f"{SAID}<|im_end|>"], options) as server,
         running_endpoint(server, served_model_names=("demo",), tool_call_parser="hermes") as found,
