@@ -76,6 +76,7 @@ class TorchBackend(AttentionBackend):
                 f"{group.num_q_heads} query heads cannot share {group.num_kv_heads} KV heads; "
                 "allowed: a multiple of the KV heads"
             )
+        self._num_kv_heads, self._head_dim = group.num_kv_heads, group.head_dim
         self._kv_heads = torch.arange(group.num_kv_heads, device=spec.device).view(1, -1, 1)
         self._group_tokens = _GROUP_TOKENS_CPU if spec.device.type == "cpu" else _GROUP_TOKENS_GPU
         self._scratch: dict[str, torch.Tensor] = {}  # CPU only: gathered K and V, kept from call to call
@@ -111,17 +112,17 @@ class TorchBackend(AttentionBackend):
                         attn_mask=tile.mask,
                         is_causal=tile.causal,
                         scale=layer.scale * layer.kv.scales.k,
-                        enable_gqa=self.group.num_q_heads != self.group.num_kv_heads,
+                        enable_gqa=self.group.num_q_heads != self._num_kv_heads,
                     )
                 else:
                     num_queries = tile.end - tile.begin
                     mask = self._mask(num_queries, num_queries) if tile.causal else tile.mask
                     # Heads that share keys follow one another: [kv heads, heads of each * queries, head_dim].
-                    grouped = queries.reshape(1, self.group.num_kv_heads, -1, self.group.head_dim)
+                    grouped = queries.reshape(1, self._num_kv_heads, -1, self._head_dim)
                     mask = None if mask is None else mask.repeat(self._heads_of_kv_head, 1)
                     sinks = layer.sinks
                     if sinks is not None:
-                        sinks = sinks.repeat_interleave(num_queries).view(self.group.num_kv_heads, -1, 1)
+                        sinks = sinks.repeat_interleave(num_queries).view(self._num_kv_heads, -1, 1)
                     attended = _attention(layer, grouped, keys, values, mask, sinks).view(queries.shape)
                 out[tile.begin : tile.end] = attended[0].transpose(0, 1)
         return out if layer.kv.scales.v == 1.0 else out.mul_(layer.kv.scales.v)
@@ -152,7 +153,7 @@ class TorchBackend(AttentionBackend):
 
     def _decode_in_place(self, layer: AttentionLayer, q: torch.Tensor, inputs: DecodeInputs) -> torch.Tensor:
         assert self._library is not None, "plan_decode looks"
-        if q.stride()[1:] != (self.group.head_dim, 1):
+        if q.stride()[1:] != (self._head_dim, 1):
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype)
         self._library.minisgl_decode_attention(
@@ -166,8 +167,8 @@ class TorchBackend(AttentionBackend):
             inputs.kv_lens.data_ptr(),
             len(q),
             self.group.num_q_heads,
-            self.group.num_kv_heads,
-            self.group.head_dim,
+            self._num_kv_heads,
+            self._head_dim,
             self.spec.page_size,
             self.group.window or 0,
             layer.scale,
@@ -177,14 +178,14 @@ class TorchBackend(AttentionBackend):
 
     def _decode(self, layer: AttentionLayer, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         # Query heads that share a KV head stand in for the query positions: keys are never repeated.
-        queries = q.reshape(group.size, self.group.num_kv_heads, -1, self.group.head_dim)
+        queries = q.reshape(group.size, self._num_kv_heads, -1, self._head_dim)
         k = self._cleared(self._gather("k", layer.kv.k, group.chunks, group.size), group.beyond)
         v = self._cleared(self._gather("v", layer.kv.v, group.chunks, group.size), group.beyond)
         if self._is_plain:
             scale = layer.scale * layer.kv.scales.k
             attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask, scale=scale)
         else:
-            sinks = None if layer.sinks is None else layer.sinks.view(self.group.num_kv_heads, -1, 1)
+            sinks = None if layer.sinks is None else layer.sinks.view(self._num_kv_heads, -1, 1)
             attended = _attention(layer, queries, k, v, group.mask, sinks)
         return (
             attended.reshape(q.shape) if layer.kv.scales.v == 1.0 else attended.mul_(layer.kv.scales.v).reshape(q.shape)
@@ -193,7 +194,7 @@ class TorchBackend(AttentionBackend):
     def _cleared(self, gathered: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:
         if beyond.dtype == torch.bool:
             return gathered.masked_fill_(beyond, 0)
-        gathered.view(-1, self.group.head_dim).index_fill_(0, beyond, 0)
+        gathered.view(-1, self._head_dim).index_fill_(0, beyond, 0)
         return gathered
 
     def _decode_group(
@@ -234,7 +235,7 @@ class TorchBackend(AttentionBackend):
     def _lines_beyond(self, lengths: Int32Array, padded: int) -> torch.Tensor:
         """See `_DecodeGroup.beyond`: a list costs what is beyond, where a mask would cost a pass over everything."""
         member, position = np.nonzero(np.arange(padded) >= lengths[:, None])
-        heads = self.group.num_kv_heads
+        heads = self._num_kv_heads
         lines = ((member * heads)[:, None] + np.arange(heads)) * padded + position[:, None]
         return torch.from_numpy(lines.reshape(-1))
 
@@ -248,7 +249,7 @@ class TorchBackend(AttentionBackend):
         """Page ids [batch, num_pages] -> int64 [batch * num_kv_heads * num_pages], the lines of a cache seen as
         [num_pages * num_kv_heads, page_size * head_dim] in the order that makes keys contiguous by head."""
         # What stands in the page table beyond a sequence's end is unspecified; any page will do, since it is cleared.
-        return (pages.long().unsqueeze(1).clamp_(min=0) * self.group.num_kv_heads + self._kv_heads).flatten()
+        return (pages.long().unsqueeze(1).clamp_(min=0) * self._num_kv_heads + self._kv_heads).flatten()
 
     def _gather(self, name: str, cache: torch.Tensor, chunks: torch.Tensor, batch: int) -> torch.Tensor:
         """One layer's K or V, without its scale -> [batch, num_kv_heads, padded length, head_dim], contiguous.
@@ -256,14 +257,14 @@ class TorchBackend(AttentionBackend):
         On CPU the result lives in scratch memory until the next call with the same name: fresh memory of this size
         would come from the system page by page, which was measured to cost four times the copy itself.
         """
-        chunk_size = self.spec.page_size * self.group.head_dim
+        chunk_size = self.spec.page_size * self._head_dim
         lines = as_bits(cache).view(-1, chunk_size)
         if cache.device.type == "cpu":
             gathered = self._scratch_lines(name, len(chunks), chunk_size)
             torch.index_select(lines, 0, chunks, out=as_bits(gathered))
         else:
             gathered = lines.index_select(0, chunks).view(cache.dtype)
-        return gathered.to(self.spec.dtype).view(batch, self.group.num_kv_heads, -1, self.group.head_dim)
+        return gathered.to(self.spec.dtype).view(batch, self._num_kv_heads, -1, self._head_dim)
 
     def _scratch_lines(self, name: str, count: int, size: int) -> torch.Tensor:
         scratch = self._scratch.get(name)

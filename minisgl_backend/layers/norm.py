@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -107,11 +107,10 @@ class SublayerNorms:
     before: RMSNorm | None  # of its input
     after: RMSNorm | None = None  # of its output
     multiplier: float = 1.0  # of its output (Granite)
+    adds_as_is: bool = field(init=False)  # whether the output is added as it is
 
-    @property
-    def adds_as_is(self) -> bool:
-        """Whether the output is added as it is."""
-        return self.after is None and self.multiplier == 1.0
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "adds_as_is", self.after is None and self.multiplier == 1.0)
 
     def add(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
         """[num_tokens, hidden_size] each -> the residual stream with the whole output, which all ranks have."""
