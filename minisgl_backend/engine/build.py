@@ -22,10 +22,11 @@ import numpy as np
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.core import EngineCore, StepRunner
+from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.open_device import OpenedDevice
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
+from minisgl_backend.engine.stages import StepRunner
 from minisgl_backend.environment import Environment
 from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.grammars import Grammars
