@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from minisgl_backend.attention import flash_attn_trial
 from minisgl_backend.attention.reference import TorchBackend
 from minisgl_backend.attention.registry import BACKENDS, AttentionChoice, Scores, choose_attention, create_attention
 from minisgl_backend.errors import ConfigError
@@ -135,7 +136,7 @@ def install_fa(
         ("raise ImportError('Can not import FA3\\nin sgl_kernel')", "ImportError: Can not import FA3 in sgl_kernel"),
         ("def is_fa3_supported(): raise RuntimeError('half a wheel')", "RuntimeError: half a wheel"),
         ("def is_fa3_supported(): return False", r"is_fa3_supported\(\) says no"),
-        ("", "AttributeError"),
+        ("", "ImportError: cannot import name"),
     ],
 )
 def test_a_package_without_its_kernels(
@@ -157,8 +158,45 @@ def test_a_package_without_its_kernels(
 
 
 def test_a_package_with_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn_trial, "open_gpu", lambda: None)
     choose_with = install_fa(tmp_path, monkeypatch, flash_attn="def is_fa3_supported(): return True")
     assert choose_with("auto", "bfloat16") == AttentionChoice("fa", "triton", 64, ())
+    for name in ("sgl_kernel.flash_attn", "sgl_kernel"):
+        sys.modules.pop(name, None)
+
+
+CALL = """
+import torch
+def is_fa3_supported(): return True
+def flash_attn_with_kvcache(q, k, v, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
+                            window_size, num_splits):
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("    return torch.zeros_like(q)", ""),
+        (
+            "    raise TypeError('fwd() takes 30 arguments\\nbut 31')",
+            "TypeError: fwd.. takes 30 arguments but 31",
+        ),
+        ("    raise NotImplementedError('no kernel')", "NotImplementedError: no kernel"),
+    ],
+)
+def test_a_package_whose_first_call_fails_is_left_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, why: str
+) -> None:
+    """It can be imported, and says that it has kernels: its Python is that of another version."""
+    monkeypatch.setattr(flash_attn_trial, "open_gpu", lambda: torch.device("cpu"))
+    choose_with = install_fa(tmp_path, monkeypatch, flash_attn=CALL + body)
+    choice = choose_with("auto", "bfloat16")
+    assert choice.prefill == ("triton" if why else "fa")
+    assert len(choice.warnings) == bool(why)
+    for warning in choice.warnings:
+        assert re.search(why, warning)
+        assert "pip uninstall sgl-kernel sglang-kernel" in warning
+        assert BACKENDS["fa"].remedy in warning
     for name in ("sgl_kernel.flash_attn", "sgl_kernel"):
         sys.modules.pop(name, None)
 
