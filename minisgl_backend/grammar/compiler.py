@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import re
 import resource
 import sys
@@ -24,25 +23,24 @@ from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.grammar.helper import begin_helper
 from minisgl_backend.grammar.light_import import UNUSED, import_xgrammar
 from minisgl_backend.grammar.pace import LATE_S, TOO_SLOW
-from minisgl_backend.grammar.short_strings import unrolled
+from minisgl_backend.grammar.translate import translated
 from minisgl_backend.request import Grammar
 
-MAX_NESTING = 64  # levels of a JSON schema; the compiler recurses
 SENT_FROM_S = 0.02  # what takes longer is sent as JSON, unless that is slower
 SECONDS_A_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
 MOST_BYTES = 512 << 20  # of a compiled grammar
 MORE_BYTES = 3 << 30  # of address space, beyond what the process has once it is ready
-_LINE_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)  # or anything behind a backslash
 PACE_TOKENS = 24  # an answer of so many is tried, none of which may take longer than LATE_S
 READY = b"ready"
-_ANY_JSON = '{"type": ["object", "array"]}'
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """What came of a grammar: xgrammar's own JSON of it, or what is wrong with it; neither: it is quick and right."""
+    """What came of a grammar: xgrammar's own JSON of it, or what is wrong with it; or, where it is quick, the grammar
+    as it was translated."""
 
     compiled: str = ""
     error: str = ""
+    plain: Grammar | None = None
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -85,14 +83,15 @@ def _limit_memory() -> None:
 
 def _answer(compiler: Any, lengths: Int32Array, grammar: Grammar) -> Answer:
     try:
+        plain = translated(grammar)
         started = time.perf_counter()
-        compiled = compile_grammar(compiler, grammar)
+        compiled = compile_grammar(compiler, plain)
         seconds, size = time.perf_counter() - started, compiled.memory_size_bytes
         try_answer(compiled, lengths)
         if size > MOST_BYTES:
             raise MemoryError
         if seconds < max(SENT_FROM_S, size * SECONDS_A_BYTE):
-            return Answer()
+            return Answer(plain=plain)
         return Answer(compiled=compiled.serialize_json())
     except InvalidRequestError as refused:
         return Answer(error=str(refused))
@@ -104,32 +103,8 @@ def _answer(compiler: Any, lengths: Int32Array, grammar: Grammar) -> Answer:
 
 def compile_grammar(compiler: Any, grammar: Grammar) -> Any:
     """By xgrammar's GrammarCompiler. Raises InvalidRequestError, and what xgrammar raises."""
-    # Free whitespace would let a model indent until its tokens run out: JSON is written as json.dumps writes it.
-    if grammar.kind == "json":
-        return compiler.compile_json_schema(_ANY_JSON, any_whitespace=False)
-    if grammar.kind == "json_schema":
-        _check_schema(grammar.text)
-        return _compile_schema(compiler, grammar.text)
-    if grammar.kind == "regex":
-        return compiler.compile_regex(_LINE_BREAK.sub(_escaped, grammar.text))
-    return compiler.compile_grammar(grammar.text)
-
-
-def _escaped(found: re.Match[str]) -> str:
-    """A line break as a regex writes it: xgrammar takes none as it is in a class of characters."""
-    return {"\n": r"\n", "\r": r"\r"}.get(found[0][-1], found[0])
-
-
-def _compile_schema(compiler: Any, text: str) -> Any:
-    if '"maxLength"' in text:
-        import xgrammar
-
-        ebnf = str(xgrammar.Grammar.from_json_schema(text, any_whitespace=False))
-        quick = unrolled(ebnf)
-        # Only where this version of xgrammar reads what it prints.
-        if quick != ebnf and str(xgrammar.Grammar.from_ebnf(ebnf)) == ebnf:
-            return compiler.compile_grammar(quick)
-    return compiler.compile_json_schema(text, any_whitespace=False)
+    plain = translated(grammar)
+    return compiler.compile_regex(plain.text) if plain.kind == "regex" else compiler.compile_grammar(plain.text)
 
 
 def try_answer(compiled: Any, lengths: Int32Array) -> None:
@@ -174,31 +149,6 @@ def _reason(failure: Exception) -> str:
     """The compiler's own words, without the place in its sources."""
     first_line = next(iter(str(failure).strip().splitlines()), "")
     return re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", first_line)[:500] or type(failure).__name__
-
-
-def _check_schema(text: str) -> None:
-    """Raises InvalidRequestError for what is no JSON or nested too deeply."""
-    try:
-        schema = msgspec.json.decode(text)
-    except (msgspec.MsgspecError, RecursionError) as error:
-        raise InvalidRequestError(f"guided_decoding_guide is no JSON schema: {error}") from None
-    if not isinstance(schema, (dict, bool)):
-        raise InvalidRequestError(
-            f"guided_decoding_guide is {json.dumps(schema)[:40]}; allowed: a JSON schema (an object)"
-        )
-    level, layer = 0, [schema]
-    while layer:
-        level += 1
-        if level > MAX_NESTING:
-            raise InvalidRequestError(
-                f"guided_decoding_guide is nested more than {MAX_NESTING} levels; allowed: at most {MAX_NESTING}"
-            )
-        layer = [
-            child
-            for node in layer
-            if isinstance(node, (dict, list))
-            for child in (node.values() if isinstance(node, dict) else node)
-        ]
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError
-from minisgl_backend.grammar.compiler import compile_grammar
+from minisgl_backend.grammar.compiler import Answer, compile_grammar
 from minisgl_backend.grammar.compiler_process import CompilerProcess, HelperProcess, TokenizerProcess
 from minisgl_backend.grammar.jobs import Job, Limits, Outcome
 from minisgl_backend.grammar.light_import import import_xgrammar
@@ -113,7 +113,7 @@ class GrammarCompilers:
 
     def _add_thread(self) -> None:
         with self._lock:
-            if self._closed or len(self._threads) >= self.limits.max_quick + self.limits.max_slow:
+            if self._closed or len(self._threads) > self.limits.max_slow:
                 return
             thread = threading.Thread(target=Worker(self).run, name="grammar-compiler", daemon=True)
             try:
@@ -199,9 +199,6 @@ class GrammarCompilers:
             if flight is None:
                 self._flights[job.grammar] = _Flight(job)
                 self._todo.put(job)
-                num_quick = len(self._threads) - self._num_slow
-                if num_quick < self.limits.max_quick and self._todo.qsize() >= self.limits.many * num_quick:
-                    self._add_thread()
             else:
                 # Without those that have left: else whoever asks and leaves again and again makes it long.
                 flight.followers = [*(one for one in flight.followers if one.is_wanted()), job]
@@ -259,15 +256,16 @@ class GrammarCompilers:
                 self._tokenizer = _Tokenizer(info, description.info, compiler)
             return self._tokenizer
 
-    def load(self, grammar: Grammar, text: str) -> Any:
+    def load(self, grammar: Grammar, answer: Answer) -> Any:
         """The compiled grammar from xgrammar's JSON of it, or anew where there is none, since it is quick; it is kept
-        for whoever asks for the same."""
+        for whoever asks for the same. What a process has translated is not translated again: that is Python's work,
+        which would hold up the engine's step loop."""
         import xgrammar
 
         tokenizer = self._take_tokenizer()
-        if text:
-            compiled = xgrammar.CompiledGrammar.deserialize_json(text, tokenizer.info)
+        if answer.compiled:
+            compiled = xgrammar.CompiledGrammar.deserialize_json(answer.compiled, tokenizer.info)
         else:
-            compiled = compile_grammar(tokenizer.compiler, grammar)
+            compiled = compile_grammar(tokenizer.compiler, answer.plain or grammar)
         self.memory.note_compiled(grammar, compiled, compiled.memory_size_bytes)
         return compiled

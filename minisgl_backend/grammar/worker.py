@@ -147,7 +147,7 @@ class Worker:
         if answer.error:
             self._memory.note_refused(job.grammar, answer.error)
             raise InvalidRequestError(answer.error)
-        return self._compilers.load(job.grammar, answer.compiled)
+        return self._compilers.load(job.grammar, answer)
 
     def _end_process(self) -> None:
         process, self._process = self._process, None

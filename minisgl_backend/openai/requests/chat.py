@@ -118,7 +118,8 @@ class ChatRequest(Generating):
         if self.must_call:
             self.tool_schema()
             guided = self._guided()
-            if guided is not None:
+            # A format is idle beside a forced call, as it is with OpenAI; a constraint by another name contradicts it.
+            if guided is not None and guided[0] != "response_format":
                 reason = "is given beside tool_choice, which constrains the answer, too; allowed: one"
                 raise invalid(guided[0], f"{guided[0]} {reason}")
 

@@ -19,7 +19,8 @@ class FunctionDefinition(Model):
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:
-        return self.parameters or {"type": "object"}
+        """None given: a function without parameters."""
+        return self.parameters or {"type": "object", "properties": {}}
 
 
 class Tool(Model):
@@ -51,27 +52,16 @@ def calls_schema(tools: Sequence[Tool], *, parallel: bool) -> dict[str, Any]:
             "type": "object",
             "properties": {
                 "name": {"type": "string", "enum": [tool.function.name]},
-                "parameters": tool.function.schema_of_arguments,
+                "parameters": _as_resource(tool.function.schema_of_arguments, number),
             },
             "required": ["name", "parameters"],
         }
-        for tool in tools
+        for number, tool in enumerate(tools)
     ]
-    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}, **_definitions(tools)}
+    schema = {"type": "array", "minItems": 1, "items": {"anyOf": calls}}
     return schema if parallel else {**schema, "maxItems": 1}
 
 
-def _definitions(tools: Sequence[Tool]) -> dict[str, dict[str, Any]]:
-    """What functions' schemas define for themselves: references start at the root, which is now that of the list."""
-    found: dict[str, dict[str, Any]] = {}
-    for tool in tools:
-        for key in ("$defs", "definitions"):
-            given = tool.function.schema_of_arguments.get(key)
-            if not isinstance(given, dict):
-                continue
-            together = found.setdefault(key, {})
-            for name, schema in given.items():
-                if together.setdefault(name, schema) != schema:
-                    reason = f"{key}.{name} is not the same in all functions; allowed with tool_choice required: one"
-                    raise invalid("tools", f"tools: {reason}")
-    return found
+def _as_resource(schema: dict[str, Any], number: int) -> dict[str, Any]:
+    """With an address of its own: references within it start at its root, and not at that of the list of calls."""
+    return schema if isinstance(schema.get("$id"), str) else {**schema, "$id": f"function:{number}"}

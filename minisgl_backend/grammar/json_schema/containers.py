@@ -1,0 +1,169 @@
+"""Rules of objects and arrays. An object's properties come in the order in which the schema names them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, Times, literal
+
+COUNTED = 64  # more items of one kind are counted by the matcher
+SKIPPED = 16  # items that may come before those that `contains` asks for, or between them
+Key = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A property: its name, the rule of its value, and whether it must be there."""
+
+    name: str
+    value: str
+    required: bool
+
+
+@dataclass(frozen=True)
+class Others:
+    """Properties that are not named: for each key of a needed one, `pairs(number)` gives the rule of name and value,
+    such that pairs of different numbers have different names; `pairs(None)` is any."""
+
+    pairs: Callable[[int | None], str]
+    different: int  # so many numbers there are
+
+
+class Machine:
+    """Rules that follow one another: each state is a rule, which ends with the rule of the next state."""
+
+    def __init__(self, rules: Rules, prefix: str, choices: Callable[[Machine, Key], list[Choice]]) -> None:
+        self._rules = rules
+        self._prefix = prefix
+        self._choices = choices
+        self._names: dict[Key, str] = {}
+        self._todo: list[Key] = []
+
+    def at(self, *key: int) -> Ref:
+        """The rule of a state."""
+        if key not in self._names:
+            self._names[key] = self._rules.new(self._prefix)
+            self._todo.append(key)
+        return Ref(self._names[key])
+
+    def finish(self) -> None:
+        while self._todo:
+            key = self._todo.pop()
+            self._rules.put(self._names[key], self._choices(self, key))
+
+
+def object_choice(rules: Rules, named: list[Named], others: Others | None, least: int, most: int | None) -> Choice:
+    """What an object looks like.
+
+    A state is (named properties behind us, properties written, further ones of them). What is written is counted as
+    far as `least` and `most` need it.
+    """
+    needed = sum(one.required for one in named)
+    if most is not None and others is None and most >= len(named):
+        most = None
+    least = 0 if least <= needed else least
+    cap = max(1, least, 0 if most is None else most)
+
+    def choices(machine: Machine, key: Key) -> list[Choice]:
+        number, count, further = key
+        comma = [literal(", ")] if count else []
+        found: list[Choice] = []
+        is_full = most is not None and count >= most
+        if number < len(named):
+            one = named[number]
+            if not is_full:
+                pair = literal(json.dumps(one.name, ensure_ascii=False) + ": ")
+                found.append((*comma, pair, Ref(one.value), machine.at(number + 1, min(count + 1, cap), 0)))
+            if not one.required:
+                found.append((machine.at(number + 1, count, 0),))
+            return found
+        if count >= least:
+            found.append((literal("}"),))
+        if others is not None and not is_full:
+            is_needed = least > 1 and count < least
+            if not is_needed:
+                pair_rule = others.pairs(None)
+            elif further < others.different:
+                pair_rule = others.pairs(further)
+            else:
+                return found
+            after = machine.at(number, min(count + 1, cap), further + 1 if is_needed else 0)
+            found.append((*comma, Ref(pair_rule), after))
+        return found
+
+    machine = Machine(rules, "object", choices)
+    first = machine.at(0, 0, 0)
+    machine.finish()
+    return (literal("{"), first)
+
+
+@dataclass(frozen=True)
+class Counter:
+    """Items that match something are counted: at least, at most, from which item on."""
+
+    first: int
+    least: int
+    most: int | None
+
+
+# For each counter whether an item is one that it counts; None: it does not matter any more, or not yet.
+Outcome = tuple[bool | None, ...]
+
+
+def array_choice(
+    rules: Rules,
+    item: Callable[[int, Outcome], str],
+    uniform_from: int,
+    least: int,
+    most: int | None,
+    counters: list[Counter],
+) -> Choice:
+    """What an array looks like. `item` gives the rule of an item by its number, which does not matter from
+    `uniform_from` on."""
+    same = max(uniform_from, 1)
+    are_counted = not counters and max(least, most or 0) - same > COUNTED
+    needed_by = sum(counter.least for counter in counters) + max((one.first for one in counters), default=0) + SKIPPED
+    last = same if are_counted else max(same, least, most or 0, needed_by if counters else 0)
+
+    def choices(machine: Machine, key: Key) -> list[Choice]:
+        number, *counts = key
+        if are_counted and number == same:
+            more = rules.new("more")
+            rules.put(more, [(literal(", "), Ref(item(uniform_from, ())))])
+            return [(Times(more, max(least - same, 0), None if most is None else most - same), literal("]"))]
+        found: list[Choice] = []
+        enough = all(counter.least <= count for counter, count in zip(counters, counts, strict=True))
+        if number >= least and enough:
+            found.append((literal("]"),))
+        if most is not None and number >= most:
+            return found
+        comma = [literal(", ")] if number else []
+        for outcome, following in _outcomes(counters, number, counts):
+            missing = sum(max(one.least - count, 0) for one, count in zip(counters, following, strict=True))
+            if missing > max(needed_by - number - 1, 0):
+                continue
+            rule = Ref(item(min(number, uniform_from), outcome))
+            found.append((*comma, rule, machine.at(min(number + 1, last), *following)))
+        return found
+
+    machine = Machine(rules, "array", choices)
+    first = machine.at(0, *[0] * len(counters))
+    machine.finish()
+    return (literal("["), first)
+
+
+def _outcomes(counters: list[Counter], number: int, counts: list[int]) -> list[tuple[Outcome, list[int]]]:
+    """All ways in which the next item can be counted, and the counts then."""
+    found: list[tuple[Outcome, list[int]]] = [((), [])]
+    for counter, count in zip(counters, counts, strict=True):
+        ways: list[tuple[bool | None, int]]
+        if number < counter.first or (counter.most is None and count >= counter.least):
+            ways = [(None, count)]
+        elif counter.most is None or count < counter.most:
+            ways = [(False, count), (True, count + 1)]
+        else:
+            ways = [(False, count)]
+        found = [((*outcome, way), [*after, then]) for outcome, after in found for way, then in ways]
+    return found

@@ -1,0 +1,75 @@
+"""Whether schemas plainly have no value in common, as the alternatives of a `oneOf` mostly do."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from minisgl_backend.grammar.json_schema import regex as rx
+from minisgl_backend.grammar.json_schema.automaton import TooManyStatesError, automaton
+from minisgl_backend.grammar.json_schema.document import SchemaError
+from minisgl_backend.grammar.json_schema.formula import (
+    KINDS,
+    Branch,
+    Item,
+    Items,
+    Kind,
+    Properties,
+    Property,
+    Required,
+    Size,
+    Term,
+    Truth,
+    all_of,
+    branches,
+    evaluate,
+    regex_of,
+)
+
+if TYPE_CHECKING:
+    from minisgl_backend.grammar.json_schema.meaning import Meanings
+
+DEPTH = 3  # levels that are looked into
+ITEMS = 8  # the first of an array
+
+
+def is_empty(meanings: Meanings, terms: tuple[Term, ...], kind: Kind, depth: int = DEPTH) -> bool:
+    """No value of that type matches all of them. False as well where that is not plain to see."""
+    try:
+        formula = all_of([meanings.of(term, kind) for term in terms])
+        if kind in ("string", "number"):
+            return not automaton(regex_of(formula))
+        if kind in ("null", "boolean"):
+            return not any(evaluate(formula, {Truth(it)}) for it in (True, False))
+        found = branches(formula, TooManyStatesError)
+    except (SchemaError, TooManyStatesError):  # it leads back to what is looked into, or is too much
+        return False
+    lacks = _lacks_property if kind == "object" else _lacks_item
+    return all(depth > 0 and lacks(meanings, branch, depth) for branch in found)
+
+
+def _nothing(meanings: Meanings, terms: list[Term], depth: int) -> bool:
+    return all(is_empty(meanings, tuple(dict.fromkeys(terms)), kind, depth - 1) for kind in KINDS)
+
+
+def _lacks_property(meanings: Meanings, branch: Branch, depth: int) -> bool:
+    for needed in branch:
+        if isinstance(needed, Required) and _nothing(meanings, terms_of_property(branch, needed.name), depth):
+            return True
+    return False
+
+
+def terms_of_property(branch: Branch, name: str) -> list[Term]:
+    """What a property's value must match."""
+    own = [fact.term for fact in branch if isinstance(fact, Property) and fact.name == name]
+    return own + [fact.term for fact in branch if isinstance(fact, Properties) and rx.matches(fact.names, name)]
+
+
+def _lacks_item(meanings: Meanings, branch: Branch, depth: int) -> bool:
+    least = max((fact.least for fact in branch if isinstance(fact, Size)), default=0)
+    return any(_nothing(meanings, terms_of_item(branch, number), depth) for number in range(min(least, ITEMS)))
+
+
+def terms_of_item(branch: Branch, number: int) -> list[Term]:
+    """What the item at a place must match."""
+    own = [fact.term for fact in branch if isinstance(fact, Item) and fact.number == number]
+    return own + [fact.term for fact in branch if isinstance(fact, Items) and fact.first <= number]

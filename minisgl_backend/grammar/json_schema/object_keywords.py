@@ -1,0 +1,133 @@
+"""Keywords about objects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from minisgl_backend.grammar.json_schema import regex as rx
+from minisgl_backend.grammar.json_schema.document import Node
+from minisgl_backend.grammar.json_schema.formula import (
+    TRUE,
+    Closed,
+    Formula,
+    Properties,
+    Property,
+    Required,
+    Size,
+    all_of,
+    any_of,
+    branches,
+)
+from minisgl_backend.grammar.json_schema.values import count_of, map_of, names_of
+
+if TYPE_CHECKING:
+    from minisgl_backend.grammar.json_schema.meaning import Meanings
+
+Handler = Callable[["Meanings", Node], Formula]
+_ABOUT_NAMES = ("properties", "patternProperties", "additionalProperties")
+
+
+def _properties(meanings: Meanings, node: Node) -> Formula:
+    names = list(map_of(node, "properties")) if "properties" in node.schema else []
+    facts: list[Formula] = [Property(name, meanings.below(node, "properties", name)) for name in names]
+    known = [rx.literals(names)]
+    for pattern in map_of(node, "patternProperties") if "patternProperties" in node.schema else ():
+        regex = meanings.pattern(node, "patternProperties", pattern)
+        known.append(regex)
+        term = meanings.below(node, "patternProperties", pattern)
+        facts.append(Properties(regex, term, node, "patternProperties"))
+    if "additionalProperties" in node.schema:
+        rest = rx.complement(rx.either(known))
+        term = meanings.below(node, "additionalProperties")
+        facts.append(Properties(rest, term, node, "additionalProperties"))
+    elif "unevaluatedProperties" not in node.schema:
+        facts.append(Closed())
+    return all_of(facts)
+
+
+def _once(keyword: str) -> Handler:
+    """The keywords of _ABOUT_NAMES have one meaning together."""
+
+    def handler(meanings: Meanings, node: Node) -> Formula:
+        first = next(one for one in _ABOUT_NAMES if one in node.schema)
+        return _properties(meanings, node) if keyword == first else TRUE
+
+    return handler
+
+
+def _required(meanings: Meanings, node: Node) -> Formula:
+    return all_of(Required(name) for name in names_of(node, "required", node["required"]))
+
+
+def _min_properties(meanings: Meanings, node: Node) -> Formula:
+    least = count_of(node, "minProperties")
+    return Size(least) if least else TRUE
+
+
+def _max_properties(meanings: Meanings, node: Node) -> Formula:
+    return Size(0, count_of(node, "maxProperties"))
+
+
+def _property_names(meanings: Meanings, node: Node) -> Formula:
+    allowed = meanings.strings(meanings.below(node, "propertyNames"))
+    if allowed is rx.ALL:
+        return TRUE
+    return Properties(rx.complement(allowed), Required.never, node, "propertyNames", False)
+
+
+def _dependent_required(meanings: Meanings, node: Node) -> Formula:
+    return all_of(
+        _where_there(name, all_of(Required(other) for other in names_of(node, "dependentRequired", others)))
+        for name, others in map_of(node, "dependentRequired").items()
+    )
+
+
+def _dependent_schemas(meanings: Meanings, node: Node) -> Formula:
+    return all_of(
+        _where_there(name, meanings.of(meanings.below(node, "dependentSchemas", name), "object"))
+        for name in map_of(node, "dependentSchemas")
+    )
+
+
+def _dependencies(meanings: Meanings, node: Node) -> Formula:
+    """Draft 7's name for both."""
+    found = []
+    for name, value in map_of(node, "dependencies").items():
+        if isinstance(value, list):
+            needed = all_of(Required(other) for other in names_of(node, "dependencies", value))
+        else:
+            needed = meanings.of(meanings.below(node, "dependencies", name), "object")
+        found.append(_where_there(name, needed))
+    return all_of(found)
+
+
+def _where_there(name: str, needed: Formula) -> Formula:
+    return any_of([all_of([Required(name), needed]), Property(name, Required.never, False)])
+
+
+def unevaluated_properties(meanings: Meanings, node: Node, formula: Formula) -> Formula:
+    """The formula of all other keywords, and what becomes of properties that none of them looked at."""
+    rest = meanings.below(node, "unevaluatedProperties")
+    found = []
+    for branch in branches(formula, lambda: node.error("unevaluatedProperties", "is beside too many alternatives")):
+        names = [fact.name for fact in branch if isinstance(fact, Property) and fact.evaluates]
+        regexes = [fact.names for fact in branch if isinstance(fact, Properties) and fact.evaluates]
+        others = rx.complement(rx.either([rx.literals(names), *regexes]))
+        found.append(all_of([*branch, Properties(others, rest, node, "unevaluatedProperties")]))
+    return any_of(found)
+
+
+OBJECT_KEYWORDS: Mapping[str, Handler] = {
+    "properties": _once("properties"),
+    "patternProperties": _once("patternProperties"),
+    "additionalProperties": _once("additionalProperties"),
+    "required": _required,
+    "minProperties": _min_properties,
+    "maxProperties": _max_properties,
+    "propertyNames": _property_names,
+    "dependentRequired": _dependent_required,
+    "dependentSchemas": _dependent_schemas,
+    "dependencies": _dependencies,
+    "unevaluatedProperties": lambda meanings, node: TRUE,
+}

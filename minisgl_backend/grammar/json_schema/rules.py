@@ -1,0 +1,155 @@
+"""Rules of a context-free grammar, without those that lead nowhere, and how xgrammar reads them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+MAX_RULES = 20_000
+_SHOWN = {'"': '\\"', "\\": "\\\\", "]": "\\]", "^": "\\^", "-": "\\-", "[": "\\["}
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A rule by its name."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class Times:
+    """A rule, so many times."""
+
+    name: str
+    least: int
+    most: int | None
+
+
+Symbol = str | Ref | Times  # str: as EBNF writes a literal or a class of characters
+Choice = tuple[Symbol, ...]
+
+
+class TooManyRulesError(Exception):
+    """A grammar has more than MAX_RULES."""
+
+
+class Rules:
+    """A grammar while it is made."""
+
+    def __init__(self) -> None:
+        self._choices: dict[str, list[Choice]] = {}
+        self._ends_tokens: set[str] = set()
+        self._spare: dict[str, Callable[[], list[Choice]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._choices
+
+    def new(self, prefix: str) -> str:
+        """A name, which is taken now. Raises TooManyRulesError."""
+        if len(self._choices) >= MAX_RULES:
+            raise TooManyRulesError
+        name = f"{prefix}{len(self._choices)}"
+        self._choices[name] = []
+        return name
+
+    def put(self, name: str, choices: Iterable[Choice]) -> None:
+        self._choices[name] = list(dict.fromkeys(choices))
+
+    def put_spare(self, name: str, choices: Callable[[], list[Choice]]) -> None:
+        """What the rule is where its choices lead nowhere; it may put further rules."""
+        self._spare[name] = choices
+
+    def end_tokens(self, name: str) -> None:
+        """No token goes on behind the rule's end."""
+        self._ends_tokens.add(name)
+
+    def text(self, root: str) -> str:
+        """As EBNF; empty where no text follows from the root."""
+        while True:
+            productive = self._productive()
+            poor = [name for name in self._reached(root, None) if name in self._spare and name not in productive]
+            if not poor:
+                break
+            for name in poor:
+                self.put(name, self._spare.pop(name)())
+        if root not in productive:
+            return ""
+        lines = [f"root ::= {root}", *(self._line(name, productive) for name in self._reached(root, productive))]
+        return "\n".join(lines) + "\n"
+
+    def _leads_somewhere(self, choice: Choice, productive: set[str]) -> bool:
+        return all(isinstance(symbol, str) or symbol.name in productive for symbol in choice)
+
+    def _productive(self) -> set[str]:
+        """Rules from which texts follow."""
+        users: dict[str, list[tuple[str, Choice]]] = {}
+        todo: list[str] = []
+        for name, choices in self._choices.items():
+            for choice in choices:
+                names = {symbol.name for symbol in choice if not isinstance(symbol, str)}
+                for used in names:
+                    users.setdefault(used, []).append((name, choice))
+                if not names:
+                    todo.append(name)
+        found: set[str] = set()
+        while todo:
+            name = todo.pop()
+            if name in found:
+                continue
+            found.add(name)
+            todo += [user for user, choice in users.get(name, ()) if self._leads_somewhere(choice, found)]
+        return found
+
+    def _reached(self, root: str, productive: set[str] | None) -> list[str]:
+        found = {root: None}
+        todo = [root]
+        for name in todo:  # grows meanwhile
+            for choice in self._choices[name]:
+                if productive is not None and not self._leads_somewhere(choice, productive):
+                    continue
+                for symbol in choice:
+                    if not isinstance(symbol, str) and symbol.name not in found:
+                        found[symbol.name] = None
+                        todo.append(symbol.name)
+        return list(found)
+
+    def _line(self, name: str, productive: set[str]) -> str:
+        choices = [choice for choice in self._choices[name] if self._leads_somewhere(choice, productive)]
+        text = " | ".join(" ".join(map(_shown, choice)) or EMPTY for choice in choices)
+        # A lookahead is heeded in masks only. Nothing follows that begins with a control character.
+        return f'{name} ::= ({text}) (="\\x01")' if name in self._ends_tokens else f"{name} ::= {text}"
+
+
+EMPTY = '""'
+
+
+def _shown(symbol: Symbol) -> str:
+    if isinstance(symbol, str):
+        return symbol
+    if isinstance(symbol, Ref):
+        return symbol.name
+    return f"{symbol.name}{{{symbol.least}, {'' if symbol.most is None else symbol.most}}}"
+
+
+def literal(text: str) -> str:
+    """The text as EBNF has it."""
+    return json.dumps(text, ensure_ascii=False)
+
+
+def json_literal(text: str) -> str:
+    """A string of JSON, with its quotes, as EBNF has it."""
+    return literal(json.dumps(text, ensure_ascii=False))
+
+
+def char_class(ranges: Iterable[tuple[int, int]]) -> str:
+    return "[" + "".join(_char(low) + (f"-{_char(high)}" if high > low else "") for low, high in ranges) + "]"
+
+
+def _char(code: int) -> str:
+    char = chr(code)
+    if char in _SHOWN:
+        return _SHOWN[char]
+    if 0x20 <= code < 0x7F:
+        return char
+    return f"\\x{code:02x}" if code < 0x20 else f"\\U{code:08x}"

@@ -1,0 +1,82 @@
+"""What users send as a grammar, in the words that xgrammar reads as they stand: EBNF, or a regular expression.
+
+JSON schemas become EBNF here (`json_schema`), and not by xgrammar's own converter, which leaves out without a word what
+it cannot keep. Lark grammars are read by xgrammar and told apart from EBNF by their rules.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from decimal import Decimal
+from typing import Any
+
+import msgspec
+
+from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.grammar.json_schema import schema_grammar
+from minisgl_backend.request import Grammar
+
+MAX_NESTING = 64  # levels of a JSON schema
+# Free whitespace would let a model indent until its tokens run out: JSON is written as json.dumps writes it.
+_ANY_JSON = {"type": ["object", "array"]}
+_LINE_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)  # or anything behind a backslash
+_LARK_RULE = re.compile(r"^[ \t]*[?!]?[a-zA-Z_]\w*(?:\.-?\d+)?[ \t]*:(?!:=)", re.MULTILINE)
+_LARK_JSON = re.compile(r"^(?:[^\"/\n]|\"(?:\\.|[^\"\\\n])*\")*%json\b", re.MULTILINE)
+
+
+def translated(grammar: Grammar) -> Grammar:
+    """Of kind `ebnf_grammar` or `regex`. Raises InvalidRequestError, and what xgrammar raises."""
+    if grammar.kind == "json":
+        return _ebnf(schema_grammar(_ANY_JSON))
+    if grammar.kind == "json_schema":
+        return _ebnf(schema_grammar(_read(grammar.text)))
+    if grammar.kind == "regex":
+        return Grammar(kind="regex", text=_LINE_BREAK.sub(_escaped, grammar.text))
+    if "::=" not in grammar.text and _LARK_RULE.search(grammar.text):
+        return _ebnf(_from_lark(grammar.text))
+    return grammar
+
+
+def _ebnf(text: str) -> Grammar:
+    return Grammar(kind="ebnf_grammar", text=text)
+
+
+def _from_lark(text: str) -> str:
+    import xgrammar
+
+    if _LARK_JSON.search(text):
+        raise InvalidRequestError("guided_decoding_guide is a Lark grammar with %json; allowed: send the schema alone")
+    return str(xgrammar.Grammar.from_lark(text))
+
+
+def _escaped(found: re.Match[str]) -> str:
+    """A line break as a regex writes it: xgrammar takes none as it is in a class of characters."""
+    return {"\n": r"\n", "\r": r"\r"}.get(found[0][-1], found[0])
+
+
+def _read(text: str) -> Any:
+    """Raises InvalidRequestError for what is no JSON, no schema, or nested too deeply."""
+    try:
+        msgspec.json.decode(text)  # is strict: no NaN, no lone surrogates
+        schema = json.loads(text, parse_float=Decimal)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise InvalidRequestError(f"guided_decoding_guide is no JSON schema: {error}") from None
+    if not isinstance(schema, (dict, bool)):
+        raise InvalidRequestError(
+            f"guided_decoding_guide is {json.dumps(schema, default=str)[:40]}; allowed: a JSON schema (an object)"
+        )
+    level, layer = 0, [schema]
+    while layer:
+        level += 1
+        if level > MAX_NESTING:
+            raise InvalidRequestError(
+                f"guided_decoding_guide is nested more than {MAX_NESTING} levels; allowed: at most {MAX_NESTING}"
+            )
+        layer = [
+            child
+            for node in layer
+            if isinstance(node, (dict, list))
+            for child in (node.values() if isinstance(node, dict) else node)
+        ]
+    return schema

@@ -1,0 +1,114 @@
+"""Every schema of the JSON Schema Test Suite (draft 2020-12): refused by name, or all answers are valid.
+
+`pytest --full` takes all schemas with 16 answers each, else every fourth with 4.
+"""
+
+from __future__ import annotations
+
+import json
+from decimal import Context, Decimal, localcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("xgrammar")
+from jsonschema import Draft202012Validator
+
+from minisgl_backend.errors import InvalidRequestError
+from tests.unit.grammar.schema_sampler import accepts, ebnf, samples
+
+SUITE = Path(__file__).parents[2] / "third_party" / "json_schema_test_suite"
+CASES = [
+    (f"{path.stem}: {group['description']}", group)
+    for path in sorted(SUITE.glob("*.json"))
+    for group in json.loads(path.read_text(encoding="utf-8"))
+]
+# What a schema may use without being refused, but for unsatisfiable ones.
+PLAIN = {
+    *("type", "enum", "const", "properties", "required", "additionalProperties", "items", "prefixItems", "minItems"),
+    *("maxItems", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "minLength", "maxLength", "pattern"),
+    *("anyOf", "$ref", "allOf"),
+}
+SAYS_NOTHING = {"$schema", "$comment", "title", "description", "default", "$defs", "$id", "$anchor"}
+TRIVIAL: tuple[Any, ...] = ({}, [])
+
+
+def refusal(schema: Any) -> str:
+    try:
+        ebnf(schema)
+    except InvalidRequestError as refused:
+        return str(refused)
+    return ""
+
+
+def check(group: Any, count: int) -> None:
+    schema = group["schema"]
+    answers = samples(schema, count)
+    ended = [answer for answer in answers if answer is not None]
+    assert len(ended) * 2 >= count, answers
+    values = [json.loads(answer, parse_float=Decimal) for answer in ended]
+    validator = Draft202012Validator(json.loads(json.dumps(schema), parse_float=Decimal))
+    with localcontext(Context(prec=4000)):  # numbers may have many digits
+        for value in values:
+            assert validator.is_valid(value), (schema, value)
+    if all(value in TRIVIAL for value in values):
+        more = [test["data"] for test in group["tests"] if test["valid"] and test["data"] not in TRIVIAL]
+        assert not more or any(accepts(schema, json.dumps(value, ensure_ascii=False)) for value in more), schema
+
+
+def run(cases: list[tuple[str, Any]], count: int) -> None:
+    refused = {}
+    for name, group in cases:
+        reason = refusal(group["schema"])
+        if reason:
+            refused[name] = reason
+        else:
+            check(group, count)
+    print(f"schemas: {len(cases)}, kept: {len(cases) - len(refused)}, refused: {len(refused)}")
+    assert len(refused) <= 0.4 * len(cases)
+    for name, reason in refused.items():
+        assert "guided_decoding_guide: the schema's " in reason or "no value matches" in reason, (name, reason)
+
+
+def test_a_fourth_of_the_suite() -> None:
+    run(CASES[::4], 4)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("part", range(4))
+def test_the_whole_suite(part: int) -> None:
+    run(CASES[part::4], 16)
+
+
+def keywords(schema: Any) -> set[str]:
+    found = set()
+    todo = [schema]
+    while todo:
+        one = todo.pop()
+        if not isinstance(one, dict):
+            continue
+        found |= one.keys() - SAYS_NOTHING
+        for key in ("items", "additionalProperties"):
+            todo.append(one.get(key))
+        for key in ("allOf", "anyOf", "prefixItems"):
+            todo += one.get(key, [])
+        for key in ("properties", "$defs"):
+            todo += one.get(key, {}).values()
+    return found
+
+
+def test_what_uses_plain_keywords_only_is_kept() -> None:
+    for name, group in CASES:
+        schema = group["schema"]
+        reason = refusal(schema) if isinstance(schema, dict) and keywords(schema) <= PLAIN else ""
+        is_remote = "which this schema does not hold" in reason
+        can_be = any(test["valid"] for test in group["tests"])
+        assert not reason or is_remote or not can_be, (name, reason)
+
+
+def test_unsatisfiable_schemas_are_refused() -> None:
+    for name, group in CASES:
+        reason = refusal(group["schema"])
+        if "no value matches" in reason:
+            assert not any(test["valid"] for test in group["tests"]), name
