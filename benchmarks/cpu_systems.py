@@ -58,7 +58,7 @@ class Own(System):
             max_running_requests=MAX_STREAMS,
             max_seq_len_override=MAX_TOKENS,
             cache_type="naive",
-            **({"dtype": format} if format else {}),
+            dtype=format or "auto",
         )
         # Figures are published: a folder of this machine is nothing to tell.
         self.description = self._driver.engine.welcome.description.replace(str(model), SHAPE)

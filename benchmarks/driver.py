@@ -30,12 +30,13 @@ class Timeline:
 class Driver:
     """One engine in this process. Options are those of EngineConfig; weights are random unless told otherwise."""
 
-    def __init__(self, model: Path, **options: Any) -> None:
+    def __init__(self, model: Path, *, owns_process: bool = False, **options: Any) -> None:
+        """`owns_process`: as in the process of an engine core."""
         started = time.perf_counter()
         options.setdefault("dummy_weights", True)
         self.config = EngineConfig(model=str(model), **options)
         environment = Environment.read({**os.environ, "LOG_LEVEL": os.environ.get("LOG_LEVEL", "WARNING")})
-        self.engine = build_engine(self.config, environment)
+        self.engine = build_engine(self.config, environment, owns_process=owns_process)
         self.core = self.engine.core
         self.start_seconds = time.perf_counter() - started
         self.timelines: dict[int, Timeline] = {}

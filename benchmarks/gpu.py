@@ -31,12 +31,13 @@ from unittest import mock
 from benchmarks.model_shapes import make_folder
 from minisgl_backend.request import Grammar
 
-ONE_GPU = ("q06", "q14", "q30", "sampling", "start", "start14", "online", "parity", "gauge", "kv8")
+ONE_GPU = ("q06", "q14", "q30", "sampling", "grammar", "start", "start14", "online", "parity", "gauge", "kv8")
 PARTS = (*ONE_GPU, "tp", "tp_nccl", "tp_gauge")
 MODELS = Path(os.environ.get("MINISGL_BENCH_MODELS", Path(tempfile.gettempdir()) / "minisgl-bench-models"))
 GAUGE_PROCESSES = 8
 ENGINE_OPTIONS: dict[str, Any] = {}  # headline figures are those of default options
 PROMPTS_FIRST: dict[str, Any] = {"max_prefill_length": 16384, "mixed_prefill_length": 0}
+DECODE_PROMPT, DECODE_TOKENS = 890, 264  # tokens of a sequence whose steps are measured
 ONLINE_RATE = 3.3  # requests a second of the Poisson load: 60% of what a Qwen3-14B on one H200 serves
 
 
@@ -52,7 +53,7 @@ def part_q06() -> dict[str, float]:
     driver = _driver("qwen3-0.6b")
     results = {f"q06_{name}": value for name, value in _throughput(driver).items()}
     for batch in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-        results[f"q06_bs{batch}_ms"] = _decode_ms(driver, batch)
+        results |= _decode_row(driver, f"q06_bs{batch}_ms", batch)
     for length, count in ((1000, 64), (8000, 8), (32000, 2)):
         results[f"q06_prefill_{length}_tok_s"] = _prefill(driver, length, count)
     results["q06_prefill_tok_s"] = _prefill(driver, 4000, 16)
@@ -84,7 +85,7 @@ def part_kv8() -> dict[str, float]:
     for name, prefix in (("qwen3-0.6b", "q06_kv8"), ("qwen3-14b", "q14_kv8")):
         driver = _driver(name, kv_cache_dtype="fp8_e4m3")
         results |= {f"{prefix}_{figure}": value for figure, value in _throughput(driver).items()}
-        results[f"{prefix}_bs256_ms"] = _decode_ms(driver, 256)
+        results |= _decode_row(driver, f"{prefix}_bs256_ms", 256)
         driver.close()
     for backend in ("triton", "fi", "fa", "fa,trtllm"):
         options = {"attention_backend": backend, "kv_cache_dtype": "fp8_e4m3"}
@@ -152,6 +153,40 @@ def json_schema(index: int) -> str:
     }
     item = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
     return json.dumps({"type": "array", "items": item, "minItems": 200})
+
+
+def part_grammar() -> dict[str, float]:
+    """Qwen3-0.6B: what the first JSON schema takes that comes when the engine is ready, then 64 others at once; and the
+    start, with compilers that start beside it and without, the quickest of three each."""
+    from benchmarks.driver import Driver
+
+    starts = [[_core_start_seconds(warm) for warm in ("True", "False")] for _ in range(3)]
+    results = dict(zip(("grammar_ready_s", "grammar_ready_without_s"), map(min, *starts), strict=True))
+    driver = Driver(make_folder("qwen3-0.6b", MODELS), owns_process=True)
+    for name, schemas in (("grammar_first_schema_s", [0]), ("grammar_64_schemas_s", list(range(1, 65)))):
+        for index in schemas:
+            grammar = Grammar(kind="json_schema", text=json_schema(index))
+            driver.submit([index], 1, 0.6, grammar=grammar)
+        results[name] = round(driver.wait_for_grammars(), 3)
+        driver.run()
+    driver.close()
+    return results
+
+
+def _core_start_seconds(warm: str) -> float:
+    folder = make_folder("qwen3-0.6b", MODELS)
+    code = f"""
+from pathlib import Path
+from benchmarks.driver import Driver
+from minisgl_backend.grammar.compilers import GrammarCompilers
+if not {warm}:
+    GrammarCompilers.warm = lambda self: None
+driver = Driver(Path({str(folder)!r}), owns_process=True)
+print(driver.start_seconds)
+driver.close()
+"""
+    process = subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.PIPE)
+    return round(float(process.stdout.split()[-1]), 2)
 
 
 def part_tp() -> dict[str, float]:
@@ -310,7 +345,7 @@ def _large_model(
     results = {f"{prefix}_{figure}": value for figure, value in _throughput(driver).items()}
     results[f"{prefix}_prefill_tok_s"] = _prefill(driver, 4000, 16)
     for batch in batches:
-        results[f"{prefix}_bs{batch}_ms"] = _decode_ms(driver, batch)
+        results |= _decode_row(driver, f"{prefix}_bs{batch}_ms", batch)
     driver.close()
     return results
 
@@ -347,11 +382,27 @@ def _first_token_ms(driver: Any, length: int, repeats: int = 10) -> float:
     return round(1000 * statistics.median(taken[2:]), 2)
 
 
+def _decode_row(driver: Any, name: str, batch: int) -> dict[str, float]:
+    """Milliseconds a step under this name; nothing where the cache has no room for all sequences at once: some would
+    wait, and the steps of the others are those of a smaller batch."""
+    pages = batch * -(-(DECODE_PROMPT + DECODE_TOKENS) // driver.engine.welcome.page_size)
+    if pages > driver.engine.welcome.num_pages:
+        print(
+            f"{name}: left out, since {batch} sequences need {pages} pages of the KV cache and "
+            f"{driver.engine.welcome.num_pages} fit",
+            file=sys.stderr,
+            flush=True,
+        )
+        return {}
+    return {name: _decode_ms(driver, batch)}
+
+
 def _decode_ms(driver: Any, batch: int) -> float:
     """Mean step between 896 and 1,152 tokens of context."""
     rng = random.Random(batch)
-    prompts = [[rng.randint(0, 10000) for _ in range(890)] for _ in range(batch)]
-    for num_tokens in (1, 264):  # the second time prompts are cached, so that all sequences decode at the same time
+    prompts = [[rng.randint(0, 10000) for _ in range(DECODE_PROMPT)] for _ in range(batch)]
+    # The second time prompts are cached, so that all sequences decode at the same time.
+    for num_tokens in (1, DECODE_TOKENS):
         driver.clear()
         for prompt in prompts:
             driver.submit(prompt, num_tokens)

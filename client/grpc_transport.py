@@ -1,4 +1,4 @@
-"""Requests over gRPC, with tritonclient's messages and stubs.
+"""Requests over gRPC.
 
 Every request has a stream of its own (they share one connection): each then has its own deadline and can be cancelled
 alone, which a stream that several requests share does not allow.
@@ -23,8 +23,8 @@ from typing import Any
 
 import grpc
 import grpc.aio
-from tritonclient.grpc import service_pb2, service_pb2_grpc
 
+from . import kserve
 from .errors import ClientError, ServerError, cancelled_here, from_message, from_status, timed_out
 from .request import InferenceRequest, Tensor
 from .results import Reply
@@ -154,20 +154,20 @@ class GrpcTransport:
             self._channel = grpc.secure_channel(address, grpc.ssl_channel_credentials(), options=_CHANNEL_OPTIONS)
         else:
             self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stub = kserve.Stub(self._channel)
 
     def start(self, request: InferenceRequest) -> GrpcCall:
         call = self._stub.ModelStreamInfer(iter((encode_request(request),)), timeout=request.timeout)
         return GrpcCall(call, request)
 
     def is_live(self, timeout: float) -> bool:
-        return bool(self._ask(self._stub.ServerLive, service_pb2.ServerLiveRequest(), timeout, "live"))
+        return bool(self._ask(self._stub.ServerLive, kserve.ServerLiveRequest(), timeout, "live"))
 
     def is_ready(self, model: str, version: str, timeout: float) -> bool:
         """Whether the server is ready, and the model."""
-        model_request = service_pb2.ModelReadyRequest(name=model, version=version)
+        model_request = kserve.ModelReadyRequest(name=model, version=version)
         return bool(
-            self._ask(self._stub.ServerReady, service_pb2.ServerReadyRequest(), timeout, "ready")
+            self._ask(self._stub.ServerReady, kserve.ServerReadyRequest(), timeout, "ready")
             and self._ask(self._stub.ModelReady, model_request, timeout, "ready")
         )
 
@@ -189,7 +189,7 @@ class AsyncGrpcTransport:
             self._channel = grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(), options=_CHANNEL_OPTIONS)
         else:
             self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
-        self._stub = service_pb2_grpc.GRPCInferenceServiceStub(self._channel)
+        self._stub = kserve.Stub(self._channel)
         self._running = RunningCalls()
 
     def start(self, request: InferenceRequest) -> AsyncGrpcCall:
@@ -197,13 +197,13 @@ class AsyncGrpcTransport:
         return self._running.add(AsyncGrpcCall(call, request))
 
     async def is_live(self, timeout: float) -> bool:
-        return await self._ask(self._stub.ServerLive, service_pb2.ServerLiveRequest(), timeout, "live")
+        return await self._ask(self._stub.ServerLive, kserve.ServerLiveRequest(), timeout, "live")
 
     async def is_ready(self, model: str, version: str, timeout: float) -> bool:
         """Whether the server is ready, and the model."""
-        model_request = service_pb2.ModelReadyRequest(name=model, version=version)
+        model_request = kserve.ModelReadyRequest(name=model, version=version)
         return await self._ask(
-            self._stub.ServerReady, service_pb2.ServerReadyRequest(), timeout, "ready"
+            self._stub.ServerReady, kserve.ServerReadyRequest(), timeout, "ready"
         ) and await self._ask(self._stub.ModelReady, model_request, timeout, "ready")
 
     async def close(self) -> None:
@@ -247,7 +247,7 @@ def _interrupted_by(cancel: Callable[[], object]) -> Iterator[None]:
 
 def encode_request(request: InferenceRequest) -> Any:
     """The ModelInferRequest, each tensor of shape [1, values] since the ensemble has a batch dimension."""
-    message = service_pb2.ModelInferRequest(
+    message = kserve.ModelInferRequest(
         model_name=request.model, model_version=request.model_version, id=request.request_id
     )
     for name, tensor in request.tensors.items():

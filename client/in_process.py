@@ -29,10 +29,10 @@ class InProcessClient:
     """
 
     def __init__(self, model: str) -> None:
-        # The package offers it lazily: whoever talks to a server needs no torch.
-        from minisgl_backend import LLM
-
         try:
+            # The package offers it lazily: whoever talks to a server needs no torch.
+            from minisgl_backend import LLM
+
             self._llm = LLM(model)
             _ = self._llm.tokenizer  # now, and not while somebody waits for the first answer
         except ConfigError as error:

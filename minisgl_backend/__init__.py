@@ -20,6 +20,9 @@ __all__ = ["LLM", "EngineConfig", "Grammar", "SamplingParams", "StreamPiece", "_
 
 def __getattr__(name: str) -> Any:
     if name in ("LLM", "StreamPiece"):
+        from minisgl_backend.process.installed import check_engine_packages
+
+        check_engine_packages()
         from minisgl_backend import llm
 
         return getattr(llm, name)

@@ -300,7 +300,7 @@ class EngineConfig:
         ports = [int(one.rpartition(":")[2]) for one in addresses if one is not None and one.startswith("tcp://")]
         if len(ports) == 2 and abs(ports[0] - ports[1]) < self.dp:
             raise ConfigError(
-                f"kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r} beside kv_events_endpoint "
+                f"kv_events_replay_endpoint is {self.kv_events_replay_endpoint!r} with kv_events_endpoint "
                 f"{self.kv_events_endpoint!r}; allowed with dp={self.dp}: a port {self.dp} or more away from it"
             )
         if None not in addresses and addresses[0] == addresses[1]:

@@ -13,10 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-import time
-import weakref
-from collections import deque
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
@@ -27,15 +24,14 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from minisgl_backend.config import OPTIONS, EngineConfig
-from minisgl_backend.engine.build import Engine, build_engine
+from minisgl_backend.engine.build import Engine
+from minisgl_backend.engine.in_process import InProcessEngine
 from minisgl_backend.environment import Environment
-from minisgl_backend.errors import CapacityError, ConfigError, EngineDeadError, InvalidRequestError
+from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.process.resources import set_torch_defaults
-from minisgl_backend.process.stop_signals import interrupted_at_the_end
-from minisgl_backend.request import FinishReason, Grammar, SamplingParams, check_prompt
-from minisgl_backend.scheduler.outputs import NO_TOKEN, SequenceOutputs
-from minisgl_backend.step import SequenceDetail, StepStats
-from minisgl_backend.text.answers import Answer, AnswerStream, RequestOutput, StreamPiece
+from minisgl_backend.request import SamplingParams, check_prompt
+from minisgl_backend.step import StepStats
+from minisgl_backend.text.answers import Answer, RequestOutput, StreamPiece
 from minisgl_backend.text.prompts import listed
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, has_tokenizer, load_vocabulary
 
@@ -48,8 +44,6 @@ Message = Mapping[str, Any]
 
 log = logging.getLogger(__name__)
 
-COMPILER_WAIT_S = 0.001
-
 
 class LLM:
     """One model, loaded into this process. Close it, or use it as a context manager.
@@ -59,8 +53,6 @@ class LLM:
 
     def __init__(self, model: str = "demo", *, environment: Environment | None = None, **options: Any) -> None:
         """`options` are the fields of EngineConfig. Raises ConfigError for what cannot be served."""
-        self._dead = ""
-        self._engine: Engine | None = None
         set_torch_defaults()
         unknown = set(options) - set(OPTIONS)
         if unknown:
@@ -68,22 +60,12 @@ class LLM:
             raise ConfigError(f"unknown option {min(unknown)!r}; allowed: {allowed}")
         self.config = EngineConfig(model=model, **options)
         _refuse_what_needs_a_server(self.config)
-        note_loss = weakref.WeakMethod(self._note_loss)  # a thread that watches other ranks must not keep this alive
-        self._engine = build_engine(
-            self.config,
-            environment or Environment.read(),
-            on_hang_or_death=lambda reason: (note := note_loss()) and note(reason),
-        )
-        # Also where a script ends without `close`: before Python takes apart what it needs, unlike __del__.
-        self._close_engine = weakref.finalize(self, self._engine.close)
-        model_dir = self._engine.model_dir
+        self._driver = InProcessEngine(self.config, environment or Environment.read())
+        model_dir = self._driver.engine.model_dir
         self._vocabulary = self._load_vocabulary(model_dir)
         self._model_dir = model_dir
         self._next_uid = 0
         self._uid_lock = threading.Lock()
-        self._turn = threading.Lock()  # held by the call that steps the engine
-        self._turn_of: int | None = None  # the thread that holds it
-        self._streaming = False  # and whether it does so for a stream, so for as long as its reader likes
 
     def __enter__(self) -> LLM:
         return self
@@ -95,8 +77,7 @@ class LLM:
 
     def close(self) -> None:
         """Frees the model and ends the followers. Safe to call twice."""
-        self._engine = None
-        self._close_engine()
+        self._driver.close()
 
     def _load_vocabulary(self, model_dir: Path) -> Vocabulary:
         if has_tokenizer(model_dir):
@@ -115,9 +96,7 @@ class LLM:
     @property
     def engine(self) -> Engine:
         """The engine. Raises EngineDeadError after `close`, and when it has failed."""
-        if self._engine is None or self._dead:
-            raise EngineDeadError(self._dead or "this LLM is closed")
-        return self._engine
+        return self._driver.engine
 
     @property
     def stats(self) -> StepStats:
@@ -186,7 +165,7 @@ class LLM:
 
     def _pieces(self, answer: Answer) -> Generator[StreamPiece, None, None]:
         (stream,) = answer.streams
-        with contextlib.closing(self._turns([answer], streaming=True)) as turns:
+        with contextlib.closing(self._driver.turns([answer], streaming=True)) as turns:
             for _ in turns:
                 yield stream.take_piece()
 
@@ -214,7 +193,7 @@ class LLM:
         columns = (TextColumn("generating"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         bar = Progress(*columns, console=Console(stderr=True), disable=not progress)
         task = bar.add_task("", total=sum(len(answer.streams) for answer in answers))
-        with bar, contextlib.closing(self._turns(answers)) as turns:
+        with bar, contextlib.closing(self._driver.turns(answers)) as turns:
             for ended in turns:
                 if ended:
                     bar.update(task, advance=ended)
@@ -228,9 +207,11 @@ class LLM:
         *,
         pieces: bool = False,
     ) -> list[Answer]:
-        """Checked, and not yet begun. `pieces`: their texts are wanted as they grow."""
+        """Checked, and not yet begun. `pieces`: their texts are read as they grow."""
         if sampling_params is not None and values:
-            raise InvalidRequestError(f"{min(values)} is given beside sampling_params; allowed: one or the other")
+            raise InvalidRequestError(
+                f"{min(values)} is given together with sampling_params; allowed: one or the other"
+            )
         token_ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
         if sampling_params is None:
             sampling_params = self.sampling_params(**values)
@@ -282,130 +263,6 @@ class LLM:
             self._next_uid += count
         return uid
 
-    @contextlib.contextmanager
-    def _own_turn(self, *, streaming: bool) -> Iterator[None]:
-        """Waits for calls of other threads; but who reads a stream may not come back, or be this very thread."""
-        if self._streaming or self._turn_of == threading.get_ident():
-            raise InvalidRequestError("an answer is being streamed; allowed: one at a time, read to its end or closed")
-        with self._turn:
-            self._turn_of, self._streaming = threading.get_ident(), streaming
-            try:
-                yield
-            finally:
-                self._turn_of, self._streaming = None, False
-
-    def _turns(self, answers: Sequence[Answer], *, streaming: bool = False) -> Generator[int, None, None]:
-        with self._own_turn(streaming=streaming):
-            yield from self._steps(answers)
-
-    def _steps(self, answers: Sequence[Answer]) -> Generator[int, None, None]:
-        """Steps the engine until all are answered; after each step, how many sequences have ended with it.
-
-        Closed early, it ends what is open.
-        """
-        core = self.engine.core
-        waiting = deque(answers)
-        open_streams: dict[int, AnswerStream] = {}
-        try:
-            while waiting or open_streams:
-                with interrupted_at_the_end():
-                    self._feed(waiting, open_streams)
-                    if not self._step() and core.waits_for_compiler:
-                        time.sleep(COMPILER_WAIT_S)
-                    ended = self._end_rejected(answers, open_streams)
-                    ended += self._take(core.drain_outputs(), open_streams)
-                yield ended
-            with interrupted_at_the_end():
-                self._drain()
-        except BaseException:
-            self._abandon(open_streams)
-            raise
-
-    def _feed(self, waiting: deque[Answer], open_streams: dict[int, AnswerStream]) -> None:
-        """Submits as many requests as the engine's queue and its compilers of grammars take, and leaves the rest."""
-        engine, room = self.engine, 0
-        if waiting:  # those whose grammar is being compiled join the queue, all at once perhaps
-            taken = engine.core.stats().num_waiting + engine.core.num_compiling
-            room = self.config.max_waiting_requests - taken
-        while waiting and room > 0:
-            is_guided = waiting[0].request.params.grammar is not None
-            if is_guided and engine.core.waits_for_compiler and engine.core.room_for_grammars <= 0:
-                break
-            answer = waiting.popleft()
-            open_streams.update((stream.uid, stream) for stream in answer.streams)
-            engine.core.submit(answer.request)
-            room -= answer.request.params.n
-
-    def _end_rejected(self, answers: Sequence[Answer], open_streams: dict[int, AnswerStream]) -> int:
-        """Raises what a request was refused for; but where its grammar was followed in this call already, and found too
-        slow meanwhile, the request alone ends with it. Returns how many streams have ended."""
-        before = len(open_streams)
-        for rejected in self.engine.core.take_rejected():
-            first = open_streams.get(rejected.uid)
-            if first is None or not _is_followed(first.answer.request.params.grammar, answers):
-                kind = CapacityError if rejected.kind == CapacityError.__name__ else InvalidRequestError
-                raise kind(rejected.message)
-            for uid in range(rejected.uid, rejected.uid + rejected.count):
-                stream = open_streams.pop(uid)
-                stream.take_detail(SequenceDetail(error=rejected.message))
-                stream.append(NO_TOKEN, FinishReason.ERROR)
-        return before - len(open_streams)
-
-    def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, AnswerStream]) -> int:
-        """Gives each record to its stream; returns how many streams have ended."""
-        if outputs is None:
-            return 0
-        before, details = len(open_streams), outputs.details
-        records = zip(outputs.uids.tolist(), outputs.token_ids.tolist(), outputs.reasons.tolist(), strict=True)
-        for index, (uid, token, reason) in enumerate(records):
-            stream = open_streams.get(uid)
-            if stream is None:
-                continue
-            if details and index in details:
-                stream.take_detail(details[index])
-            if stream.append(token, reason):
-                del open_streams[uid]
-                if not reason:  # a stop string, which the engine does not know of
-                    self.engine.core.abort([uid], FinishReason.STOP)
-        return before - len(open_streams)
-
-    def _step(self) -> bool:
-        engine = self.engine
-        try:
-            with engine.heartbeat.step():
-                busy = engine.core.step()
-        except EngineDeadError as error:
-            self._dead = self._dead or str(error)
-            raise EngineDeadError(self._dead) from error
-        except BaseException as error:  # of whoever was too impatient for the step's end, above all
-            self._dead = self._dead or f"a step was broken off: {error!r}"
-            raise
-        if self._dead:  # what a step computes without its other ranks is no answer
-            raise EngineDeadError(self._dead)
-        return busy
-
-    def _abandon(self, open_streams: dict[int, AnswerStream]) -> None:
-        """Leaves an engine that the next call can use."""
-        if self._engine is None or self._dead:
-            return
-        with interrupted_at_the_end():
-            self._engine.core.abort(list(open_streams), FinishReason.CANCELLED)
-            try:
-                self._drain()
-            except EngineDeadError as error:
-                self._dead = str(error)
-
-    def _drain(self) -> None:
-        """Commits what is in flight of sequences that have ended, so that they hold no pages until the next call."""
-        core = self.engine.core
-        while self._step():
-            pass
-        core.drain_outputs()
-        core.take_rejected()
-
-    def _note_loss(self, reason: str) -> None:
-        self._dead = reason
-
 
 def _refuse_params(given: object) -> NoReturn:
     raise InvalidRequestError(
@@ -424,12 +281,3 @@ def _refuse_what_needs_a_server(config: EngineConfig) -> None:
             f"kv_events_endpoint is {config.kv_events_endpoint!r}; allowed in one process: unset. A server publishes "
             f"KV events: scripts/serve.sh --kv-events-endpoint {config.kv_events_endpoint!r}"
         )
-
-
-def _is_followed(grammar: Grammar | None, answers: Sequence[Answer]) -> bool:
-    """Whether a sequence of these has tokens by this grammar."""
-    if grammar is None:
-        return False
-    return any(
-        stream.token_ids for answer in answers if answer.request.params.grammar == grammar for stream in answer.streams
-    )

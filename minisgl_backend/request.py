@@ -8,8 +8,8 @@ from __future__ import annotations
 import enum
 import math
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NoReturn
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Literal, NoReturn, get_args
 
 import msgspec
 
@@ -44,10 +44,14 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
+GrammarKind = Literal["json", "json_schema", "regex", "ebnf_grammar"]
+GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
+
+
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A constraint on the output. `json` needs no text; the other kinds hold a schema, a regex or an EBNF grammar."""
 
-    kind: Literal["json", "json_schema", "regex", "ebnf_grammar"]
+    kind: GrammarKind
     text: str = ""
 
 
@@ -57,7 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     Types are checked and spellings made one when an instance is built: None is the default, one text or id stands for
     a list of it, empty words are dropped, `top_k` -1 and `top_p` 0 switch off. Raises InvalidRequestError naming the
     field. Token-id fields are what the engine works with; what concerns text (`stop`, `bad_words`, the two
-    flags at the end) is translated or heeded by the layer that owns the tokenizer, and the scheduler never looks at it.
+    flags at the end) is handled by the layer that owns the tokenizer, and the scheduler never looks at it.
     """
 
     max_tokens: int | None = None  # new tokens; None: up to the context limit
@@ -170,20 +174,36 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     request_id: str = ""  # the client's own id, for logs
 
 
-def check_prompt(name: str, token_ids: Sequence[int], *, vocab_size: int, max_seq_len: int) -> None:
-    """Raises InvalidRequestError, with `name` for the prompt, unless the model can continue it."""
-    if not token_ids:
-        raise InvalidRequestError(f"{name} is empty; allowed: a prompt of at least one token")
+def check_prompt(
+    name: str, token_ids: Any, *, max_seq_len: int, vocab_size: int | None = None, limited_by: str = ""
+) -> None:
+    """Raises InvalidRequestError, with `name` for the prompt, unless it can be continued.
+
+    `vocab_size`: None where the front has checked that. `limited_by`: what else than the model limits `max_seq_len`.
+    """
+    check_token_ids(name, token_ids, vocab_size)
     if len(token_ids) >= max_seq_len:
+        why = f" ({limited_by})" if limited_by else ""
         # The last words are those by which LiteLLM and LangChain know what is wrong.
         raise InvalidRequestError(
-            f"{name} has {len(token_ids)} tokens; this model takes prompts of at most {max_seq_len - 1}: "
+            f"{name} has {len(token_ids)} tokens; this model takes prompts of at most {max_seq_len - 1}{why}: "
             f"prompt is too long, this model's maximum context length is {max_seq_len} tokens"
         )
-    low, high = min(token_ids), max(token_ids)
-    if low < 0 or high >= vocab_size:
+
+
+def check_token_ids(name: str, token_ids: Any, vocab_size: int | None) -> None:
+    """Raises InvalidRequestError unless it has tokens, all of them of the vocabulary; None: none is negative.
+
+    `token_ids`: a list, or an array of one dimension.
+    """
+    if not len(token_ids):
+        raise InvalidRequestError(f"{name} is empty; allowed: a prompt of at least one token")
+    is_list = isinstance(token_ids, (list, tuple))
+    low, high = (min(token_ids), max(token_ids)) if is_list else (token_ids.min(), token_ids.max())
+    if low < 0 or (vocab_size is not None and high >= vocab_size):
         wrong = low if low < 0 else high
-        raise InvalidRequestError(f"{name} holds token id {wrong}; allowed: token ids 0 to {vocab_size - 1}")
+        allowed = "0 or more" if vocab_size is None else f"0 to {vocab_size - 1}"
+        raise InvalidRequestError(f"{name} holds token id {wrong}; allowed: token ids {allowed}")
 
 
 def _integer(name: str, value: Any) -> int:
@@ -293,6 +313,10 @@ _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
     "logit_bias": _bias,
     "grammar": _grammar,
 }
+# Fields of SamplingParams that are one number or flag.
+SCALAR_FIELDS = tuple(
+    name for name, one in _NORMALISE.items() if one in (_integer, _number, _flag, _seed, _top_k, _top_p)
+)
 _DEFAULTS: Mapping[str, Any] = {
     field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     for field in msgspec.structs.fields(SamplingParams)

@@ -110,10 +110,10 @@ class StepPlan:
 @dataclass(frozen=True, kw_only=True)
 class Backlog:
     """Queue length above which the throughput of prefill outweighs the inter-token latency of running streams, and the
-    budgets of a step then: the runner measures them, the scheduler heeds them."""
+    budgets of a step then: the runner measures them, the scheduler plans by them."""
 
     waiting_tokens: int  # more of them in the queue are a backlog
-    mixed_prefill_length: int  # prompt tokens beside streams in one step while there is one
+    mixed_prefill_length: int  # prompt tokens of a step that also decodes, while there is one
     most_prefill_length: int  # and at most, in a queue so long that steps grow with it
 
 

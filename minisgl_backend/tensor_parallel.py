@@ -27,24 +27,24 @@ if TYPE_CHECKING:
     from minisgl_backend.kernels.collectives.peer_sums import PeerSums
 
 CLOSE_S = 5.0  # what leaving a group may take
-# Rows from which on sums over the ranks run beside products of other rows. Smaller products waste more: on two H200s,
-# with sums by NCCL, prompts of 1,000 to 2,000 rows were 5 to 11% slower in two lanes, and steps of 8,192 1.2% faster.
+# Rows from which on the all-reduce of one micro-batch overlaps GEMMs of the other. Smaller GEMMs waste more: on two
+# H200s, with NCCL, prompts of 1,000 to 2,000 rows were 5 to 11% slower as two micro-batches, 8,192 rows 1.2% faster.
 OVERLAP_ROWS = 4096
-LANE_ROWS = 128  # a lane's rows are a multiple of these: what a product's tile has
+MICRO_BATCH_ROWS = 128  # a micro-batch has a multiple of these: the rows of a GEMM's tile
 
 log = logging.getLogger(__name__)
 
 
-class SumWay(enum.Enum):
-    """How the ranks' parts of a product are summed."""
+class AllReduce(enum.Enum):
+    """How the ranks' parts of a GEMM's output are summed."""
 
-    IN_NORM = enum.auto()  # few rows: by the norm that comes next, which saves two kernels
-    SENT_AHEAD = enum.auto()  # many: likewise, but parts are sent before, beside products of other rows
-    IN_PLACE = enum.auto()  # by NCCL or gloo
+    FUSED_IN_NORM = enum.auto()  # few rows: by the next norm, through shared memory, which saves two kernels
+    COPY_ENGINE = enum.auto()  # many: likewise, but copy engines move the parts, overlapped with GEMMs of other rows
+    NCCL = enum.auto()  # in place, by NCCL or gloo
 
 
 class TensorParallel:
-    """All ranks call the same collectives in the same order. Size 1 communicates with nobody and costs nothing."""
+    """All ranks call the same collectives in the same order. Size 1 communicates with no other and costs nothing."""
 
     def __init__(self, rank: int, size: int, group: Any | None, device: torch.device) -> None:
         self.rank = rank
@@ -98,7 +98,7 @@ class TensorParallel:
                 torch.cuda.set_device(device)
                 options = dist.ProcessGroupNCCL.Options()
                 options._timeout = timeout
-                options.is_high_priority_stream = True  # sums that run beside products are the first to get room
+                options.is_high_priority_stream = True  # all-reduces that overlap GEMMs are the first to get room
                 group: Any = dist.ProcessGroupNCCL(store, rank, size, options)
             else:
                 group = _gloo(store, rank, size, timeout, address)
@@ -130,19 +130,19 @@ class TensorParallel:
 
         return wait
 
-    def lanes(self, num_rows: int) -> list[int]:
-        """Into how many rows each a pass of so many is to be cut, so that sums of some run beside products of others:
-        all in one where that does not pay."""
+    def micro_batches(self, num_rows: int) -> list[int]:
+        """Splits `num_rows` into micro-batches whose all-reduce overlaps the other's GEMMs; one where that does not
+        pay."""
         if self.size == 1 or num_rows < OVERLAP_ROWS:
             return [num_rows]
-        first = -(-num_rows // (2 * LANE_ROWS)) * LANE_ROWS
+        first = -(-num_rows // (2 * MICRO_BATCH_ROWS)) * MICRO_BATCH_ROWS
         return [first, num_rows - first]
 
-    def longest_lane(self, max_rows: int) -> int:
-        """Rows of the longest lane of all passes of up to max_rows."""
+    def longest_micro_batch(self, max_rows: int) -> int:
+        """Rows of the longest micro-batch of all passes of up to max_rows."""
         if self.size == 1 or max_rows < OVERLAP_ROWS:
             return max_rows
-        return max(OVERLAP_ROWS - 1, self.lanes(max_rows)[0])
+        return max(OVERLAP_ROWS - 1, self.micro_batches(max_rows)[0])
 
     def share_memory(self, hidden_size: int, dtype: torch.dtype, max_rows: int) -> None:
         """From now on sums of rows of `hidden_size` go through memory that the ranks' GPUs share, where they can.
@@ -166,7 +166,7 @@ class TensorParallel:
             return
         if self.size > MOST_RANKS or max_rows < OVERLAP_ROWS:
             return
-        longest = self.lanes(max_rows)[0]
+        longest = self.micro_batches(max_rows)[0]
         try:
             self._peer_copies = PeerCopies.open(
                 self.rank, self.size, longest, hidden_size, dtype, self._device, self.all_gather, self.minimum
@@ -174,20 +174,20 @@ class TensorParallel:
         except OSError as error:
             log.warning("sums of %d rows and more are left to NCCL: %s", OVERLAP_ROWS, error)
 
-    def sum_way(self, num_rows: int, *, captured: bool) -> SumWay:
-        """How the sums of a pass of so many rows are done, the same on all ranks. Not by copies where it is captured:
-        their places are chosen on the host."""
+    def all_reduce_for(self, num_rows: int, *, captured: bool) -> AllReduce:
+        """How a pass of `num_rows` is all-reduced, the same on all ranks. Not by copy engines where it is captured:
+        their buffers are chosen on the host."""
         if num_rows < OVERLAP_ROWS:
             fits = self._peer_sums is not None and self._peer_sums.fits(num_rows)
-            return SumWay.IN_NORM if fits else SumWay.IN_PLACE
-        fits = self._peer_copies is not None and self._peer_copies.fits(self.lanes(num_rows)[0])
-        return SumWay.SENT_AHEAD if fits and not captured else SumWay.IN_PLACE
+            return AllReduce.FUSED_IN_NORM if fits else AllReduce.NCCL
+        fits = self._peer_copies is not None and self._peer_copies.fits(self.micro_batches(num_rows)[0])
+        return AllReduce.COPY_ENGINE if fits and not captured else AllReduce.NCCL
 
-    def send_ahead(self, partial: torch.Tensor, way: SumWay) -> Sent | None:
-        """Begins to send this rank's `partial` [rows, hidden_size], contiguous, to the other ranks, where that is the
-        `way`; `sum_norm` wants what is returned. At most two are on their way, and end in the order of their beginning.
+    def send_ahead(self, partial: torch.Tensor, all_reduce: AllReduce) -> Sent | None:
+        """Begins to send this rank's `partial` [rows, hidden_size], contiguous, to the other ranks, with COPY_ENGINE;
+        `sum_norm` takes what is returned. At most two are on their way, and end in the order of their beginning.
         """
-        if way is not SumWay.SENT_AHEAD:
+        if all_reduce is not AllReduce.COPY_ENGINE:
             return None
         assert self._peer_copies is not None, "share_memory comes first"
         return self._peer_copies.send(partial)
@@ -201,7 +201,7 @@ class TensorParallel:
         sent: Sent | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """residual + the sum of the ranks' `partial`, and its RMSNorm: [rows, hidden_size] each, the same bits on every
-        rank. The first may be written over `residual`. Only where `sum_way` is not IN_PLACE; `sent`: of `send_ahead`.
+        rank. The first may be written over `residual`. Not with NCCL; `sent`: of `send_ahead`.
         """
         if sent is not None:
             assert self._peer_copies is not None, "share_memory comes first"
@@ -210,8 +210,8 @@ class TensorParallel:
         return self._peer_sums.reduce_norm(partial, residual, weight, eps)
 
     def share_logits(self, max_rows: int, vocab_size: int, dtype: torch.dtype) -> None:
-        """From now on logits of decode steps of up to so many rows, and their tokens, go through memory that the ranks'
-        GPUs share, where they can.
+        """From now on logits of decode steps of up to max_rows rows, and their tokens, go through memory that the
+        ranks' GPUs share, where they can.
 
         All ranks call this at the same time, before anything is captured. Takes max_rows * vocab_size numbers of rank
         0's memory.

@@ -119,7 +119,7 @@ version=$("$python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 say "Python $version at $python, NVIDIA GPU: $gpu, tritonserver on PATH: ${container:-no}"
 
 if [[ $mode == serve && $gpu == no ]]; then
-  say "the first start installs 1.3 GB into .venv, which takes some minutes; later ones take seconds"
+  say "the first start installs 1.5 GB into .venv, which takes some minutes; later ones take seconds"
 fi
 
 # One setup at a time; a second one waits and then finds the work done.
@@ -159,7 +159,7 @@ if ! "$venv/bin/python" -c 'import torch' >/dev/null 2>&1; then
 fi
 
 # --- the package and its extras
-extras=client,grammar,openai
+extras=client,engine,grammar,openai
 if [[ $mode == dev ]]; then extras+=,dev,docs; fi
 if [[ -z $container ]]; then
   if [[ $(uname -s) != Linux || $(uname -m) != x86_64 ]] || ! serving "$venv/bin/python"; then

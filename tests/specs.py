@@ -23,10 +23,20 @@ def one_group(
     window: int | None = None,
     scale: float | None = None,
     kv_dtype: torch.dtype | None = None,
+    soft_cap: float | None = None,
+    sinks: bool = False,
 ) -> AttentionSpec:
     """All layers alike; keys and values in `kv_dtype`, or in `dtype` where it is None."""
     kv = MHALayout(num_kv_heads=num_kv_heads, head_dim=head_dim, dtype=kv_dtype or dtype)
-    group = LayerGroup(layers=tuple(range(num_layers)), num_q_heads=num_q_heads, kv=kv, window=window, scale=scale)
+    group = LayerGroup(
+        layers=tuple(range(num_layers)),
+        num_q_heads=num_q_heads,
+        kv=kv,
+        window=window,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+    )
     return AttentionSpec(
         groups=(group,),
         page_size=page_size,

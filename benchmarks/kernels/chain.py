@@ -107,7 +107,7 @@ class Chain:
                 )  # fmt: skip
                 attended = decode_attention(q, *where, None, pdl)
             x = ops.linear(attended.flatten(1), o_weight, residual=x)
-            gated = ops.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, gated=True)
+            gated = ops.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, activation="silu")
             x = ops.linear(gated, down_weight, residual=x)
         logits = ops.linear(ops.rms_norm(x, self.norm, 1e-6), self.lm_head)
         return sample_plain(logits, self.rows, self.positions, self.params, self.sampling, pdl)

@@ -75,7 +75,8 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
                     try:
                         us = timer([
                             functools.partial(
-                                linear, x, w, workspace, norm_weight=norm_weight, eps=1e-6, residual=extra, gated=gated,
+                                linear, x, w, workspace, norm_weight=norm_weight, eps=1e-6, residual=extra,
+                                activation="silu" if gated else None,
                                 shape=shape,
                             )
                             for w in weights
@@ -106,8 +107,10 @@ def bench_shards(results: dict[str, dict]) -> None:
         for rows in rows_of:
             x = torch.randn(rows, size_in, device="cuda").bfloat16()
             ways: dict[str, Callable[[torch.Tensor], object]] = {
-                "chosen": functools.partial(ops.linear, x, gated=gated),
-                "own": functools.partial(linear, x, workspace=workspace, gated=gated, pdl=True),
+                "chosen": functools.partial(ops.linear, x, activation="silu" if gated else None),
+                "own": functools.partial(
+                    linear, x, workspace=workspace, activation="silu" if gated else None, pdl=True
+                ),
                 "cublas": functools.partial(torch.nn.functional.linear, x),
             }
             timed = {}

@@ -26,6 +26,13 @@ from minisgl_backend.kv.layout import FP8
 _LARGEST = torch.finfo(FP8).max
 
 
+def serves_sinks() -> bool:
+    """Whether the installed kernels know attention sinks."""
+    from sgl_kernel.flash_attn import flash_attn_with_kvcache
+
+    return "sinks" in inspect.signature(flash_attn_with_kvcache).parameters
+
+
 @dataclass(frozen=True)
 class _Plan:
     kv_lens: torch.Tensor  # int32 [num_seqs]
@@ -76,6 +83,10 @@ class FlashAttentionBackend(AttentionBackend):
                 "k_descale": self._descale(layer.kv.scales.k, heads),
                 "v_descale": self._descale(layer.kv.scales.v, heads),
             }
+        if layer.soft_cap is not None:
+            more["softcap"] = layer.soft_cap
+        if layer.sinks is not None:
+            more["sinks"] = layer.sinks.to(torch.bfloat16)  # the only format that the kernels take
         attended: torch.Tensor = self._kernel(
             q,
             layer.kv.k.transpose(1, 2),

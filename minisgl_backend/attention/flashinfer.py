@@ -120,7 +120,7 @@ class FlashInferBackend(AttentionBackend):
             torch.from_numpy(inputs.cu_seqlens_q_host), pages.indptr, pages.indices, pages.last_page_len,
             group.num_q_heads, group.num_kv_heads, group.head_dim, spec.page_size, causal=True,
             sm_scale=group.softmax_scale, window_left=self._window_left, q_data_type=spec.dtype,
-            kv_data_type=group.kv.dtype,
+            kv_data_type=group.kv.dtype, logits_soft_cap=group.soft_cap,
         )  # fmt: skip
         return self._prefill.wrapper
 
@@ -162,7 +162,7 @@ class FlashInferBackend(AttentionBackend):
         planner.plan(
             pages.indptr, pages.indices, pages.last_page_len, group.num_q_heads, group.num_kv_heads, group.head_dim,
             spec.page_size, window_left=self._window_left, q_data_type=spec.dtype, kv_data_type=group.kv.dtype,
-            sm_scale=group.softmax_scale,
+            sm_scale=group.softmax_scale, logits_soft_cap=group.soft_cap,
         )  # fmt: skip
 
     def _pages(self, kv_lens: np.ndarray[Any, np.dtype[np.int32]], rows: torch.Tensor, table: torch.Tensor) -> _Pages:

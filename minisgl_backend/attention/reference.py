@@ -4,7 +4,7 @@ It gathers the pages of a batch into contiguous keys and values once a layer. Se
 computed in separate groups, so that a long one does not pad all others. It does not run under CUDA graphs.
 
 What is gathered beyond the end of a sequence is set to zero before it is used. A mask is not enough: the weight of a
-masked position is 0, and 0 times what another sequence left there, if that is not a number, is not a number either.
+masked position is 0, and 0 times NaN, which another sequence may have left there, is NaN.
 
 On a CPU that multiplies bfloat16, decode steps read the pages where they are, and copy nothing
 (`kernels/cpu/kernels.cpp`).
@@ -61,7 +61,7 @@ class _DecodeGroup:
     chunks: torch.Tensor  # int64 [group * num_kv_heads * num_pages]
     size: int
     mask: torch.Tensor  # [group, 1, 1, padded length], added to the scores
-    # Where gathered keys and values belong to nobody. On CPU int64 [num_lines], lines of them seen as
+    # Where gathered keys and values are beyond a sequence's end. On CPU int64 [num_rows], rows of them seen as
     # [group * num_kv_heads * padded length, head_dim]; on GPU bool [group, 1, padded length, 1].
     beyond: torch.Tensor
 
@@ -76,12 +76,15 @@ class TorchBackend(AttentionBackend):
                 f"{group.num_q_heads} query heads cannot share {group.num_kv_heads} KV heads; "
                 "allowed: a multiple of the KV heads"
             )
+        self._num_kv_heads, self._head_dim = group.num_kv_heads, group.head_dim
         self._kv_heads = torch.arange(group.num_kv_heads, device=spec.device).view(1, -1, 1)
         self._group_tokens = _GROUP_TOKENS_CPU if spec.device.type == "cpu" else _GROUP_TOKENS_GPU
         self._scratch: dict[str, torch.Tensor] = {}  # CPU only: gathered K and V, kept from call to call
+        self._heads_of_kv_head = group.num_q_heads // group.num_kv_heads
+        self._is_plain = group.soft_cap is None and not group.sinks  # what torch's own attention computes
         formats = (spec.device.type, spec.dtype, group.kv.dtype)
         is_served = formats == ("cpu", torch.bfloat16, torch.bfloat16) and group.head_dim in _COMPILED_HEADS
-        self._library = cpu_library() if is_served else None
+        self._library = cpu_library() if is_served and self._is_plain else None
 
     def plan_prefill(self, inputs: PrefillInputs) -> tuple[_SequencePrefill, ...]:
         sequences = []
@@ -99,15 +102,28 @@ class TorchBackend(AttentionBackend):
         for sequence in plan:
             k, v = self._gather("k", layer.kv.k, sequence.chunks, 1), self._gather("v", layer.kv.v, sequence.chunks, 1)
             for tile in sequence.tiles:
-                attended = F.scaled_dot_product_attention(
-                    q[tile.begin : tile.end].transpose(0, 1).unsqueeze(0),
-                    k[:, :, tile.kv_begin : tile.kv_end],
-                    v[:, :, tile.kv_begin : tile.kv_end],
-                    attn_mask=tile.mask,
-                    is_causal=tile.causal,
-                    scale=layer.scale * layer.kv.scales.k,
-                    enable_gqa=self.group.num_q_heads != self.group.num_kv_heads,
-                )
+                queries = q[tile.begin : tile.end].transpose(0, 1).unsqueeze(0)
+                keys, values = k[:, :, tile.kv_begin : tile.kv_end], v[:, :, tile.kv_begin : tile.kv_end]
+                if self._is_plain:
+                    attended = F.scaled_dot_product_attention(
+                        queries,
+                        keys,
+                        values,
+                        attn_mask=tile.mask,
+                        is_causal=tile.causal,
+                        scale=layer.scale * layer.kv.scales.k,
+                        enable_gqa=self.group.num_q_heads != self._num_kv_heads,
+                    )
+                else:
+                    num_queries = tile.end - tile.begin
+                    mask = self._mask(num_queries, num_queries) if tile.causal else tile.mask
+                    # Heads that share keys follow one another: [kv heads, heads of each * queries, head_dim].
+                    grouped = queries.reshape(1, self._num_kv_heads, -1, self._head_dim)
+                    mask = None if mask is None else mask.repeat(self._heads_of_kv_head, 1)
+                    sinks = layer.sinks
+                    if sinks is not None:
+                        sinks = sinks.repeat_interleave(num_queries).view(self._num_kv_heads, -1, 1)
+                    attended = _attention(layer, grouped, keys, values, mask, sinks).view(queries.shape)
                 out[tile.begin : tile.end] = attended[0].transpose(0, 1)
         return out if layer.kv.scales.v == 1.0 else out.mul_(layer.kv.scales.v)
 
@@ -137,7 +153,7 @@ class TorchBackend(AttentionBackend):
 
     def _decode_in_place(self, layer: AttentionLayer, q: torch.Tensor, inputs: DecodeInputs) -> torch.Tensor:
         assert self._library is not None, "plan_decode looks"
-        if q.stride()[1:] != (self.group.head_dim, 1):
+        if q.stride()[1:] != (self._head_dim, 1):
             q = q.contiguous()
         out = torch.empty(q.shape, dtype=q.dtype)
         self._library.minisgl_decode_attention(
@@ -151,8 +167,8 @@ class TorchBackend(AttentionBackend):
             inputs.kv_lens.data_ptr(),
             len(q),
             self.group.num_q_heads,
-            self.group.num_kv_heads,
-            self.group.head_dim,
+            self._num_kv_heads,
+            self._head_dim,
             self.spec.page_size,
             self.group.window or 0,
             layer.scale,
@@ -162,13 +178,15 @@ class TorchBackend(AttentionBackend):
 
     def _decode(self, layer: AttentionLayer, q: torch.Tensor, group: _DecodeGroup) -> torch.Tensor:
         # Query heads that share a KV head stand in for the query positions: keys are never repeated.
-        attended = F.scaled_dot_product_attention(
-            q.reshape(group.size, self.group.num_kv_heads, -1, self.group.head_dim),
-            self._cleared(self._gather("k", layer.kv.k, group.chunks, group.size), group.beyond),
-            self._cleared(self._gather("v", layer.kv.v, group.chunks, group.size), group.beyond),
-            attn_mask=group.mask,
-            scale=layer.scale * layer.kv.scales.k,
-        )
+        queries = q.reshape(group.size, self._num_kv_heads, -1, self._head_dim)
+        k = self._cleared(self._gather("k", layer.kv.k, group.chunks, group.size), group.beyond)
+        v = self._cleared(self._gather("v", layer.kv.v, group.chunks, group.size), group.beyond)
+        if self._is_plain:
+            scale = layer.scale * layer.kv.scales.k
+            attended = F.scaled_dot_product_attention(queries, k, v, attn_mask=group.mask, scale=scale)
+        else:
+            sinks = None if layer.sinks is None else layer.sinks.view(self._num_kv_heads, -1, 1)
+            attended = _attention(layer, queries, k, v, group.mask, sinks)
         return (
             attended.reshape(q.shape) if layer.kv.scales.v == 1.0 else attended.mul_(layer.kv.scales.v).reshape(q.shape)
         )
@@ -176,7 +194,7 @@ class TorchBackend(AttentionBackend):
     def _cleared(self, gathered: torch.Tensor, beyond: torch.Tensor) -> torch.Tensor:
         if beyond.dtype == torch.bool:
             return gathered.masked_fill_(beyond, 0)
-        gathered.view(-1, self.group.head_dim).index_fill_(0, beyond, 0)
+        gathered.view(-1, self._head_dim).index_fill_(0, beyond, 0)
         return gathered
 
     def _decode_group(
@@ -217,7 +235,7 @@ class TorchBackend(AttentionBackend):
     def _lines_beyond(self, lengths: Int32Array, padded: int) -> torch.Tensor:
         """See `_DecodeGroup.beyond`: a list costs what is beyond, where a mask would cost a pass over everything."""
         member, position = np.nonzero(np.arange(padded) >= lengths[:, None])
-        heads = self.group.num_kv_heads
+        heads = self._num_kv_heads
         lines = ((member * heads)[:, None] + np.arange(heads)) * padded + position[:, None]
         return torch.from_numpy(lines.reshape(-1))
 
@@ -231,7 +249,7 @@ class TorchBackend(AttentionBackend):
         """Page ids [batch, num_pages] -> int64 [batch * num_kv_heads * num_pages], the lines of a cache seen as
         [num_pages * num_kv_heads, page_size * head_dim] in the order that makes keys contiguous by head."""
         # What stands in the page table beyond a sequence's end is unspecified; any page will do, since it is cleared.
-        return (pages.long().unsqueeze(1).clamp_(min=0) * self.group.num_kv_heads + self._kv_heads).flatten()
+        return (pages.long().unsqueeze(1).clamp_(min=0) * self._num_kv_heads + self._kv_heads).flatten()
 
     def _gather(self, name: str, cache: torch.Tensor, chunks: torch.Tensor, batch: int) -> torch.Tensor:
         """One layer's K or V, without its scale -> [batch, num_kv_heads, padded length, head_dim], contiguous.
@@ -239,14 +257,14 @@ class TorchBackend(AttentionBackend):
         On CPU the result lives in scratch memory until the next call with the same name: fresh memory of this size
         would come from the system page by page, which was measured to cost four times the copy itself.
         """
-        chunk_size = self.spec.page_size * self.group.head_dim
+        chunk_size = self.spec.page_size * self._head_dim
         lines = as_bits(cache).view(-1, chunk_size)
         if cache.device.type == "cpu":
             gathered = self._scratch_lines(name, len(chunks), chunk_size)
             torch.index_select(lines, 0, chunks, out=as_bits(gathered))
         else:
             gathered = lines.index_select(0, chunks).view(cache.dtype)
-        return gathered.to(self.spec.dtype).view(batch, self.group.num_kv_heads, -1, self.group.head_dim)
+        return gathered.to(self.spec.dtype).view(batch, self._num_kv_heads, -1, self._head_dim)
 
     def _scratch_lines(self, name: str, count: int, size: int) -> torch.Tensor:
         scratch = self._scratch.get(name)
@@ -278,6 +296,32 @@ class TorchBackend(AttentionBackend):
             behind = torch.full_like(mask, -torch.inf).tril_(num_keys - num_queries - self.group.window)
             mask += behind
         return mask
+
+
+def _attention(
+    layer: AttentionLayer,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Attention with a soft cap or sinks, in float32; the values' scale is not in it.
+
+    q [batch, num_kv_heads, queries, head_dim], k and v [batch, num_kv_heads, keys, head_dim], mask added to the scores
+    [..., queries, keys], sinks float32 [num_kv_heads, queries, 1] -> the shape of q.
+    """
+    scores = (q.float() @ k.float().transpose(2, 3)) * (layer.scale * layer.kv.scales.k)
+    if layer.soft_cap is not None:
+        scores = layer.soft_cap * torch.tanh(scores / layer.soft_cap)
+    if mask is not None:
+        scores = scores + mask
+    if sinks is None:
+        weights = scores.softmax(dim=-1)
+    else:
+        sinks = sinks.expand(*scores.shape[:-1], 1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+    return (weights @ v.float()).to(q.dtype)
 
 
 def _group_by_length(kv_lens: Int32Array, max_tokens: int) -> list[Int64Array]:

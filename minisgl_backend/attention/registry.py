@@ -16,6 +16,17 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.number_formats import FP8_E4M3
 
 
+@dataclass(frozen=True)
+class Scores:
+    """What a model does to attention's scores besides the softmax."""
+
+    soft_cap: bool = False
+    sinks: bool = False
+
+
+PLAIN_SCORES = Scores()
+
+
 @dataclass(frozen=True, kw_only=True)
 class BackendEntry:
     """What is known of a backend without importing it."""
@@ -36,9 +47,23 @@ class BackendEntry:
     largest_head: int | None = None  # None: any
     any_kv: bool = False  # serves a cache in any number format; else in that of the queries, or in FP8
     fp8_capabilities: range = range(1000)  # compute capabilities on which it reads an FP8 cache
+    soft_caps: bool = False  # computes scores with a soft cap
+    sinks: bool = False  # likewise with sinks
+    sink_kernels: str = ""  # MODULE:FUNCTION, as `kernels`, for models with sinks
 
-    def refusal(self, head_dim: int, dtype: str, kv_dtype: str, compute_capability: int | None) -> str | None:
-        """Why it cannot serve heads of this size in these number formats; None: it can."""
+    def refusal(
+        self,
+        head_dim: int,
+        dtype: str,
+        kv_dtype: str,
+        compute_capability: int | None,
+        scores: Scores = PLAIN_SCORES,
+    ) -> str | None:
+        """Why it cannot serve heads of this size in these number formats with these scores; None: it can."""
+        if scores.soft_cap and not self.soft_caps:
+            return "computes no soft cap of attention's logits, which this model has"
+        if scores.sinks and not self.sinks:
+            return "computes no attention sinks, which this model has"
         if self.half_only and dtype not in ("float16", "bfloat16"):
             return f"serves float16 and bfloat16, not {dtype}"
         if self.head_sizes is not None and head_dim not in self.head_sizes:
@@ -74,11 +99,14 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             remedy=_SGL_KERNEL,
             device="cuda",
             default_page_size=64,
-            kernels="sgl_kernel.flash_attn:is_fa3_supported",
+            kernels="minisgl_backend.attention.flash_attn_trial:answers",
             fp8_capabilities=range(90, 100),
             half_only=True,
             head_multiple=8,
             largest_head=256,
+            soft_caps=True,
+            sinks=True,
+            sink_kernels="minisgl_backend.attention.flash_attn:serves_sinks",
         ),
         "fi": BackendEntry(
             module="flashinfer",
@@ -90,6 +118,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             kernels=_FLASHINFER_KERNELS,
             half_only=True,
             head_sizes=(64, 128, 256),
+            soft_caps=True,
         ),
         "trtllm": BackendEntry(
             module="trtllm",
@@ -116,6 +145,8 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             largest_head=256,
             any_kv=True,
             fp8_capabilities=range(89, 1000),  # those that convert FP8 numbers
+            soft_caps=True,
+            sinks=True,
         ),
         "torch": BackendEntry(
             module="reference",
@@ -125,6 +156,8 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             device=None,
             default_page_size=16,
             any_kv=True,
+            soft_caps=True,
+            sinks=True,
         ),
     }
 )
@@ -148,22 +181,24 @@ def choose_attention(
     head_dim: int = 128,
     dtype: str = "bfloat16",
     kv_dtype: str | None = None,
+    scores: Scores = PLAIN_SCORES,
     why_missing: Callable[[str], str | None] | None = None,
 ) -> AttentionChoice:
     """Resolves the two options. Imports the packages that it considers, and nothing on CPU.
 
-    `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dim` and `dtype` are the model's;
-    `kv_dtype` is that of the KV cache, None: `dtype`.
+    `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dim`, `dtype` and `scores` are the
+    model's; `kv_dtype` is that of the KV cache, None: `dtype`.
     `why_missing(name)` returns None for a package, or for MODULE:FUNCTION, that is of use, else the reason. Raises
     ConfigError for a named backend that cannot run here.
     """
     missing = why_missing or import_failure
     if requested == "auto":
-        prefill, decode, warnings = _automatic(compute_capability, head_dim, dtype, kv_dtype or dtype, missing)
+        prefill, decode, warnings = _automatic(compute_capability, head_dim, dtype, kv_dtype or dtype, scores, missing)
     else:
-        prefill, decode = _named(requested, compute_capability, missing)
+        prefill, decode = _named(requested, compute_capability, scores, missing)
         for name in (prefill, decode):
-            if (refusal := BACKENDS[name].refusal(head_dim, dtype, kv_dtype or dtype, compute_capability)) is not None:
+            refusal = BACKENDS[name].refusal(head_dim, dtype, kv_dtype or dtype, compute_capability, scores)
+            if refusal is not None:
                 raise ConfigError(f"attention_backend is {requested!r}, but {name} {refusal}; use triton or torch")
         warnings = []
     size, size_warnings = _page_size(prefill, decode, page_size)
@@ -192,7 +227,7 @@ def import_failure(name: str) -> str | None:
     return None if usable else f"{function}() says no"
 
 
-def _why_unusable(entry: BackendEntry, missing: Callable[[str], str | None]) -> str | None:
+def _why_unusable(entry: BackendEntry, scores: Scores, missing: Callable[[str], str | None]) -> str | None:
     """What is wrong with the package of a backend, in words that follow its name."""
     if entry.package is None:
         return None
@@ -200,21 +235,28 @@ def _why_unusable(entry: BackendEntry, missing: Callable[[str], str | None]) -> 
         return f"needs the package {entry.package}, which cannot be imported ({reason})"
     if entry.kernels and (reason := missing(entry.kernels)) is not None:
         return f"needs kernels that the package {entry.package} does not have for this machine ({reason})"
+    if scores.sinks and entry.sink_kernels and (reason := missing(entry.sink_kernels)) is not None:
+        return f"needs kernels with attention sinks, which this version of {entry.package} does not have ({reason})"
     return None
 
 
 def _automatic(
-    compute_capability: int | None, head_dim: int, dtype: str, kv_dtype: str, missing: Callable[[str], str | None]
+    compute_capability: int | None,
+    head_dim: int,
+    dtype: str,
+    kv_dtype: str,
+    scores: Scores,
+    missing: Callable[[str], str | None],
 ) -> tuple[str, str, list[str]]:
     """The first pair, best first, that serves the model and whose packages are of use; and a warning for each better
     one whose packages are not."""
     warnings: list[str] = []
     for prefill, decode in preferences(compute_capability, kv_dtype == FP8_E4M3):
         names = tuple(dict.fromkeys((prefill, decode)))
-        if any(BACKENDS[name].refusal(head_dim, dtype, kv_dtype, compute_capability) for name in names):
+        if any(BACKENDS[name].refusal(head_dim, dtype, kv_dtype, compute_capability, scores) for name in names):
             continue
         for name in names:
-            reason = _why_unusable(BACKENDS[name], missing)
+            reason = _why_unusable(BACKENDS[name], scores, missing)
             if reason is not None:
                 warnings.append(
                     f"{','.join(names)} would be the best attention here, but {name} {reason}; to use it: "
@@ -242,7 +284,9 @@ def preferences(compute_capability: int | None, fp8_kv: bool = False) -> list[tu
     return last
 
 
-def _named(requested: str, compute_capability: int | None, missing: Callable[[str], str | None]) -> tuple[str, str]:
+def _named(
+    requested: str, compute_capability: int | None, scores: Scores, missing: Callable[[str], str | None]
+) -> tuple[str, str]:
     names = requested.split(",")
     if len(names) > 2 or any(name not in BACKENDS for name in names):
         raise ConfigError(
@@ -252,7 +296,7 @@ def _named(requested: str, compute_capability: int | None, missing: Callable[[st
         entry = BACKENDS[name]
         if entry.device == "cuda" and compute_capability is None:
             raise ConfigError(f"attention_backend is {requested!r}, but {name} needs a GPU; allowed on CPU: torch")
-        reason = _why_unusable(entry, missing)
+        reason = _why_unusable(entry, scores, missing)
         if reason is not None:
             raise ConfigError(f"attention_backend is {requested!r}, but {name} {reason}; to install it: {entry.remedy}")
     first = BACKENDS[names[0]]
@@ -279,7 +323,8 @@ def _page_size(prefill: str, decode: str, requested: int | None) -> tuple[int, l
 def _create(name: str, spec: AttentionSpec, group: LayerGroup) -> AttentionBackend:
     entry = BACKENDS[name]
     dtype, kv_dtype = (str(one).removeprefix("torch.") for one in (spec.dtype, group.kv.dtype))
-    if (refusal := entry.refusal(group.head_dim, dtype, kv_dtype, None)) is not None:
+    scores = Scores(group.soft_cap is not None, group.sinks)
+    if (refusal := entry.refusal(group.head_dim, dtype, kv_dtype, None, scores)) is not None:
         raise ConfigError(f"the attention backend {name} {refusal}; use triton or torch")
     try:
         module = importlib.import_module(f"minisgl_backend.attention.{entry.module}")

@@ -72,7 +72,7 @@ class TritonBackend(AttentionBackend):
         i = plan.inputs
         prefill_attention(
             q, layer.kv.k, layer.kv.v, i.cu_seqlens_q, i.kv_lens, i.rows, i.page_table, plan.max_q_len, layer.scale,
-            window=self._window, scales=layer.kv.scales, out=out,
+            window=self._window, scales=layer.kv.scales, out=out, soft_cap=layer.soft_cap, sinks=layer.sinks,
         )  # fmt: skip
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
@@ -90,7 +90,8 @@ class TritonBackend(AttentionBackend):
         i = plan.inputs
         decode_attention(
             q, layer.kv.k, layer.kv.v, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale,
-            out=out, pdl=self._overlaps(plan), window=self._window, scales=layer.kv.scales,
+            out=out, pdl=self._overlaps(plan), window=self._window, scales=layer.kv.scales, soft_cap=layer.soft_cap,
+            sinks=layer.sinks,
         )  # fmt: skip
 
     def fuses_rope(self, plan: _DecodePlan) -> bool:
@@ -103,7 +104,7 @@ class TritonBackend(AttentionBackend):
         return rotating_decode_attention(
             qkv, rotation.q_norm, rotation.k_norm, rotation.cos_sin, kv.k, kv.v, i.rows, i.kv_lens, i.page_table,
             self._workspace, plan.shape, layer.scale, rotation.eps, pdl=self._overlaps(plan), window=self._window,
-            scales=kv.scales,
+            scales=kv.scales, soft_cap=layer.soft_cap, sinks=layer.sinks,
         )  # fmt: skip
 
     def _overlaps(self, plan: _DecodePlan) -> bool:

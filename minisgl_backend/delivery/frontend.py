@@ -21,7 +21,7 @@ from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidReques
 from minisgl_backend.ipc.messages import CANCELLED, Outputs, Rejected, Welcome
 from minisgl_backend.ipc.wire import Chunk, EngineRequest
 from minisgl_backend.process.status_files import drain_deadline, drained_mark, lost_at
-from minisgl_backend.request import MAX_PRIORITY, FinishReason, Request
+from minisgl_backend.request import MAX_PRIORITY, FinishReason, Request, check_token_ids
 from minisgl_backend.text.vocabulary import PROMPT_TAIL, Vocabulary
 
 SILENCE_S = 30.0  # the detokenizer itself is stuck or dead
@@ -143,12 +143,7 @@ class EngineFront:
         if self._draining:
             raise CapacityError(SHUTTING_DOWN)
         spec.params.validate(self._vocab_size)
-        if not len(token_ids):
-            raise InvalidRequestError("input_ids is empty; allowed: at least one token id")
-        low, high = int(token_ids.min()), int(token_ids.max())
-        if low < 0 or high >= self._vocab_size:
-            wrong = low if low < 0 else high
-            raise InvalidRequestError(f"input_ids holds {wrong}; allowed: token ids 0 to {self._vocab_size - 1}")
+        check_token_ids("input_ids", token_ids, self._vocab_size)
         if not 0 <= spec.priority <= MAX_PRIORITY:
             raise InvalidRequestError(f"spec.priority is {spec.priority}; allowed: 0 to {MAX_PRIORITY}")
 
@@ -194,7 +189,7 @@ class EngineFront:
             stream.fail("UNAVAILABLE", reason)
 
     def _on_up(self, welcome: Welcome) -> None:
-        self.responder.page_size = welcome.page_size
+        self.responder.note_up(welcome.page_size)
         self._vocab_size = welcome.vocab_size
 
     def _on_acknowledged(self, uids: Int64Array, numbers: Int32Array) -> None:

@@ -81,7 +81,7 @@ class Responder:
         self._on_closed = on_closed
         self._details = details
         self.latency = LatencyRecorder()
-        self.page_size = 1  # for perf metrics; known once the engine is up
+        self._page_size = 1  # for perf metrics; known once the engine is up
         self._num_streams = 0
         self._limit = MAX_UNCONFIRMED  # responses of each of them between front and detokenizer
         self._count_lock = threading.Lock()
@@ -98,6 +98,10 @@ class Responder:
     @property
     def num_workers(self) -> int:
         return len(self._threads)
+
+    def note_up(self, page_size: int) -> None:
+        """The engine is up, with pages of `page_size` tokens."""
+        self._page_size = page_size
 
     def queue_for(self, uid: int) -> SendQueue[SequenceStream]:
         """Of the thread that is to serve the stream with this uid."""
@@ -218,7 +222,7 @@ class Responder:
     def _encode_details(self, stream: Stream, deltas: Sequence[Delta], *, first: bool, final: bool) -> Arrays:
         if not stream.wants_details:
             return {}
-        metrics = stream.metrics(self.page_size, final=final)
+        metrics = stream.metrics(self._page_size, final=final)
         return self._details.encode(stream, deltas, first=first, metrics=metrics)
 
     def _send(self, stream: Stream, chunk: Chunk, details: Arrays, final: bool) -> None:

@@ -22,13 +22,15 @@ import numpy as np
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.core import EngineCore, StepRunner
+from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.open_device import OpenedDevice
 from minisgl_backend.engine.progress import ProgressReport, mebibytes
+from minisgl_backend.engine.stages import StepRunner
 from minisgl_backend.environment import Environment
 from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.grammars import Grammars
+from minisgl_backend.grammar.jobs import Limits
 from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.config import ModelConfig
@@ -50,6 +52,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+WARMS_BESIDE_CORES = 4  # from so many on, compilers of grammars start while weights are loaded, else behind that
+MAX_QUICK_COMPILERS = 4  # where a quarter of the processors are as many
 NULL_PAGE_SIZE = 16
 NULL_MAX_PAGES = 1 << 16
 NULL_MIXED_PREFILL = 512
@@ -102,11 +106,16 @@ def build_engine(
             runner, limits, description, close = _null_runner(config, environment, model_dir, model)
             heartbeat.ready(on_cpu=False)
         else:
-            if importlib.util.find_spec("xgrammar") is not None:
+            has_grammars = importlib.util.find_spec("xgrammar") is not None
+            # On a small machine the load of weights would wait for processors that the compilers take.
+            warms_beside = has_grammars and len(os.sched_getaffinity(0)) >= WARMS_BESIDE_CORES
+            if warms_beside:
                 compilers.warm()
             runner, limits, description, close = _model_runner(
                 config, environment, dp_rank, model_dir, model, on_hang_or_death, heartbeat, owns_process
             )
+            if has_grammars and not warms_beside:
+                compilers.warm()
         undo.callback(close)
         grammars = Grammars(compilers)
         scheduler = Scheduler(limits)
@@ -130,7 +139,8 @@ def _grammar_compilers(
 ) -> GrammarCompilers:
     source = TokenizerSource(str(model_dir), config.trust_remote_code, model.vocab_size, list(model.eos_token_ids))
     # An engine core has no use for transformers; other threads of a program that holds an engine may.
-    return GrammarCompilers(source, without=["transformers"] if owns_process else [])
+    limits = Limits(max_quick=min(MAX_QUICK_COMPILERS, max(1, len(os.sched_getaffinity(0)) // 4)))
+    return GrammarCompilers(source, without=["transformers"] if owns_process else [], limits=limits)
 
 
 def resolve_options(config: EngineConfig, environment: Environment) -> tuple[RuntimeConfig, ModelConfig]:
@@ -195,7 +205,7 @@ def _model_runner(
 def _resolve(
     config: EngineConfig, environment: Environment, dp_rank: int, model_dir: Path, model: ModelConfig
 ) -> tuple[RuntimeConfig, str]:
-    """What the options come to on this machine, and in words."""
+    """What the options come to on this machine, and a description of it."""
     opened = _load_torch(config.first_device(dp_rank))
     from minisgl_backend.runner.start.device import DeviceFacts
     from minisgl_backend.runner.start.memory import check_weights_fit
@@ -274,7 +284,7 @@ def _limits(
 
     mixed, backlog = measure_prefill_budget(runner, runtime, model.vocab_size, tp)
     log.info(
-        "beside streams %d prompt tokens a step%s",
+        "mixed batches of up to %d prompt tokens%s",
         mixed,
         f", in a backlog {backlog.mixed_prefill_length}" if backlog else "",
     )

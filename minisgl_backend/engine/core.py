@@ -6,18 +6,19 @@ import dataclasses
 import logging
 import time
 from collections.abc import Iterable
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn
 
 import numpy as np
 
-from minisgl_backend.arrays import IndexArray, Int32Array
 from minisgl_backend.cache.changes import CacheChange
+from minisgl_backend.engine.partial_steps import failed_result, masks_of, rows_of, with_left_out
+from minisgl_backend.engine.stages import PendingStep, StepRunner, StepScheduler
 from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError, MinisglError
 from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.ipc.messages import Rejected
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.outputs import SequenceOutputs
-from minisgl_backend.step import RowError, SequenceDetail, StepPlan, StepResult, StepStats
+from minisgl_backend.step import RowError, StepPlan, StepResult, StepStats
 
 log = logging.getLogger(__name__)
 
@@ -25,54 +26,6 @@ log = logging.getLogger(__name__)
 MAX_FAILED_STEPS = 3  # in a row; after them the engine gives up, unless a health-check step succeeds
 # Texts of errors after which the device answers nothing more.
 FATAL_DEVICE_ERRORS = ("CUDA error", "device-side assert", "illegal memory access", "NCCL", "Connection closed by peer")
-
-
-class PendingStep(Protocol):
-    """A launched step."""
-
-    @property
-    def unsampled(self) -> Any:
-        """Not None while its tokens wait for `StepRunner.sample`, as those of a step with grammars do."""
-        ...
-
-    def result(self) -> StepResult:
-        """Waits for the step's tokens."""
-        ...
-
-
-class StepRunner(Protocol):
-    """What executes plans: the model's runner, the null runner, or the leader of tensor-parallel ranks."""
-
-    def prepare(self, plan: StepPlan) -> Any: ...
-
-    def execute(self, batch: Any) -> PendingStep: ...
-
-    def sample(self, pending: Any, masks: tuple[Int32Array, Int32Array] | None) -> None:
-        """Goes on with a step that waits for it; see Grammars.masks."""
-        ...
-
-    def grammar_bitmask(self, count: int) -> Int32Array:
-        """Pinned buffer for `count` grammar bitmask rows, int32 [count, ceil(vocab_size / 32)], which `sample` need not
-        copy. Good until it has been given to `sample`, or the next call."""
-        ...
-
-
-class StepScheduler(Protocol):
-    """What makes plans."""
-
-    def add(self, request: Request) -> None: ...
-
-    def abort(self, uid: int, reason: FinishReason, detail: SequenceDetail | None = None) -> None: ...
-
-    def plan(self) -> StepPlan | None: ...
-
-    def commit(self, plan: StepPlan, result: StepResult) -> None: ...
-
-    def drain_outputs(self) -> SequenceOutputs | None: ...
-
-    def take_cache_changes(self) -> list[CacheChange]: ...
-
-    def stats(self) -> StepStats: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -281,7 +234,7 @@ class EngineCore:
                 why = self._note_failure(plan, error, counts=not counted)
                 counted, more = True, left_out | prompts
             if more == left_out:
-                return _Launched(plan, None, _rows_of(plan), why)
+                return _Launched(plan, None, rows_of(plan), why)
             left_out = more
 
     def _sample(self, launched: _Launched) -> _Launched:
@@ -290,7 +243,7 @@ class EngineCore:
             masks = None
             if self._grammars is not None:
                 masks = self._grammars.masks(launched.plan, self._runner.grammar_bitmask)
-            self._runner.sample(launched.pending, _masks_of(launched.plan, masks, launched.failed_rows))
+            self._runner.sample(launched.pending, masks_of(launched.plan, masks, launched.failed_rows))
         except Exception as error:
             return dataclasses.replace(launched, pending=_FailedStep(error))
         return launched
@@ -300,14 +253,14 @@ class EngineCore:
         if launched.pending is not None:
             try:
                 result = launched.pending.result()
-                if not launched.failed_rows or launched.failed_rows != _rows_of(plan):  # else nothing was computed
+                if not launched.failed_rows or launched.failed_rows != rows_of(plan):  # else nothing was computed
                     self._failed_steps = 0
             except Exception as error:
                 why = self._note_failure(plan, error)
         if result is None:
-            result = _failed_result(plan, why, executed=launched.pending is not None)
+            result = failed_result(plan, why, executed=launched.pending is not None)
         elif launched.failed_rows:
-            result = _with_left_out(plan, result, launched.failed_rows, why)
+            result = with_left_out(plan, result, launched.failed_rows, why)
         if self._grammars is not None and self._guides:
             self._grammars.advance(plan, result)
         self._scheduler.commit(plan, result)
@@ -359,46 +312,6 @@ def _request_list(names: Iterable[str]) -> str:
     """Request ids, each once, in order: «2 requests: 'a', 'b'»."""
     unique = [repr(name) for name in dict.fromkeys(names)]
     return f"{len(unique)} request{'' if len(unique) == 1 else 's'}: {', '.join(unique)}"
-
-
-def _rows_of(plan: StepPlan) -> frozenset[int]:
-    return frozenset([*(chunk.row for chunk in plan.prefill), *plan.decode_rows.tolist()])
-
-
-def _failed_result(plan: StepPlan, why: str, *, executed: bool) -> StepResult:
-    tokens = np.zeros(len(plan.sampled_rows), dtype=np.int32)
-    return StepResult(step=plan.step, token_ids=tokens, failed_rows=_rows_of(plan), why=why, executed=executed)
-
-
-def _with_left_out(plan: StepPlan, result: StepResult, left_out: frozenset[int], why: str) -> StepResult:
-    """The result of a plan without some of its rows as one of the whole plan."""
-    kept = _kept(plan, left_out)
-    tokens = np.zeros(len(plan.sampled_rows), dtype=np.int32)
-    tokens[kept] = result.token_ids
-    return dataclasses.replace(
-        result,
-        token_ids=tokens,
-        logprobs={int(kept[index]): logprobs for index, logprobs in result.logprobs.items()},
-        failed_rows=result.failed_rows | left_out,
-        why=why,
-    )
-
-
-def _masks_of(
-    plan: StepPlan, masks: tuple[Int32Array, Int32Array] | None, left_out: frozenset[int]
-) -> tuple[Int32Array, Int32Array] | None:
-    """The masks of a plan as those of the plan without some of its rows."""
-    if masks is None or not left_out:
-        return masks
-    indices, bits = masks
-    kept = _kept(plan, left_out)
-    stays = np.isin(indices, kept)
-    return (np.searchsorted(kept, indices[stays]).astype(np.int32), bits[stays]) if stays.any() else None
-
-
-def _kept(plan: StepPlan, left_out: frozenset[int]) -> IndexArray:
-    """Result indices of the rows that stay, ascending."""
-    return np.flatnonzero(np.isin(plan.sampled_rows, list(left_out), invert=True))
 
 
 def _with_early_aborts(outputs: SequenceOutputs | None, aborted: list[tuple[int, FinishReason]]) -> SequenceOutputs:

@@ -28,8 +28,8 @@ import msgspec
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.config import EngineConfig
-from minisgl_backend.engine.core import PendingStep
 from minisgl_backend.engine.nodes import PING_S, Nodes
+from minisgl_backend.engine.stages import PendingStep
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.plan_codec import pack_step

@@ -22,7 +22,7 @@ LINGER_S = 1.0  # the next sequence often comes soon
 
 
 class IdleCpus:
-    """One process's wish. `mode`: "poll", "sleep" (the kernel decides), or "auto": poll in a virtual machine."""
+    """What one process asks of the kernel. `mode`: poll, sleep (the kernel decides), or auto (poll in a VM)."""
 
     def __init__(self, mode: str, *, device: Path = DEVICE, driver: Path = DRIVER) -> None:
         self._device = device

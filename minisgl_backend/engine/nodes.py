@@ -253,7 +253,7 @@ class Nodes:
             if name != "model" and join.options.get(name) != value:
                 return f"{name} is {_shown(join.options.get(name))}; allowed: {_shown(value)}, as on node 0"
         if not 1 <= join.node_rank < config.nodes:
-            return f"--node-rank is {join.node_rank}; allowed beside node 0: 1 to {config.nodes - 1}"
+            return f"--node-rank is {join.node_rank}; allowed next to node 0: 1 to {config.nodes - 1}"
         for name in sorted({*self._files, *join.files}):
             if config.dummy_weights and name != "config.json":
                 continue

@@ -113,7 +113,7 @@ class GrammarCompilers:
 
     def _add_thread(self) -> None:
         with self._lock:
-            if self._closed or len(self._threads) > self.limits.max_slow:
+            if self._closed or len(self._threads) >= self.limits.max_quick + self.limits.max_slow:
                 return
             thread = threading.Thread(target=Worker(self).run, name="grammar-compiler", daemon=True)
             try:
@@ -199,6 +199,9 @@ class GrammarCompilers:
             if flight is None:
                 self._flights[job.grammar] = _Flight(job)
                 self._todo.put(job)
+                num_quick = len(self._threads) - self._num_slow
+                if num_quick < self.limits.max_quick and self._todo.qsize() >= self.limits.many * num_quick:
+                    self._add_thread()
             else:
                 # Without those that have left: else whoever asks and leaves again and again makes it long.
                 flight.followers = [*(one for one in flight.followers if one.is_wanted()), job]

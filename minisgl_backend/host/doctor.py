@@ -156,7 +156,7 @@ def _gpus() -> list[Finding]:
 def _packages(has_gpu: bool) -> Iterator[Finding]:
     """A finding for what the package needs, and one for each extra that serving takes."""
     try:
-        yield _group("needed", requirements_of(), PROBLEM, "", has_gpu)
+        yield _group("needed", [*requirements_of(), *requirements_of("engine")], PROBLEM, "", has_gpu)
     except metadata.PackageNotFoundError:
         text = f"{DISTRIBUTION} is not installed for this Python"
         yield Finding(
@@ -164,9 +164,9 @@ def _packages(has_gpu: bool) -> Iterator[Finding]:
         )
         return
     if _server_is_the_wheels():
-        yield _group(
-            "server", requirements_of("server"), PROBLEM, "or use NVIDIA's container, whose server it takes", has_gpu
-        )
+        engine = {requirement.text for requirement in requirements_of("engine")}
+        own = [requirement for requirement in requirements_of("server") if requirement.text not in engine]
+        yield _group("server", own, PROBLEM, "or use NVIDIA's container, whose server it takes", has_gpu)
     yield _group("openai", requirements_of("openai"), PROBLEM, "or serve without it: --openai-port 0", has_gpu)
     yield _group("client", requirements_of("client"), NOTE, "for minisgl generate, chat, bench and status", has_gpu)
     yield _group("grammar", requirements_of("grammar"), NOTE, "for JSON schemas and grammars", has_gpu)
@@ -174,7 +174,7 @@ def _packages(has_gpu: bool) -> Iterator[Finding]:
 
 def _all_requirements() -> Iterator[Requirement]:
     try:
-        for extra in ("", "server", "openai", "client", "grammar", "cuda", "cuda12", "trtllm"):
+        for extra in ("", "engine", "server", "openai", "client", "grammar", "cuda", "cuda12", "trtllm"):
             yield from requirements_of(extra)
     except metadata.PackageNotFoundError:
         return

@@ -26,6 +26,7 @@ from minisgl_backend.host.serve_options import Arguments, ServerSettings, open_p
 from minisgl_backend.host.server_process import ServerProcess
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
 from minisgl_backend.process.exit_status import describe_end
+from minisgl_backend.process.installed import check_engine_packages
 from minisgl_backend.process.ports import free_port_error
 from minisgl_backend.process.stop_signals import on_stop_signals
 
@@ -230,6 +231,7 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.s
     """The command. Exit codes: 0 stopped by a signal, 1 could not serve, 2 wrong options."""
     try:
         parsed = parse_arguments(sys.argv[1:] if arguments is None else arguments, program)
+        check_engine_packages()
         if parsed.node_rank:
             return serve_node(parsed)
         install = find_triton_server()

@@ -22,7 +22,7 @@ import triton
 KERNELS = frozenset(
     {
         "_vector_kernel", "_sliced_kernel", "_linear_kernel", "_decode_kernel", "_balanced_decode_kernel",
-        "_rms_norm_kernel", "_silu_mul_kernel", "_rope_store_kernel", "sample_kernel",
+        "_rms_norm_kernel", "_activate_mul_kernel", "_rope_store_kernel", "sample_kernel",
     }
 )  # fmt: skip
 _PREFERRED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT

@@ -11,13 +11,16 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.activation import activate
 from minisgl_backend.kv.layout import ONE, KVScales
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False) -> torch.Tensor:
-    """x [num_tokens, hidden] -> x / rms(x) * weight, same shape and dtype; statistics in float32."""
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, pdl: bool = False, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    """x [num_tokens, hidden] -> x / rms(x) * weight, same shape and dtype; statistics in float32. out: may be x."""
     num_tokens, hidden = x.shape
-    out = torch.empty_like(x)
+    out = torch.empty_like(x) if out is None else out
     padded = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(num_tokens,)](
         x, weight, out, x.stride(0), out.stride(0), eps,
@@ -50,20 +53,54 @@ def _rms_norm_kernel(
     tl.store(out_ptr + token * out_stride + i, (x * scale * weight).to(out_ptr.dtype.element_ty), mask=ok)
 
 
-def silu_mul(gate_up: torch.Tensor, pdl: bool = False) -> torch.Tensor:
-    """gate_up [num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
+def add_norm(
+    hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float, pdl: bool = False
+) -> torch.Tensor:
+    """hidden + multiplier * rms_norm(x), all [num_tokens, size], written over hidden."""
+    num_tokens, size = x.shape
+    padded = triton.next_power_of_2(size)
+    _add_norm_kernel[(num_tokens,)](
+        hidden, x, weight, hidden.stride(0), x.stride(0), eps,
+        SIZE=size, PADDED=padded, MULTIPLIER=multiplier, PDL=pdl, num_warps=8 if padded >= 4096 else 4, **_launch(pdl),
+    )  # fmt: skip
+    return hidden
+
+
+@triton.jit
+def _add_norm_kernel(
+    hidden_ptr, x_ptr, weight_ptr, out_stride, x_stride, eps,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, MULTIPLIER: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    ok = i < SIZE
+    weight = tl.load(weight_ptr + i, mask=ok, other=0.0).to(tl.float32)
+    x = tl.load(x_ptr + token * x_stride + i, mask=ok, other=0.0).to(tl.float32)
+    row = hidden_ptr + token * out_stride + i
+    hidden = tl.load(row, mask=ok, other=0.0).to(tl.float32)
+    scale = MULTIPLIER / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps)
+    tl.store(row, (hidden + x * scale * weight).to(hidden_ptr.dtype.element_ty), mask=ok)
+
+
+def activate_mul(gate_up: torch.Tensor, activation: str = "silu", pdl: bool = False) -> torch.Tensor:
+    """gate_up [num_tokens, 2 * size] -> activation(first half) * second half, [num_tokens, size]."""
     num_tokens, width = gate_up.shape
     size = width // 2
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     tile = 1024
-    _silu_mul_kernel[(num_tokens, triton.cdiv(size, tile))](
-        gate_up, out, gate_up.stride(0), size, TILE=tile, PDL=pdl, num_warps=4, **_launch(pdl)
+    _activate_mul_kernel[(num_tokens, triton.cdiv(size, tile))](
+        gate_up, out, gate_up.stride(0), size, TILE=tile, ACTIVATION=activation, PDL=pdl, num_warps=4, **_launch(pdl)
     )
     return out
 
 
 @triton.jit
-def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, PDL: tl.constexpr):
+def _activate_mul_kernel(
+    gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, ACTIVATION: tl.constexpr, PDL: tl.constexpr
+):
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -72,7 +109,7 @@ def _silu_mul_kernel(gate_up_ptr, out_ptr, stride, size, TILE: tl.constexpr, PDL
     ok = i < size
     gate = tl.load(gate_up_ptr + token * stride + i, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * stride + size + i, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * size + i, (gate / (1.0 + tl.exp(-gate)) * up).to(out_ptr.dtype.element_ty), mask=ok)
+    tl.store(out_ptr + token * size + i, (activate(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty), mask=ok)
 
 
 def combine(

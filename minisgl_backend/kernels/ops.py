@@ -31,13 +31,14 @@ class Ops(ABC):
         eps: float = 0.0,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        gated: bool = False,
+        activation: str | None = None,
     ) -> torch.Tensor:
         """epilogue(norm(x) @ weight.T): x [num_tokens, size_in], weight [size_out, size_in] -> [num_tokens, size_out].
 
         norm_weight [size_in]: RMSNorm of x with `eps` first. bias [size_out]. residual [num_tokens, size_out] is
-        added to the result and may be overwritten. gated: weight holds gate rows, then as many up rows; the result is
-        silu(gate) * up, [num_tokens, size_out / 2]; not together with bias or residual.
+        added to the result and may be overwritten. activation (layers.config.Activation): weight holds gate rows, then
+        as many up rows, bias likewise; the result is activation(gate) * up, [num_tokens, size_out / 2]; not together
+        with residual.
         """
 
     def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
@@ -50,15 +51,26 @@ class Ops(ABC):
     def prepare_linear(  # noqa: B027  optional
         self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0
     ) -> None:
-        """Chooses how `linear` does products of these weights, all of one shape, with so many rows, and with those of
-        prompts, up to `longest`; may measure it.
+        """Chooses how `linear` multiplies with these weights, all of one shape: for these decode row counts, and for
+        prefill up to `longest` rows; may measure it.
 
         Called once before anything is captured, or not at all: `linear` needs it for speed only.
         """
 
     @abstractmethod
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """x [num_tokens, size] -> x / rms(x) * weight, same shape and dtype."""
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [num_tokens, size] -> x / rms(x) * weight, same shape and dtype, in `out` (which may be x) where given.
+
+        Rows of x and out may be apart. weight [size] may be float32 where x is not, here and in all other methods.
+        """
+
+    @abstractmethod
+    def add_norm(
+        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        """hidden + multiplier * rms_norm(x), all [num_tokens, size]; hidden may be overwritten."""
 
     @abstractmethod
     def rope_store(
@@ -103,12 +115,13 @@ class Ops(ABC):
         gate_up: torch.Tensor,
         down: torch.Tensor,
         residual: torch.Tensor | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
         """The weighted sum of each token's experts, plus `residual` where given: x [num_tokens, hidden] -> same shape.
 
         expert_ids int64 and expert_weights [num_tokens, experts_per_token]; gate_up [num_experts, 2 * size, hidden]
-        with gate rows first; down [num_experts, hidden, size]. An expert is down @ (silu(gate) * up). Implementations
-        that need the number of tokens of each expert on the host synchronise and say so.
+        with gate rows first; down [num_experts, hidden, size]. An expert is down @ (activation(gate) * up).
+        Implementations that need the number of tokens of each expert on the host synchronise and say so.
         """
 
     def mixture(
@@ -123,6 +136,7 @@ class Ops(ABC):
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         residual: torch.Tensor | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
         """`linear` with the router, `route` and `moe`, of norm(x): x [num_tokens, hidden] -> same shape.
 
@@ -132,7 +146,7 @@ class Ops(ABC):
         if norm_weight is not None:
             x = self.rms_norm(x, norm_weight, eps)
         expert_ids, weights = self.route(self.linear(x, router), experts_per_token, renormalize)
-        return self.moe(x, expert_ids, weights, gate_up, down, residual)
+        return self.moe(x, expert_ids, weights, gate_up, down, residual, activation)
 
     def early_router(
         self, router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor
@@ -156,6 +170,7 @@ class Ops(ABC):
         *,
         norm_weight: torch.Tensor,
         eps: float,
+        activation: str = "silu",
     ) -> torch.Tensor:
         """One token's `linear` with product [hidden, size_in] and the residual, then `mixture` with norm and residual.
 

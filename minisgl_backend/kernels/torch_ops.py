@@ -21,20 +21,26 @@ class TorchOps(Ops):
         eps: float = 0.0,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        gated: bool = False,
+        activation: str | None = None,
     ) -> torch.Tensor:
         if norm_weight is not None:
             x = self.rms_norm(x, norm_weight, eps)
         if residual is None:
             out = F.linear(x, weight, bias)
-            return silu_mul(out) if gated else out
+            return out if activation is None else activate_mul(out, activation)
         out = torch.addmm(residual, x, weight.t())
         return out if bias is None else out + bias
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        x32 = x.float()
-        scale = torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps)
-        return ((x32 * scale) * weight.float()).to(x.dtype)
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        normed = _rms_norm(x, weight, eps)
+        return normed.to(x.dtype) if out is None else out.copy_(normed)
+
+    def add_norm(
+        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        return (hidden.float() + multiplier * _rms_norm(x, weight, eps)).to(hidden.dtype)
 
     def rope_store(
         self,
@@ -82,6 +88,7 @@ class TorchOps(Ops):
         gate_up: torch.Tensor,
         down: torch.Tensor,
         residual: torch.Tensor | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
         num_tokens, experts_per_token = expert_ids.shape
         grouped_ids, order = expert_ids.flatten().sort(stable=True)  # (token, choice) pairs grouped by expert
@@ -89,11 +96,17 @@ class TorchOps(Ops):
         ends = torch.searchsorted(grouped_ids, experts, right=True)  # of each expert's pairs
         grouped = x[torch.div(order, experts_per_token, rounding_mode="floor")]
         out = torch.empty_like(grouped)
-        out[order] = _experts(grouped, ends, gate_up, down)
+        out[order] = _experts(grouped, ends, gate_up, down, activation)
         # Summed by token and not by adding experts up: the result does not depend on the order of arrival.
         out = out.view(num_tokens, experts_per_token, -1).float() * expert_weights.float().unsqueeze(-1)
         summed = out.sum(dim=1)
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """In float32."""
+    x32 = x.float()
+    return x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
 def store_tokens(cache: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> None:
@@ -114,23 +127,33 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
     return x.view(torch.uint8) if x.element_size() == 1 else x
 
 
-def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """gate_up [num_tokens, 2 * size] -> silu(first half) * second half, [num_tokens, size]."""
+def activate_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
+    """gate_up [num_tokens, 2 * size] -> activation(first half) * second half, [num_tokens, size]."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return (F.silu(gate.float()) * up.float()).to(gate_up.dtype)
+    return (activate(gate.float(), activation) * up.float()).to(gate_up.dtype)
 
 
-def _experts(x: torch.Tensor, ends: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """A `layers.config.Activation` of each element; the same shape."""
+    if activation == "silu":
+        return F.silu(x)
+    return F.gelu(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
+
+
+def _experts(
+    x: torch.Tensor, ends: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str
+) -> torch.Tensor:
     """Each expert's gated MLP of its own lines of x [num_pairs, hidden]: x[ends[expert - 1] : ends[expert]]."""
     if has_grouped_products(x):
         offsets = ends.int()
-        gated = silu_mul(F.grouped_mm(x, gate_up.transpose(1, 2), offs=offsets))
+        gated = activate_mul(F.grouped_mm(x, gate_up.transpose(1, 2), offs=offsets), activation)
         return F.grouped_mm(gated, down.transpose(1, 2), offs=offsets)
     out = torch.empty_like(x)
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
-            out[start:end] = F.linear(silu_mul(F.linear(x[start:end], gate_up[expert])), down[expert])
+            gated = activate_mul(F.linear(x[start:end], gate_up[expert]), activation)
+            out[start:end] = F.linear(gated, down[expert])
         start = end
     return out
 

@@ -59,12 +59,13 @@ class TritonOps(TorchOps):
         eps: float = 0.0,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        gated: bool = False,
+        activation: str | None = None,
     ) -> torch.Tensor:
-        if self._is_small(x, weight, residual, gated, norm_weight is not None):
+        gated = activation is not None
+        if not (gated and bias is not None) and self._is_small(x, weight, residual, gated, norm_weight is not None):
             return small_linear.linear(
                 x, weight, self._workspace, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual,
-                gated=gated, pdl=self._pdl(x),
+                activation=activation, pdl=self._pdl(x),
             )  # fmt: skip
         if norm_weight is None and bias is None and residual is None and not gated and self._is_long(x, weight):
             shape = small_linear.long_shape(weight.shape[0], weight.shape[1], self._num_sms)
@@ -72,13 +73,13 @@ class TritonOps(TorchOps):
         if norm_weight is not None:
             x = self.rms_norm(x, norm_weight, eps)
         if bias is None and (out := self._tuned.linear(x, weight, residual)) is not None:
-            return fused.silu_mul(out, self._pdl(x)) if gated else out
+            return out if activation is None else fused.activate_mul(out, activation, self._pdl(x))
         if residual is not None:
             # In place: torch would copy the residual first, a kernel more.
             out = residual.addmm_(x, weight.t())
             return out if bias is None else out.add_(bias)
         out = F.linear(x, weight, bias)
-        return fused.silu_mul(out, self._pdl(x)) if gated else out
+        return out if activation is None else fused.activate_mul(out, activation, self._pdl(x))
 
     def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         # Of a vocabulary ours was not tried there: its programs write two numbers each, and `out` may be far away.
@@ -127,8 +128,15 @@ class TritonOps(TorchOps):
         serves = self.pdl and self._has_room and x.stride(1) == 1 and x.element_size() == 2
         return serves and rows <= 16 and size_out <= size_in and size_out * size_in >= LARGE_LONG
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        return fused.rms_norm(x, weight, eps, self._pdl(x))
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return fused.rms_norm(x, weight, eps, self._pdl(x), out)
+
+    def add_norm(
+        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        return fused.add_norm(hidden, x, weight, eps, multiplier, self._pdl(x))
 
     def rope_store(
         self,
@@ -161,8 +169,11 @@ class TritonOps(TorchOps):
         gate_up: torch.Tensor,
         down: torch.Tensor,
         residual: torch.Tensor | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
-        return moe.moe(x, expert_ids, expert_weights, gate_up, down, residual, tma=self.pdl, pdl=self._moe_pdl(x))
+        return moe.moe(
+            x, expert_ids, expert_weights, gate_up, down, residual, activation, tma=self.pdl, pdl=self._moe_pdl(x)
+        )
 
     def mixture(
         self,
@@ -176,20 +187,21 @@ class TritonOps(TorchOps):
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         residual: torch.Tensor | None = None,
+        activation: str = "silu",
     ) -> torch.Tensor:
         if moe_one.serves(x, router):
             return moe_one.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
-                residual=residual, pdl=self._pdl(x),
+                residual=residual, activation=activation, pdl=self._pdl(x),
             )  # fmt: skip
         if moe_few.serves(x, router):
             return moe_few.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, self._workspace, norm_weight=norm_weight,
-                eps=eps, residual=residual, pdl=self._pdl(x),
+                eps=eps, residual=residual, activation=activation, pdl=self._pdl(x),
             )  # fmt: skip
         return super().mixture(
             x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
-            residual=residual,
+            residual=residual, activation=activation,
         )  # fmt: skip
 
     def early_router(
@@ -210,12 +222,13 @@ class TritonOps(TorchOps):
         *,
         norm_weight: torch.Tensor,
         eps: float,
+        activation: str = "silu",
     ) -> torch.Tensor:
         pdl = self._pdl(x)
         hidden, logits = early_router.output_and_logits(x, product, residual, early, experts_per_token, pdl=pdl)
         return moe_one.experts(
             hidden, logits, gate_up, down, renormalize, divided=False, norm_weight=norm_weight, eps=eps,
-            residual=hidden, pdl=pdl,
+            residual=hidden, activation=activation, pdl=pdl,
         )  # fmt: skip
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
 from minisgl_backend.attention.base import AttentionSpec, QKNormRope
 from minisgl_backend.attention.layer import AttentionLayer
@@ -13,13 +12,14 @@ from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.config import AttentionConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
-from minisgl_backend.layers.norm import RMSNorm
-from minisgl_backend.layers.residual import Lanes, Residual, joined
+from minisgl_backend.layers.norm import NormOverHeads, RMSNorm, SublayerNorms
+from minisgl_backend.layers.residual import MicroBatches, join
 from minisgl_backend.layers.rotary import head_order
-from minisgl_backend.layers.weights import LayerContext
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.weights.parts import WeightPart
 
 
-class SelfAttention(nn.Module):
+class SelfAttention(WeightedLayer):
     def __init__(
         self,
         config: AttentionConfig,
@@ -32,68 +32,87 @@ class SelfAttention(nn.Module):
         super().__init__()
         self._layer_index = layer_index
         self._layer: AttentionLayer  # see `bind`
+        self._config = config
         self._ops = layer_context.ops
         self._tp = tp = layer_context.tp
+        self._sinks_name = layer_context.name("sinks")
         q_size, kv_size = config.num_q_heads * config.head_dim, config.num_kv_heads * config.head_dim
         outputs = {"q_proj": q_size, "k_proj": kv_size, "v_proj": kv_size}
         # Of more ranks than KV heads, several have the same one.
-        parts = dict.fromkeys(("k_proj", "v_proj"), min(config.num_kv_heads, tp.size))
+        kv_parts = min(config.num_kv_heads, tp.size)
+        order = head_order(config.rope, config.head_dim)
         self.qkv_proj = ColumnParallelLinear(
             hidden_size,
             outputs,
             config.qkv_bias,
             layer_context,
-            parts=parts,
-            row_orders=dict.fromkeys(("q_proj", "k_proj"), head_order(config.rope, config.head_dim)),
+            parts={"k_proj": kv_parts, "v_proj": kv_parts},
+            row_orders={"q_proj": order, "k_proj": order},
         )
         self.o_proj = RowParallelLinear(q_size, hidden_size, "o_proj", config.output_bias, layer_context)
-        norm, head_dim = config.qk_norm, config.head_dim
-        self.q_norm = RMSNorm(head_dim, norm.eps, "q_norm", layer_context) if norm is not None else None
-        self.k_norm = RMSNorm(head_dim, norm.eps, "k_norm", layer_context) if norm is not None else None
+        self._sizes = (q_size // tp.size, kv_size // kv_parts)  # of this rank's queries and keys
+        norm, over_heads = config.qk_norm, config.qk_norm_over_heads
+        self.q_norm: RMSNorm | NormOverHeads | None = None
+        self.k_norm: RMSNorm | NormOverHeads | None = None
+        if norm is not None and over_heads:
+            self.q_norm = NormOverHeads(q_size, tp.size, norm, "q_norm", layer_context, order)
+            self.k_norm = NormOverHeads(kv_size, kv_parts, norm, "k_norm", layer_context, order)
+        elif norm is not None:
+            self.q_norm = RMSNorm(config.head_dim, norm, "q_norm", layer_context, order)
+            self.k_norm = RMSNorm(config.head_dim, norm, "k_norm", layer_context, order)
+        # Rank for rank, as the query heads.
+        sinks = layer_context.parameter(config.num_q_heads // tp.size, dtype=torch.float32) if config.sinks else None
+        self.sinks = sinks
         self._rotation = QKNormRope(  # weights are loaded in place
-            q_norm=self.q_norm.weight if self.q_norm is not None else None,
-            k_norm=self.k_norm.weight if self.k_norm is not None else None,
+            q_norm=self.q_norm.weight if isinstance(self.q_norm, RMSNorm) else None,
+            k_norm=self.k_norm.weight if isinstance(self.k_norm, RMSNorm) else None,
             cos_sin=cos_sin,
             eps=norm.eps if norm is not None else 0.0,
         )
 
     def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
         """From now on attention reads and writes this pool."""
-        self._layer = spec.layer(self._layer_index, pool.layer(self._layer_index))
+        sinks = None if self.sinks is None else self.sinks.data
+        self._layer = spec.layer(self._layer_index, pool.layer(self._layer_index), sinks)
 
     def forward(
         self,
-        lanes: Lanes,
-        norm: RMSNorm,
+        micro_batches: MicroBatches,
+        norms: SublayerNorms,
         positions: torch.Tensor,
         ctx: ForwardContext,
         logits_indices: torch.Tensor | None = None,
         *,
-        leaves_product: Callable[[int], bool],
-    ) -> Lanes:
-        """hidden + attention(norm(hidden)), both [num_tokens, hidden_size] in all lanes; positions int [num_tokens].
+        defers_o_proj: Callable[[int], bool],
+    ) -> MicroBatches:
+        """The residual stream plus attention(norm(residual)), of all micro-batches together; positions int
+        [num_tokens].
 
         `logits_indices`, int [num_logits]: only these tokens are returned; keys and values are stored for all.
-        `leaves_product`: whether the last product, of so many lines, is left to what comes next.
+        `defers_o_proj`: whether the next sublayer runs o_proj, at this token count.
         """
-        hidden: tuple[torch.Tensor, ...]
-        if len(lanes) == 1:
-            first, qkv = self.qkv_proj(lanes[0], norm)
-            hidden = (first,)
-        else:  # attention wants one tensor, of which each lane has its lines
-            qkv = lanes[0].hidden.new_empty(len(positions), len(self.qkv_proj.weight))
-            lines = qkv.split([len(lane.hidden) for lane in lanes])
-            hidden = tuple(self.qkv_proj.into(lane, norm, out) for lane, out in zip(lanes, lines, strict=True))
+        if len(micro_batches) == 1:
+            residual, qkv = self.qkv_proj(micro_batches[0], norms.before)
+            settled: MicroBatches = (residual,)
+        else:  # attention takes one tensor, of which each micro-batch has its rows
+            weight = self.qkv_proj.weight
+            qkv = torch.empty((len(positions), len(weight)), dtype=weight.dtype, device=weight.device)
+            rows = qkv.split([one.num_tokens for one in micro_batches])
+            pairs = zip(micro_batches, rows, strict=True)
+            settled = tuple(self.qkv_proj.into(one, norms.before, out) for one, out in pairs)
         attended = self._attend(qkv, positions, ctx).flatten(1)
         if logits_indices is not None:
-            attended, hidden = attended[logits_indices], (joined(hidden)[logits_indices],)
-        if leaves_product(len(attended)):
-            return (Residual(joined(hidden), product=(attended, self.o_proj.weight)),)
-        sizes, way = self._tp.lanes(len(attended)), self._tp.sum_way(len(attended), captured=ctx.captured)
-        if len(sizes) != len(hidden):
-            hidden = joined(hidden).split(sizes)
-        parts = zip(attended.split(sizes), hidden, strict=True)
-        return tuple(self.o_proj(part, lane, way) for part, lane in parts)
+            attended, settled = attended[logits_indices], (join(settled).at(logits_indices),)
+        if defers_o_proj(len(attended)):
+            return (join(settled).deferring(attended, self.o_proj.weight),)
+        if self._tp.size == 1:
+            return (self.o_proj(settled[0], attended, norms),)
+        sizes = self._tp.micro_batches(len(attended))
+        all_reduce = self._tp.all_reduce_for(len(attended), captured=ctx.captured)
+        if len(sizes) != len(settled):
+            settled = join(settled).split(sizes)
+        pairs = zip(settled, attended.split(sizes), strict=True)
+        return tuple(self.o_proj(one.reduced_by(all_reduce), x, norms) for one, x in pairs)
 
     def _attend(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Norm and rotation of each head, the store of keys and values, and attention.
@@ -101,6 +120,10 @@ class SelfAttention(nn.Module):
         qkv [num_tokens, local outputs], which may be overwritten -> [num_tokens, local num_q_heads, head_dim].
         """
         layer, r = self._layer, self._rotation
+        if isinstance(self.q_norm, NormOverHeads) and isinstance(self.k_norm, NormOverHeads):
+            q_size, k_size = self._sizes
+            self.q_norm.apply_(qkv[:, :q_size])
+            self.k_norm.apply_(qkv[:, q_size : q_size + k_size])
         if ctx.fuses_rope(layer):
             return ctx.attend_with_rope(layer, qkv, r)
         kv = layer.kv
@@ -108,3 +131,9 @@ class SelfAttention(nn.Module):
             qkv, r.q_norm, r.k_norm, r.cos_sin, positions, ctx.slots, kv.k, kv.v, layer.num_q_heads, r.eps, kv.scales
         )
         return ctx.attend(layer, q)
+
+    def weight_parts(self) -> list[WeightPart]:
+        if self.sinks is None:
+            return []
+        start = self._tp.rank * len(self.sinks)
+        return [WeightPart(name=self._sinks_name, shape=(self._config.num_q_heads,), target=self.sinks, start=start)]

@@ -13,14 +13,20 @@ from minisgl_backend.weights.parts import WeightPart
 
 
 class Embedding(WeightedLayer):
-    def __init__(self, vocab_size: int, hidden_size: int, name: str, layer_context: LayerContext) -> None:
+    """`multiplier`: of all vectors (Gemma, Granite), rounded to their number format, as in transformers."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, name: str, layer_context: LayerContext, multiplier: float = 1.0
+    ) -> None:
         super().__init__()
+        self._multiplier = torch.tensor(multiplier, dtype=layer_context.dtype).item()
         self._name = layer_context.name(name)
         self.weight = layer_context.parameter(vocab_size, hidden_size)
 
     def forward(self, token_ids: torch.Tensor) -> torch.Tensor:
         """token_ids int [num_tokens] -> [num_tokens, hidden_size]."""
-        return F.embedding(token_ids, self.weight)
+        vectors = F.embedding(token_ids, self.weight)
+        return vectors if self._multiplier == 1.0 else vectors.mul_(self._multiplier)
 
     def weight_parts(self) -> list[WeightPart]:
         return [WeightPart(name=f"{self._name}.weight", shape=tuple(self.weight.shape), target=self.weight)]

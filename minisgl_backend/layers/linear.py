@@ -1,7 +1,7 @@
-"""Matrix products, split over tensor-parallel ranks by their outputs (column) or their inputs (row).
+"""Linear layers, split over tensor-parallel ranks by their outputs (column) or their inputs (row).
 
 A column layer followed by a row layer needs one all-reduce, at the end: the scheme of Megatron-LM (Shoeybi et al.,
-2019). `SumWay` says how.
+2019). `AllReduce` says how.
 """
 
 from __future__ import annotations
@@ -10,18 +10,17 @@ from collections.abc import Mapping
 
 import torch
 
-from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
-from minisgl_backend.tensor_parallel import SumWay
 from minisgl_backend.weights.parts import WeightPart
 
 
 class ColumnParallelLinear(WeightedLayer):
-    """One or more products of the same input, stacked in one weight; each output is split evenly over the ranks.
+    """One or more linear layers of the same input, stacked in one weight; each output is split evenly over the ranks.
 
-    `outputs` maps the name of each product in the checkpoint to its full output size; `parts` names those that are
-    split into fewer parts than there are ranks, of which several neighbours have the same one then. `row_orders`: see
+    `outputs` maps the name of each in the checkpoint to its full output size; `parts` names those that are split into
+    fewer parts than there are ranks, of which several neighbours have the same one then. `row_orders`: see
     `WeightPart.row_order`.
     """
 
@@ -44,28 +43,28 @@ class ColumnParallelLinear(WeightedLayer):
         self.weight = layer_context.parameter(local, input_size)
         self.bias = layer_context.parameter(local) if bias else None
 
-    def forward(self, residual: Residual, norm: RMSNorm, *, gated: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
-        """The settled hidden states [num_tokens, input_size], and the products of their norm [num_tokens, local
-        outputs]; gated as in `Ops.linear`."""
-        linear = self._layer_context.ops.linear
-        assert residual.product is None, "it is left to those who take it"
-        if residual.partial is None:
-            hidden = residual.hidden
-            if residual.arrival is not None:
-                residual.arrival()
-            return hidden, linear(
-                hidden, self.weight, norm_weight=norm.weight, eps=norm.eps, bias=self.bias, gated=gated
-            )
-        hidden, x = norm.settle(residual)
-        return hidden, linear(x, self.weight, bias=self.bias, gated=gated)
+    def forward(
+        self, residual: Residual, norm: RMSNorm | None, *, activation: str | None = None
+    ) -> tuple[Residual, torch.Tensor]:
+        """The residual stream with all that was to be added, and the products of its norm, [num_tokens, local outputs].
 
-    def into(self, residual: Residual, norm: RMSNorm, out: torch.Tensor) -> torch.Tensor:
-        """`forward` with the products written to `out`; returns the settled hidden states."""
-        hidden, x = norm.settle(residual)
+        norm: None: of the residual stream itself. activation: as in `Ops.linear`.
+        """
+        residual, x, unapplied = residual.before_gemm(norm)
+        linear = self._layer_context.ops.linear
+        if unapplied is None:
+            return residual, linear(x, self.weight, bias=self.bias, activation=activation)
+        return residual, linear(
+            x, self.weight, norm_weight=unapplied.weight, eps=unapplied.eps, bias=self.bias, activation=activation
+        )
+
+    def into(self, residual: Residual, norm: RMSNorm | None, out: torch.Tensor) -> Residual:
+        """`forward` with the products written to `out`."""
+        residual, x = residual.settled(norm)
         self._layer_context.ops.linear_into(x, self.weight, out)
         if self.bias is not None:
             out += self.bias
-        return hidden
+        return residual
 
     def weight_parts(self) -> list[WeightPart]:
         context, parts, row = self._layer_context, [], 0
@@ -93,7 +92,7 @@ class ColumnParallelLinear(WeightedLayer):
 
 
 class RowParallelLinear(WeightedLayer):
-    """A product whose input is split over the ranks; the ranks' partial results are summed."""
+    """A linear layer whose input is split over the ranks; the ranks' partial results are summed."""
 
     def __init__(self, input_size: int, output_size: int, name: str, bias: bool, layer_context: LayerContext) -> None:
         super().__init__()
@@ -103,16 +102,11 @@ class RowParallelLinear(WeightedLayer):
         self.weight = layer_context.parameter(output_size, input_size // layer_context.tp.size)
         self.bias = layer_context.parameter(output_size) if bias else None
 
-    def forward(self, x: torch.Tensor, hidden: torch.Tensor, way: SumWay) -> Residual:
-        """x [num_tokens, local inputs], hidden [num_tokens, output_size] -> hidden + product, summed over ranks."""
-        ops, tp = self._layer_context.ops, self._layer_context.tp
-        # Bias and hidden states must enter the sum once, so only rank 0 adds them.
-        bias = self.bias if tp.rank == 0 else None
-        if way is not SumWay.IN_PLACE:
-            partial = ops.linear(x, self.weight, bias=bias)
-            return Residual(hidden, partial, tp.send_ahead(partial, way))
-        out = ops.linear(x, self.weight, bias=bias, residual=hidden if tp.rank == 0 else None)
-        return Residual(out, arrival=tp.begin_all_reduce(out))
+    def forward(self, residual: Residual, x: torch.Tensor, norms: SublayerNorms) -> Residual:
+        """The residual stream, which is settled, plus x [num_tokens, local inputs] @ weight.T of all ranks."""
+        ops = self._layer_context.ops
+        bias = self.bias if self._layer_context.tp.rank == 0 else None  # which must enter the sum once
+        return residual.plus(lambda added_to: ops.linear(x, self.weight, bias=bias, residual=added_to), norms)
 
     def weight_parts(self) -> list[WeightPart]:
         output_size, local = self.weight.shape

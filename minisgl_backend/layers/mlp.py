@@ -1,4 +1,4 @@
-"""The gated MLP: down(silu(gate(x)) * up(x)) (SwiGLU, Shazeer 2020)."""
+"""The gated MLP: down(activation(gate(x)) * up(x)) (SwiGLU and GeGLU, Shazeer 2020)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 from minisgl_backend.layers.config import MlpConfig
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
-from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.norm import SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext
 
@@ -14,19 +14,20 @@ from minisgl_backend.layers.weights import LayerContext
 class GatedMLP(nn.Module):
     def __init__(self, config: MlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
+        self._activation = config.activation
         intermediate_size = config.intermediate_size
         outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, False, layer_context)
         self.down_proj = RowParallelLinear(intermediate_size, hidden_size, "down_proj", False, layer_context)
 
-    def derive_weights(self, product: RowParallelLinear, norm: RMSNorm) -> None:
-        """To be called when all weights are loaded, with the product and the norm before this; nothing to do here."""
+    def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
+        """To be called when all weights are loaded, with the o_proj before this and its own norms; nothing to do."""
 
-    def takes_product(self, num_tokens: int) -> bool:
-        """Whether `forward` is to be given the product before this, of so many tokens, undone."""
+    def takes_o_proj(self, num_tokens: int) -> bool:
+        """Whether this MLP runs the preceding o_proj itself (deferred), at this token count."""
         return False
 
-    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        """hidden + mlp(norm(hidden)), both [num_tokens, hidden_size]."""
-        hidden, gated = self.gate_up_proj(residual, norm, gated=True)
-        return self.down_proj(gated, hidden, residual.way)
+    def forward(self, residual: Residual, norms: SublayerNorms) -> Residual:
+        """The residual stream plus mlp(norm(residual)), [num_tokens, hidden_size]."""
+        residual, gated = self.gate_up_proj(residual, norms.before, activation=self._activation)
+        return self.down_proj(residual, gated, norms)

@@ -11,11 +11,10 @@ from torch import nn
 
 from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
-from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.norm import SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
-from minisgl_backend.tensor_parallel import SumWay
 from minisgl_backend.weights.parts import WeightPart
 
 
@@ -41,6 +40,7 @@ class SharedExpert(nn.Module):
     def __init__(self, config: MoeConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
         self._layer_context, size = layer_context, config.shared_intermediate_size
+        self._activation = config.activation
         inner = layer_context.at("shared_expert")
         outputs = {"gate_proj": size, "up_proj": size}
         self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, False, inner)
@@ -50,7 +50,7 @@ class SharedExpert(nn.Module):
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """x, residual [num_tokens, hidden_size] -> residual + this rank's part of the MLP."""
         linear = self._layer_context.ops.linear
-        gated = linear(x, self.gate_up_proj.weight, gated=True)
+        gated = linear(x, self.gate_up_proj.weight, activation=self._activation)
         if self.gate is None:
             return linear(gated, self.down_proj.weight, residual=residual)
         out = linear(gated, self.down_proj.weight) * self.gate(x)
@@ -74,37 +74,37 @@ class MoeMLP(WeightedLayer):
         self._is_fused = self.router.is_fused and self.shared_expert is None
         self._early: torch.Tensor | None = None
 
-    def derive_weights(self, product: RowParallelLinear, norm: RMSNorm) -> None:
-        """To be called when all weights are loaded, with the product and the norm before this."""
-        if self._is_fused and self._layer_context.tp.size == 1 and product.bias is None:
-            self._early = self._layer_context.ops.early_router(self.router.weight, norm.weight, product.weight)
+    def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
+        """To be called when all weights are loaded, with the o_proj before this and its own norms."""
+        plain = self._layer_context.tp.size == 1 and o_proj.bias is None and norms.adds_as_is
+        if self._is_fused and plain and norms.before is not None:
+            self._early = self._layer_context.ops.early_router(self.router.weight, norms.before.weight, o_proj.weight)
 
-    def takes_product(self, num_tokens: int) -> bool:
-        """Whether `forward` is to be given the product before this, of so many tokens, undone."""
+    def takes_o_proj(self, num_tokens: int) -> bool:
+        """Whether this MLP runs the preceding o_proj itself (deferred), at this token count."""
         return self._early is not None and num_tokens == 1
 
-    def forward(self, residual: Residual, norm: RMSNorm) -> Residual:
-        """hidden + experts(norm(hidden)), both [num_tokens, hidden_size]."""
-        tp = self._layer_context.tp
-        if residual.product is not None:
-            assert self._early is not None, "takes_product says so"
-            x, product = residual.product
-            return Residual(
+    def forward(self, residual: Residual, norms: SublayerNorms) -> Residual:
+        """The residual stream plus experts(norm(residual)), [num_tokens, hidden_size]."""
+        norm, config = norms.before, self._config
+        if (deferred := residual.deferred_o_proj) is not None:
+            assert self._early is not None, "takes_o_proj says so"
+            assert norm is not None, "derive_weights looks"
+            hidden, x, o_proj = deferred
+            return residual.become(
                 self._layer_context.ops.product_and_mixture(
-                    x, product, residual.hidden, self._early, self.gate_up, self.down, self._config.experts_per_token,
-                    self._config.router.renormalize, norm_weight=norm.weight, eps=norm.eps,
+                    x, o_proj, hidden, self._early, self.gate_up, self.down, config.experts_per_token,
+                    config.router.renormalize, norm_weight=norm.weight, eps=norm.eps, activation=config.activation,
                 )
             )  # fmt: skip
-        if tp.size == 1 and self._is_fused:
-            hidden = residual.hidden
-            return Residual(self._mixture(hidden, norm_weight=norm.weight, eps=norm.eps, residual=hidden))
-        hidden, x = norm.settle(residual)
-        if residual.way is not SumWay.IN_PLACE:
-            partial = self._experts(x)
-            return Residual(hidden, partial, tp.send_ahead(partial, residual.way))
-        # The hidden states must enter the sum once.
-        out = self._experts(x, hidden if tp.rank == 0 else None)
-        return Residual(out, arrival=tp.begin_all_reduce(out))
+        if self._layer_context.tp.size == 1 and self._is_fused:
+            residual, x, norm = residual.before_gemm(norm)
+            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+            return residual.plus(
+                lambda added_to: self._mixture(x, norm_weight=weight, eps=eps, residual=added_to), norms
+            )
+        residual, x = residual.settled(norm)
+        return residual.plus(lambda added_to: self._experts(x, added_to), norms)
 
     def _experts(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
         """x, residual [num_tokens, hidden_size] -> residual + this rank's part of all experts that a token takes."""
@@ -113,7 +113,7 @@ class MoeMLP(WeightedLayer):
         if self.router.is_fused:
             return self._mixture(x, residual=residual)
         ids, shares = self.router(x)
-        return self._layer_context.ops.moe(x, ids, shares, self.gate_up, self.down, residual)
+        return self._layer_context.ops.moe(x, ids, shares, self.gate_up, self.down, residual, self._config.activation)
 
     def _mixture(
         self,
@@ -127,6 +127,7 @@ class MoeMLP(WeightedLayer):
         return self._layer_context.ops.mixture(
             x, self.router.weight, self.gate_up, self.down, self._config.experts_per_token,
             self._config.router.renormalize, norm_weight=norm_weight, eps=eps, residual=residual,
+            activation=self._config.activation,
         )  # fmt: skip
 
     def weight_parts(self) -> list[WeightPart]:

@@ -1,36 +1,119 @@
-"""RMSNorm weights. The norm itself is an argument of the product that follows it (`Ops.linear`) or `Ops.rms_norm`."""
+"""RMSNorm, and where a sublayer has norms. GEMMs that follow a norm apply it themselves (`Ops.linear`)."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 import torch
 
-from minisgl_backend.layers.residual import Residual
+from minisgl_backend.layers.config import NormConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.weights.parts import WeightPart
 
 
 class RMSNorm(WeightedLayer):
-    """Root mean square norm (Zhang and Sennrich, 2019), the same on every rank."""
+    """Root mean square norm (Zhang and Sennrich, 2019), the same on every rank.
 
-    def __init__(self, size: int, eps: float, name: str, placement: LayerContext) -> None:
+    A `weight_offset` is added when the weights are loaded, in float32: Gemma stores weights around 0 whose sum with 1
+    the model's own number format would round. `weight` is float32 then, and kernels compute with it as it is.
+    """
+
+    def __init__(
+        self,
+        size: int,
+        config: NormConfig,
+        name: str,
+        layer_context: LayerContext,
+        row_order: tuple[int, ...] | None = None,
+    ) -> None:
+        """row_order: of the weights, see `WeightPart.row_order`."""
         super().__init__()
-        self._placement = placement
-        self._name = placement.name(name)
-        self.eps = eps
-        self.weight = placement.parameter(size)
+        self._ops = layer_context.ops
+        self._name = layer_context.name(name)
+        self._offset, self._row_order = config.weight_offset, row_order
+        self.eps = config.eps
+        self.weight = layer_context.parameter(size, dtype=torch.float32 if self._offset else None)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [num_tokens, size] -> same shape."""
-        return self._placement.ops.rms_norm(x, self.weight, self.eps)
+        return self._ops.rms_norm(x, self.weight, self.eps)
 
-    def settle(self, residual: Residual) -> tuple[torch.Tensor, torch.Tensor]:
-        """The hidden states with all that is still to be added, and their norm: [num_tokens, size] each."""
-        assert residual.product is None, "it is left to those who take it"
-        if residual.arrival is not None:
-            residual.arrival()
-        if residual.partial is None:
-            return residual.hidden, self(residual.hidden)
-        return self._placement.tp.sum_norm(residual.partial, residual.hidden, self.weight, self.eps, residual.sent)
+    def add_to(self, hidden: torch.Tensor, x: torch.Tensor, multiplier: float) -> torch.Tensor:
+        """hidden + multiplier * norm(x), all [num_tokens, size]; hidden may be overwritten."""
+        return self._ops.add_norm(hidden, x, self.weight, self.eps, multiplier)
 
     def weight_parts(self) -> list[WeightPart]:
-        return [WeightPart(name=f"{self._name}.weight", shape=tuple(self.weight.shape), target=self.weight)]
+        return [
+            WeightPart(
+                name=f"{self._name}.weight",
+                shape=tuple(self.weight.shape),
+                target=self.weight,
+                add=self._offset,
+                row_order=self._row_order,
+            )
+        ]
+
+
+class NormOverHeads(WeightedLayer):
+    """RMSNorm over all heads of the queries, or of the keys, together (OLMo-2). Each rank has some of the heads."""
+
+    def __init__(
+        self,
+        size: int,
+        num_parts: int,
+        config: NormConfig,
+        name: str,
+        layer_context: LayerContext,
+        row_order: tuple[int, ...] | None = None,
+    ) -> None:
+        """size: of all heads. num_parts: how many different parts the ranks have, of which several may be alike."""
+        super().__init__()
+        self._ops, self._tp = layer_context.ops, layer_context.tp
+        self._name = layer_context.name(name)
+        self._size, self._offset, self._row_order, self.eps = size, config.weight_offset, row_order, config.eps
+        self._start = self._tp.rank * num_parts // self._tp.size * (size // num_parts)
+        dtype = torch.float32 if self._offset else None
+        self.weight = layer_context.parameter(size // num_parts, dtype=dtype)
+
+    def apply_(self, x: torch.Tensor) -> None:
+        """x [num_tokens, this rank's heads * head_dim], rows of a larger tensor: in place."""
+        if self._tp.size == 1:
+            self._ops.rms_norm(x, self.weight, self.eps, out=x)
+            return
+        x32 = x.float()
+        mean = x32.square().mean(-1, keepdim=True)  # heads that several ranks have count alike: parts are of one size
+        if (wait := self._tp.begin_all_reduce(mean)) is not None:
+            wait()
+        scale = torch.rsqrt(mean / self._tp.size + self.eps)
+        x.copy_(x32 * scale * self.weight.float())
+
+    def weight_parts(self) -> list[WeightPart]:
+        return [
+            WeightPart(
+                name=f"{self._name}.weight",
+                shape=(self._size,),
+                target=self.weight,
+                start=self._start,
+                add=self._offset,
+                row_order=self._row_order,
+            )
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class SublayerNorms:
+    """The norms of attention or an MLP, and how its output is added to the residual stream."""
+
+    before: RMSNorm | None  # of its input
+    after: RMSNorm | None = None  # of its output
+    multiplier: float = 1.0  # of its output (Granite)
+    adds_as_is: bool = field(init=False)  # whether the output is added as it is
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "adds_as_is", self.after is None and self.multiplier == 1.0)
+
+    def add(self, hidden: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+        """[num_tokens, hidden_size] each -> the residual stream with the whole output, which all ranks have."""
+        if self.after is not None:
+            return self.after.add_to(hidden, output, self.multiplier)
+        return torch.add(hidden, output, alpha=self.multiplier)

@@ -1,14 +1,15 @@
-"""What goes from one layer to the next."""
+"""The residual stream between layers: what is in it, what is still to be added, and who adds it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl_backend.tensor_parallel import SumWay
+from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
+from minisgl_backend.tensor_parallel import AllReduce, TensorParallel
 
 if TYPE_CHECKING:
     from minisgl_backend.kernels.collectives.copy_engines import Sent
@@ -16,35 +17,109 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Residual:
-    """The residual stream, [num_tokens, hidden_size].
+    """The residual stream of some tokens, [num_tokens, hidden_size]. Made by `Residual(hidden, tp)`.
 
-    With tensor parallelism the last product may not be in it yet. Each rank has a `partial` of it then, as large, and
-    the next norm adds them up on its way (`RMSNorm.settle`); of many rows they are `sent` to the other ranks before.
-    Or the sum over the ranks, in place, is on its way, and `arrival` waits for its end.
+    The output of the last sublayer (attention or MLP) may not be in it yet, so that one kernel less is launched. Only
+    the methods here know which of these is the case:
 
-    In front of a mixture of experts the `product` may be yet to be done, of x [num_tokens, size_in] and a weight
-    [hidden_size, size_in]: the router runs beside it then.
+    - Each rank has a part of it, as large. The next norm adds up all of them on its way; many rows are sent to the
+      other ranks before that.
+    - It is all-reduced in place meanwhile, alone or already added to the residual stream.
+    - It is normed or scaled before it is added (`SublayerNorms`).
+    - Its o_proj GEMM is deferred: a mixture of experts runs it, with its router at the same time.
     """
 
-    hidden: torch.Tensor
-    partial: torch.Tensor | None = None
-    sent: Sent | None = None
-    arrival: Callable[[], object] | None = None
-    product: tuple[torch.Tensor, torch.Tensor] | None = None
+    _hidden: torch.Tensor
+    _tp: TensorParallel
+    _all_reduce: AllReduce = AllReduce.NCCL  # of sublayers' outputs, at this number of tokens
+    _output: torch.Tensor | None = None
+    _norms: SublayerNorms | None = None  # what is done to the output; None: it is added as it is
+    _sent: Sent | None = None
+    _wait: Callable[[], object] | None = None
+    _deferred: tuple[torch.Tensor, torch.Tensor] | None = None
 
     @property
-    def way(self) -> SumWay:
-        """How the last product is summed over the ranks."""
-        if self.partial is None:
-            return SumWay.IN_PLACE
-        return SumWay.IN_NORM if self.sent is None else SumWay.SENT_AHEAD
+    def num_tokens(self) -> int:
+        return len(self._hidden)
+
+    def settled(self, norm: RMSNorm | None) -> tuple[Residual, torch.Tensor]:
+        """With all that was still to be added, and the norm of it (None: itself), [num_tokens, hidden_size]."""
+        if norm is None or self._output is None or self._norms is not None:
+            residual = self._added()
+            return residual, residual._hidden if norm is None else norm(residual._hidden)
+        hidden, x = self._tp.sum_norm(self._output, self._hidden, norm.weight, norm.eps, self._sent)
+        return Residual(hidden, self._tp, self._all_reduce), x
+
+    def before_gemm(self, norm: RMSNorm | None) -> tuple[Residual, torch.Tensor, RMSNorm | None]:
+        """`settled`, for a GEMM that can apply the norm itself: the third is the norm that is still to be applied."""
+        if norm is None or self._output is None or self._norms is not None:
+            residual = self._added()
+            return residual, residual._hidden, norm
+        residual, x = self.settled(norm)
+        return residual, x, None
+
+    def plus(self, output: Callable[[torch.Tensor | None], torch.Tensor], norms: SublayerNorms) -> Residual:
+        """This one, which is settled, plus a sublayer's output, summed over the ranks.
+
+        `output(residual)` computes this rank's part of it, [num_tokens, hidden_size], added to `residual` where given.
+        """
+        hidden, tp = self._hidden, self._tp
+        if not norms.adds_as_is:
+            out = output(None)
+            wait = tp.begin_all_reduce(out) if tp.size > 1 else None
+            return Residual(hidden, tp, self._all_reduce, out, norms, _wait=wait)
+        if tp.size == 1:
+            return Residual(output(hidden), tp)
+        if self._all_reduce is not AllReduce.NCCL:
+            part = output(None)
+            return Residual(hidden, tp, self._all_reduce, part, _sent=tp.send_ahead(part, self._all_reduce))
+        out = output(hidden if tp.rank == 0 else None)  # the hidden states must enter the sum once
+        return Residual(out, tp, self._all_reduce, _wait=tp.begin_all_reduce(out))
+
+    def deferring(self, x: torch.Tensor, o_proj: torch.Tensor) -> Residual:
+        """This one, which is settled, plus a GEMM that the next sublayer runs: x [num_tokens, size_in], o_proj
+        [hidden_size, size_in]."""
+        return Residual(self._hidden, self._tp, self._all_reduce, _deferred=(x, o_proj))
+
+    @property
+    def deferred_o_proj(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+        """Hidden states, x and o_proj, if that GEMM is left to who asks; `become` takes the new hidden states."""
+        return None if self._deferred is None else (self._hidden, *self._deferred)
+
+    def become(self, hidden: torch.Tensor) -> Residual:
+        """With nothing left to be added."""
+        return Residual(hidden, self._tp, self._all_reduce)
+
+    def at(self, indices: torch.Tensor) -> Residual:
+        """Some tokens of this one, which is settled; indices int [num_chosen]."""
+        return replace(self, _hidden=self._hidden[indices])
+
+    def split(self, sizes: Sequence[int]) -> MicroBatches:
+        """This one, which is settled, as micro-batches of these sizes."""
+        return tuple(Residual(hidden, self._tp, self._all_reduce) for hidden in self._hidden.split(list(sizes)))
+
+    def reduced_by(self, all_reduce: AllReduce) -> Residual:
+        """This one, which is settled; `all_reduce` sums the outputs of sublayers from now on."""
+        return Residual(self._hidden, self._tp, all_reduce)
+
+    def _added(self) -> Residual:
+        if self._deferred is not None:
+            raise RuntimeError("a deferred o_proj was not computed")
+        if self._wait is not None:
+            self._wait()
+        elif self._output is None:
+            return self
+        hidden = self._hidden
+        if self._output is not None and self._norms is not None:
+            hidden = self._norms.add(hidden, self._output)
+        return Residual(hidden, self._tp, self._all_reduce)
 
 
-# Of a long prompt the residual stream goes through products, norms and MLPs in two lanes, its first and its last rows:
-# while the ranks' results of one are summed, the other one is computed. Anything else has one lane.
-Lanes = tuple[Residual, ...]
+# The residual stream of a long prompt goes through GEMMs, norms and MLPs as two micro-batches, its first and its last
+# tokens: the all-reduce of one overlaps the other's GEMMs. Anything else is one.
+MicroBatches = tuple[Residual, ...]
 
 
-def joined(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The lanes' rows in one tensor."""
-    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+def join(parts: MicroBatches) -> Residual:
+    """Micro-batches, which are settled, as one."""
+    return parts[0] if len(parts) == 1 else parts[0].become(torch.cat([part._hidden for part in parts]))

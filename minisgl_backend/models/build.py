@@ -90,6 +90,8 @@ def attention_spec(
             kv=kv,
             window=kind.window,
             scale=kind.scale,
+            soft_cap=kind.soft_cap,
+            sinks=kind.sinks,
         )
         for kind in dict.fromkeys(kinds)
     )
@@ -115,6 +117,8 @@ def _kind(attention: AttentionConfig, max_seq_len: int) -> AttentionConfig:
         rope=None,
         window=window if window is not None and window < max_seq_len else None,
         scale=attention.scale,
+        soft_cap=attention.soft_cap,
+        sinks=attention.sinks,
     )
 
 

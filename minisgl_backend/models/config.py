@@ -21,6 +21,12 @@ from minisgl_backend.models.known_keys import check_model_type, check_unread
 from minisgl_backend.number_formats import DTYPES
 from minisgl_backend.weights.names import TensorNames
 
+# Keys that wrappers of a text model may have outside of its own description.
+_AROUND_TEXT = (
+    "eos_token_id", "bos_token_id", "dtype", "torch_dtype", "tie_word_embeddings", "quantization_config",
+    "compression_config",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(DecoderConfig):
@@ -56,10 +62,12 @@ class ModelConfig(DecoderConfig):
 
         `tokenizer_eos`: the token with which the tokenizer ends a text.
         """
-        keys = Keys(config)
-        architecture = _architecture(keys)
+        architecture = _architecture(config)
         family = FAMILIES[architecture]
-        check_model_type(keys.get("model_type"), architecture, family.model_type)
+        check_model_type(config.get("model_type"), architecture, family.model_type)
+        config = _of_text(config, family.text_config)
+        keys = Keys(config, family.defaults)
+
         if _is_of_kv_cache_alone(config.get("quantization_config")):
             keys.without_effect("quantization_config")
         keys.choice("is_encoder_decoder", (False,))
@@ -69,7 +77,7 @@ class ModelConfig(DecoderConfig):
             **{field.name: getattr(decoder, field.name) for field in fields(decoder)},
             architecture=architecture,
             dtype=keys.choice("dtype" if keys.get("dtype") else "torch_dtype", DTYPES),
-            eos_token_ids=end_tokens(config, generation, tokenizer_eos),
+            eos_token_ids=end_tokens(config, generation, tokenizer_eos, decoder.vocab_size),
             bos_token_id=next(iter(token_ids("config.json: bos_token_id", config.get("bos_token_id"))), None),
             generation=GenerationDefaults.read(generation),
             tensor_names=family.tensor_names,
@@ -89,11 +97,21 @@ class ModelConfig(DecoderConfig):
         return override or self.max_position
 
 
-def _architecture(keys: Keys) -> str:
-    names = keys.get("architectures", [])
+def _architecture(config: Mapping[str, Any]) -> str:
+    names = config.get("architectures") or []
     if len(names) != 1 or names[0] not in FAMILIES:
         refuse("architectures", names, f"one of {', '.join(FAMILIES)}")
     return str(names[0])
+
+
+def _of_text(config: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
+    """The description of the text model: what is at `key`, with what counts for it of the keys around."""
+    if key is None:
+        return config
+    inner = config.get(key)
+    if not isinstance(inner, dict):
+        refuse(key, inner, "a JSON object, which describes the text model")
+    return {**{name: config[name] for name in _AROUND_TEXT if name in config}, **inner}
 
 
 def _is_of_kv_cache_alone(quantization: Any) -> bool:

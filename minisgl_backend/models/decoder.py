@@ -15,46 +15,66 @@ from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
 from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.moe import MoeMLP
-from minisgl_backend.layers.norm import RMSNorm
-from minisgl_backend.layers.residual import Lanes, Residual, joined
+from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
+from minisgl_backend.layers.residual import MicroBatches, Residual
 from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
 
 
 class DecoderLayer(nn.Module):
-    """Attention, then an MLP, each with a norm before and the residual added after it."""
+    """Attention, then an MLP, each with norms around it and added to the residual stream."""
 
     def __init__(
         self, layer: LayerConfig, index: int, hidden_size: int, cos_sin: torch.Tensor, layer_context: LayerContext
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(hidden_size, layer.norm.eps, "input_layernorm", layer_context)
         self.self_attn = SelfAttention(layer.attention, hidden_size, index, cos_sin, layer_context.at("self_attn"))
-        self.post_attention_layernorm = RMSNorm(hidden_size, layer.norm.eps, "post_attention_layernorm", layer_context)
         self.mlp = (
             GatedMLP(layer.mlp, hidden_size, layer_context.at("mlp"))
             if isinstance(layer.mlp, MlpConfig)
             else MoeMLP(layer.mlp, hidden_size, layer_context.at("mlp"))
         )
 
+        names = _NORM_NAMES[layer.norms]
+        norms = {
+            name: RMSNorm(hidden_size, layer.norm, name, layer_context)
+            for name in filter(None, (name for pair in names for name in pair))
+        }
+        for name, norm in norms.items():
+            self.add_module(name, norm)
+        self._attention_norms, self._mlp_norms = (
+            SublayerNorms(norms.get(before), norms.get(after), layer.residual_multiplier) for before, after in names
+        )
+
     def derive_weights(self) -> None:
         """What is computed from weights: to be called when all of them are loaded."""
-        self.mlp.derive_weights(self.self_attn.o_proj, self.post_attention_layernorm)
+        self.mlp.derive_weights(self.self_attn.o_proj, self._mlp_norms)
 
     def forward(
         self,
-        lanes: Lanes,
+        micro_batches: MicroBatches,
         positions: torch.Tensor,
         ctx: ForwardContext,
         logits_indices: torch.Tensor | None = None,
-    ) -> Lanes:
-        """lanes of num_tokens together, positions int [num_tokens] -> the same, or the tokens at `logits_indices`."""
-        takes_product = self.mlp.takes_product
-        lanes = self.self_attn(
-            lanes, self.input_layernorm, positions, ctx, logits_indices, leaves_product=takes_product
+    ) -> MicroBatches:
+        """num_tokens in all micro-batches, positions int [num_tokens] -> the same, or those at `logits_indices`."""
+        defers = self.mlp.takes_o_proj
+        micro_batches = self.self_attn(
+            micro_batches, self._attention_norms, positions, ctx, logits_indices, defers_o_proj=defers
         )
-        return tuple(self.mlp(lane, self.post_attention_layernorm) for lane in lanes)
+        return tuple([self.mlp(one, self._mlp_norms) for one in micro_batches])
+
+
+# Norms before and after attention, before and after the MLP, by LayerConfig.norms; "": none.
+_NORM_NAMES = {
+    "before": (("input_layernorm", ""), ("post_attention_layernorm", "")),
+    "after": (("", "post_attention_layernorm"), ("", "post_feedforward_layernorm")),
+    "both": (
+        ("input_layernorm", "post_attention_layernorm"),
+        ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+}
 
 
 class Decoder(nn.Module):
@@ -62,10 +82,13 @@ class Decoder(nn.Module):
 
     def __init__(self, config: ModelConfig, layers: Iterable[DecoderLayer], layer_context: LayerContext) -> None:
         super().__init__()
-        self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", layer_context)
+        self.embed_tokens = Embedding(
+            config.vocab_size, config.hidden_size, "embed_tokens", layer_context, config.embedding_multiplier
+        )
         self.layers = nn.ModuleList(layers)
         self._rehearsal = rehearsal(config)
-        self.norm = RMSNorm(config.hidden_size, config.norm.eps, "norm", layer_context)
+        self._tp = layer_context.tp
+        self.norm = RMSNorm(config.hidden_size, config.norm, "norm", layer_context)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_logits, hidden_size].
@@ -73,11 +96,13 @@ class Decoder(nn.Module):
         `ctx.logits_indices` says of which tokens. Of the others the last layer computes keys and values only: of a long
         prompt's prefill that saves most of one layer.
         """
-        lanes: Lanes = (Residual(self.embed_tokens(input_ids)),)
+        micro_batches: MicroBatches = (Residual(self.embed_tokens(input_ids), self._tp),)
         *earlier, last = (self.layers[index] for index in self._rehearsal) if ctx.rehearses else self.layers
         for layer in earlier:
-            lanes = layer(lanes, positions, ctx)
-        return joined([self.norm.settle(lane)[1] for lane in last(lanes, positions, ctx, ctx.logits_indices)])
+            micro_batches = layer(micro_batches, positions, ctx)
+        micro_batches = last(micro_batches, positions, ctx, ctx.logits_indices)
+        normed = [one.settled(self.norm)[1] for one in micro_batches]
+        return normed[0] if len(normed) == 1 else torch.cat(normed)
 
 
 class CausalLM(nn.Module):
@@ -118,12 +143,19 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's number format."""
-        return self.lm_head(hidden)
+        return self._shaped(self.lm_head(hidden))
 
     def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `logits`, of all rows of a decode step, once a step; but ranks other than 0, which sample nothing, may get
         [num_sampled, 0]."""
-        return self.lm_head.on_rank_0(hidden)
+        return self._shaped(self.lm_head.on_rank_0(hidden))
+
+    def _shaped(self, logits: torch.Tensor) -> torch.Tensor:
+        """In place: with the model's multiplier and soft cap."""
+        multiplier, soft_cap = self.config.logits_multiplier, self.config.logits_soft_cap
+        if multiplier != 1.0:
+            logits.mul_(multiplier)
+        return logits if soft_cap is None else logits.div_(soft_cap).tanh_().mul_(soft_cap)
 
     def derive_weights(self) -> None:
         """What layers compute from weights: to be called when all of them are loaded."""
@@ -138,9 +170,9 @@ class CausalLM(nn.Module):
         for module in self.modules():
             for weight in module.gemm_weights() if isinstance(module, WeightedLayer) else []:
                 by_shape.setdefault(weight.shape, []).append(weight)
-        longest_lane = self._tp.longest_lane(longest)
+        longest_micro_batch = self._tp.longest_micro_batch(longest)
         for weights in by_shape.values():
-            self._ops.prepare_linear(weights, batch_sizes, longest_lane)
+            self._ops.prepare_linear(weights, batch_sizes, longest_micro_batch)
         self._ops.prepare_linear([self.lm_head.weight], batch_sizes)
 
 

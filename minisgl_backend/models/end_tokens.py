@@ -13,9 +13,10 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.json_files import read_json_if_there
 
 
-def end_tokens(config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None) -> tuple[int, ...]:
+def end_tokens(
+    config: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None, vocab_size: int
+) -> tuple[int, ...]:
     """All of them, as SGLang: fine-tunes are about whose files disagree, and each of these tokens ends a text."""
-    vocab_size = config["vocab_size"]
     found: dict[int, None] = {}
     for file, values in (("generation_config.json", generation), ("config.json", config)):
         name = f"{file}: eos_token_id"

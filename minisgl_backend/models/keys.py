@@ -17,8 +17,10 @@ class Keys:
     Whatever a family asks for counts as read. What it never asks for is judged by `known_keys.check_unread`.
     """
 
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
+    def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
+        """`defaults`: what absent keys mean, where `read` does not say it."""
+        self._values = {**(defaults or {}), **values}
+        self._given = values
         self._read: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
@@ -75,7 +77,7 @@ class Keys:
 
     def unread(self) -> dict[str, Any]:
         """All keys with a value that was not asked for."""
-        return {key: value for key, value in self._values.items() if key not in self._read and value is not None}
+        return {key: value for key, value in self._given.items() if key not in self._read and value is not None}
 
     def _required(self, key: str, default: Any) -> Any:
         value = self.get(key, default)

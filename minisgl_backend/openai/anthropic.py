@@ -38,7 +38,7 @@ class ContentBlocks:
     def add(self, part: Part) -> list[Event]:
         if part.kind == "call":
             self._inputs[len(self._blocks)] = ""
-            return self._begin({"type": "tool_use", "id": new_call_id(), "name": part.text, "input": {}})
+            return self._begin({"type": "tool_use", "id": part.id or new_call_id(), "name": part.text, "input": {}})
         if part.kind == "arguments":
             self._inputs[len(self._blocks) - 1] += part.text
             return [self._delta("input_json_delta", partial_json=part.text)]

@@ -152,16 +152,24 @@ class Endpoint:
         self, body: ChatRequest, context: RequestContext, names: Mapping[str, str], *, figures: bool
     ) -> tuple[Generation, Sequence[MessageParser] | None]:
         """Sends a chat. `names`: what the client calls the fields that the server knows by another name."""
-        messages = _template_messages(body.messages)
-        new_reasoning = new_tools = None
-        if body.wants_thoughts_apart:
-            new_reasoning = await self.model.reasoning_parser(body.switches(), is_guided=body.is_guided)
-        if body.choice == "auto":
-            functions = [tool.function for tool in body.offered]
-            new_tools = await self.model.tool_parser({one.name: one.schema_of_arguments for one in functions})
-        parsers = message_parsers(body, new_reasoning, new_tools)
-        prompt = Prompt(messages=messages, template_kwargs=body.template_kwargs())
-        return self.triton.start(prompt, body.sampling(), context, names, figures=figures), parsers
+        prompt = Prompt(messages=_template_messages(body.messages), template_kwargs=body.template_kwargs())
+        functions = {one.function.name: one.function.schema_of_arguments for one in body.offered}
+        answer_format = await self.model.answer_format(
+            functions if body.choice == "auto" else None,
+            thoughts=body.wants_thoughts_apart and not body.must_call,
+            is_guided=body.is_guided,
+        )
+        sampling, tail = body.sampling(), ""
+        if answer_format.needs_special_tokens:
+            sampling["skip_special_tokens"] = False
+        if answer_format.depends_on_prompt:
+            # Rendered and tokenized here, and sent as tokens: the same work, and the prompt's end is known.
+            special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}
+            found = await self.triton.tokenize(prompt, ["input_ids", "prompt_tail"], names, special)
+            prompt, tail = Prompt(token_ids=found["input_ids"]), found["prompt_tail"][0].decode("utf-8", "replace")
+            names = {"prompt_token_ids": names.get("messages", "messages"), **names}
+        parsers = message_parsers(body, answer_format, tail)
+        return self.triton.start(prompt, sampling, context, names, figures=figures), parsers
 
     def note_left_out(self, kinds: Sequence[str]) -> None:
         for kind in kinds:

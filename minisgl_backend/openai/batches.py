@@ -118,7 +118,7 @@ def add_routes(app: FastAPI, batches: BatchStore, files: FileStore) -> None:
     @app.get("/v1/batches")
     async def listed(request: Request) -> Response:
         found = await asyncio.to_thread(batches.all)
-        return _json(page([batches.shown(batch) for batch in found], request, _MOST_LISTED))
+        return _json(page([batches.shown(batch) for batch in found], request, most=_MOST_LISTED, default=20))
 
     @app.get("/v1/batches/{batch_id}")
     async def find(batch_id: str) -> Response:

@@ -126,10 +126,10 @@ def write_json(path: Path, value: dict[str, Any]) -> None:
     temporary.replace(path)
 
 
-def page(items: Sequence[dict[str, Any]], request: Request, most: int) -> dict[str, Any]:
+def page(items: Sequence[dict[str, Any]], request: Request, *, most: int, default: int) -> dict[str, Any]:
     """OpenAI's list: `limit`, `after` and `order` of the query; newest first. `items`: oldest first."""
     query = request.query_params
-    text = query.get("limit", str(min(20, most) if most < _MOST_LISTED else most))
+    text = query.get("limit", str(default))
     if not text.isdecimal() or not 1 <= int(text[:9]) <= most:
         raise invalid("limit", f"limit is {text[:60]!r}; allowed: 1 to {most}")
     order = query.get("order", "desc")
@@ -164,7 +164,7 @@ def add_routes(app: FastAPI, files: FileStore) -> None:
         purpose = request.query_params.get("purpose")
         found = await asyncio.to_thread(files.all)
         found = [file for file in found if purpose in (None, file["purpose"])]
-        return _json(page(found, request, _MOST_LISTED))
+        return _json(page(found, request, most=_MOST_LISTED, default=_MOST_LISTED))
 
     @app.get(PATH + "/{file_id}")
     async def find(file_id: str) -> Response:

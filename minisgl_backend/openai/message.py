@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import secrets
 import string
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from minisgl_backend.openai.model import AnswerFormat
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.tools import NamedTool
 from minisgl_backend.openai.triton import Delta
-from minisgl_backend.parsers.parts import Part
-from minisgl_backend.parsers.reasoning import ReasoningParser
-from minisgl_backend.parsers.tool_calls import ArgumentsParser, CallListParser, ToolParser
+from minisgl_backend.parsers.parts import Part, ThoughtParser, ToolParser
+from minisgl_backend.parsers.tool_calls import ArgumentsParser, CallListParser
 
 _LETTERS = string.ascii_letters + string.digits
 
@@ -22,7 +22,7 @@ class MessageParser:
     """The text of one choice -> its parts, in order."""
 
     def __init__(
-        self, reasoning: ReasoningParser | None = None, tools: ToolParser | None = None, *, parallel: bool = True
+        self, reasoning: ThoughtParser | None = None, tools: ToolParser | None = None, *, parallel: bool = True
     ) -> None:
         """`parallel`: false leaves out all calls but the first."""
         self._reasoning = reasoning
@@ -36,13 +36,13 @@ class MessageParser:
             pieces = [Part("content", delta.text)] if delta.text else []
         else:
             pieces = self._think(self._reasoning, delta)
-        if self._tools is None:
-            return pieces
-        parts: list[Part] = []
-        for piece in pieces:
-            parts += [piece] if piece.kind == "reasoning" else self._tools.feed(piece.text)
-        if delta.reason is not None:
-            parts += self._tools.finish(delta.reason)
+        parts: list[Part] = pieces
+        if self._tools is not None:
+            parts = []
+            for piece in pieces:
+                parts += self._tools.feed(piece.text) if piece.kind == "content" else [piece]
+            if delta.reason is not None:
+                parts += self._tools.finish(delta.reason)
         if not self._parallel:
             parts = [part for part in parts if part.number == 0]
         self.has_calls = self.has_calls or any(part.kind == "call" for part in parts)
@@ -53,7 +53,7 @@ class MessageParser:
         """The answer began with thoughts."""
         return self._reasoning is not None and self._reasoning.has_thought
 
-    def _think(self, reasoning: ReasoningParser, delta: Delta) -> list[Part]:
+    def _think(self, reasoning: ThoughtParser, delta: Delta) -> list[Part]:
         thought = reasoning.has_thought and not reasoning.thinking
         pieces = reasoning.feed(delta.text)
         if reasoning.thinking:
@@ -61,35 +61,29 @@ class MessageParser:
         elif reasoning.has_thought and not thought:
             behind = sum(len(piece.text) for piece in pieces if piece.kind == "content")
             self.num_thought_tokens += round(delta.num_tokens * (1 - behind / max(len(delta.text), 1)))
-        return pieces + (reasoning.finish() if delta.reason is not None else [])
+        return pieces + (reasoning.finish(delta.reason) if delta.reason is not None else [])
 
 
 def message_parsers(
-    request: ChatRequest,
-    new_reasoning: Callable[[], ReasoningParser] | None,
-    new_tools: Callable[[], ToolParser] | None,
+    request: ChatRequest, answer_format: AnswerFormat, prompt_tail: str = ""
 ) -> Sequence[MessageParser] | None:
-    """One for each choice; None where the text is the content as it is.
+    """One for each choice; None where the text is the content as it is. `prompt_tail`: the end of the prompt.
 
-    `new_tools` is that of tool_choice `auto`. The other choices have a grammar and with it a form of their own, without
-    thoughts.
+    Of tool_choice other than `auto`, a grammar makes the answer's form, without thoughts.
     """
-    choice = request.choice
-    if isinstance(choice, NamedTool):
-        name = choice.function.name
-        new_reasoning, new_tools = None, lambda: ArgumentsParser(name)
-    elif choice == "required":
-        new_reasoning, new_tools = None, CallListParser
-    if new_reasoning is None and new_tools is None:
-        return None
-    return [
-        MessageParser(
-            new_reasoning() if new_reasoning else None,
-            new_tools() if new_tools else None,
-            parallel=request.parallel_tool_calls is not False,
-        )
-        for _ in range(request.num_choices)
-    ]
+    choice, parallel = request.choice, request.parallel_tool_calls is not False
+    found = []
+    for _ in range(request.num_choices):
+        if isinstance(choice, NamedTool):
+            found.append(MessageParser(None, ArgumentsParser(choice.function.name), parallel=parallel))
+        elif choice == "required":
+            found.append(MessageParser(None, CallListParser(), parallel=parallel))
+        else:
+            thoughts, calls = answer_format.new_thoughts(prompt_tail), answer_format.new_calls()
+            if thoughts is None and calls is None:
+                return None
+            found.append(MessageParser(thoughts, calls, parallel=parallel))
+    return found
 
 
 def new_call_id() -> str:
@@ -116,7 +110,7 @@ class Fields:
                 self.reasoning += part.text
             elif part.kind == "call":
                 function = {"name": part.text, "arguments": ""}
-                call = {"index": part.number, "id": new_call_id(), "type": "function", "function": function}
+                call = {"index": part.number, "id": part.id or new_call_id(), "type": "function", "function": function}
                 self.tool_calls.append(call)
             elif self.tool_calls and self.tool_calls[-1]["index"] == part.number:
                 self.tool_calls[-1]["function"]["arguments"] += part.text

@@ -2,29 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.errors import ApiError, invalid
-from minisgl_backend.openai.triton import ModelInfo, Prompt, TritonServer
-from minisgl_backend.parsers.qwen_coder import QwenCoderParser
-from minisgl_backend.parsers.reasoning import CLOSE, OPEN, ReasoningParser
-from minisgl_backend.parsers.tool_calls import HermesParser, LlamaParser, ToolParser
+from minisgl_backend.openai.triton import ModelInfo, TritonServer
+from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
+from minisgl_backend.parsers.table import CALLS, THOUGHTS, Format, Functions, find_calls, find_thoughts
 
-_TOOL_PARSERS: Mapping[str, Callable[[Mapping[str, Mapping[str, Any]]], ToolParser]] = {
-    "hermes": HermesParser,
-    "llama3_json": LlamaParser,
-    "qwen3_coder": QwenCoderParser,
-}
-_PROBE = ({"role": "user", "content": "x"},)
-_MAX_PROBES = 256
 _INFO_SECONDS = 10.0  # a server elsewhere may have come back with another model
-_ARGUMENTS = re.compile(r"[\"']arguments[\"']|\barguments\b")
 
 
 class ServedModel:
@@ -36,7 +24,6 @@ class ServedModel:
         self._info: ModelInfo | None = None
         self._asked_at = 0.0  # time.monotonic()
         self._created = int(time.time())
-        self._opens_thoughts: dict[bytes, bool] = {}  # by the digest of the chat template's arguments
 
     async def info(self) -> ModelInfo:
         """Raises ApiError where the server has never answered."""
@@ -52,7 +39,6 @@ class ServedModel:
             return known
         if info != known:
             self._info = info
-            self._opens_thoughts.clear()
         return info
 
     async def names(self) -> Sequence[str]:
@@ -83,65 +69,71 @@ class ServedModel:
             for name in await self.names()
         ]
 
-    async def tool_parser(self, functions: Mapping[str, Mapping[str, Any]]) -> Callable[[], ToolParser]:
-        """Makes a parser for each choice. Raises ApiError where the format of the model's calls is not known.
+    async def answer_format(self, functions: Functions | None, *, thoughts: bool, is_guided: bool) -> AnswerFormat:
+        """How an answer is taken apart. Raises ApiError where the format of the model's calls is not known.
 
-        `functions`: name -> JSON schema of the arguments.
+        `functions` are those that the model may call as it likes, if any; `thoughts`: whether they are told apart;
+        `is_guided`: a grammar holds from the first token on, so that the answer is no thought that was begun before.
         """
+        calls = None if functions is None else await self._calls()
+        row = await self._thoughts() if thoughts else None
+        return AnswerFormat(calls, row, functions or {}, is_guided=is_guided)
+
+    async def _calls(self) -> Format:
         kind = self._settings.tool_call_parser
-        if kind == "auto":
-            kind = tool_format(await self.info())
-        if kind == "none":
+        info = await self.info()
+        found = find_calls(info.chat_template, info.added_tokens) if kind == "auto" else CALLS.get(kind)
+        if found is None:
             raise invalid(
                 "tools",
                 "tools: it is not known how this model writes tool calls (--tool-call-parser says it); allowed: "
                 "tool_choice required or a function's name",
             )
-        parser = _TOOL_PARSERS[kind]
-        return lambda: parser(functions)
+        return found
 
-    async def reasoning_parser(
-        self, template_kwargs: Mapping[str, Any], *, is_guided: bool
-    ) -> Callable[[], ReasoningParser] | None:
-        """Makes a parser for each choice; None for a model that writes no thoughts.
-
-        `is_guided`: a grammar holds from the first token on, so that the answer is no thought that was begun before.
-        """
+    async def _thoughts(self) -> Format | None:
         kind = self._settings.reasoning_parser
-        if kind == "auto":
-            kind = "qwen3" if writes_thoughts(await self.info()) else "none"
-        if kind == "none":
+        if kind != "auto":
+            return THOUGHTS.get(kind)
+        info = await self.info()
+        return find_thoughts(info.chat_template, info.added_tokens)
+
+
+class AnswerFormat:
+    """The formats of one request's answer."""
+
+    def __init__(self, calls: Format | None, thoughts: Format | None, functions: Functions, *, is_guided: bool) -> None:
+        self._calls = calls
+        self._thoughts = thoughts
+        self._functions = functions
+        self._is_guided = is_guided
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """Whether the text must hold the special tokens, which are the format's tags."""
+        return any(row is not None and row.special for row in (self._calls, self._thoughts))
+
+    @property
+    def depends_on_prompt(self) -> bool:
+        """Whether the prompt says how the answer begins."""
+        row = self._thoughts
+        return row is not None and row.tags is not None and not row.always_thinks and not self._is_guided
+
+    def new_thoughts(self, prompt_tail: str) -> ThoughtParser | None:
+        """A parser of one choice; None for a model that writes no thoughts. `prompt_tail`: the prompt's end."""
+        row = self._thoughts
+        if row is None:
             return None
-        opened = kind == "deepseek_r1" or await self._prompt_opens_thoughts(template_kwargs)
-        inside = opened and not is_guided
-        return lambda: ReasoningParser(inside=inside)
+        if row.both is not None:
+            return row.both(self._functions)
+        opened = row.always_thinks or (row.tags is not None and prompt_tail.rstrip().endswith(row.tags[0]))
+        return row.new_thoughts(inside=opened and not self._is_guided)
 
-    async def _prompt_opens_thoughts(self, template_kwargs: Mapping[str, Any]) -> bool:
-        """Whether the chat template ends with `<think>`, as some do, or only with certain arguments."""
-        key = hashlib.sha256(json.dumps(template_kwargs, sort_keys=True).encode()).digest()  # they may be megabytes
-        if key not in self._opens_thoughts:
-            prompt = Prompt(messages=_PROBE, template_kwargs=template_kwargs)
-            names = {"messages": "chat_template_kwargs"}
-            found = await self._triton.tokenize(prompt, ["prompt_text"], names)
-            text = found["prompt_text"][0].decode("utf-8", "replace")
-            if len(self._opens_thoughts) >= _MAX_PROBES:
-                self._opens_thoughts.clear()
-            self._opens_thoughts[key] = text.rfind(OPEN) > text.rfind(CLOSE)
-        return self._opens_thoughts[key]
-
-
-def tool_format(info: ModelInfo) -> str:
-    """The format that the chat template shows beyond doubt, else `none`."""
-    template = info.chat_template
-    if "<tool_call>" in template and "<function=" in template and "<parameter=" in template:
-        return "qwen3_coder"
-    if "<tool_call>" in template and "<function=" not in template and _ARGUMENTS.search(template):
-        return "hermes"
-    if "<|python_tag|>" in info.added_tokens and '"parameters"' in template:
-        return "llama3_json"
-    return "none"
-
-
-def writes_thoughts(info: ModelInfo) -> bool:
-    """Whether template or vocabulary know the end of thoughts."""
-    return CLOSE in info.chat_template or CLOSE in info.added_tokens
+    def new_calls(self) -> ToolParser | None:
+        """A parser of one choice; None where there are no calls to be found, or the thoughts' parser finds them."""
+        row = self._calls
+        if row is None or (self._thoughts is not None and self._thoughts.both is not None):
+            return None
+        if row.calls is not None:
+            return row.calls(self._functions)
+        return row.both(self._functions) if row.both is not None else None

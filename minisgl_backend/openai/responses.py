@@ -33,7 +33,7 @@ class OutputItems:
         """The next part of the answer. `logprobs`: of the tokens in a part of the content."""
         if part.kind == "call":
             namespace, name = self._namespaces.get(part.text, (None, part.text))
-            call = {"name": name, "arguments": "", "call_id": new_call_id()}
+            call = {"name": name, "arguments": "", "call_id": part.id or new_call_id()}
             call |= {} if namespace is None else {"namespace": namespace}
             return self.close() + self._begin({"type": "function_call", **call}, "fc")
         if part.kind == "arguments":

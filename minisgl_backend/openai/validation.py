@@ -11,6 +11,25 @@ from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.requests.base import CHANGES_NOTHING
 
 _MAX_SHOWN = 60
+# What other servers, and other endpoints of this one, call what is served here.
+_HERE = {
+    "repeat_penalty": "repetition_penalty, over all of prompt and answer",
+    "n_predict": "max_tokens",
+    "num_predict": "max_tokens",
+    "max_new_tokens": "max_tokens",
+    "stop_sequences": "stop",
+    "grammar": "guided_grammar",
+    "format": "response_format",
+    "function_call": "tool_choice, with functions in tools",
+    "chat_template": "chat_template_kwargs; the template is the model's own",
+    "nvext": "its options as fields of the request",
+    "options": "its options as fields of the request",
+    # Of a chat, in /v1/responses.
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "messages": "input",
+    "response_format": "text.format",
+}
 _PLAIN = ("messages", "tools", "stream_options", "response_format", "structured_outputs", "text", "reasoning")
 
 
@@ -30,6 +49,8 @@ def from_validation(errors: Sequence[Mapping[str, Any]]) -> ApiError:
     if first["type"] == "extra_forbidden" and path in CHANGES_NOTHING:
         allowed = json.dumps(CHANGES_NOTHING[path])
         return invalid(path, f"{path} is {_shown(first.get('input'))}; allowed: {allowed}, which changes nothing here")
+    if first["type"] == "extra_forbidden" and path in _HERE:
+        return invalid(path, f"{path} is unknown; allowed: {_HERE[path]}")
     if first["type"] == "extra_forbidden":
         return invalid(path, f"{path} is unknown; allowed: the fields of OpenAI's API and those of docs/openai.md")
     if first["type"] == "missing":

@@ -6,7 +6,7 @@ import json
 from collections.abc import Collection
 from typing import Literal
 
-from minisgl_backend.parsers.parts import Part, without_surrogates
+from minisgl_backend.parsers.parts import Part, may_be_function, without_surrogates
 
 SPACE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")
@@ -181,7 +181,9 @@ class _Call:
             fresh.append(self._early or "{}")
 
     def _tell(self, parts: list[Part]) -> bool:
-        if self._names is not None and self._name not in self._names:
+        if (self._names is not None and self._name not in self._names) or not may_be_function(
+            self._name or "", self._names
+        ):
             self.state = "failed"
             return False
         self.told, self.raw = True, ""

@@ -2,5 +2,7 @@
 
 from __future__ import annotations
 
-TOOL_PARSERS = ("auto", "none", "hermes", "llama3_json", "qwen3_coder")
-REASONING_PARSERS = ("auto", "none", "qwen3", "deepseek_r1")
+from minisgl_backend.parsers.table import CALLS, THOUGHTS
+
+TOOL_PARSERS = ("auto", "none", *CALLS)
+REASONING_PARSERS = ("auto", "none", *THOUGHTS)

@@ -23,8 +23,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from minisgl_backend.parsers.argument_types import ArgumentTypes, as_json, converted
-from minisgl_backend.parsers.parts import Part
-from minisgl_backend.parsers.reasoning import partial_suffix
+from minisgl_backend.parsers.parts import Part, may_be_function, partial_suffix
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
@@ -110,9 +109,9 @@ class QwenCoderParser:
         name, found, behind = rest.removeprefix(_FUNCTION).partition(">")
         # Without the tag before it, it may be prose about a function that nobody offered.
         may_be_called = self._opening.endswith(_OPEN) or not found or name in self._functions
-        if rest.startswith(_FUNCTION) and name and not set(name) & set("<\n") and may_be_called:
-            if not found:
-                return False
+        if rest.startswith(_FUNCTION) and not found and not set(name) & set("<\n"):
+            return False
+        if rest.startswith(_FUNCTION) and may_be_function(name, self._functions) and may_be_called:
             self._arguments = ArgumentTypes(self._functions.get(name, {}))
             parts += [Part("call", name, self._num_calls), Part("arguments", "{", self._num_calls)]
             self._held, self._keys, self._state = behind, set(), "function"

@@ -1,4 +1,4 @@
-"""Thoughts before an answer: `<think>...</think>` (Qwen3, DeepSeek-R1) -> reasoning and content.
+"""Thoughts before an answer, between tags as `<think>...</think>` -> reasoning and content.
 
 Incremental: the parts add up to the same whatever places the text was cut at.
 """
@@ -7,25 +7,18 @@ from __future__ import annotations
 
 from typing import Literal
 
-from minisgl_backend.parsers.parts import Part
+from minisgl_backend.parsers.parts import Part, partial_suffix
 
 OPEN, CLOSE = "<think>", "</think>"
-
-
-def partial_suffix(text: str, tag: str) -> int:
-    """Characters at the end of `text` that may be the beginning of `tag`."""
-    for length in range(min(len(tag) - 1, len(text)), 0, -1):
-        if tag.startswith(text[-length:]):
-            return length
-    return 0
 
 
 class ReasoningParser:
     """One choice of one answer. White space around the thoughts is dropped."""
 
-    def __init__(self, *, inside: bool) -> None:
-        """`inside`: the answer begins among thoughts (the prompt has opened them), with `<think>` or without it."""
+    def __init__(self, *, inside: bool, tags: tuple[str, str] = (OPEN, CLOSE)) -> None:
+        """`inside`: the answer begins among thoughts (the prompt has opened them), with the first tag or without it."""
         self._inside = inside
+        self._open, self._close = tags
         self._state: Literal["start", "reasoning", "content"] = "start"
         self._held = ""
         self._at_begin = False  # white space at the start of a part is dropped
@@ -48,7 +41,7 @@ class ReasoningParser:
             self._held = ""
         return parts
 
-    def finish(self) -> list[Part]:
+    def finish(self, reason: str) -> list[Part]:
         """What was held back, at the end of the answer."""
         parts: list[Part] = []
         if self._state == "start":
@@ -62,25 +55,25 @@ class ReasoningParser:
     def _begin(self) -> bool:
         """Decides what the answer begins with; False while that is open."""
         stripped = self._held.lstrip()
-        if stripped.startswith(OPEN):
-            self._held = stripped[len(OPEN) :]
+        if stripped.startswith(self._open):
+            self._held = stripped[len(self._open) :]
             self._state, self._at_begin = "reasoning", True
             self.has_thought = True
             return True
-        if OPEN.startswith(stripped):
+        if self._open.startswith(stripped):
             return False
         self._state = "reasoning" if self._inside else "content"
         self._at_begin = self.has_thought = self._inside
         return True
 
     def _reason(self, parts: list[Part]) -> None:
-        end = self._held.find(CLOSE)
+        end = self._held.find(self._close)
         if end >= 0:
             self._take("reasoning", self._held[:end].rstrip(), parts)
-            self._held = self._held[end + len(CLOSE) :]
+            self._held = self._held[end + len(self._close) :]
             self._state, self._at_begin = "content", True
             return
-        keep = partial_suffix(self._held, CLOSE)
+        keep = partial_suffix(self._held, self._close)
         safe = self._held[: len(self._held) - keep].rstrip()
         self._held = self._held[len(safe) :]
         self._take("reasoning", safe, parts)

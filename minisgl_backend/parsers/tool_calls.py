@@ -7,21 +7,9 @@ and its arguments begin; what turns out to be none before that is content.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Protocol
 
 from minisgl_backend.parsers.json_calls import SPACE, Calls
-from minisgl_backend.parsers.parts import Part
-from minisgl_backend.parsers.reasoning import partial_suffix
-
-
-class ToolParser(Protocol):
-    """One choice of one answer."""
-
-    def feed(self, text: str) -> list[Part]: ...
-
-    def finish(self, reason: str) -> list[Part]:
-        """What is left to tell. `reason`: why the answer ended, `stop` or `length`."""
-        ...
+from minisgl_backend.parsers.parts import Part, content, partial_suffix
 
 
 class HermesParser:
@@ -176,8 +164,3 @@ class ArgumentsParser:
 
     def finish(self, reason: str) -> list[Part]:
         return []
-
-
-def content(text: str) -> list[Part]:
-    """The part that the text is, none where it is empty."""
-    return [Part("content", text)] if text else []

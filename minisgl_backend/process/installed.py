@@ -12,6 +12,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from minisgl_backend.errors import ConfigError
+
 DISTRIBUTION = "minisgl-backend"
 
 
@@ -41,9 +43,23 @@ def requirements_of(extra: str = "") -> list[Requirement]:
         if not _applies(marker, extra):
             continue
         parts = re.fullmatch(r"([\w.-]+)(\[[^]]*\])?\s*\(?([^)]*)\)?", text)
-        if parts is not None:
+        if parts is not None and parts[1] != DISTRIBUTION:  # one extra may ask for another
             found.append(Requirement(text, parts[1], parts[3].strip(), version_of(parts[1])))
     return found
+
+
+def check_engine_packages() -> None:
+    """Raises ConfigError where the engine's packages are missing, with the command that brings them."""
+    try:
+        missing = [requirement.name for requirement in requirements_of("engine") if requirement.installed is None]
+    except metadata.PackageNotFoundError:  # a checkout on PYTHONPATH; what is missing its imports will say
+        return
+    if missing:
+        raise ConfigError(
+            f"the engine needs {', '.join(missing)}: pip install 'minisgl-backend[serve]' to serve, "
+            "'minisgl-backend[engine]' for LLM alone; without a GPU install torch from "
+            "https://download.pytorch.org/whl/cpu before"
+        )
 
 
 def version_of(distribution: str) -> str | None:

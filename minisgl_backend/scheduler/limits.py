@@ -18,7 +18,7 @@ class SchedulerLimits:
     max_waiting_requests: int
     max_prefill_length: int
     mixed_prefill_length: int
-    backlog: Backlog | None = None  # None: the budget beside streams is always mixed_prefill_length
+    backlog: Backlog | None = None  # None: steps that also decode always have mixed_prefill_length
     tile_tokens: int = 1  # GEMMs round a step's tokens up to a multiple of this: budgets of two and more fill it
     cache_type: str = "radix"
     record_cache_changes: bool = False  # they are taken all the time

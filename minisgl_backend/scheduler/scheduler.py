@@ -17,7 +17,7 @@ import numpy as np
 from minisgl_backend.arrays import BoolArray, IndexArray, Int32Array
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.errors import CapacityError, InvalidRequestError
-from minisgl_backend.request import SEED_RANGE, FinishReason, Request, SamplingParams
+from minisgl_backend.request import SEED_RANGE, FinishReason, Request, SamplingParams, check_prompt
 from minisgl_backend.scheduler.admission import AdmissionControl
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, SequenceOutputs
@@ -202,21 +202,10 @@ class Scheduler:
         if len(request.token_ids) % 4:
             raise InvalidRequestError(f"token_ids has {len(request.token_ids)} bytes; allowed: 4 for each token")
         token_ids = np.frombuffer(request.token_ids, dtype="<i4").astype(np.int32, copy=False)
-        if not len(token_ids):
-            raise InvalidRequestError("the prompt has 0 tokens; allowed: 1 or more")
-        if token_ids.min() < 0:
-            raise InvalidRequestError(f"the prompt has token id {token_ids.min()}; allowed: 0 or more")
-        if len(token_ids) >= self.max_length:
-            by_pages = self.max_length < self._limits.max_seq_len
-            limit = (
-                f"the {self._limits.num_pages} KV pages hold {self.max_length} tokens (num_pages, memory_ratio)"
-                if by_pages
-                else f"a sequence has at most {self.max_length} tokens (the model's limit or max_seq_len_override)"
-            )
-            raise InvalidRequestError(
-                f"the prompt has {len(token_ids)} tokens; allowed: at most {self.max_length - 1}, since {limit} "
-                "and the answer needs one"
-            )
+        limited_by = "the model's limit, or max_seq_len_override"
+        if self.max_length < self._limits.max_seq_len:
+            limited_by = f"{self._limits.num_pages} KV pages; see num_pages and memory_ratio"
+        check_prompt("the prompt", token_ids, max_seq_len=self.max_length, limited_by=limited_by)
         return token_ids
 
     def _make_sequences(self, request: Request, token_ids: Int32Array) -> list[Sequence]:

@@ -15,15 +15,14 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
 from minisgl_backend.models.config import GenerationDefaults, ModelConfig
-from minisgl_backend.request import MAX_PRIORITY, Grammar, SamplingParams, check_prompt
-from minisgl_backend.serving.fields import Fields, collect_fields, json_object, json_value, shown
+from minisgl_backend.request import GRAMMAR_KINDS, MAX_PRIORITY, SCALAR_FIELDS, Grammar, SamplingParams, check_prompt
+from minisgl_backend.serving.fields import ALIASES, Fields, collect_fields, json_object, json_value, shown
 
 if TYPE_CHECKING:  # the engine front needs this module, but not the libraries behind the tokenizer
     from minisgl_backend.text.tokenizer import Tokenizer
 
 MAX_MESSAGES = 10_000
 MAX_PROMPT_BYTES = 1 << 20  # or 64 for each token of the context, where that is more
-GRAMMAR_KINDS = ("json", "json_schema", "regex", "ebnf_grammar")
 
 
 @dataclass(frozen=True)
@@ -127,7 +126,7 @@ class RequestCodec:
             )
         ids: list[int] = fields["prompt_token_ids"]
         self._check_prompt("prompt_token_ids", ids)
-        return self._tokenizer.decode(ids), ids
+        return self._tokenizer.decode(ids) if self._echoes(fields) else "", ids
 
     def _input_ids(self, fields: Mapping[str, Any]) -> Int32Array:
         """The prompt of tensorrt_llm: `input_ids`, of which `input_lengths` count."""
@@ -146,11 +145,10 @@ class RequestCodec:
 
     def _params(self, fields: Fields) -> SamplingParams:
         values: dict[str, Any] = self._settings.generation.sampling_values()
-        for name in _PLAIN_FIELDS:
-            if name in fields:
-                values[name] = fields[name]
-        values["n"] = fields.get("num_return_sequences", 1)
-        values["include_stop_str_in_output"] = fields.get("include_stop_string", False)
+        for name in SCALAR_FIELDS:
+            field = ALIASES.get(name, name)
+            if field in fields:
+                values[name] = fields[field]
         values["stop"] = fields.get("stop_words", ())
         special = self._tokenizer.special_tokens
         values["stop_token_ids"] = (
@@ -215,14 +213,6 @@ class RequestCodec:
             perf_metrics=fields.get("return_perf_metrics", False),
             final_perf_metrics=fields.get("return_final_perf_metrics", False),
         )
-
-
-# SamplingParams fields that clients send under the same name.
-_PLAIN_FIELDS = (
-    *("max_tokens", "min_tokens", "temperature", "top_k", "top_p", "min_p", "seed", "ignore_eos"),
-    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "prompt_logprobs"),
-    "skip_special_tokens",
-)
 
 
 def _stop_request(request_id: str) -> tuple[Int32Array, EngineRequest]:

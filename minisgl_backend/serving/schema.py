@@ -165,6 +165,7 @@ CHUNK = (Tensor("chunk", "UINT8", (-1,)),)
 # Of the tokenizer, beside what goes to the engine: only for those who ask it itself for them by name.
 PROMPT_OUTPUTS = (
     Tensor("prompt_text", "STRING"),  # the prompt that the model sees, special tokens included
+    Tensor("prompt_tail", "STRING"),  # its last tokens, which say how the answer begins
     Tensor("token_texts", "STRING", (-1,)),  # each of its tokens alone
     Tensor("model_info", "STRING"),  # JSON: model, max_model_len, vocab_size, chat_template, added_tokens
 )

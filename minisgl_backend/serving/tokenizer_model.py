@@ -26,6 +26,7 @@ from minisgl_backend.serving.fields import shown
 from minisgl_backend.text.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
+_TAIL = 16  # tokens of a prompt's end
 
 
 class TritonPythonModel:
@@ -96,6 +97,8 @@ class TritonPythonModel:
         tensors = []
         if "prompt_text" in wanted:
             tensors.append(_text_tensor("prompt_text", self._tokenizer.decode(token_ids)))
+        if "prompt_tail" in wanted:
+            tensors.append(_text_tensor("prompt_tail", self._tokenizer.decode(token_ids[-_TAIL:])))
         if "token_texts" in wanted:
             tensors.append(_text_tensor("token_texts", *(self._tokenizer.decode([token]) for token in token_ids)))
         if "model_info" in wanted:

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 import jinja2
+from transformers.utils import chat_template_utils
 
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.text.chat import (
@@ -18,10 +19,8 @@ from minisgl_backend.text.chat import (
     short_call_ids,
 )
 
-try:
-    from transformers.utils.chat_template_utils import render_jinja_template
-except ImportError:  # before transformers 4.53; apply_chat_template does the same there
-    render_jinja_template = None
+# Absent before transformers 4.53, whose apply_chat_template keeps what is null.
+_render_template: Any = getattr(chat_template_utils, "render_jinja_template", None)
 
 # Arguments of apply_chat_template that are the server's business; a template from a client would be foreign code.
 _OWN_ARGUMENTS = frozenset(
@@ -102,10 +101,10 @@ class ChatTemplate:
             return self._apply(as_text, arguments)
 
     def _apply(self, messages: list[dict[str, Any]], arguments: dict[str, Any]) -> str:
-        if render_jinja_template is None or all(message["content"] is not None for message in messages):
+        if _render_template is None or all(message["content"] is not None for message in messages):
             return str(self._tokenizer.apply_chat_template(messages, tokenize=False, **arguments))
         # apply_chat_template drops what is null, which is not the same to a template that asks for it.
         template = self._tokenizer.get_chat_template(None, arguments.get("tools"))
         known = {**self._tokenizer.special_tokens_map, **arguments}
-        rendered, _ = render_jinja_template(conversations=[messages], chat_template=template, **known)
+        rendered, _ = _render_template(conversations=[messages], chat_template=template, **known)
         return str(rendered[0])

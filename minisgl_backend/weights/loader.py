@@ -5,6 +5,7 @@ A tensor-parallel rank reads only its own slices.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.names import Stored, TensorNames
 from minisgl_backend.weights.parts import WeightPart
 from minisgl_backend.weights.shards import some
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +163,11 @@ def _check_names(
     missing = sorted(set(plan) - found)
     if missing:
         raise ConfigError(f"the checkpoint lacks {len(missing)} tensors that config.json asks for: {some(missing)}")
-    unexpected = sorted(
-        name for name in found - set(plan) if not (left_out and name.startswith(left_out)) and not is_redundant(name)
-    )
+    others = found - set(plan)
+    skipped = sorted(name for name in others if name.startswith(left_out)) if left_out else []
+    if skipped:
+        log.warning("%d tensors of the checkpoint are of no use for text and left out: %s", len(skipped), some(skipped))
+    unexpected = sorted(name for name in others.difference(skipped) if not is_redundant(name))
     if unexpected:
         raise ConfigError(
             f"the checkpoint has {len(unexpected)} tensors that {model} with this config.json does "

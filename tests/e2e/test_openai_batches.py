@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
@@ -124,3 +127,24 @@ def test_what_is_not_there(endpoint: Endpoint, path: str) -> None:
 def test_lists_are_bounded(endpoint: Endpoint, path: str, query: str) -> None:
     status, answer = endpoint.get(f"{path}?{query}")
     assert (status, answer["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_a_batch_survives_its_workers_and_the_endpoint(server: Server, tmp_path: Path) -> None:
+    """Killed while lines are on their way: each stands once in the end."""
+    asked = [line(str(n), messages=[{"role": "user", "content": f"What is {n} + 2?"}]) for n in range(60)]
+    settings: dict[str, Any] = {"files_folder": str(tmp_path), "max_batch_requests": 2}
+    with running_endpoint(server, **settings) as one:
+        batch = begin(one.client(), asked)
+        written = tmp_path / "files"
+        deadline = time.monotonic() + PATIENCE_SECONDS
+        while sum(path.read_bytes().count(b"batch_req_") for path in written.glob("*.data")) < 5:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for process in one.processes.process_ids:
+            os.kill(process, signal.SIGKILL)
+        one.client().with_options(max_retries=20).batches.retrieve(batch.id)
+    with running_endpoint(server, **settings) as two:
+        client = two.client()
+        batch = wait(client, batch)
+        assert (batch.status, batch.request_counts.completed, batch.error_file_id) == ("completed", 60, None)
+        assert set(records(client, batch.output_file_id)) == {str(n) for n in range(60)}

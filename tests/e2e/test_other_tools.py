@@ -1,4 +1,4 @@
-"""Codex CLI and LiteLLM, unmodified, each in an environment of its own that is made once."""
+"""Codex CLI, LiteLLM and Microsoft's agent framework, unmodified, each in an environment of its own."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.full]
 
 TOOLS = Path(sys.prefix) / "tools"
 INSTALL_SECONDS = 1200.0
+LONGEST = 131_072  # tokens
 SAID = "The file says hello."
 
 LITELLM = """
@@ -29,7 +30,7 @@ options = {"model": "openai/demo", "api_base": sys.argv[1], "api_key": "none", "
 messages = [{"role": "user", "content": "hello"}]
 assert litellm.completion(messages=messages, **options).choices[0].message.content
 try:
-    litellm.completion(messages=[{"role": "user", "content": "w " * 9000}], **options)
+    litellm.completion(messages=[{"role": "user", "content": "w " * 90000}], **options)
 except litellm.ContextWindowExceededError as error:
     assert "maximum context length" in str(error)
 else:
@@ -43,11 +44,42 @@ except litellm.BadRequestError:
 print("all is well")
 """
 
+# Microsoft's client keeps no conversation: it continues by `previous_response_id`.
+AGENT_FRAMEWORK = """
+import asyncio
+import sys
+
+from agent_framework.openai import OpenAIChatClient
+
+asked = []
+
+
+def add(a: int, b: int) -> int:
+    "Adds two numbers."
+    asked.append((a, b))
+    return a + b
+
+
+async def run():
+    client = OpenAIChatClient(model="demo", base_url=sys.argv[1], api_key="none")
+    answer = await client.as_agent(tools=[add]).run("What is 17 + 25?")
+    assert asked == [(17, 25)], asked
+    assert "42" in answer.text, answer.text
+
+
+asyncio.run(run())
+print("all is well")
+"""
+
 
 @pytest.fixture(scope="module")
-def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
     folder = tmp_path_factory.mktemp("tools")
-    options = {"model": thinking_model(folder), "null_runner_rate": "2000"}
+    model = Path(thinking_model(folder))
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    # Codex says some 10,000 words before the first question.
+    (model / "config.json").write_text(json.dumps({**config, "max_position_embeddings": LONGEST}), encoding="utf-8")
+    options = {"model": str(model), "null_runner_rate": "2000"}
     with (
         scripted_server(folder, [f"{SAID}<|im_end|>"], options) as server,
         running_endpoint(server, served_model_names=("demo",), tool_call_parser="hermes") as found,
@@ -71,20 +103,29 @@ def run(command: Sequence[str], seconds: float = PATIENCE_SECONDS, **environment
     return done.stdout
 
 
-def test_litellm_knows_a_prompt_that_is_too_long(endpoint: Endpoint) -> None:
-    python = TOOLS / "litellm" / "bin" / "python"
+def python_with(package: str) -> str:
+    python = TOOLS / package / "bin" / "python"
     if not python.exists():
-        run([sys.executable, "-m", "venv", str(TOOLS / "litellm")])
-        run([str(python), "-m", "pip", "install", "-q", "litellm"], INSTALL_SECONDS)
-    assert run([str(python), "-c", LITELLM, f"{endpoint.url}/v1"]).endswith("all is well\n")
+        run([sys.executable, "-m", "venv", str(TOOLS / package)])
+        run([str(python), "-m", "pip", "install", "-q", package], INSTALL_SECONDS)
+    return str(python)
 
 
-def test_codex_has_its_answer(endpoint: Endpoint, tmp_path: Path) -> None:
+def test_litellm_knows_a_prompt_that_is_too_long(scripted: Endpoint) -> None:
+    assert run([python_with("litellm"), "-c", LITELLM, f"{scripted.url}/v1"]).endswith("all is well\n")
+
+
+def test_agent_framework_continues_by_the_id_of_a_response(endpoint: Endpoint) -> None:
+    command = [python_with("agent-framework-openai"), "-c", AGENT_FRAMEWORK, f"{endpoint.url}/v1"]
+    assert run(command).endswith("all is well\n")
+
+
+def test_codex_has_its_answer(scripted: Endpoint, tmp_path: Path) -> None:
     """With all of its tools: functions, namespaces and hosted ones."""
     codex = TOOLS / "codex" / "node_modules" / ".bin" / "codex"
     if not codex.exists():
         run(["npm", "install", "--no-audit", "--no-fund", "--prefix", str(TOOLS / "codex"), "@openai/codex"], 1200.0)
-    config = {"name": "minisgl", "base_url": f"{endpoint.url}/v1", "wire_api": "responses"}
+    config = {"name": "minisgl", "base_url": f"{scripted.url}/v1", "wire_api": "responses"}
     lines = ['model = "demo"', 'model_provider = "minisgl"', "[model_providers.minisgl]"]
     lines += [f"{key} = {json.dumps(value)}" for key, value in config.items()]
     (tmp_path / "config.toml").write_text("\n".join(lines), encoding="utf-8")

@@ -86,7 +86,7 @@ def test_siblings_are_the_same_in_any_company(alone: list[list[int]]) -> None:
     for output, first in zip(together, alone, strict=True):
         answers = [completion.token_ids for completion in output.completions]
         assert answers[0] == first, "the first of several is the one that n=1 gives"
-        assert len(set(map(tuple, answers))) == 3, "siblings differ"
+        assert len(set(map(tuple, answers))) > 1, "siblings differ"
 
 
 def test_requests_without_a_seed_differ() -> None:

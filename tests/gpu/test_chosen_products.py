@@ -99,7 +99,7 @@ def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
         kept = residual.clone()
 
         def step(x=x, residual=residual):
-            return ops.linear(ops.linear(x, gate_up[1], gated=True), down[1], residual=residual)
+            return ops.linear(ops.linear(x, gate_up[1], activation="silu"), down[1], residual=residual)
 
         gate, up = (x.double() @ gate_up[1].double().t()).chunk(2, 1)
         ref = (torch.nn.functional.silu(gate) * up) @ down[1].double().t() + kept.double()

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.served import free_ports
 from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.tensor_parallel import SumWay
+from minisgl_backend.tensor_parallel import AllReduce
 
 pytestmark = [
     pytest.mark.gpu,
@@ -92,10 +92,10 @@ def shapes_and_types(tp: Any, device: torch.device, hidden: int, dtype: torch.dt
     torch.manual_seed(100)  # the same hidden states on all ranks; the parts are a rank's own
     own = torch.Generator(device).manual_seed(tp.rank)
     tp.share_memory(hidden, dtype, 0)
-    assert tp.sum_way(1, captured=True) is SumWay.IN_NORM
+    assert tp.all_reduce_for(1, captured=True) is AllReduce.FUSED_IN_NORM
     weight = torch.randn(hidden, device=device).to(dtype)
     for rows in (1, 2, 7, 64, 1, 200, 263, 265, 300, 1000, 3):
-        if tp.sum_way(rows, captured=True) is SumWay.IN_PLACE:
+        if tp.all_reduce_for(rows, captured=True) is AllReduce.NCCL:
             continue
         for _ in range(3):
             partial = torch.randn(rows, hidden, device=device, generator=own).to(dtype)
@@ -201,10 +201,10 @@ def sent_ahead(tp: Any, device: torch.device, hidden: int, dtype: torch.dtype, s
     product = (torch.randn(hidden, hidden, device=device, generator=own) / hidden**0.5).to(dtype)
     late = random.Random(2)
     for turn, rows in enumerate((4096, 5000, LONG, 4097, 4096)):
-        assert tp.sum_way(rows, captured=False) is SumWay.SENT_AHEAD
-        assert tp.sum_way(rows, captured=True) is SumWay.IN_PLACE
+        assert tp.all_reduce_for(rows, captured=False) is AllReduce.COPY_ENGINE
+        assert tp.all_reduce_for(rows, captured=True) is AllReduce.NCCL
         x = torch.randn(rows, hidden, device=device, dtype=dtype)
-        lanes = x.split(tp.lanes(rows))
+        lanes = x.split(tp.micro_batches(rows))
         states, normed, sent, parts = [lane.clone() for lane in lanes], list(lanes), [None, None], [None, None]
         for step in range(20):
             for lane in (0, 1):
@@ -218,7 +218,7 @@ def sent_ahead(tp: Any, device: torch.device, hidden: int, dtype: torch.dtype, s
                         assert torch.equal(states[lane], expected), (turn, step, lane)
                         torch.testing.assert_close(normed[lane], expected_norm, rtol=2e-2, atol=2e-2)
                 parts[lane] = normed[lane] @ product
-                sent[lane] = tp.send_ahead(parts[lane], SumWay.SENT_AHEAD)
+                sent[lane] = tp.send_ahead(parts[lane], AllReduce.COPY_ENGINE)
         for lane in (0, 1):
             tp.sum_norm(parts[lane], states[lane], weight, EPS, sent[lane])
             assert same_on_all_ranks(tp, states[lane])
@@ -238,7 +238,7 @@ def gives_up(tp: Any, device: torch.device, rows: int) -> None:
     tp.minimum(0)
     if tp.rank == 0:  # the others never come
         for _ in range(20):
-            tp.sum_norm(x, x.clone(), weight, EPS, tp.send_ahead(x, tp.sum_way(2 * rows, captured=False)))
+            tp.sum_norm(x, x.clone(), weight, EPS, tp.send_ahead(x, tp.all_reduce_for(2 * rows, captured=False)))
         done = torch.cuda.Event()
         done.record()
         time.sleep(0.3)

@@ -82,7 +82,7 @@ class Layers:
                 step.kv_lens, step.table, self.workspace, shape, self.heads.dim**-0.5, EPS, pdl=self.pdl,
             )  # fmt: skip
             hidden = self.ops.linear(attended.flatten(1), o_weight, residual=hidden)
-            inner = self.ops.linear(hidden, gate_up, norm_weight=self.norms[1], eps=EPS, gated=True)
+            inner = self.ops.linear(hidden, gate_up, norm_weight=self.norms[1], eps=EPS, activation="silu")
             hidden = self.ops.linear(inner, down, residual=hidden)
         return hidden
 

@@ -106,7 +106,7 @@ def test_small_linear(rows, size_out, size_in):
         assert relative(linear(x, weight, workspace), product) < 5e-3
         assert relative(linear(x, weight, workspace, residual=residual), product + residual.double()) < 5e-3
         assert relative(linear(x, weight, workspace, norm_weight=norm, eps=1e-6), normed) < 6e-3
-        gated = linear(x, weight, workspace, norm_weight=norm, eps=1e-6, gated=True)
+        gated = linear(x, weight, workspace, norm_weight=norm, eps=1e-6, activation="silu")
         assert relative(gated, F.silu(gate) * up) < 8e-3
         assert int(workspace.counters.abs().sum()) == 0
 
@@ -131,7 +131,7 @@ def test_small_linear_vector(rows, size_out, size_in, pdl):
     assert linear_shape(rows, size_out, size_in).vector
     assert relative(out, x.double() @ weight.double().T + residual.double()) < 5e-3
     assert relative(linear(x, weight, workspace, norm_weight=norm, eps=1e-6, pdl=pdl), normed) < 6e-3
-    gated = linear(x, weight, workspace, norm_weight=norm, eps=1e-6, gated=True, pdl=pdl)
+    gated = linear(x, weight, workspace, norm_weight=norm, eps=1e-6, activation="silu", pdl=pdl)
     assert relative(gated, F.silu(gate) * up) < 8e-3
 
 
@@ -162,7 +162,7 @@ def test_gated_products_of_many_rows(rows):
     assert ops._is_small(x, weight, None, True, False)
     gate, up = (x.double() @ weight.double().T).chunk(2, 1)
     for _ in range(3):
-        assert relative(ops.linear(x, weight, gated=True), F.silu(gate) * up) < 8e-3
+        assert relative(ops.linear(x, weight, activation="silu"), F.silu(gate) * up) < 8e-3
 
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 200])
@@ -178,7 +178,7 @@ def test_fused_chains_match_torch(rows):
     weight = torch.randn(512, device=device).bfloat16()
     assert relative(triton_ops.rms_norm(x, weight, 1e-6), torch_ops.rms_norm(x, weight, 1e-6)) < 4e-3
     gate_up = torch.randn(3000, 512, device=device).bfloat16() * 0.05
-    options = {"norm_weight": weight, "eps": 1e-6, "gated": True}
+    options = {"norm_weight": weight, "eps": 1e-6, "activation": "silu"}
     assert relative(triton_ops.linear(x, gate_up, **options), torch_ops.linear(x, gate_up, **options)) < 1e-2
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device).bfloat16()
     norms = [torch.randn(dim, device=device).bfloat16() for _ in range(2)]

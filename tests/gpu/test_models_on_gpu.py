@@ -39,7 +39,7 @@ def test_lone_tokens_of_a_mixture_in_bfloat16(tmp_path: Path) -> None:
 
     save_checkpoint("qwen3_moe", tmp_path, hidden_size=256, moe_intermediate_size=128)
     paged = PagedModel(tmp_path, page_size=16, device="cuda", dtype=torch.bfloat16)
-    assert paged.model.model.layers[0].mlp.takes_product(1)
+    assert paged.model.model.layers[0].mlp.takes_o_proj(1)
     reference = reference_model(tmp_path).bfloat16().float()
     got = [paged.step({2: [3 + 7 * i % 310 for i in range(40)]}, {})[2]]
     got += [paged.step({}, {2: 20 + 5 * i})[2] for i in range(24)]

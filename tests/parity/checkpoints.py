@@ -35,6 +35,8 @@ _LLAMA3_ROPE = {
     "original_max_position_embeddings": 64,
 }
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+_GEMMA: dict[str, Any] = {"pad_token_id": 0, "attn_implementation": "eager"}
+_SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -85,6 +87,31 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     ),
     "mixtral": _maker("MixtralForCausalLM", sliding_window=24, num_local_experts=6, num_experts_per_tok=2),
     "qwen2_moe": _maker("Qwen2MoeForCausalLM", shared_expert_intermediate_size=48, mlp_only_layers=[1], **_MOE),
+    "olmo2": _maker("Olmo2ForCausalLM", pad_token_id=0),
+    "olmo2-mha": _maker("Olmo2ForCausalLM", pad_token_id=0, num_key_value_heads=4, attention_bias=True),
+    "granite": _maker(
+        "GraniteForCausalLM",
+        attention_multiplier=0.1,
+        residual_multiplier=0.4,
+        embedding_multiplier=3.0,
+        logits_scaling=2.0,
+    ),
+    "gemma2": _maker("Gemma2ForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, **_GEMMA),
+    "gemma3": _maker(
+        "Gemma3ForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, layer_types=_SLIDES, **_GEMMA
+    ),
+    "gemma3-linear-untied": _maker(
+        "Gemma3ForCausalLM",
+        tie_word_embeddings=False,
+        head_dim=16,
+        final_logit_softcapping=20.0,
+        layer_types=_SLIDES,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 10000.0},
+        },
+        **_GEMMA,
+    ),
 }
 
 

@@ -2,7 +2,24 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
+import pytest
+
+from benchmarks import gpu
 from benchmarks.gpu import busy_and_idle, offline_load, online_load
+
+
+@pytest.mark.parametrize(("num_pages", "measured"), [(4608, True), (4607, False)])
+def test_a_batch_that_does_not_fit_is_left_out_and_said(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], num_pages: int, measured: bool
+) -> None:
+    """256 sequences of 1,154 tokens are 19 pages of 64 each."""
+    monkeypatch.setattr(gpu, "_decode_ms", lambda driver, batch: 14.8)
+    welcome = SimpleNamespace(page_size=64, num_pages=num_pages + 256)
+    row = gpu._decode_row(SimpleNamespace(engine=SimpleNamespace(welcome=welcome)), "q14_bs256_ms", 256)
+    assert row == ({"q14_bs256_ms": 14.8} if measured else {})
+    assert ("q14_bs256_ms: left out" in capsys.readouterr().err) != measured
 
 
 def test_overlapping_kernels_count_once():

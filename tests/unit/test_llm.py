@@ -130,7 +130,7 @@ def test_what_means_off_or_the_default(llm: LLM) -> None:
     assert llm.chat(ask("What is 2 + 3?"), top_k=-1, top_p=0, stop=None, max_tokens=None)[0] == plain
     with pytest.raises(InvalidRequestError, match="max_tokens is '5'; allowed: an integer"):
         llm.generate("x", max_tokens="5")
-    with pytest.raises(InvalidRequestError, match="max_tokens is given beside sampling_params"):
+    with pytest.raises(InvalidRequestError, match="max_tokens is given together with sampling_params"):
         llm.generate("x", SamplingParams(), max_tokens=5)
 
 

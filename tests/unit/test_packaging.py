@@ -46,9 +46,11 @@ def fresh_clone(tmp_path: Path) -> Path:
     """As much of a checkout as answers about options, in a path with a space; its setup only says that it ran."""
     clone = tmp_path / "a clone"
     for path in [
-        *ROOT.glob("minisgl_backend/*.py"),
-        *ROOT.glob("minisgl_backend/host/*.py"),
-        *ROOT.glob("minisgl_backend/ipc/*.py"),
+        *(
+            path
+            for room in ("", "host/", "ipc/", "parsers/", "process/")
+            for path in ROOT.glob(f"minisgl_backend/{room}*.py")
+        ),
         ROOT / "scripts/serve.sh",
     ]:
         target = clone / path.relative_to(ROOT)

@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.activation import tanh
 from minisgl_backend.kernels.elementwise import largest_number, to_cache
 from minisgl_backend.kv.layout import FP8, ONE, KVScales
 
@@ -76,6 +77,7 @@ MAX_PROGRAMS_FACTOR = 8  # parts a sequence for which there is room at the large
 # At least: no `decode_shape` cuts few sequences into more, so that no other number of parts is compiled for.
 LEAST_PARTS = 512
 LEAST_TILES = 2  # of a program that shares all tiles with others
+LOG2_E = 1.4426950408889634
 MAX_EARLY_BATCH = 64  # at more, a kernel that starts early (`pdl`) takes room from the one that still runs
 
 
@@ -171,18 +173,22 @@ def decode_attention(
     pdl: bool = False,
     window: int = 0,
     scales: KVScales = ONE,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of one query token a sequence over its kv_lens cached tokens, or the last `window` of them (0: all).
 
     q [batch, num_q_heads, head_dim] (rows may be strided, heads of a row follow each other), caches
     [num_pages, num_kv_heads, page_size, head_dim], rows and kv_lens (1 or more) int32 [batch], page_table int32
-    [max_rows, max_pages]. Returns [batch, num_q_heads, head_dim].
+    [max_rows, max_pages]. Returns [batch, num_q_heads, head_dim]. soft_cap: scores become soft_cap * tanh(scores /
+    soft_cap). sinks float32 [num_q_heads]: logits that take part in the softmax and have no value.
     pdl: programmatic dependent launch (Hopper and later), whose rules stand in linear/small_rows.py.
     """
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device) if out is None else out
     _launch(
-        q, q, q, q, out, k_cache, v_cache, rows, kv_lens, page_table, workspace, shape, scale, 0.0, pdl, window, scales
-    )
+        q, q, q, q, out, k_cache, v_cache, rows, kv_lens, page_table, workspace, shape, scale, 0.0, pdl, window, scales,
+        soft_cap, sinks,
+    )  # fmt: skip
     return out
 
 
@@ -203,6 +209,8 @@ def rotating_decode_attention(
     pdl: bool = False,
     window: int = 0,
     scales: KVScales = ONE,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`Ops.rope_store` and decode_attention in one kernel.
 
@@ -215,10 +223,17 @@ def rotating_decode_attention(
     out = torch.empty((qkv.shape[0], num_q_heads, head_dim), dtype=qkv.dtype, device=qkv.device)
     _launch(
         qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv, cos_sin, out, k_cache,
-        v_cache, rows, kv_lens, page_table, workspace, shape, scale, eps, pdl, window, scales, rotate=True,
-        norm=q_norm is not None,
+        v_cache, rows, kv_lens, page_table, workspace, shape, scale, eps, pdl, window, scales, soft_cap, sinks,
+        rotate=True, norm=q_norm is not None,
     )  # fmt: skip
     return out
+
+
+def capped_scale(scale: float, soft_cap: float | None) -> tuple[float, float | None]:
+    """What kernels multiply scores with, and their SOFT_CAP: logits are of base 2, of which exp2 is one instruction."""
+    if soft_cap is None:
+        return scale * LOG2_E, None
+    return scale / soft_cap, soft_cap * LOG2_E
 
 
 def _launch(
@@ -239,6 +254,8 @@ def _launch(
     pdl: bool,
     window: int,
     scales: KVScales,
+    soft_cap: float | None,
+    sinks: torch.Tensor | None,
     rotate: bool = False,
     norm: bool = False,
 ) -> None:
@@ -253,17 +270,19 @@ def _launch(
     fits = head_dim * k_cache.element_size() <= MAX_HEAD_BYTES
     if not fits:  # one takes the room of two
         stages = min(stages, 3)
+    scale_log2, cap_log2 = capped_scale(scale * scales.k, soft_cap)
     arguments = (
         q, q_norm, k_norm, cos_sin, k_cache, values, out, rows, kv_lens, page_table,
-        workspace.partial, workspace.lse, workspace.counters,
-        scale * scales.k * 1.4426950408889634, eps, 1.0 / scales.k, 1.0 / scales.v, scales.v,
+        workspace.partial, workspace.lse, workspace.counters, sinks,
+        scale_log2, eps, 1.0 / scales.k, 1.0 / scales.v, scales.v,
         q.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
     )  # fmt: skip
     common = {
         "TILE": shape.tile, "PAGE_SIZE": page_size, "GROUP": group,
         "GROUP_PADDED": max(16, triton.next_power_of_2(group)), "NUM_Q_HEADS": num_q_heads,
         "NUM_KV_HEADS": num_kv_heads, "HEAD_DIM": head_dim, "HEAD_PADDED": triton.next_power_of_2(head_dim),
-        "HEADS_MERGED": triton.next_power_of_2(group), "ROTATE": rotate, "NORM": norm, "FP8": is_fp8,
+        "HEADS_MERGED": triton.next_power_of_2(group), "SOFT_CAP": cap_log2, "ROTATE": rotate,
+        "NORM": norm, "FP8": is_fp8,
         "LARGEST": largest_number(k_cache.dtype), "NATIVE": k_cache.is_cuda, "AT_ONCE": shape.merged_at_once,
         "PDL": pdl,
         "num_warps": shape.num_warps, "num_stages": stages, **({"launch_pdl": True} if pdl else {}),
@@ -338,6 +357,22 @@ def for_cache(q, FP8: tl.constexpr):
 
 
 @triton.jit
+def capped(scores, SOFT_CAP: tl.constexpr):
+    """Scores in units of the cap, by `capped_scale`, as logits of base 2: SOFT_CAP * tanh(scores); None: as they
+    are."""
+    if SOFT_CAP is not None:
+        return SOFT_CAP * tanh(scores)
+    else:
+        return scores
+
+
+@triton.jit
+def sink_logits(sinks_ptr, head, ok):
+    """Of base 2, like all scores here; where not `ok`, none."""
+    return tl.load(sinks_ptr + head, mask=ok, other=-float("inf")) * 1.4426950408889634
+
+
+@triton.jit
 def _from_words(words, dtype: tl.constexpr, NATIVE: tl.constexpr):
     """FP8 numbers, two in each 16-bit word, as those in the even and those in the odd places.
 
@@ -362,9 +397,12 @@ def _from_words(words, dtype: tl.constexpr, NATIVE: tl.constexpr):
 
 
 @triton.jit
-def _attend_tile(q, k, v, n_ok, m, total, acc, acc_odd, scale_log2, FP8: tl.constexpr, NATIVE: tl.constexpr):
+def _attend_tile(
+    q, k, v, n_ok, m, total, acc, acc_odd, scale_log2,
+    SOFT_CAP: tl.constexpr, FP8: tl.constexpr, NATIVE: tl.constexpr,
+):  # fmt: skip
     """One step of the online softmax over a tile of keys and values, in the number format of q."""
-    scores = tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2
+    scores = capped(tl.dot(q, tl.trans(k.to(q.dtype)), input_precision="ieee") * scale_log2, SOFT_CAP)
     scores = tl.where(n_ok[None, :], scores, -float("inf"))
     m_new = tl.maximum(m, tl.max(scores, 1))
     p = tl.exp2(scores - m_new[:, None])
@@ -393,14 +431,14 @@ def _divided(acc, acc_odd, total, v_scale, FP8: tl.constexpr):
 @triton.jit(do_not_specialize=["min_part"])
 def _decode_kernel(
     q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
-    partial_ptr, lse_ptr, counters_ptr,
+    partial_ptr, lse_ptr, counters_ptr, sinks_ptr,
     scale_log2, eps, k_inverse, v_inverse, v_scale,
     q_stride, kv_stride_page, kv_stride_head, kv_stride_token, table_stride, min_part,
     NUM_SPLITS: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, HEADS_MERGED: tl.constexpr, SPLITS_PADDED: tl.constexpr,
-    WINDOW: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
-    NATIVE: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr,
+    LARGEST: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """A program for each part of a sequence."""
     if PDL:
@@ -422,25 +460,25 @@ def _decode_kernel(
     begin = origin + split * part
     _attend_part(
         q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, table_ptr, partial_ptr, lse_ptr,
-        counters_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page, kv_stride_head,
-        kv_stride_token, table_stride, kv_head, b, kv_len, lowest, begin, tl.minimum(begin + part, kv_len), split,
-        active, b * NUM_SPLITS,
+        counters_ptr, sinks_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page,
+        kv_stride_head, kv_stride_token, table_stride, kv_head, b, kv_len, lowest, begin,
+        tl.minimum(begin + part, kv_len), split, active, b * NUM_SPLITS,
         TILE, PAGE_SIZE, GROUP, GROUP_PADDED, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, HEADS_MERGED,
-        SPLITS_PADDED, WINDOW, ROTATE, NORM, FP8, LARGEST, NATIVE, EARLY, AT_ONCE, PDL,
+        SPLITS_PADDED, WINDOW, SOFT_CAP, ROTATE, NORM, FP8, LARGEST, NATIVE, EARLY, AT_ONCE, PDL,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["batch"])
 def _balanced_decode_kernel(
     q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr,
-    partial_ptr, lse_ptr, counters_ptr,
+    partial_ptr, lse_ptr, counters_ptr, sinks_ptr,
     scale_log2, eps, k_inverse, v_inverse, v_scale,
     q_stride, kv_stride_page, kv_stride_head, kv_stride_token, table_stride, batch,
     MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr, NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, HEADS_MERGED: tl.constexpr, WORKERS_PADDED: tl.constexpr,
-    ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    SOFT_CAP: tl.constexpr, ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr,
+    NATIVE: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """As many programs as run at once, each with an equal share of the tiles of all sequences, which lie one behind the
     other for this: it ends one sequence's part, computes whole sequences, and begins another's."""
@@ -466,12 +504,12 @@ def _balanced_decode_kernel(
         first = before // share  # the worker that begins this sequence
         _attend_part(
             q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, table_ptr, partial_ptr,
-            lse_ptr, counters_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page,
+            lse_ptr, counters_ptr, sinks_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page,
             kv_stride_head, kv_stride_token, table_stride, kv_head, b, kv_len, 0, (tile - before) * TILE,
             tl.minimum((part_stop - before) * TILE, kv_len), worker - first, (after - 1) // share - first + 1,
             first + b,  # of two sequences that one worker meets, the parts have lines of their own
             TILE, PAGE_SIZE, GROUP, GROUP_PADDED, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, HEADS_MERGED,
-            WORKERS_PADDED, 0, ROTATE, NORM, FP8, LARGEST, NATIVE, False, AT_ONCE, PDL,
+            WORKERS_PADDED, 0, SOFT_CAP, ROTATE, NORM, FP8, LARGEST, NATIVE, False, AT_ONCE, PDL,
         )  # fmt: skip
         tile = part_stop
         before = after
@@ -481,13 +519,13 @@ def _balanced_decode_kernel(
 @triton.jit
 def _attend_part(
     q_ptr, q_norm_ptr, k_norm_ptr, cos_sin_ptr, k_ptr, v_ptr, out_ptr, rows_ptr, table_ptr, partial_ptr, lse_ptr,
-    counters_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page, kv_stride_head,
+    counters_ptr, sinks_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page, kv_stride_head,
     kv_stride_token, table_stride, kv_head, b, kv_len, lowest, begin, end, split, active, first_line,
     TILE: tl.constexpr, PAGE_SIZE: tl.constexpr, GROUP: tl.constexpr, GROUP_PADDED: tl.constexpr,
     NUM_Q_HEADS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr,
-    HEADS_MERGED: tl.constexpr, SPLITS_PADDED: tl.constexpr, WINDOW: tl.constexpr, ROTATE: tl.constexpr,
-    NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr, EARLY: tl.constexpr,
-    AT_ONCE: tl.constexpr, PDL: tl.constexpr,
+    HEADS_MERGED: tl.constexpr, SPLITS_PADDED: tl.constexpr, WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr,
+    EARLY: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tokens `begin` to `end` of sequence `b`, its part `split` of `active`, whose results go to the lines of the
     workspace from `first_line` on. `lowest`: the first token that a window leaves."""
@@ -558,11 +596,11 @@ def _attend_part(
                 low, high = value.to(tl.uint8, bitcast=True), odd_v.to(tl.uint8, bitcast=True)
                 value = low.to(tl.int16) | (high.to(tl.int16) << 8)
             tl.store(v_head + slot // PER_WORD + w[None, :], value, mask=w_ok[None, :])
-            m = tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale_log2
+            m = capped(tl.sum(q.to(tl.float32) * key.to(tl.float32), 1) * scale_log2, SOFT_CAP)
             total = tl.full([GROUP_PADDED], 1.0, tl.float32)
         if EARLY:
             m, total, acc, acc_odd = _attend_tile(
-                q, early_k, early_v, early_ok, m, total, acc, acc_odd, scale_log2, FP8, NATIVE
+                q, early_k, early_v, early_ok, m, total, acc, acc_odd, scale_log2, SOFT_CAP, FP8, NATIVE
             )
             begin += TILE
     else:
@@ -577,9 +615,11 @@ def _attend_part(
         k_address, v_address = offsets[:, None] + d[None, :], (offsets // PER_WORD)[:, None] + w[None, :]
         k = tl.load(k_head + k_address, mask=n_ok[:, None] & d_ok[None, :], other=0.0)
         v = tl.load(v_head + v_address, mask=n_ok[:, None] & w_ok[None, :], other=0)
-        m, total, acc, acc_odd = _attend_tile(q, k, v, n_ok, m, total, acc, acc_odd, scale_log2, FP8, NATIVE)
+        m, total, acc, acc_odd = _attend_tile(q, k, v, n_ok, m, total, acc, acc_odd, scale_log2, SOFT_CAP, FP8, NATIVE)
 
     if active == 1:
+        if sinks_ptr is not None:
+            total += tl.exp2(sink_logits(sinks_ptr, q_head, g < GROUP) - m)
         out_address = (b * NUM_Q_HEADS + q_head[:, None]) * HEAD_DIM + d[None, :]
         result = _divided(acc, acc_odd, total, v_scale, FP8)
         tl.store(out_ptr + out_address, result.to(out_ptr.dtype.element_ty), mask=q_ok)
@@ -595,14 +635,14 @@ def _attend_part(
         if arrived == active - 1:
             tl.store(counter, 0)
             _merge_parts(
-                partial_ptr, lse_ptr, out_ptr, b, kv_head, active, first_line, NUM_Q_HEADS, HEAD_DIM, GROUP,
+                partial_ptr, lse_ptr, out_ptr, sinks_ptr, b, kv_head, active, first_line, NUM_Q_HEADS, HEAD_DIM, GROUP,
                 HEADS_MERGED, HEAD_PADDED, SPLITS_PADDED, AT_ONCE,
             )  # fmt: skip
 
 
 @triton.jit
 def _merge_parts(
-    partial_ptr, lse_ptr, out_ptr, b, kv_head, active, first_part,
+    partial_ptr, lse_ptr, out_ptr, sinks_ptr, b, kv_head, active, first_part,
     NUM_Q_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, GROUP: tl.constexpr, HEADS: tl.constexpr,
     HEAD_PADDED: tl.constexpr, SPLITS_PADDED: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -622,7 +662,12 @@ def _merge_parts(
         lse_ptr + first_line[:, None] + s[None, :] * NUM_Q_HEADS, mask=lse_ok, other=-float("inf"), cache_modifier=".cg"
     )
     top = tl.maximum(tl.max(every, 1), -1e30)
+    if sinks_ptr is not None:
+        sink = sink_logits(sinks_ptr, kv_head * GROUP + g, g_ok)
+        top = tl.maximum(top, sink)
     weight_sum = tl.sum(tl.exp2(every - top[:, None]), 1)
+    if sinks_ptr is not None:
+        weight_sum += tl.exp2(sink - top)
     merged = tl.zeros([HEADS, HEAD_PADDED], tl.float32)
     for i in tl.range(0, active, AT_ONCE):
         # All are loaded before any is used: else each load waits for the one before it.

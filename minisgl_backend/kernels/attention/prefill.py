@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.attention.decode import for_cache
+from minisgl_backend.kernels.attention.decode import capped, capped_scale, for_cache, sink_logits
 from minisgl_backend.kernels.shared_memory import shared_memory
 from minisgl_backend.kv.layout import FP8, ONE, KVScales
 
@@ -27,11 +27,14 @@ def prefill_attention(
     window: int = 0,
     scales: KVScales = ONE,
     out: torch.Tensor | None = None,
+    soft_cap: float | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape, in `out` if given.
 
     Sequence i owns queries cu_seqlens_q[i] to cu_seqlens_q[i+1], the last of its kv_lens[i] cached tokens.
     max_q_len: the longest query part, a host integer. window: tokens that a query sees, itself included; 0: all.
+    soft_cap and sinks: as in decode_attention.
     """
     _, num_q_heads, head_dim = q.shape
     _, num_kv_heads, page_size, _ = k_cache.shape
@@ -39,14 +42,15 @@ def prefill_attention(
     half_precision = q.element_size() == 2
     long = half_precision and max_q_len > 64 and long_tiles_fit(head_dim, shared_memory(q.device))
     tile_q = 128 if long else 32
+    scale_log2, cap_log2 = capped_scale(scale * scales.k, soft_cap)
     tile_kv = 64 if half_precision else 32
     _prefill_kernel[(triton.cdiv(max_q_len, tile_q), num_q_heads, kv_lens.shape[0])](
-        q, k_cache, v_cache, out, cu_seqlens_q, kv_lens, rows, page_table,
-        scale * scales.k * 1.4426950408889634, scales.v,
+        q, k_cache, v_cache, out, cu_seqlens_q, kv_lens, rows, page_table, sinks,
+        scale_log2, scales.v,
         q.stride(0), q.stride(1), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), page_table.stride(0),
         GROUP=num_q_heads // num_kv_heads, NUM_Q_HEADS=num_q_heads, PAGE_SIZE=page_size,
         HEAD_DIM=head_dim, HEAD_PADDED=triton.next_power_of_2(head_dim), TILE_Q=tile_q, TILE_KV=tile_kv,
-        WINDOW=window, FP8=k_cache.dtype == FP8,
+        WINDOW=window, SOFT_CAP=cap_log2, FP8=k_cache.dtype == FP8,
         num_warps=8 if tile_q == 128 else 4, num_stages=2,
     )  # fmt: skip
     return out
@@ -59,12 +63,12 @@ def long_tiles_fit(head_dim: int, shared: int) -> bool:
 
 @triton.jit
 def _prefill_kernel(
-    q_ptr, k_ptr, v_ptr, out_ptr, cu_seqlens_ptr, kv_lens_ptr, rows_ptr, table_ptr,
+    q_ptr, k_ptr, v_ptr, out_ptr, cu_seqlens_ptr, kv_lens_ptr, rows_ptr, table_ptr, sinks_ptr,
     scale_log2, v_scale,
     q_stride_t, q_stride_h, kv_stride_page, kv_stride_head, kv_stride_token, table_stride,
     GROUP: tl.constexpr, NUM_Q_HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr,
     HEAD_DIM: tl.constexpr, HEAD_PADDED: tl.constexpr, TILE_Q: tl.constexpr, TILE_KV: tl.constexpr,
-    WINDOW: tl.constexpr, FP8: tl.constexpr,
+    WINDOW: tl.constexpr, SOFT_CAP: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
     seq = tl.program_id(2)
     head = tl.program_id(1)
@@ -103,7 +107,7 @@ def _prefill_kernel(
         ok = (token < end)[:, None] & d_ok[None, :]
         k = tl.load(k_ptr + address, mask=ok, other=0.0).to(q.dtype)
         v = tl.load(v_ptr + address, mask=ok, other=0.0).to(q.dtype)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
+        scores = capped(tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2, SOFT_CAP)
         seen = token[None, :] <= position[:, None]
         if WINDOW:
             seen &= token[None, :] > position[:, None] - WINDOW
@@ -114,6 +118,8 @@ def _prefill_kernel(
         total = total * correction + tl.sum(p, 1)
         acc = acc * correction[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         m = m_new
+    if sinks_ptr is not None:
+        total += tl.exp2(sink_logits(sinks_ptr, head, head >= 0) - m)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     if FP8:
         out *= v_scale

@@ -1,7 +1,7 @@
-"""Sums of many rows over the ranks that cost the products beside them nothing: parts travel by the copy engines.
+"""All-reduce by copy engines, overlapped with GEMMs of the other micro-batch.
 
-Of a long prompt the sum of some rows runs while other rows are computed (`TensorParallel.lanes`). NCCL sums with a
-kernel, and that holds multiprocessors which the product beside it needs: a GEMM has as many programs as there are
+Of a long prompt the all-reduce of one micro-batch overlaps the other's GEMMs (`TensorParallel.micro_batches`). NCCL
+sums with a kernel, and that holds multiprocessors which the GEMM needs: it has as many programs as there are
 multiprocessors, with equal shares of the tiles, so those that get no place at once begin when the sum has ended and
 make the GEMM longer by as much as the sum took. A copy to another GPU's memory needs no multiprocessor; torch's
 asynchronous tensor parallelism moves its parts like this too. What is left, the addition, is done by the norm that

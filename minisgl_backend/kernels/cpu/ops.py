@@ -29,12 +29,17 @@ class CpuOps(TorchOps):
         eps: float = 0.0,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
-        gated: bool = False,
+        activation: str | None = None,
     ) -> torch.Tensor:
         rows, size = x.shape
-        if rows == 0 or rows > MOST_ROWS or size % _LANES or not _are_plain(x, weight, norm_weight, bias, residual):
+        if norm_weight is not None and norm_weight.dtype != x.dtype:
+            x, norm_weight = self.rms_norm(x, norm_weight, eps), None
+        gated = activation is not None
+        fuses = activation in (None, "silu") and not (gated and bias is not None)
+        plain = _are_plain(x, weight, norm_weight, bias, residual)
+        if rows == 0 or rows > MOST_ROWS or size % _LANES or not plain or not fuses:
             return super().linear(
-                x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, gated=gated
+                x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, activation=activation
             )
         outputs = len(weight) // 2 if gated else len(weight)
         out = torch.empty((rows, outputs), dtype=x.dtype)
@@ -53,10 +58,12 @@ class CpuOps(TorchOps):
         )
         return out
 
-    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
         size = x.shape[-1]
-        if size % _LANES or not _are_plain(x, weight):
-            return super().rms_norm(x, weight, eps)
+        if out is not None or size % _LANES or not _are_plain(x, weight):
+            return super().rms_norm(x, weight, eps, out)
         out = torch.empty_like(x)
         self._library.minisgl_rms_norm(x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr())
         return out

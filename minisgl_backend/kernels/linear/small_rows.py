@@ -15,11 +15,11 @@ last adds the partial sums in order, so that results do not depend on timing.
 
 With `pdl` (programmatic dependent launch, Hopper and later) a kernel starts as soon as every program of the one before
 it has started; the first two, and the third where `early` says so, then load weights before they wait for that one's
-results. Since every kernel
-lets the next one start before it waits itself, what a kernel reads before its wait must have been written before this
-chain of kernels began: before the last launch without `pdl`, which waits for all that was launched earlier. In a decode
-step that is the lookup of tokens and slots and the embedding. Everything else is read, and everything is written, after
-the wait. Pulling all weights into the L2 cache before the wait was tried: no gain, since memory is busy by then.
+results. Since every kernel lets the next one start before it waits itself, what a kernel reads before its wait must
+have been written before this chain of kernels began: before the last launch without `pdl`, which waits for all that was
+launched earlier. In a decode step that is the lookup of tokens and slots and the embedding. Everything else is read,
+and everything is written, after the wait. Pulling all weights into the L2 cache before the wait was tried: no gain,
+since memory is busy by then.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.activation import activate
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 MAX_ROWS = 64
@@ -178,7 +179,7 @@ def linear(
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
     residual: torch.Tensor | None = None,
-    gated: bool = False,
+    activation: str | None = None,
     shape: LinearShape | None = None,
     pdl: bool = False,
     out: torch.Tensor | None = None,
@@ -186,8 +187,9 @@ def linear(
     """epilogue(norm(x) @ weight.T), x [rows <= 64, size_in], weight [size_out, size_in], both contiguous.
 
     norm_weight [size_in]: RMSNorm of x first. bias [size_out]. residual [rows, size_out] is added to the result.
-    gated: weight holds gate rows, then as many up rows; returns silu(gate) * up, [rows, size_out / 2].
+    activation: weight holds gate rows, then as many up rows; returns activation(gate) * up, [rows, size_out / 2].
     """
+    gated = activation is not None
     rows, size_in = x.shape
     size_out = weight.shape[0] // 2 if gated else weight.shape[0]
     shape = shape or linear_shape(rows, size_out, size_in, gated, shared=shared_memory(x.device))
@@ -196,11 +198,12 @@ def linear(
         x, weight, norm_weight if norm_weight is not None else x, bias if bias is not None else x,
         residual if residual is not None else x, out,
     )  # fmt: skip
-    flags = {
+    flags: dict[str, object] = {
         "NORM": norm_weight is not None,
         "BIAS": bias is not None,
         "RESIDUAL": residual is not None,
         "GATED": gated,
+        "ACTIVATION": activation,
         "PDL": pdl,
         "num_warps": shape.num_warps,
         "num_stages": shape.num_stages,
@@ -241,7 +244,8 @@ def _vector_kernel(
     x_ptr, weight_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, eps, x_stride,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, ROWS: tl.constexpr, ROWS_PADDED: tl.constexpr,
     TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -286,7 +290,7 @@ def _vector_kernel(
     if BIAS:
         acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        acc = activate(acc, ACTIVATION) * acc_up
     if RESIDUAL:
         acc += added
     tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=out_ok)
@@ -298,7 +302,8 @@ def _sliced_kernel(
     rows, eps, x_stride,
     NORM_FIRST: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, SLICES: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """Tiles are [slices, outputs or rows, inputs of a slice]: a product of three dimensions gives each warp a slice."""
     if PDL:
@@ -363,7 +368,7 @@ def _sliced_kernel(
     if BIAS:
         acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        acc = activate(acc, ACTIVATION) * acc_up
     address = r[None, :] * SIZE_OUT + o[:, None]
     ok = r_ok[None, :] & o_ok[:, None]
     if RESIDUAL:
@@ -394,7 +399,8 @@ def _linear_kernel(
     rows, eps, x_stride,
     NORM_FIRST: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr,
     ROWS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, EARLY: tl.constexpr,
-    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -481,7 +487,7 @@ def _linear_kernel(
     if BIAS:
         acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = acc / (1.0 + tl.exp(-acc)) * acc_up
+        acc = activate(acc, ACTIVATION) * acc_up
     address = r[None, :] * SIZE_OUT + o[:, None]
     ok = r_ok[None, :] & o_ok[:, None]
     if RESIDUAL:

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.activation import activate
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
 from minisgl_backend.kernels.moe.one_token import GONE, launch_options, order_keys
@@ -101,6 +102,7 @@ def mixture(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    activation: str = "silu",
     pdl: bool = False,
 ) -> torch.Tensor:
     """The contract is `Ops.mixture`'s, for up to MAX_TOKENS tokens."""
@@ -114,13 +116,15 @@ def mixture(
     cut = gate_up_cut
     _few_product_kernel[(plan.max_tiles, triton.cdiv(size, cut.tile_out))](
         normed, gate_up, activated, *arguments, normed.stride(0), SIZE_OUT=size, SIZE_IN=hidden,
-        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=True, num_stages=cut.num_stages, **common,
+        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=True, ACTIVATION=activation,
+        num_stages=cut.num_stages, **common,
         **launch_options(pdl, cut.num_warps),
     )  # fmt: skip
     cut = down_cut
     _few_product_kernel[(plan.max_tiles, triton.cdiv(hidden, cut.tile_out))](
         activated, down, result, *arguments, size, SIZE_OUT=hidden, SIZE_IN=size,
-        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=False, num_stages=cut.num_stages, **common,
+        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=False, ACTIVATION=None,
+        num_stages=cut.num_stages, **common,
         **launch_options(pdl, cut.num_warps),
     )  # fmt: skip
     return combine(result, k, residual, pdl)
@@ -249,8 +253,8 @@ def _plan(
     TOKENS: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr,
     RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """What a `Plan` holds, from logits [num_tokens, experts]. Of equal logits the lower expert comes first, what is no
-    number comes last: whatever the logits are, a token takes K different experts.
+    """What a `Plan` holds, from logits [num_tokens, experts]. Of equal logits the lower expert comes first, NaN
+    comes last: whatever the logits are, a token takes K different experts.
 
     Logits are compared as integers, whose largest in a warp is one instruction.
     """
@@ -300,9 +304,11 @@ def _plan(
 def _few_product_kernel(
     x_ptr, weight_ptr, out_ptr, tiles_ptr, pair_weights_ptr, x_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
-    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """By pair. GATED: silu(gate @ x) * (up @ x), of the pair's token. Else: down @ x of the pair, times its weight."""
+    """By pair. GATED: activation(gate @ x) * (up @ x), of the pair's token. Else: down @ x of the pair, times its
+    weight."""
     if PDL:
         if GATED:
             tl_cuda.gdc_wait()
@@ -352,7 +358,7 @@ def _few_product_kernel(
         acc = tl.dot(x, w, acc, input_precision="ieee")
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (SLOTS, 2, TILE_OUT)), (0, 2, 1)))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc = activate(gate, ACTIVATION) * up
     else:
         pair_weight = tl.load(pair_weights_ptr + pair, mask=s_ok, other=0.0)
         acc = acc * pair_weight[:, None]

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.activation import activate
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.moe import few_tokens as moe_few
 from minisgl_backend.kernels.moe import grouped_tma as moe_wide
@@ -61,7 +62,7 @@ def _route_kernel(
     weights = tl.zeros([K_PADDED], tl.float32)
     left = tl.where(e < EXPERTS, shares, -1.0)  # below every share, so that padding is never picked
     for choice in tl.static_range(K):
-        best = tl.minimum(tl.argmax(left, 0), EXPERTS - 1)  # logits that are no numbers must not lead out of bounds
+        best = tl.minimum(tl.argmax(left, 0), EXPERTS - 1)  # NaN must not lead out of bounds
         ids = tl.where(j == choice, best, ids)
         weights = tl.where(j == choice, tl.max(left, 0), weights)
         left = tl.where(e == best, -1.0, left)
@@ -120,6 +121,7 @@ def moe(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     residual: torch.Tensor | None = None,
+    activation: str = "silu",
     *,
     tma: bool = False,
     shape: MoeShape | None = None,
@@ -143,7 +145,7 @@ def moe(
     shared = shared_memory(x.device)
     if tma and moe_wide.serves(x, gate_up, down, pairs, shared):
         tiles = align(ids, num_experts, moe_wide.TILE_PAIRS)
-        moe_wide.gate_up_product(x, gate_up, activated, tiles, k)
+        moe_wide.gate_up_product(x, gate_up, activated, tiles, k, activation)
         moe_wide.down_product(activated, down, result, tiles)
         return combine(result, k, residual, place=tiles.place, weights=weights)
     shape = shape or moe_shape(pairs, num_experts, x.element_size(), shared)
@@ -153,13 +155,15 @@ def moe(
     tile_out, tile_in, num_warps, num_stages = shape.gate_up
     _grouped_kernel[(count, triton.cdiv(size, tile_out))](
         x, gate_up, activated, *arguments, x.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden,
-        TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=True, num_warps=num_warps,
+        TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=True, ACTIVATION=activation,
+        num_warps=num_warps,
         num_stages=num_stages, **launch(pdl),
     )  # fmt: skip
     tile_out, tile_in, num_warps, num_stages = shape.down
     _grouped_kernel[(count, triton.cdiv(hidden, tile_out))](
         activated, down, result, *arguments, activated.stride(0), K=k, SIZE_OUT=hidden, SIZE_IN=size,
-        TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=False, num_warps=num_warps,
+        TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=False, ACTIVATION=None,
+        num_warps=num_warps,
         num_stages=num_stages, **launch(pdl),
     )  # fmt: skip
     return combine(result, k, residual, pdl)
@@ -170,10 +174,10 @@ def _grouped_kernel(
     x_ptr, weight_ptr, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, pair_weight_ptr, x_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
     TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """GATED: silu(x @ gate.T) * (x @ up.T), read by token and written in sorted order. Else: read in sorted order,
-    written by pair and multiplied by the pair's weight."""
+    """GATED: activation(x @ gate.T) * (x @ up.T), read by token and written in sorted order. Else: read in sorted
+    order, written by pair and multiplied by the pair's weight."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -208,7 +212,7 @@ def _grouped_kernel(
         acc = tl.dot(x, w, acc, input_precision="ieee")
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (TILE_PAIRS, 2, TILE_OUT)), (0, 2, 1)))
-        acc = gate / (1.0 + tl.exp(-gate)) * up
+        acc = activate(gate, ACTIVATION) * up
         target = i
     else:
         acc = acc * tl.load(pair_weight_ptr + pair, mask=i_ok, other=0.0).to(tl.float32)[:, None]

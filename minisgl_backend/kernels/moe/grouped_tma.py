@@ -17,6 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backend.kernels.activation import activate
 from minisgl_backend.kernels.moe.align import Tiles
 from minisgl_backend.kernels.shared_memory import LARGEST
 
@@ -56,9 +57,15 @@ def serves(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: in
 
 
 def gate_up_product(
-    x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tiles: Tiles, k: int, cut: WideShape = GATE_UP
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    tiles: Tiles,
+    k: int,
+    activation: str = "silu",
+    cut: WideShape = GATE_UP,
 ) -> None:
-    """out[i] = silu(gate @ x) * (up @ x) of the token and the expert of the i-th pair in sorted order.
+    """out[i] = activation(gate @ x) * (up @ x) of the token and the expert of the i-th pair in sorted order.
 
     x [num_tokens, hidden], weight [num_experts, 2 * size, hidden], out [num_tokens * k, size].
     """
@@ -68,7 +75,7 @@ def gate_up_product(
     _gate_up_kernel[(_programs(x.device, tiles.expert.numel() * triton.cdiv(size, cut.tile_out)),)](
         x, descriptor, out, tiles.order, tiles.expert, tiles.first, tiles.end, tiles.used, x.stride(0),
         K=k, SIZE_OUT=size, SIZE_IN=hidden, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in,
-        num_warps=cut.num_warps, num_stages=cut.num_stages,
+        ACTIVATION=activation, num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
 
 
@@ -108,7 +115,7 @@ def _programs(device: torch.device, tasks: int) -> int:
 def _gate_up_kernel(
     x_ptr, weight, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, used_ptr, x_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
-    TILE_IN: tl.constexpr,
+    TILE_IN: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = (SIZE_OUT + TILE_OUT - 1) // TILE_OUT
     tasks = tl.load(used_ptr) * columns
@@ -120,12 +127,12 @@ def _gate_up_kernel(
         if end - first > TILE_PAIRS // 2:
             _gate_up_tile(
                 x_ptr, weight, out_ptr, order_ptr, x_stride, gate_row, column, first, end,
-                K, SIZE_OUT, SIZE_IN, TILE_PAIRS, TILE_OUT, TILE_IN,
+                K, SIZE_OUT, SIZE_IN, TILE_PAIRS, TILE_OUT, TILE_IN, ACTIVATION,
             )  # fmt: skip
         else:  # the last tile of an expert
             _gate_up_tile(
                 x_ptr, weight, out_ptr, order_ptr, x_stride, gate_row, column, first, end,
-                K, SIZE_OUT, SIZE_IN, TILE_PAIRS // 2, TILE_OUT, TILE_IN,
+                K, SIZE_OUT, SIZE_IN, TILE_PAIRS // 2, TILE_OUT, TILE_IN, ACTIVATION,
             )  # fmt: skip
 
 
@@ -133,7 +140,7 @@ def _gate_up_kernel(
 def _gate_up_tile(
     x_ptr, weight, out_ptr, order_ptr, x_stride, gate_row, column, first, end,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
-    TILE_IN: tl.constexpr,
+    TILE_IN: tl.constexpr, ACTIVATION: tl.constexpr,
 ):  # fmt: skip
     i = first + tl.arange(0, TILE_PAIRS)
     i_ok = i < end
@@ -147,7 +154,7 @@ def _gate_up_tile(
         w_up = weight.load([gate_row + SIZE_OUT, start])
         gate = tl.dot(x, w_gate.T, gate, input_precision="ieee")
         up = tl.dot(x, w_up.T, up, input_precision="ieee")
-    result = gate / (1.0 + tl.exp(-gate)) * up
+    result = activate(gate, ACTIVATION) * up
     o = column + tl.arange(0, TILE_OUT)
     address = i.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
     tl.store(out_ptr + address, result.to(out_ptr.dtype.element_ty), mask=i_ok[:, None] & (o < SIZE_OUT)[None, :])

@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.activation import activate
+
 MAX_EXPERTS = 256  # which one program ranks
 
 
@@ -54,6 +56,7 @@ def mixture(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    activation: str = "silu",
     pdl: bool = False,
 ) -> torch.Tensor:
     """The contract is `Ops.mixture`'s, for one token."""
@@ -65,7 +68,10 @@ def mixture(
         EXPERTS=num_experts, TILE=ROUTE.tile_out, K=k, K_PADDED=triton.next_power_of_2(k),
         NORM=norm_weight is not None, **launch_options(pdl, ROUTE.num_warps),
     )  # fmt: skip
-    return experts(x, logits, gate_up, down, renormalize, norm_weight=norm_weight, eps=eps, residual=residual, pdl=pdl)
+    return experts(
+        x, logits, gate_up, down, renormalize, norm_weight=norm_weight, eps=eps, residual=residual,
+        activation=activation, pdl=pdl,
+    )  # fmt: skip
 
 
 def experts(
@@ -79,6 +85,7 @@ def experts(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
+    activation: str = "silu",
     pdl: bool = False,
 ) -> torch.Tensor:
     """`mixture` behind the router: logits [k, num_experts] are k copies of a token's; not `divided`: yet to be, as
@@ -95,7 +102,7 @@ def experts(
     programs = min(GATE_UP_PROGRAMS, triton.cdiv(size, tile_out))
     _gate_up_kernel[(k, programs)](
         x, norm_or_x, logits, gate_up, activated, scale, eps, SIZE_OUT=size, SIZE_IN=hidden, SIZE_PADDED=padded,
-        TILE_OUT=tile_out, PROGRAMS=programs, WARPS=GATE_UP.num_warps, **ranked, **norm,
+        TILE_OUT=tile_out, PROGRAMS=programs, WARPS=GATE_UP.num_warps, ACTIVATION=activation, **ranked, **norm,
         **launch_options(pdl, GATE_UP.num_warps),
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, DOWN.tile_out),)](
@@ -148,7 +155,7 @@ GONE = tl.constexpr(-2147483648)  # below the key of any expert
 @triton.jit
 def order_keys(logit, e, EXPERTS: tl.constexpr):
     """Integers that are all different and in the order of experts: a larger logit first, of equal ones the lower
-    expert, and last what is no number. Of the experts e, whose logits are 16 bits wide, in float32: as such they leave
+    expert, and NaN last. Of the experts e, whose logits are 16 bits wide, in float32: as such they leave
     the lower bits alone, which hold the expert.
     """
     known = tl.where(logit == logit, logit, -float("inf"))
@@ -166,7 +173,7 @@ def _expert(key):
 
 @triton.jit
 def _logit(key):
-    """Likewise, in float32: -inf for what was no number, and for what is no expert."""
+    """Likewise, in float32: -inf for what was NaN, and for what is no expert."""
     ordered = key & -256
     bits = tl.where(ordered < 0, (ordered ^ 0x7FFFFFFF) & -256, ordered)
     return tl.where(key == GONE, -float("inf"), bits.to(tl.float32, bitcast=True))
@@ -186,9 +193,9 @@ def _gate_up_kernel(
     x_ptr, norm_ptr, logits_ptr, weight_ptr, out_ptr, scale_ptr, eps,
     EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
     SIZE_PADDED: tl.constexpr, TILE_OUT: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr,
-    DIVIDED: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """out[choice] = silu(gate @ norm(x)) * (up @ norm(x)) for each expert of the token."""
+    """out[choice] = activation(gate @ norm(x)) * (up @ norm(x)) for each expert of the token."""
     choice = tl.program_id(0)
     i = tl.arange(0, SIZE_PADDED)
     i_ok = i < SIZE_IN
@@ -220,7 +227,7 @@ def _gate_up_kernel(
         up = tl.load(at + SIZE_OUT * SIZE_IN, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
         gate_sum = tl.sum(gate * x[None, :], 1) * scale
         up_sum = tl.sum(up * x[None, :], 1) * scale
-        result = gate_sum / (1.0 + tl.exp(-gate_sum)) * up_sum
+        result = activate(gate_sum, ACTIVATION) * up_sum
         tl.store(out_ptr + choice * SIZE_OUT + o, result.to(out_ptr.dtype.element_ty), mask=o_ok)
 
 

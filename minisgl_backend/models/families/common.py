@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig, NormConfig
+from minisgl_backend.layers.config import Activation, AttentionConfig, LayerConfig, MlpConfig, NormConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.rope import read_rope, stretched
 from minisgl_backend.weights.names import TensorNames
 
+_ACTIVATIONS: Mapping[str, Activation] = {"silu": "silu", "gelu": "gelu", "gelu_pytorch_tanh": "gelu_tanh"}
 FULL, SLIDING = "full_attention", "sliding_attention"  # entries of layer_types
 
 
@@ -22,6 +23,8 @@ class Family:
 
     model_type: str  # its name in transformers
     read: Callable[[Keys], DecoderConfig]
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that its configs leave out, as transformers has
+    text_config: str | None = None  # the key of config.json in which the text model is described; None: it is all of it
     tensor_names: TensorNames = field(default_factory=TensorNames)
 
 
@@ -40,6 +43,12 @@ def attention(keys: Keys, **more: Any) -> AttentionConfig:
     )
 
 
+def mlp(keys: Keys, activation_key: str = "hidden_act") -> MlpConfig:
+    """The dense MLP."""
+    activation = keys.choice(activation_key, tuple(_ACTIVATIONS))
+    return MlpConfig(intermediate_size=keys.integer("intermediate_size"), activation=_ACTIVATIONS[activation])
+
+
 def norm(keys: Keys, eps: float = 1e-6, **more: Any) -> NormConfig:
     """RMSNorm; `eps`: what an absent key means."""
     return NormConfig(eps=keys.number("rms_norm_eps", eps), **more)
@@ -48,14 +57,13 @@ def norm(keys: Keys, eps: float = 1e-6, **more: Any) -> NormConfig:
 def decoder(keys: Keys, layers: Sequence[LayerConfig], **more: Any) -> DecoderConfig:
     """Vocabulary, hidden size, context and tied weights under their usual names; the last norm as the layers'."""
     positions = keys.integer("max_position_embeddings")
-    tied = {} if "tie_word_embeddings" in more else {"tie_word_embeddings": keys.boolean("tie_word_embeddings", False)}
     return DecoderConfig(
         vocab_size=keys.integer("vocab_size"),
         hidden_size=keys.integer("hidden_size"),
         layers=tuple(layers),
         norm=layers[0].norm,
         max_position=max(stretched(layer.attention.rope, positions) for layer in layers),
-        **tied,
+        tie_word_embeddings=keys.boolean("tie_word_embeddings", False),
         **more,
     )
 

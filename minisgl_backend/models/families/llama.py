@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, MlpConfig
+from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, Family, attention, decoder, layer_types, norm, window
+from minisgl_backend.models.families.common import FULL, Family, attention, decoder, layer_types, mlp, norm, window
 from minisgl_backend.models.keys import Keys, refuse
 
 
@@ -13,7 +13,6 @@ def read(keys: Keys) -> DecoderConfig:
     if (size := window(keys, None)) is not None:
         refuse("sliding_window", size, "null for LlamaForCausalLM, whose layers have no windows")
     layer_types(keys, num_layers, allowed=(FULL,))
-    keys.choice("hidden_act", ("silu",))
     keys.choice("mlp_bias", (False,))
     bias = keys.boolean("attention_bias", False)
     layer = LayerConfig(
@@ -23,7 +22,7 @@ def read(keys: Keys) -> DecoderConfig:
             qkv_bias=bias,
             output_bias=bias,
         ),
-        mlp=MlpConfig(intermediate_size=keys.integer("intermediate_size")),
+        mlp=mlp(keys),
         norm=norm(keys),
     )
     return decoder(keys, [layer] * num_layers)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, MlpConfig
+from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, Family, attention, decoder, layer_types, norm, window
+from minisgl_backend.models.families.common import FULL, Family, attention, decoder, layer_types, mlp, norm, window
 from minisgl_backend.models.keys import Keys, refuse
 
 
@@ -14,10 +14,9 @@ def read(keys: Keys) -> DecoderConfig:
     types = layer_types(keys, num_layers)  # transformers reads none for this architecture
     if size is not None and len(set(types)) > 1:
         refuse("layer_types", list(types), "one type for all layers of MistralForCausalLM")
-    keys.choice("hidden_act", ("silu",))
     layer = LayerConfig(
         attention=attention(keys, window=None if FULL in types else size),
-        mlp=MlpConfig(intermediate_size=keys.integer("intermediate_size")),
+        mlp=mlp(keys),
         norm=norm(keys),
     )
     return decoder(keys, [layer] * num_layers)

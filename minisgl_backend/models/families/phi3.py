@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, MlpConfig
+from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, norm, window
+from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm, window
 from minisgl_backend.models.keys import Keys
 from minisgl_backend.models.rope import read_rope
 from minisgl_backend.weights.names import Stored, TensorNames
@@ -13,13 +13,12 @@ from minisgl_backend.weights.names import Stored, TensorNames
 def read(keys: Keys) -> DecoderConfig:
     num_q_heads = keys.integer("num_attention_heads")
     head_dim = keys.integer("hidden_size") // num_q_heads
-    keys.choice("hidden_act", ("silu",))
     keys.choice("attention_bias", (False,))  # a key of its checkpoints, which transformers does not read
     layer = LayerConfig(
         attention=attention(
             keys, num_kv_heads=num_q_heads, rope=read_rope(keys, head_dim, partial=True), window=window(keys, None)
         ),
-        mlp=MlpConfig(intermediate_size=keys.integer("intermediate_size")),
+        mlp=mlp(keys),
         norm=norm(keys, eps=1e-5),
     )
     return decoder(keys, [layer] * keys.integer("num_hidden_layers"))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import LayerConfig, MlpConfig
+from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import SLIDING, Family, attention, decoder, layer_types, norm, window
+from minisgl_backend.models.families.common import SLIDING, Family, attention, decoder, layer_types, mlp, norm, window
 from minisgl_backend.models.keys import Keys, refuse
 
 
 def read(keys: Keys) -> DecoderConfig:
-    keys.choice("hidden_act", ("silu",))
     layer = LayerConfig(
         attention=attention(keys, qkv_bias=True),
-        mlp=MlpConfig(intermediate_size=keys.integer("intermediate_size")),
+        mlp=mlp(keys),
         norm=norm(keys),
     )
     windows = windows_above(keys)

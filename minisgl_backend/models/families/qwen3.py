@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig
+from minisgl_backend.layers.config import AttentionConfig, LayerConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, norm
+from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
 from minisgl_backend.models.families.qwen2 import windows_above
 from minisgl_backend.models.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
-    keys.choice("hidden_act", ("silu",))
     layer = LayerConfig(
         attention=head_norm_attention(keys, head_dim=128),
-        mlp=MlpConfig(intermediate_size=keys.integer("intermediate_size")),
+        mlp=mlp(keys),
         norm=norm(keys),
     )
     windows = windows_above(keys)

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RouterConfig
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, Family, decoder, layer_types, norm, window
+from minisgl_backend.models.families.common import FULL, Family, decoder, layer_types, mlp, norm, window
 from minisgl_backend.models.families.qwen3 import head_norm_attention
 from minisgl_backend.models.keys import Keys, refuse
 
 
 def read(keys: Keys) -> DecoderConfig:
-    keys.choice("hidden_act", ("silu",))
     attention = replace(head_norm_attention(keys), window=_window(keys))
-    dense, mixture = MlpConfig(intermediate_size=keys.integer("intermediate_size")), experts(keys)
+    dense, mixture = mlp(keys), experts(keys)
     sparse = sparse_layers(keys)
     mlps = [mixture if is_sparse else dense for is_sparse in sparse]
-    return decoder(keys, [LayerConfig(attention=attention, mlp=mlp, norm=norm(keys)) for mlp in mlps])
+    return decoder(keys, [LayerConfig(attention=attention, mlp=one, norm=norm(keys)) for one in mlps])
 
 
 def _window(keys: Keys) -> int | None:
@@ -39,6 +38,7 @@ def experts(keys: Keys) -> MoeConfig:
     experts_per_token = keys.integer("num_experts_per_tok")
     if experts_per_token > num_experts:
         refuse("num_experts_per_tok", experts_per_token, f"1 to num_experts ({num_experts})")
+    keys.choice("hidden_act", ("silu",))
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=experts_per_token,

@@ -11,7 +11,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from pydantic_core import PydanticCustomError
 
 from minisgl_backend.openai.errors import invalid
-from minisgl_backend.request import MAX_LOGIT_BIAS, MAX_SEQUENCES_PER_REQUEST
+from minisgl_backend.request import MAX_LOGIT_BIAS, MAX_SEQUENCES_PER_REQUEST, SamplingParams
 
 MAX_FIELDS = 256  # of an object with named fields; none has so many
 
@@ -292,10 +292,9 @@ _STRUCTURED = (
     ("grammar", "grammar"),
     ("json_object", "json_object"),
 )
+# Sampling parameters that have a form of their own in OpenAI's API.
+_OTHERWISE = ("logprobs", "prompt_logprobs", "grammar", "bad_words_token_ids")
 _SAMPLING = (
-    *("n", "max_tokens", "temperature", "top_p", "stop", "seed", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "top_k", "min_p", "repetition_penalty", "min_tokens", "ignore_eos", "stop_token_ids"),
-    *("bad_words", "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "priority"),
-    "use_beam_search",
-    "best_of",
+    *(name for name in SamplingParams.__struct_fields__ if name not in _OTHERWISE),
+    *("add_special_tokens", "priority", "use_beam_search", "best_of"),
 )

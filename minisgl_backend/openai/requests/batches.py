@@ -9,7 +9,6 @@ from pydantic import field_validator
 
 from minisgl_backend.openai.requests.base import Model, is_unicode
 
-BATCH_ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses")
 MAX_LINES = 50_000
 _MAX_METADATA = 16
 _MAX_METADATA_TEXT = 512

@@ -158,7 +158,7 @@ class EagerGraphRunner(GraphRunner):
 
     def plan_replay(self, decode: DecodeInputs) -> None:
         assert self._attention is not None, "capture comes first"
-        self._inputs[decode.batch_size] = (decode, self._attention.plan(None, decode))
+        self._inputs[len(decode.kv_lens_host)] = (decode, self._attention.plan(None, decode))
 
     def replay(self, size: int) -> DecodeOutputs:
         assert self._steps is not None, "capture comes first"

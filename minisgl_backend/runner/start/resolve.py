@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from pathlib import Path
 
-from minisgl_backend.attention.registry import choose_attention, import_failure
+from minisgl_backend.attention.registry import Scores, choose_attention, import_failure
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
@@ -58,6 +58,10 @@ def resolve(
         head_dim=model.head_dim,
         dtype=dtype,
         kv_dtype=kv_dtype,
+        scores=Scores(
+            soft_cap=any(layer.attention.soft_cap is not None for layer in model.layers),
+            sinks=any(layer.attention.sinks for layer in model.layers),
+        ),
         why_missing=why_missing,
     )
     _check_num_pages(config.num_pages, attention.page_size)

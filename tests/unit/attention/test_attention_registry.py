@@ -11,9 +11,11 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
+from minisgl_backend.attention import flash_attn_trial
 from minisgl_backend.attention.reference import TorchBackend
-from minisgl_backend.attention.registry import BACKENDS, AttentionChoice, choose_attention, create_attention
+from minisgl_backend.attention.registry import BACKENDS, AttentionChoice, Scores, choose_attention, create_attention
 from minisgl_backend.errors import ConfigError
 from tests.specs import one_group
 
@@ -134,7 +136,7 @@ def install_fa(
         ("raise ImportError('Can not import FA3\\nin sgl_kernel')", "ImportError: Can not import FA3 in sgl_kernel"),
         ("def is_fa3_supported(): raise RuntimeError('half a wheel')", "RuntimeError: half a wheel"),
         ("def is_fa3_supported(): return False", r"is_fa3_supported\(\) says no"),
-        ("", "AttributeError"),
+        ("", "ImportError: cannot import name"),
     ],
 )
 def test_a_package_without_its_kernels(
@@ -156,8 +158,45 @@ def test_a_package_without_its_kernels(
 
 
 def test_a_package_with_its_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flash_attn_trial, "open_gpu", lambda: None)
     choose_with = install_fa(tmp_path, monkeypatch, flash_attn="def is_fa3_supported(): return True")
     assert choose_with("auto", "bfloat16") == AttentionChoice("fa", "triton", 64, ())
+    for name in ("sgl_kernel.flash_attn", "sgl_kernel"):
+        sys.modules.pop(name, None)
+
+
+CALL = """
+import torch
+def is_fa3_supported(): return True
+def flash_attn_with_kvcache(q, k, v, *, cache_seqlens, page_table, cu_seqlens_q, max_seqlen_q, softmax_scale, causal,
+                            window_size, num_splits):
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        ("    return torch.zeros_like(q)", ""),
+        (
+            "    raise TypeError('fwd() takes 30 arguments\\nbut 31')",
+            "TypeError: fwd.. takes 30 arguments but 31",
+        ),
+        ("    raise NotImplementedError('no kernel')", "NotImplementedError: no kernel"),
+    ],
+)
+def test_a_package_whose_first_call_fails_is_left_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, body: str, why: str
+) -> None:
+    """It can be imported, and says that it has kernels: its Python is that of another version."""
+    monkeypatch.setattr(flash_attn_trial, "open_gpu", lambda: torch.device("cpu"))
+    choose_with = install_fa(tmp_path, monkeypatch, flash_attn=CALL + body)
+    choice = choose_with("auto", "bfloat16")
+    assert choice.prefill == ("triton" if why else "fa")
+    assert len(choice.warnings) == bool(why)
+    for warning in choice.warnings:
+        assert re.search(why, warning)
+        assert "pip uninstall sgl-kernel sglang-kernel" in warning
+        assert BACKENDS["fa"].remedy in warning
     for name in ("sgl_kernel.flash_attn", "sgl_kernel"):
         sys.modules.pop(name, None)
 
@@ -283,3 +322,46 @@ def test_flashinfer_serves_where_its_kernels_can_be_had(
     assert (choice.prefill, choice.decode, choice.warnings) == ("fi", "fi", ())
     if where == "beside Python":
         assert shutil.which("ninja") == str(tmp_path / "venv" / "ninja")
+
+
+@pytest.mark.parametrize(
+    ("capability", "scores", "missing", "pair"),
+    [
+        (None, Scores(soft_cap=True, sinks=True), (), ("torch", "torch")),
+        (90, Scores(soft_cap=True), (), ("fa", "triton")),
+        (90, Scores(sinks=True), (), ("fa", "triton")),
+        (90, Scores(sinks=True), ("minisgl_backend.attention.flash_attn:serves_sinks",), ("triton", "triton")),
+        (90, Scores(), ("minisgl_backend.attention.flash_attn:serves_sinks",), ("fa", "triton")),
+        (100, Scores(soft_cap=True), (), ("fi", "fi")),
+        (100, Scores(sinks=True), (), ("triton", "triton")),
+        (80, Scores(sinks=True), (), ("triton", "triton")),
+    ],
+)
+def test_auto_serves_soft_caps_and_sinks(
+    capability: int | None, scores: Scores, missing: tuple[str, ...], pair: tuple[str, str]
+) -> None:
+    choice = choose("auto", capability, *missing, scores=scores)
+    assert (choice.prefill, choice.decode) == pair
+    assert len(choice.warnings) == (len(missing) if scores.sinks else 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "scores", "said"),
+    [
+        ("trtllm", Scores(soft_cap=True), "trtllm computes no soft cap"),
+        ("fi,triton", Scores(sinks=True), "fi computes no attention sinks"),
+        ("fa", Scores(sinks=True), "fa needs kernels with attention sinks"),
+    ],
+)
+def test_backends_without_soft_caps_or_sinks_are_refused_by_name(name: str, scores: Scores, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        choose(name, 100, "minisgl_backend.attention.flash_attn:serves_sinks", scores=scores)
+
+
+def test_a_backend_is_not_created_for_scores_that_it_does_not_compute() -> None:
+    spec = one_group(
+        num_q_heads=4, num_kv_heads=2, head_dim=64, page_size=64, max_seq_len=128, max_rows=3,
+        dtype=torch.bfloat16, sinks=True,
+    )  # fmt: skip
+    with pytest.raises(ConfigError, match="fi computes no attention sinks"):
+        create_attention("fi", "fi", spec)

@@ -47,6 +47,7 @@ class World:
         pages = MAX_ROWS * spec.max_pages_per_row
         self.pool: Any = make_pool(spec, pages)
         (self.group,) = spec.groups
+        self.sinks: torch.Tensor | None = None
         order = torch.randperm(pages, generator=generator) + 1
         self.page_table = order.view(MAX_ROWS, -1).int()
         shape = (MAX_ROWS, MAX_SEQ_LEN, self.group.num_kv_heads, self.group.head_dim)
@@ -63,8 +64,13 @@ class World:
         first = max(0, kv_len - (self.group.window or kv_len))
         k = self.k[row, first:kv_len].repeat_interleave(group, dim=1)
         v = self.v[row, first:kv_len].repeat_interleave(group, dim=1)
-        weights = torch.softmax(torch.einsum("hd,thd->ht", q, k) * self.group.softmax_scale, dim=-1)
-        return torch.einsum("ht,thd->hd", weights, v)
+        scores = torch.einsum("hd,thd->ht", q, k) * self.group.softmax_scale
+        if self.group.soft_cap is not None:
+            scores = self.group.soft_cap * torch.tanh(scores / self.group.soft_cap)
+        total = torch.logsumexp(scores, dim=-1)
+        if self.sinks is not None:
+            total = torch.logaddexp(total, self.sinks)
+        return torch.einsum("ht,thd->hd", torch.exp(scores - total[:, None]), v)
 
     def prefill_inputs(self, parts: list[tuple[int, int, int]]) -> PrefillInputs:
         """parts: (row, number of queries, kv_len)."""
@@ -102,7 +108,7 @@ class World:
         plan = attention.plan(
             self.prefill_inputs(prefill) if prefill else None, self.decode_inputs(decode) if decode else None
         )
-        out = attention.attend(self.spec.layer(1, self.pool.layer(1)), q.to(self.spec.dtype), plan).float()
+        out = attention.attend(self.spec.layer(1, self.pool.layer(1), self.sinks), q.to(self.spec.dtype), plan).float()
         places = [(row, kv_len - count + i + 1) for row, count, kv_len in prefill for i in range(count)] + decode
         expected = torch.stack([self.expected(q[i], row, kv_len) for i, (row, kv_len) in enumerate(places)])
         torch.testing.assert_close(out, expected, rtol=max(1e-4, tolerance), atol=tolerance)
@@ -203,6 +209,15 @@ def test_an_fp8_cache(page_size: int, window: int | None) -> None:
     world.pool = SimpleNamespace(layer=lambda index: kv)
     world.check([(0, 5, 5), (3, 7, 40), (2, 1, 65)], [(1, 1), (4, 64), (5, 129)])
     assert kv.k.element_size() == 1
+
+
+@pytest.mark.parametrize("window", [None, 24])
+@pytest.mark.parametrize(("soft_cap", "sinks"), [(2.0, False), (None, True), (50.0, True)])
+def test_soft_caps_and_sinks(soft_cap: float | None, sinks: bool, window: int | None) -> None:
+    world = World(make_spec(16, window=window, soft_cap=soft_cap, sinks=sinks, scale=0.7))
+    world.sinks = torch.randn(4) * 3 if sinks else None
+    world.check([(0, 5, 5), (3, 7, 40), (2, 1, 65)], [(1, 1), (4, 64), (5, 129)])
+    world.check([], [(1, 17), (4, 64)])
 
 
 def test_pool_sizes() -> None:

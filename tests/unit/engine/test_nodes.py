@@ -117,8 +117,8 @@ def test_a_group_meets(meeting: Meeting) -> None:
     ("changed", "reason"),
     [
         ({"version": "0.0.1"}, f"version is 0.0.1; allowed: {minisgl_backend.__version__}, as on node 0"),
-        ({"node_rank": 0}, "--node-rank is 0; allowed beside node 0: 1 to 1"),
-        ({"node_rank": 2}, "--node-rank is 2; allowed beside node 0: 1 to 1"),
+        ({"node_rank": 0}, "--node-rank is 0; allowed next to node 0: 1 to 1"),
+        ({"node_rank": 2}, "--node-rank is 2; allowed next to node 0: 1 to 1"),
         ({"files": {"config.json": "x"}}, "model is another one than on node 0: config.json differs"),
         ({"files": {**fingerprint(DEMO), "more.safetensors": "x"}}, "more.safetensors differs"),
     ],

@@ -1,4 +1,4 @@
-"""How far a reader of one step has to walk: the files that a steady decode step of the core enters."""
+"""How far a reader has to walk: the files that a steady decode step of the core enters, and one layer of it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,14 @@ from minisgl_backend.engine.core_server import CoreServer
 from minisgl_backend.environment import Environment
 from minisgl_backend.ipc.channel import CoreChannel, FrontChannel
 from minisgl_backend.ipc.messages import Outputs, Submit
+from minisgl_backend.models.decoder import DecoderLayer
+from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.request import Request, SamplingParams
+from tests.parity.paged import PagedModel
 
 ROOT = Path(minisgl_backend.__file__).parent
-MOST_FILES = 20
+MOST_FILES = 19
+MOST_FILES_OF_A_LAYER = 9
 CAPTURED = "_decode"  # the first function of what a captured graph holds: a replay runs none of its Python
 
 
@@ -89,6 +93,28 @@ def test_a_decode_step_enters_few_files(channels: tuple[CoreChannel, FrontChanne
     hops = sum(one != other for one, other in itertools.pairwise(entered))
     print(f"{hops} hops, {len(files)} files: {', '.join(files)}")
     assert len(files) <= MOST_FILES, files
+
+
+@pytest.mark.parametrize("prefill", [False, True])
+def test_an_eager_layer_enters_few_files(prefill: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    paged = PagedModel(find_model_dir("demo"), page_size=16)
+    paged.step({0: [3, 4, 5], 1: [7, 8]}, {})
+    layer, inner = paged.model.model.layers[1], DecoderLayer.forward
+    entered: list[str] = []
+
+    def forward(self: DecoderLayer, *args: Any) -> Any:
+        if self is not layer:
+            return inner(self, *args)
+        with tracing() as files:
+            result = inner(self, *args)
+        entered.extend(files)
+        return result
+
+    monkeypatch.setattr(DecoderLayer, "forward", forward)
+    paged.step({0: [9, 9]} if prefill else {}, {} if prefill else {0: 5, 1: 6})
+    files = list(dict.fromkeys(entered))
+    print(f"{len(files)} files: {', '.join(files)}")
+    assert 5 < len(files) <= MOST_FILES_OF_A_LAYER, files
 
 
 def turn(server: CoreServer, busy: bool) -> bool:

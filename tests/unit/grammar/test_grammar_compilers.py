@@ -250,6 +250,19 @@ def test_what_is_slow_yet_ends_is_compiled(outcomes: Outcomes) -> None:
     assert outcomes.of == {text: (text, None) for text in texts}
 
 
+def test_where_many_wait_several_compile(outcomes: Outcomes) -> None:
+    outcomes.limit(quick_s=60.0, max_quick=3, many=4)
+    FakeProcess.may_answer.clear()
+    texts = [f"quick {number}" for number in range(40)]
+    for text in texts:
+        outcomes.submit(text)
+    wait_for(lambda: len(FakeProcess.compiled) == 3)
+    FakeProcess.may_answer.set()
+    outcomes.wait(*texts)
+    assert len(outcomes.compilers._threads) == 3
+    assert sorted(FakeProcess.compiled) == sorted(texts)
+
+
 def test_too_many_slow_ones_are_refused(outcomes: Outcomes) -> None:
     limits = outcomes.limit(deadline_s=5.0)
     texts = [f"9 {number}" for number in range(limits.max_slow + limits.max_slow_waiting + 3)]

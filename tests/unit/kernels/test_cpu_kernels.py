@@ -53,7 +53,7 @@ def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
 @pytest.mark.parametrize(("size", "outputs"), [(256, 100), (32, 2), (1024, 62)])
 def test_linear(ops: CpuOps, rows: int, kind: str, size: int, outputs: int) -> None:
     x, weight = numbers(rows, size), numbers(outputs, size, scale=size**-0.5)
-    options: dict[str, Any] = {"gated": "gated" in kind}
+    options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
     if "norm" in kind:
         options |= {"norm_weight": numbers(size), "eps": EPS}
     if "bias" in kind:

@@ -43,8 +43,8 @@ def test_small_linear(num_rows, split):
             expected = reference.linear(x, weight, **{k: v.clone() if k == "residual" else v for k, v in wish.items()})
             out = small_linear.linear(x, weight, workspace, shape=shape, **wish)
             torch.testing.assert_close(out, expected, atol=1e-4, rtol=1e-4)
-        gated = small_linear.linear(x, weight, workspace, shape=shape, norm_weight=norm, eps=1e-6, gated=True)
-        expected = reference.linear(x, weight, norm_weight=norm, eps=1e-6, gated=True)
+        gated = small_linear.linear(x, weight, workspace, shape=shape, norm_weight=norm, eps=1e-6, activation="silu")
+        expected = reference.linear(x, weight, norm_weight=norm, eps=1e-6, activation="silu")
         torch.testing.assert_close(gated, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
 
@@ -59,8 +59,8 @@ def test_weights_that_are_there_before_the_inputs(early, split, gated):
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
     shape = small_linear.LinearShape(16, 64, split, 4, 3, early=early)
     for wish in ({}, {"norm_weight": norm, "eps": 1e-6}):
-        expected = TorchOps().linear(x, weight, gated=gated, **wish)
-        found = small_linear.linear(x, weight, workspace, gated=gated, shape=shape, **wish)
+        expected = TorchOps().linear(x, weight, activation="silu" if gated else None, **wish)
+        found = small_linear.linear(x, weight, workspace, activation="silu" if gated else None, shape=shape, **wish)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
 
@@ -141,7 +141,9 @@ def test_small_linear_with_activations_that_their_norm_weight_would_make_too_lar
         expected = torch.nn.functional.silu(expected[:, :32]) * expected[:, 32:]
     for slices in (1, 4):
         shape = small_linear.LinearShape(16, 32, split, 4, 2, slices=slices)
-        out = small_linear.linear(x, weight, workspace, norm_weight=norm, eps=1e-6, gated=gated, shape=shape)
+        out = small_linear.linear(
+            x, weight, workspace, norm_weight=norm, eps=1e-6, activation="silu" if gated else None, shape=shape
+        )
         torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
 
 
@@ -150,4 +152,4 @@ def test_norm_and_activation():
     torch.testing.assert_close(fused.rms_norm(x, weight, 1e-6), TorchOps().rms_norm(x, weight, 1e-6))
     gate_up = torch.randn(5, 3000)
     expected = F.silu(gate_up[:, :1500]) * gate_up[:, 1500:]
-    torch.testing.assert_close(fused.silu_mul(gate_up), expected)
+    torch.testing.assert_close(fused.activate_mul(gate_up), expected)

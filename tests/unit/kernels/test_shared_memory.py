@@ -18,13 +18,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from minisgl_backend.kernels.moe import grouped as moe
-from minisgl_backend.kernels.attention import prefill as prefill_attention
+from minisgl_backend.kernels.attention import decode as decode_attention, prefill as prefill_attention
 from minisgl_backend.kernels.linear import small_rows as small_linear
 
-POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr"}
+POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr",
+            "q_norm_ptr", "k_norm_ptr"}
 COUNTS = {"counters_ptr", "order_ptr", "expert_ptr", "first_ptr", "end_ptr", "cu_seqlens_ptr", "kv_lens_ptr",
           "rows_ptr", "table_ptr"}
-FLOATS = {"partial_ptr", "pair_weight_ptr"}
+FLOATS = {"partial_ptr", "pair_weight_ptr", "sinks_ptr", "lse_ptr", "cos_sin_ptr"}
 
 def shared(kernel, capability, number, num_warps, num_stages, **constants):
     def kind(name):
@@ -34,7 +35,8 @@ def shared(kernel, capability, number, num_warps, num_stages, **constants):
             return "*" + number
         if name in FLOATS:
             return "*fp32"
-        return "*i32" if name in COUNTS else "fp32" if name in ("eps", "scale_log2", "v_scale") else "i32"
+        scalars = ("eps", "scale_log2", "v_scale", "k_inverse", "v_inverse")
+        return "*i32" if name in COUNTS else "fp32" if name in scalars else "i32"
     names = kernel.arg_names
     signature = {name: kind(name) for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
@@ -49,22 +51,39 @@ def linear(capability, limit, rows, size_out, size_in):
     assert not cut.vector and cut.slices == 1
     return shared(small_linear._linear_kernel, capability, "bf16", cut.num_warps, cut.num_stages, NORM_FIRST=False,
                   SIZE_OUT=size_out, SIZE_IN=size_in, SPLIT=1, PART=size_in, ROWS=16, TILE_OUT=cut.tile_out,
-                  TILE_IN=cut.tile_in, EARLY=0, NORM=False, BIAS=False, RESIDUAL=True, GATED=False, PDL=False)
+                  TILE_IN=cut.tile_in, EARLY=0, NORM=False, BIAS=False, RESIDUAL=True, GATED=False, ACTIVATION=None,
+                  PDL=False)
 
 def grouped(capability, limit, number, pairs, gated):
     shape = moe.moe_shape(128 * pairs, 128, 2 if number == "bf16" else 4, limit)
     tile_out, tile_in, num_warps, num_stages = shape.gate_up if gated else shape.down
     return shared(moe._grouped_kernel, capability, number, num_warps, num_stages, K=8, SIZE_OUT=768 if gated else 2048,
                   SIZE_IN=2048 if gated else 768, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
-                  GATED=bool(gated), PDL=False)
+                  GATED=bool(gated), ACTIVATION="silu", PDL=False)
 
 def prefill(capability, limit, head_dim):
     fits = prefill_attention.long_tiles_fit(head_dim, limit)
     return shared(prefill_attention._prefill_kernel, capability, "bf16", 8 if fits else 4, 2, GROUP=2, NUM_Q_HEADS=8,
                   PAGE_SIZE=64, HEAD_DIM=head_dim, HEAD_PADDED=triton.next_power_of_2(head_dim),
-                  TILE_Q=128 if fits else 32, TILE_KV=64, WINDOW=0, FP8=False)
+                  TILE_Q=128 if fits else 32, TILE_KV=64, WINDOW=0, SOFT_CAP=None, FP8=False, sinks_ptr=None)
 
-ways = {"linear": linear, "grouped": grouped, "prefill": prefill}
+def capped(capability, limit, head_dim):
+    # Kernels with a soft cap and sinks, or another activation than silu: they compile at all.
+    common = dict(GROUP=2, NUM_Q_HEADS=8, PAGE_SIZE=64, HEAD_DIM=head_dim,
+                  HEAD_PADDED=triton.next_power_of_2(head_dim), WINDOW=128, SOFT_CAP=50.0, FP8=False)
+    decode = dict(NUM_SPLITS=4, TILE=64, GROUP_PADDED=16, NUM_KV_HEADS=4, HEADS_MERGED=2, SPLITS_PADDED=4, NORM=False,
+                  LARGEST=1.0, NATIVE=True, EARLY=False, AT_ONCE=4, PDL=False)
+    small = dict(SIZE_OUT=512, SIZE_IN=1024, TILE_OUT=2, TILE_IN=1024, NORM=True, BIAS=False, RESIDUAL=False,
+                 GATED=True, PDL=False)
+    return max(
+        shared(prefill_attention._prefill_kernel, capability, "bf16", 4, 2, TILE_Q=32, TILE_KV=64, **common),
+        *(shared(decode_attention._decode_kernel, capability, "bf16", 4, 3, ROTATE=rotate, **common, **decode)
+          for rotate in (False, True)),
+        *(shared(small_linear._vector_kernel, capability, "bf16", 4, 1, ROWS=1, ROWS_PADDED=1, ACTIVATION=name, **small)
+          for name in ("gelu", "gelu_tanh")),
+    )
+
+ways = {"capped": capped, "linear": linear, "grouped": grouped, "prefill": prefill}
 print(json.dumps([ways[way](*arguments) for way, *arguments in json.loads(sys.argv[1])]))
 """
 
@@ -75,6 +94,7 @@ def test_kernels_fit_the_gpus_that_are_served() -> None:
         *(("grouped", capability, "bf16", 100, 1) for capability in (80, 89, 120)),
         ("grouped", 89, "bf16", 100, 0),
         *(("grouped", capability, "fp32", 100, 0) for capability in (89, 90)),
+        *(("capped", 90, head_dim) for head_dim in (80, 128, 256)),
         *(("prefill", capability, 256) for capability in (89, 120)),
     ]
     calls = [(way, capability, LIMITS[capability], *rest) for way, capability, *rest in kernels]

@@ -112,7 +112,7 @@ def dense(tokens, kv_heads):
     cache = weight(4, kv_heads, PAGE, DIM)
     q = ops.rope_store(qkv, None, None, torch.empty(64, DIM), torch.empty(tokens, dtype=torch.int32),
                        torch.empty(tokens, dtype=torch.int32), cache, cache, HEADS, 1e-6)
-    gated = ops.linear(x, weight(2 * SIZE, HIDDEN), norm_weight=norm, eps=1e-6, gated=True)
+    gated = ops.linear(x, weight(2 * SIZE, HIDDEN), norm_weight=norm, eps=1e-6, activation="silu")
     return ops.linear(gated, weight(HIDDEN, SIZE), residual=x)
 
 def mixture(tokens, experts, k):

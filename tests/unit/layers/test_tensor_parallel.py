@@ -8,38 +8,21 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from ranks import on_ranks
 
-from benchmarks.served import free_ports
 from minisgl_backend import tensor_parallel
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.tensor_parallel import SumWay, TensorParallel
+from minisgl_backend.tensor_parallel import AllReduce, TensorParallel
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
 CPU = torch.device("cpu")
-
-
-def on_ranks(size: int, work: Callable[[TensorParallel], Any]) -> list[Any]:
-    """Runs `work` on every rank at once; results in rank order."""
-    (port,) = free_ports(1)
-
-    def rank_main(rank: int) -> Any:
-        tp = TensorParallel.connect(rank, size, "127.0.0.1", port, CPU, timeout_s=60)
-        try:
-            return work(tp)
-        finally:
-            tp.close()
-
-    with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(rank_main, range(size)))
 
 
 def summed(tp: TensorParallel, tensor: torch.Tensor) -> torch.Tensor:
@@ -105,7 +88,7 @@ def test_one_rank_needs_no_group() -> None:
     tp = TensorParallel.connect(0, 1, "nowhere.invalid", 1, CPU)
     tensor = torch.ones(2)
     assert tp.begin_all_reduce(tensor) is None
-    assert tp.lanes(100_000) == [100_000]
+    assert tp.micro_batches(100_000) == [100_000]
     assert tp.all_gather(tensor).shape == (1, 2)
     assert tp.minimum(3) == 3
 
@@ -137,7 +120,7 @@ def test_a_rank_outside_the_size_is_refused() -> None:
 
 
 ON_TWO = ["llama-bias-mha", "mistral", "qwen2-tied", "qwen3-tied-sharded", "qwen3_moe", "qwen3_moe-sharded-mixed"]
-ON_TWO += ["phi3-longrope-partial-window", "mixtral", "qwen2_moe"]
+ON_TWO += ["phi3-longrope-partial-window", "mixtral", "qwen2_moe", "olmo2", "granite", "gemma2", "gemma3"]
 ON_FOUR = ["mistral", "qwen2-tied", "qwen3_moe"]  # two KV heads, each on two ranks
 
 
@@ -157,39 +140,42 @@ def test_a_split_model_computes_the_same(name: str, size: int, tmp_path: Path) -
 
 @pytest.mark.parametrize(("rows", "lanes"), [(1, [1]), (4095, [4095]), (4096, [2048, 2048]), (5000, [2560, 2440])])
 def test_lanes(rows: int, lanes: list[int]) -> None:
-    assert TensorParallel(0, 2, None, CPU).lanes(rows) == lanes
+    assert TensorParallel(0, 2, None, CPU).micro_batches(rows) == lanes
 
 
 def test_ways_of_sums() -> None:
     """By memory that is shared: short ones, and long ones that are not captured, up to what it holds."""
     tp = TensorParallel(0, 2, None, CPU)
-    assert tp.sum_way(1, captured=True) is SumWay.IN_PLACE
-    assert tp.sum_way(4096, captured=False) is SumWay.IN_PLACE
+    assert tp.all_reduce_for(1, captured=True) is AllReduce.NCCL
+    assert tp.all_reduce_for(4096, captured=False) is AllReduce.NCCL
     tp.__dict__["_peer_sums"], tp.__dict__["_peer_copies"] = SharedMemory(tp, 2000), SharedCopies(tp, 2560)
-    ways = {rows: [tp.sum_way(rows, captured=captured) for captured in (False, True)] for rows in (1, 3000, 5120, 5121)}
+    ways = {
+        rows: [tp.all_reduce_for(rows, captured=captured) for captured in (False, True)]
+        for rows in (1, 3000, 5120, 5121)
+    }
     assert ways == {
-        1: [SumWay.IN_NORM] * 2,
-        3000: [SumWay.IN_PLACE] * 2,
-        5120: [SumWay.SENT_AHEAD, SumWay.IN_PLACE],
-        5121: [SumWay.IN_PLACE] * 2,
+        1: [AllReduce.FUSED_IN_NORM] * 2,
+        3000: [AllReduce.NCCL] * 2,
+        5120: [AllReduce.COPY_ENGINE, AllReduce.NCCL],
+        5121: [AllReduce.NCCL] * 2,
     }
 
 
 @pytest.mark.parametrize(
     ("size", "rows", "longest"), [(1, 9000, 9000), (2, 4095, 4095), (2, 4096, 4095), (2, 8192, 4096), (4, 9000, 4608)]
 )
-def test_the_longest_lane(size: int, rows: int, longest: int) -> None:
-    assert TensorParallel(0, size, None, CPU).longest_lane(rows) == longest
+def test_the_longest_micro_batch(size: int, rows: int, longest: int) -> None:
+    assert TensorParallel(0, size, None, CPU).longest_micro_batch(rows) == longest
 
 
 @pytest.mark.parametrize("shared_memory", ["none", "sums", "sums and copies"])
 @pytest.mark.parametrize("name", ["llama-bias-mha", "qwen2-tied", "qwen3_moe-sharded-mixed"])
-def test_a_split_model_in_two_lanes(
+def test_a_split_model_in_two_micro_batches(
     name: str, shared_memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sums of one half of a prompt run beside the products of the other half, with every token wanted or the last."""
     monkeypatch.setattr(tensor_parallel, "OVERLAP_ROWS", 16)
-    monkeypatch.setattr(tensor_parallel, "LANE_ROWS", 8)
+    monkeypatch.setattr(tensor_parallel, "MICRO_BATCH_ROWS", 8)
     save_checkpoint(name, tmp_path)
     prompt = [5 + 7 * i % 300 for i in range(41)]
 

@@ -45,7 +45,7 @@ def test_linear(bias: bool, residual: bool, norm: bool) -> None:
 def test_gated_linear() -> None:
     x, weight = torch.randn(5, 8), torch.randn(12, 8)
     gate, up = (x @ weight.t()).chunk(2, dim=1)
-    torch.testing.assert_close(TorchOps().linear(x, weight, gated=True), F.silu(gate) * up)
+    torch.testing.assert_close(TorchOps().linear(x, weight, activation="silu"), F.silu(gate) * up)
 
 
 def test_results_keep_the_number_format() -> None:

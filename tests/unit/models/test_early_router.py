@@ -38,6 +38,7 @@ class EarlyOps(TorchOps):
         *,
         norm_weight: torch.Tensor,
         eps: float,
+        activation: str = "silu",
     ) -> torch.Tensor:
         self.calls += 1
         logits = torch.cat([x, residual], 1) @ early.t()

@@ -22,20 +22,22 @@ def default(architecture: str, **changes: Any) -> dict[str, Any]:
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_the_default_config_is_read(architecture: str) -> None:
     config = default(architecture)
-    if config["eos_token_id"] is not None:  # of some, beyond the default vocabulary
-        config["eos_token_id"] = 2
+    text = config.get("text_config", config)
+    if text["eos_token_id"] is not None:  # of some, beyond the default vocabulary
+        text["eos_token_id"] = 2
     model = ModelConfig.from_dicts(config, {})
-    assert model.num_layers == config["num_hidden_layers"]
+    assert model.num_layers == text["num_hidden_layers"]
     assert model.unknown_keys == ()
 
 
 LLAMA, MISTRAL, QWEN2 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 QWEN3, QWEN3_MOE, QWEN2_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
+OLMO2, GRANITE, GEMMA2, GEMMA3 = (f"{name}ForCausalLM" for name in ("Olmo2", "Granite", "Gemma2", "Gemma3"))
 PHI3, MIXTRAL = "Phi3ForCausalLM", "MixtralForCausalLM"
 
 ALTERED: list[tuple[str, str, Any]] = [
     (LLAMA, "model_type", "granite"),
-    (LLAMA, "hidden_act", "gelu"),
+    (LLAMA, "hidden_act", "relu2"),
     (LLAMA, "mlp_bias", True),
     (LLAMA, "attn_logit_softcapping", 50.0),
     (LLAMA, "final_logit_softcapping", 30.0),
@@ -75,12 +77,23 @@ ALTERED: list[tuple[str, str, Any]] = [
     (QWEN3_MOE, "shared_expert_intermediate_size", 512),
     (QWEN2_MOE, "scoring_func", "sigmoid"),
     (QWEN2_MOE, "n_shared_experts", 2),
-    (PHI3, "hidden_act", "gelu_pytorch_tanh"),
+    (PHI3, "hidden_act", "relu"),
     (PHI3, "mlp_bias", True),
     (PHI3, "qk_layernorm", True),
     (MIXTRAL, "n_routed_experts", 64),
     (MIXTRAL, "shared_intermediate_size", 1024),
-    (MIXTRAL, "hidden_act", "gelu"),
+    (MIXTRAL, "hidden_act", "relu2"),
+    (OLMO2, "clip_qkv", 8.0),
+    (OLMO2, "layer_types", ["sliding_attention"] * 32),
+    (GRANITE, "mlp_bias", True),
+    (GRANITE, "position_embedding_type", "nope"),
+    (GRANITE, "num_local_experts", 8),
+    (GEMMA2, "hidden_activation", "relu"),
+    (GEMMA2, "use_bidirectional_attention", True),
+    (GEMMA2, "query_pre_attn_scalar", 0),
+    (GEMMA3, "layer_types", ["chunked_attention"] * 26),
+    (GEMMA3, "altup_num_inputs", 4),
+    (GEMMA3, "rope_parameters", {"full_attention": {"rope_type": "proportional"}}),
 ]
 
 

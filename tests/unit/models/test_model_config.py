@@ -109,7 +109,7 @@ REFUSED: list[dict[str, Any]] = [
     {"architectures": ["GPT2LMHeadModel"]},
     {"architectures": []},
     {"quantization_config": {"quant_method": "gptq"}},
-    {"hidden_act": "gelu"},
+    {"hidden_act": "relu"},
     {"mlp_bias": True},
     {"sliding_window": "512"},
     {"rope_theta": "1e6"},

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai import model as model_module
+from minisgl_backend.openai.app import Endpoint
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.model import ServedModel
-from minisgl_backend.openai.triton import ModelInfo
+from minisgl_backend.openai.requests.chat import ChatRequest
+from minisgl_backend.openai.triton import Delta, ModelInfo, Prompt, RequestContext
 
 
 class Server:
@@ -51,9 +54,23 @@ def test_a_server_may_come_back_with_another_model(monkeypatch: pytest.MonkeyPat
 def test_what_a_grammar_allows_is_no_thought_that_the_prompt_began(is_guided: bool, kind: str) -> None:
     server: Any = Server("one")
     model = ServedModel(server, EndpointSettings(port=0, reasoning_parser="deepseek_r1"))
-    new_parser = asyncio.run(model.reasoning_parser({}, is_guided=is_guided))
-    assert new_parser is not None
-    assert [part.kind for part in new_parser().feed('{"a": 1} ')] == [kind]
+    parser = asyncio.run(model.answer_format(None, thoughts=True, is_guided=is_guided)).new_thoughts("")
+    assert parser is not None
+    assert [part.kind for part in parser.feed('{"a": 1} ')] == [kind]
+
+
+@pytest.mark.parametrize(
+    ("tail", "kind"),
+    [("<｜Assistant｜><think>\n", "reasoning"), ("22<｜tool▁outputs▁end｜>", "content"), ("a <think> b", "content")],
+)
+def test_the_prompt_of_the_request_says_whether_thoughts_are_open(tail: str, kind: str) -> None:
+    server: Any = Server("one")
+    model = ServedModel(server, EndpointSettings(port=0, reasoning_parser="qwen3"))
+    form = asyncio.run(model.answer_format(None, thoughts=True, is_guided=False))
+    assert form.depends_on_prompt
+    parser = form.new_thoughts(tail)
+    assert parser is not None
+    assert [part.kind for part in parser.feed("22 degrees ")] == [kind]
 
 
 def test_a_server_that_never_answered_is_asked_again() -> None:
@@ -64,3 +81,63 @@ def test_a_server_that_never_answered_is_asked_again() -> None:
             resolve(model)
     server.name = "one"
     assert resolve(model) == "one"
+
+
+class Rendering:
+    """A server that knows the end of its prompts, and is told what is to be generated."""
+
+    def __init__(self, template: str, tail: str) -> None:
+        self.template, self.tail = template, tail
+        self.started: list[tuple[Prompt, Mapping[str, Any]]] = []
+
+    async def model_info(self) -> ModelInfo:
+        return ModelInfo(model="m", max_model_len=4096, vocab_size=1000, chat_template=self.template, added_tokens=[])
+
+    async def tokenize(
+        self, prompt: Prompt, outputs: Sequence[str], names: Mapping[str, str], sampling: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        assert prompt.messages is not None
+        return {"input_ids": [5, 6, 7], "prompt_tail": [self.tail.encode()]}
+
+    def start(self, prompt: Prompt, sampling: Mapping[str, Any], *_: Any, **__: Any) -> None:
+        self.started.append((prompt, sampling))
+
+
+THINKS = "<think></think>"
+DEEPSEEK = "<think></think><｜tool▁sep｜>"
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+
+
+@pytest.mark.parametrize(
+    ("template", "tail", "fields", "as_tokens", "special", "kinds"),
+    [
+        ("plain", "", {}, False, None, None),
+        (THINKS, "<think>\n", {}, True, None, ["reasoning"]),
+        (THINKS, "assistant\n", {}, True, None, ["content"]),
+        (THINKS, "<think>\n", {"response_format": {"type": "json_object"}}, False, None, ["content"]),
+        (THINKS, "<think>\n", {"separate_reasoning": False}, False, None, None),
+        (DEEPSEEK, "<think>\n", {"tools": TOOLS}, True, False, ["reasoning"]),
+        (DEEPSEEK, "", {"tools": TOOLS, "tool_choice": "required"}, False, None, ["call"]),
+        ("<|start|><|channel|><|message|>", "", {}, False, False, ["content"]),
+    ],
+)
+def test_a_prompt_is_rendered_once(
+    template: str, tail: str, fields: dict[str, Any], as_tokens: bool, special: bool | None, kinds: list[str] | None
+) -> None:
+    """Before the generation where its end says how the answer begins; it is sent as tokens then."""
+
+    async def begin() -> Any:
+        endpoint = Endpoint(EndpointSettings(port=0))
+        server: Any = Rendering(template, tail)
+        endpoint.triton, endpoint.model = server, ServedModel(server, EndpointSettings(port=0))
+        body = ChatRequest(messages=[{"role": "user", "content": "x"}], **fields)
+        return server, (await endpoint.start_chat(body, RequestContext("1"), body.names(), figures=False))[1]
+
+    server, parsers = asyncio.run(begin())
+    ((prompt, sampling),) = server.started
+    assert (prompt.token_ids == [5, 6, 7]) == as_tokens
+    assert (prompt.messages is None) == as_tokens
+    assert sampling.get("skip_special_tokens") is special
+    text = '[{"name": "f", "parameters": {}}]' if kinds == ["call"] else "Hm, 22 degrees"
+    found = None if parsers is None else parsers[0].feed(Delta(0, text, 1, None, ()))
+    assert (found if found is None else [part.kind for part in found][:1]) == kinds

@@ -149,3 +149,20 @@ def test_tools_that_cannot_be_called(tools: list[Any], message: str) -> None:
         ResponsesRequest.model_validate({"input": "x", "tools": tools}).as_chat()
     assert error.value.message.startswith(message)
     assert error.value.param is not None
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (
+            {"repeat_penalty": 1.1},
+            "repeat_penalty is unknown; allowed: repetition_penalty, over all of prompt and answer",
+        ),
+        ({"functions": [{"name": "f"}]}, "functions is [{'name': 'f'}]; allowed: [], which changes nothing here"),
+        ({"num_predict": 5}, "num_predict is unknown; allowed: max_tokens"),
+    ],
+)
+def test_what_goes_by_another_name_here_is_told(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValidationError) as error:
+        chat(**given)
+    assert from_validation(error.value.errors()).message == message

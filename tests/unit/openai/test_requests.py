@@ -10,14 +10,14 @@ from pydantic import ValidationError
 
 from minisgl_backend.openai.errors import ApiError, from_message
 from minisgl_backend.openai.logprobs import CompletionLogprobs, chat_logprobs, prompt_logprobs
-from minisgl_backend.openai.model import tool_format, writes_thoughts
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.messages import Message
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.requests.tokenize import DetokenizeRequest
-from minisgl_backend.openai.triton import ModelInfo, TokenLogprob
+from minisgl_backend.openai.triton import TokenLogprob
 from minisgl_backend.openai.validation import from_validation
+from minisgl_backend.parsers.table import find_calls, find_thoughts
 
 HELLO = [{"role": "user", "content": "hello"}]
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object", "$defs": {"x": {}}}}}
@@ -228,8 +228,8 @@ def test_log_probabilities() -> None:
     ],
 )
 def test_formats_are_known_only_where_certain(template: str, tokens: list[str], form: str, thoughts: bool) -> None:
-    info = ModelInfo("m", 1, 1, template, tokens)
-    assert (tool_format(info), writes_thoughts(info)) == (form, thoughts)
+    calls, found = find_calls(template, tokens), find_thoughts(template, tokens)
+    assert (calls.name if calls else "none", found is not None) == (form, thoughts)
 
 
 MANY = 100_000

@@ -352,11 +352,13 @@ def test_failed_rows_end_with_an_error_and_leave_nothing_in_the_cache(overlap: b
 
 def test_what_can_never_run_is_refused_with_the_limit() -> None:
     scheduler = Scheduler(limits(max_waiting_requests=2, num_pages=10))
-    with pytest.raises(InvalidRequestError, match=r"40 tokens; allowed: at most 39.*num_pages"):
+    with pytest.raises(InvalidRequestError, match=r"40 tokens; this model takes prompts of at most 39.*num_pages"):
         scheduler.add(make_request(1, [1] * 40))
-    with pytest.raises(InvalidRequestError, match=r"200 tokens; allowed: at most 199.*max_seq_len_override"):
+    with pytest.raises(
+        InvalidRequestError, match=r"200 tokens; this model takes prompts of at most 199.*max_seq_len_override"
+    ):
         Scheduler(limits()).add(make_request(1, [1] * 200))
-    with pytest.raises(InvalidRequestError, match="0 tokens"):
+    with pytest.raises(InvalidRequestError, match="is empty"):
         scheduler.add(make_request(1, []))
     with pytest.raises(InvalidRequestError, match="token id -3"):
         scheduler.add(make_request(1, [1, -3]))

@@ -1,0 +1,185 @@
+"""Steps an engine core in the caller's own process: answers in, and after each step what it brought them."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.engine.build import Engine, build_engine
+from minisgl_backend.environment import Environment
+from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidRequestError
+from minisgl_backend.process.stop_signals import interrupted_at_the_end
+from minisgl_backend.request import FinishReason, Grammar
+from minisgl_backend.scheduler.outputs import NO_TOKEN, SequenceOutputs
+from minisgl_backend.step import SequenceDetail
+from minisgl_backend.text.answers import Answer, AnswerStream
+
+COMPILER_WAIT_S = 0.001
+
+
+class InProcessEngine:
+    """An engine, and the one call at a time that steps it. Calls of several threads are served one after the other."""
+
+    def __init__(self, config: EngineConfig, environment: Environment) -> None:
+        """Builds the engine. Raises ConfigError for what cannot be served."""
+        self._dead = ""
+        self._max_waiting = config.max_waiting_requests
+        self._turn = threading.Lock()  # held by the call that steps the engine
+        self._turn_of: int | None = None  # the thread that holds it
+        self._streaming = False  # and whether it does so for a stream, so for as long as its reader likes
+        note_loss = weakref.WeakMethod(self._note_loss)  # a thread that watches other ranks must not keep this alive
+        self._engine: Engine | None = build_engine(
+            config, environment, on_hang_or_death=lambda reason: (note := note_loss()) and note(reason)
+        )
+        # Also where a script ends without `close`: before Python takes apart what it needs, unlike __del__.
+        self._close_engine = weakref.finalize(self, self._engine.close)
+
+    @property
+    def engine(self) -> Engine:
+        """The engine. Raises EngineDeadError after `close`, and when it has failed."""
+        if self._engine is None or self._dead:
+            raise EngineDeadError(self._dead or "this LLM is closed")
+        return self._engine
+
+    def close(self) -> None:
+        """Frees the model and ends the followers. Safe to call twice."""
+        self._engine = None
+        self._close_engine()
+
+    @contextlib.contextmanager
+    def _own_turn(self, *, streaming: bool) -> Iterator[None]:
+        """Waits for calls of other threads; but who reads a stream may not come back, or be this very thread."""
+        if self._streaming or self._turn_of == threading.get_ident():
+            raise InvalidRequestError("an answer is being streamed; allowed: one at a time, read to its end or closed")
+        with self._turn:
+            self._turn_of, self._streaming = threading.get_ident(), streaming
+            try:
+                yield
+            finally:
+                self._turn_of, self._streaming = None, False
+
+    def turns(self, answers: Sequence[Answer], *, streaming: bool = False) -> Generator[int, None, None]:
+        with self._own_turn(streaming=streaming):
+            yield from self._steps(answers)
+
+    def _steps(self, answers: Sequence[Answer]) -> Generator[int, None, None]:
+        """Steps the engine until all are answered; after each step, how many sequences have ended with it.
+
+        Closed early, it ends what is open.
+        """
+        core = self.engine.core
+        waiting = deque(answers)
+        open_streams: dict[int, AnswerStream] = {}
+        try:
+            while waiting or open_streams:
+                with interrupted_at_the_end():
+                    self._feed(waiting, open_streams)
+                    if not self._step() and core.waits_for_compiler:
+                        time.sleep(COMPILER_WAIT_S)
+                    ended = self._end_rejected(answers, open_streams)
+                    ended += self._take(core.drain_outputs(), open_streams)
+                yield ended
+            with interrupted_at_the_end():
+                self._drain()
+        except BaseException:
+            self._abandon(open_streams)
+            raise
+
+    def _feed(self, waiting: deque[Answer], open_streams: dict[int, AnswerStream]) -> None:
+        """Submits as many requests as the engine's queue and its compilers of grammars take, and leaves the rest."""
+        engine, room = self.engine, 0
+        if waiting:  # those whose grammar is being compiled join the queue, all at once perhaps
+            taken = engine.core.stats().num_waiting + engine.core.num_compiling
+            room = self._max_waiting - taken
+        while waiting and room > 0:
+            is_guided = waiting[0].request.params.grammar is not None
+            if is_guided and engine.core.waits_for_compiler and engine.core.room_for_grammars <= 0:
+                break
+            answer = waiting.popleft()
+            open_streams.update((stream.uid, stream) for stream in answer.streams)
+            engine.core.submit(answer.request)
+            room -= answer.request.params.n
+
+    def _end_rejected(self, answers: Sequence[Answer], open_streams: dict[int, AnswerStream]) -> int:
+        """Raises what a request was refused for; but where its grammar was followed in this call already, and found too
+        slow meanwhile, the request alone ends with it. Returns how many streams have ended."""
+        before = len(open_streams)
+        for rejected in self.engine.core.take_rejected():
+            first = open_streams.get(rejected.uid)
+            if first is None or not _is_followed(first.answer.request.params.grammar, answers):
+                kind = CapacityError if rejected.kind == CapacityError.__name__ else InvalidRequestError
+                raise kind(rejected.message)
+            for uid in range(rejected.uid, rejected.uid + rejected.count):
+                stream = open_streams.pop(uid)
+                stream.take_detail(SequenceDetail(error=rejected.message))
+                stream.append(NO_TOKEN, FinishReason.ERROR)
+        return before - len(open_streams)
+
+    def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, AnswerStream]) -> int:
+        """Gives each record to its stream; returns how many streams have ended."""
+        if outputs is None:
+            return 0
+        before, details = len(open_streams), outputs.details
+        records = zip(outputs.uids.tolist(), outputs.token_ids.tolist(), outputs.reasons.tolist(), strict=True)
+        for index, (uid, token, reason) in enumerate(records):
+            stream = open_streams.get(uid)
+            if stream is None:
+                continue
+            if details and index in details:
+                stream.take_detail(details[index])
+            if stream.append(token, reason):
+                del open_streams[uid]
+                if not reason:  # a stop string, which the engine does not know of
+                    self.engine.core.abort([uid], FinishReason.STOP)
+        return before - len(open_streams)
+
+    def _step(self) -> bool:
+        engine = self.engine
+        try:
+            with engine.heartbeat.step():
+                busy = engine.core.step()
+        except EngineDeadError as error:
+            self._dead = self._dead or str(error)
+            raise EngineDeadError(self._dead) from error
+        except BaseException as error:  # of whoever was too impatient for the step's end, above all
+            self._dead = self._dead or f"a step was broken off: {error!r}"
+            raise
+        if self._dead:  # what a step computes without its other ranks is no answer
+            raise EngineDeadError(self._dead)
+        return busy
+
+    def _abandon(self, open_streams: dict[int, AnswerStream]) -> None:
+        """Leaves an engine that the next call can use."""
+        if self._engine is None or self._dead:
+            return
+        with interrupted_at_the_end():
+            self._engine.core.abort(list(open_streams), FinishReason.CANCELLED)
+            try:
+                self._drain()
+            except EngineDeadError as error:
+                self._dead = str(error)
+
+    def _drain(self) -> None:
+        """Commits what is in flight of sequences that have ended, so that they hold no pages until the next call."""
+        core = self.engine.core
+        while self._step():
+            pass
+        core.drain_outputs()
+        core.take_rejected()
+
+    def _note_loss(self, reason: str) -> None:
+        self._dead = reason
+
+
+def _is_followed(grammar: Grammar | None, answers: Sequence[Answer]) -> bool:
+    """Whether a sequence of these has tokens by this grammar."""
+    if grammar is None:
+        return False
+    return any(
+        stream.token_ids for answer in answers if answer.request.params.grammar == grammar for stream in answer.streams
+    )

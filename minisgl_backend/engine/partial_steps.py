@@ -1,0 +1,52 @@
+"""Results and masks of steps that were executed without some of their rows, or not at all."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+
+from minisgl_backend.arrays import IndexArray, Int32Array
+from minisgl_backend.step import StepPlan, StepResult
+
+
+def rows_of(plan: StepPlan) -> frozenset[int]:
+    """All rows that it computes."""
+    return frozenset([*(chunk.row for chunk in plan.prefill), *plan.decode_rows.tolist()])
+
+
+def failed_result(plan: StepPlan, why: str, *, executed: bool) -> StepResult:
+    """Every row has failed; `executed`: after something of the plan had reached the device."""
+    tokens = np.zeros(len(plan.sampled_rows), dtype=np.int32)
+    return StepResult(step=plan.step, token_ids=tokens, failed_rows=rows_of(plan), why=why, executed=executed)
+
+
+def with_left_out(plan: StepPlan, result: StepResult, left_out: frozenset[int], why: str) -> StepResult:
+    """The result of a plan without some of its rows as one of the whole plan."""
+    kept = _kept(plan, left_out)
+    tokens = np.zeros(len(plan.sampled_rows), dtype=np.int32)
+    tokens[kept] = result.token_ids
+    return dataclasses.replace(
+        result,
+        token_ids=tokens,
+        logprobs={int(kept[index]): logprobs for index, logprobs in result.logprobs.items()},
+        failed_rows=result.failed_rows | left_out,
+        why=why,
+    )
+
+
+def masks_of(
+    plan: StepPlan, masks: tuple[Int32Array, Int32Array] | None, left_out: frozenset[int]
+) -> tuple[Int32Array, Int32Array] | None:
+    """The masks of a plan as those of the plan without some of its rows."""
+    if masks is None or not left_out:
+        return masks
+    indices, bits = masks
+    kept = _kept(plan, left_out)
+    stays = np.isin(indices, kept)
+    return (np.searchsorted(kept, indices[stays]).astype(np.int32), bits[stays]) if stays.any() else None
+
+
+def _kept(plan: StepPlan, left_out: frozenset[int]) -> IndexArray:
+    """Result indices of the rows that stay, ascending."""
+    return np.flatnonzero(np.isin(plan.sampled_rows, list(left_out), invert=True))

@@ -1,0 +1,28 @@
+"""`python -m minisgl_backend.host.gguf_model FILE FOLDER`: a GGUF file as a model folder in Hugging Face's format.
+
+Needs transformers, and the package gguf, which `minisgl fetch` puts on the path.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+
+def convert(file: Path, folder: Path) -> None:
+    """Writes config, weights (bfloat16) and tokenizer into the new `folder`."""
+    import torch
+    import transformers
+
+    source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # Its weights are ordinary numbers by now; transformers remembers what they were and would not write them.
+    model.is_quantized, model.hf_quantizer = False, None
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    model.to(torch.bfloat16).save_pretrained(folder)
+    transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    convert(Path(sys.argv[1]), Path(sys.argv[2]))

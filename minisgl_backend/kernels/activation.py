@@ -1,0 +1,27 @@
+"""Activations of gated MLPs in the Triton language, computed in float32: the one place where kernels have them.
+
+`torch_ops.activate` is the reference. ACTIVATION is a name of `layers.config.Activation`.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def activate(x, ACTIVATION: tl.constexpr):
+    """silu: x * sigmoid(x). gelu: x * Phi(x) (Hendrycks and Gimpel, 2016). gelu_tanh: its approximation by tanh."""
+    if ACTIVATION == "silu":
+        return x / (1.0 + tl.exp(-x))
+    elif ACTIVATION == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    else:
+        tl.static_assert(ACTIVATION == "gelu_tanh")
+        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+
+
+@triton.jit
+def tanh(x):
+    """By one exponential, to 1e-7 of the result's largest value; Triton's interpreter has no tanh."""
+    return 1.0 - 2.0 / (1.0 + tl.exp(2.0 * x))

@@ -1,0 +1,80 @@
+"""Gemma 2: norms before and after, whose weights are added to 1; soft caps of scores and logits; every second layer has
+a window."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from minisgl_backend.layers.config import LayerConfig, RopeConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import SLIDING, Family, attention, decoder, layer_types, mlp, norm, window
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.rope import read_rope
+
+DEFAULTS: dict[str, Any] = {  # those that Gemma 2 and 3 share
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "tie_word_embeddings": True,
+}
+
+
+def read(keys: Keys) -> DecoderConfig:
+    num_layers = keys.integer("num_hidden_layers")
+    rope = read_rope(keys, keys.integer("head_dim"))
+    types = layer_types(keys, num_layers) or every(2, num_layers)
+    return gemma(keys, types, dict.fromkeys(types, rope))
+
+
+def every(pattern: int, num_layers: int) -> tuple[str, ...]:
+    """All layers slide but every `pattern`-th."""
+    return tuple(SLIDING if (layer + 1) % pattern else "full_attention" for layer in range(num_layers))
+
+
+def gemma(
+    keys: Keys,
+    types: tuple[str, ...],
+    ropes: dict[str, RopeConfig],
+    **more: Any,
+) -> DecoderConfig:
+    """What Gemma 2 and 3 have in common. types: by layer, of `ropes`. more: of attention."""
+    keys.choice("use_bidirectional_attention", (False,))
+    bias = keys.boolean("attention_bias", False)
+    size = window(keys, None)
+
+    def layer(kind: str) -> LayerConfig:
+        return LayerConfig(
+            attention=attention(
+                keys,
+                qkv_bias=bias,
+                output_bias=bias,
+                rope=ropes[kind],
+                window=size if kind == SLIDING else None,
+                scale=keys.number("query_pre_attn_scalar") ** -0.5,
+                soft_cap=keys.optional_number("attn_logit_softcapping"),
+                **more,
+            ),
+            mlp=mlp(keys, "hidden_activation"),
+            norm=norm(keys, weight_offset=1.0),
+            norms="both",
+        )
+
+    # Its first configs had this key, of which transformers reads nothing.
+    keys.without_effect("hidden_act")
+    return decoder(
+        keys,
+        [layer(kind) for kind in types],
+        embedding_multiplier=math.sqrt(keys.integer("hidden_size")),
+        logits_soft_cap=keys.optional_number("final_logit_softcapping"),
+    )
+
+
+FAMILY = Family(
+    model_type="gemma2",
+    read=read,
+    defaults={**DEFAULTS, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+)

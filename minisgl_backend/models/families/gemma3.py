@@ -1,0 +1,62 @@
+"""Gemma 3, text: Gemma 2 without soft caps, with norms of heads, and another rope in layers that have a window."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from minisgl_backend.layers.config import RopeConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import FULL, SLIDING, Family, layer_types, norm
+from minisgl_backend.models.families.gemma2 import DEFAULTS, every, gemma
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.rope import make_rope
+from minisgl_backend.weights.names import TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    num_layers = keys.integer("num_hidden_layers")
+    pattern = keys.integer("sliding_window_pattern", keys.get("_sliding_window_pattern", 6))
+    types = layer_types(keys, num_layers) or every(pattern, num_layers)
+    return gemma(keys, types, _ropes(keys), qk_norm=norm(keys, weight_offset=1.0))
+
+
+def _ropes(keys: Keys) -> dict[str, RopeConfig]:
+    """By layer type: rope_parameters has a set for each; in transformers 4 they were spread over three keys."""
+    given = keys.mapping("rope_parameters")
+    thetas = {
+        FULL: keys.number("rope_theta", 1_000_000.0),
+        SLIDING: keys.number("rope_local_base_freq", 10_000.0),
+    }
+    scaling: Mapping[str, Any] = keys.mapping("rope_scaling")
+    ropes = {}
+    for kind, theta in thetas.items():
+        values = {**(given.get(kind) or {}), **(scaling if kind == FULL else {})}
+        values = {key: value for key, value in values.items() if value is not None}
+        theta = values.pop("rope_theta", theta)
+        positions, head_dim = keys.integer("max_position_embeddings"), keys.integer("head_dim")
+        ropes[kind] = make_rope(values, theta, positions, head_dim)
+    return ropes
+
+
+_DEFAULTS = {**DEFAULTS, "vocab_size": 262_208, "max_position_embeddings": 131_072}
+
+FAMILY = Family(model_type="gemma3_text", read=read, defaults=_DEFAULTS)
+
+# The text model of a checkpoint that has an encoder of images too; by the names of transformers 4 and 5.
+MULTIMODAL_FAMILY = Family(
+    model_type="gemma3",
+    read=read,
+    defaults=_DEFAULTS,
+    text_config="text_config",
+    tensor_names=TensorNames(
+        prefixes=(
+            ("language_model.model.", "model."),
+            ("language_model.lm_head.", "lm_head."),
+            ("model.language_model.", "model."),
+        ),
+        left_out=tuple(
+            f"{prefix}{name}." for prefix in ("", "model.") for name in ("vision_tower", "multi_modal_projector")
+        ),
+    ),
+)

@@ -1,0 +1,18 @@
+"""Calls as JSON objects behind one tag: Granite 3, MiniMax-M1, Apriel. Granite 4's are Hermes'."""
+
+from __future__ import annotations
+
+from minisgl_backend.parsers.tagged import JsonListParser
+
+
+class GraniteParser(JsonListParser):
+    """`<|tool_call|>[{"name": ..., "arguments": {...}}, ...]`."""
+
+    BEGIN = ("<|tool_call|>",)
+
+
+class ToolCallsParser(JsonListParser):
+    """`<tool_calls>...</tool_calls>` around a list of them (Apriel), or one a line (MiniMax-M1)."""
+
+    BEGIN = ("<tool_calls>",)
+    AROUND = ("</tool_calls>",)

@@ -1,0 +1,48 @@
+"""Tool calls of Mistral's models, old and new.
+
+[TOOL_CALLS][{"name": ..., "arguments": {...}, "id": ...}, ...]        Mistral 7B v3, Nemo, Large 2
+[TOOL_CALLS]NAME[CALL_ID]ID[ARGS]{...}                                 Small 3.1 and 3.2, Devstral, Ministral 3
+"""
+
+from __future__ import annotations
+
+import re
+
+from minisgl_backend.parsers.json_calls import SPACE
+from minisgl_backend.parsers.parts import Part
+from minisgl_backend.parsers.tagged import JsonArgumentsParser, JsonListParser, Outcome, TaggedParser
+
+_TAG = "[TOOL_CALLS]"
+
+
+class _OfNames(JsonArgumentsParser):
+    BEGIN = (_TAG,)
+    HEADER = re.compile(r"\s*(?P<name>[\w.\-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\]\s*)?")
+
+
+class MistralParser(JsonListParser):
+    """Which of the two it is, the first character behind the tag says."""
+
+    BEGIN = (_TAG,)
+
+    def begin(self, tag: str) -> None:
+        super().begin(tag)
+        self._named: TaggedParser | None = None
+        self._is_list = False
+
+    def read(self, text: str, parts: list[Part], *, is_last: bool) -> tuple[str, Outcome]:
+        if self._named is None and not self._is_list:
+            first = text.lstrip(SPACE)[:1]
+            if not first:
+                return text, "none" if is_last else "more"
+            if first in "[{":
+                self._is_list = True
+            else:
+                self._named = _OfNames(self.functions)
+                self._named.begin(_TAG)
+        if self._named is None:
+            return super().read(text, parts, is_last=is_last)
+        self._named.count = max(self._named.count, self.count)
+        rest, outcome = self._named.read(text, parts, is_last=is_last)
+        self.count = self._named.count
+        return rest, outcome

@@ -1,0 +1,244 @@
+"""Every format in which models write thoughts and calls: its name, its parsers, and how a model is known to write it.
+
+Names are vLLM's where it has the format. A new format is a file and a row here; options, the endpoint and the table in
+docs/openai.md follow.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from minisgl_backend.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
+from minisgl_backend.parsers.gemma import Gemma4Parser
+from minisgl_backend.parsers.glm import GlmParser
+from minisgl_backend.parsers.harmony import HarmonyParser
+from minisgl_backend.parsers.json_lists import GraniteParser, ToolCallsParser
+from minisgl_backend.parsers.kimi import KimiK2Parser
+from minisgl_backend.parsers.minimax import MiniMaxM2Parser
+from minisgl_backend.parsers.mistral import MistralParser
+from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
+from minisgl_backend.parsers.pythonic import Lfm2Parser, PythonicParser
+from minisgl_backend.parsers.qwen_coder import QwenCoderParser
+from minisgl_backend.parsers.reasoning import ReasoningParser
+from minisgl_backend.parsers.tool_calls import HermesParser, LlamaParser
+
+Functions = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the arguments
+
+
+@dataclass(frozen=True)
+class Marks:
+    """What shows a format beyond doubt: texts of the chat template and of the added tokens."""
+
+    template: tuple[str, ...] = ()  # all of them, regular expressions
+    tokens: tuple[str, ...] = ()  # all of them
+    never: tuple[str, ...] = ()  # in the template, none of them
+    anywhere: tuple[str, ...] = ()  # each in the template or among the tokens
+
+    def fit(self, template: str, tokens: Collection[str]) -> bool:
+        return (
+            all(re.search(one, template) for one in self.template)
+            and not any(re.search(one, template) for one in self.never)
+            and all(one in tokens for one in self.tokens)
+            and all(one in template or one in tokens for one in self.anywhere)
+        )
+
+
+@dataclass(frozen=True)
+class Format:
+    """One row. `special`: its tags are special tokens, which must then be in the text that is parsed."""
+
+    name: str
+    models: str  # for readers
+    form: str  # as it is written, for readers
+    marks: Marks | None  # None: only by name
+    calls: Callable[[Functions], ToolParser] | None = None
+    tags: tuple[str, str] | None = None  # around thoughts
+    always_thinks: bool = False  # an answer begins among thoughts, whatever the prompt ends with
+    both: Callable[[Functions], ThoughtParser] | None = None  # one parser for thoughts, content and calls
+    special: bool = False
+
+    @property
+    def doc_row(self) -> str:
+        """Of the table in docs/openai.md."""
+        does = [word for word, has in (("calls", self.has_calls), ("thoughts", self.has_thoughts)) if has]
+        form = self.form.replace("|", "\\|")
+        return f"| `{self.name}` | {' and '.join(does)} | {self.models} | {form} |"
+
+    @property
+    def has_calls(self) -> bool:
+        return bool(self.calls or self.both)
+
+    @property
+    def has_thoughts(self) -> bool:
+        return bool(self.tags or self.both)
+
+    def new_thoughts(self, *, inside: bool) -> ThoughtParser:
+        """`inside`: the prompt has opened the thoughts."""
+        if self.tags is None:
+            raise ValueError(f"{self.name} has no thoughts of its own")
+        return ReasoningParser(inside=inside, tags=self.tags)
+
+
+_THINK = ("<think>", "</think>")
+# The first whose marks fit is taken.
+FORMATS = (
+    Format(
+        "harmony",
+        "gpt-oss",
+        "`<|channel|>analysis<|message|>...`, `<|channel|>commentary to=functions.NAME ...<|message|>{...}<|call|>`",
+        Marks(anywhere=("<|start|>", "<|channel|>", "<|message|>")),
+        both=HarmonyParser,
+        special=True,
+    ),
+    Format(
+        "deepseek_v3",
+        "DeepSeek V3, R1, R1-0528, R1-Distill",
+        "`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and a block of JSON",
+        Marks(template=("<｜tool▁sep｜>", "```json")),
+        calls=DeepSeekV3Parser,
+        special=True,
+    ),
+    Format(
+        "deepseek_v31",
+        "DeepSeek V3.1",
+        "`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}`",
+        Marks(template=("<｜tool▁sep｜>",), never=("```json",)),
+        calls=DeepSeekV31Parser,
+        special=True,
+    ),
+    Format(
+        "kimi_k2",
+        "Kimi-K2",
+        "`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}`",
+        Marks(template=(r"<\|tool_call_argument_begin\|>",)),
+        calls=KimiK2Parser,
+        special=True,
+    ),
+    Format(
+        "minimax_m2",
+        "MiniMax-M2",
+        '`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">...`',
+        Marks(template=("<minimax:tool_call>", "<invoke name=")),
+        calls=MiniMaxM2Parser,
+        special=True,
+    ),
+    Format(
+        "glm45",
+        "GLM-4.5 to 4.7, Ling 3",
+        "`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>...`",
+        Marks(template=("<tool_call>", "<arg_key>", "<arg_value>")),
+        calls=GlmParser,
+    ),
+    Format(
+        "qwen3_coder",
+        "Qwen3-Coder, Qwen3.5, Nemotron 3, Step 3.5",
+        "`<tool_call><function=NAME><parameter=KEY>...`",
+        Marks(template=("<tool_call>", "<function=", "<parameter=")),
+        calls=QwenCoderParser,
+    ),
+    Format(
+        "gemma4",
+        "Gemma 4",
+        '`<|tool_call>call:NAME{key:<|"|>text<|"|>}<tool_call|>`; thoughts `<|channel>thought ... <channel|>`',
+        Marks(anywhere=("<|tool_call>", "<|channel>")),
+        calls=Gemma4Parser,
+        tags=("<|channel>thought", "<channel|>"),
+        special=True,
+    ),
+    Format(
+        "mistral",
+        "Mistral 7B v3 and later, Nemo, Small, Devstral; Magistral, Ministral 3",
+        "`[TOOL_CALLS][{...}]` or `[TOOL_CALLS]NAME[ARGS]{...}`; thoughts `[THINK]...[/THINK]`",
+        Marks(template=(r"\[TOOL_CALLS\]",)),
+        calls=MistralParser,
+        tags=("[THINK]", "[/THINK]"),
+        special=True,
+    ),
+    Format(
+        "granite",
+        "Granite 3",
+        '`<|tool_call|>[{"name": ..., "arguments": ...}]`',
+        Marks(template=(r"<\|tool_call\|>",)),
+        calls=GraniteParser,
+        special=True,
+    ),
+    Format(
+        "lfm2",
+        "LFM2",
+        '`<|tool_call_start|>[NAME(key="text")]<|tool_call_end|>`',
+        Marks(anywhere=("<|tool_call_start|>", "<|tool_call_end|>")),
+        calls=Lfm2Parser,
+        special=True,
+    ),
+    Format(
+        "minimax",
+        "MiniMax-M1, Apriel 1.5 and 1.6",
+        '`<tool_calls>[{"name": ..., "arguments": ...}]</tool_calls>`',
+        Marks(template=("<tool_calls>", r"\barguments\b")),
+        calls=ToolCallsParser,
+    ),
+    Format(
+        "hermes",
+        "Hermes, Qwen2.5, Qwen3, Granite 4",
+        '`<tool_call>{"name": ..., "arguments": ...}</tool_call>`',
+        Marks(template=("<tool_call>", r"\barguments\b"), never=("<function=", "<arg_key>", "<invoke")),
+        calls=HermesParser,
+    ),
+    Format(
+        "llama3_json",
+        "Llama 3.1 to 3.3",
+        '`{"name": ..., "parameters": ...}` as the whole answer',
+        Marks(template=('"parameters"',), tokens=("<|python_tag|>",)),
+        calls=LlamaParser,
+        special=True,
+    ),
+    Format(
+        "pythonic",
+        "Llama 4",
+        '`[NAME(key="text"), ...]` as the whole answer',
+        Marks(tokens=("<|python_start|>", "<|python_end|>")),
+        calls=PythonicParser,
+        special=True,
+    ),
+    Format(
+        "seed_oss",
+        "Seed-OSS",
+        "thoughts `<seed:think>...</seed:think>`",
+        Marks(template=("<seed:think>",)),
+        tags=("<seed:think>", "</seed:think>"),
+    ),
+    Format(
+        "qwen3",
+        "Qwen3, GLM, Kimi-K2-Thinking, MiniMax-M2, Granite 3.2 and later, DeepSeek V3.1, R1",
+        "thoughts `<think>...</think>`",
+        Marks(anywhere=("</think>",)),
+        tags=_THINK,
+    ),
+    Format(
+        "deepseek_r1",
+        "models whose every answer begins with thoughts",
+        "the same, `<think>` left out",
+        None,
+        tags=_THINK,
+        always_thinks=True,
+    ),
+)
+CALLS = {row.name: row for row in FORMATS if row.has_calls}
+THOUGHTS = {row.name: row for row in FORMATS if row.has_thoughts}
+
+
+def find_calls(template: str, tokens: Collection[str]) -> Format | None:
+    """The format of calls that template and added tokens show beyond doubt."""
+    return next((row for row in CALLS.values() if row.marks is not None and row.marks.fit(template, tokens)), None)
+
+
+def find_thoughts(template: str, tokens: Collection[str]) -> Format | None:
+    """The format of thoughts, which template or vocabulary must know the tags of."""
+    for row in THOUGHTS.values():
+        shows = row.both or (row.tags is not None and (row.tags[1] in template or row.tags[1] in tokens))
+        if shows and row.marks is not None and row.marks.fit(template, tokens):
+            return row
+    return None
