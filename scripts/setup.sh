@@ -45,14 +45,14 @@ progress() {
                                            sub(".*/", "", name); sub(/-[^ ]*\.(whl|tar\.gz)/, "", name)
                                            if (name !~ /metadata/) what = "downloading " name }
       /^ *Building wheel/                { what = "building " $0; sub(/building *Building wheels? for /, "building ", what) }
-      /^ *Installing collected packages/ { what = "installing " NF - 3 " packages" }
+      /^ *Installing collected packages/ { what = "installing " NF - 3 (NF > 4 ? " packages" : " package") }
       /^Get:[0-9]+ /                     { what = "downloading " $5 }
       /^(Unpacking|Setting up) /         { what = tolower($1) " " ($1 == "Setting" ? $3 : $2) }
       END { print what (packages ? ", package " packages : "") }' "$1" 2>/dev/null) || now=''
     if [[ -t 2 ]]; then
-      printf '\r\033[K%s[setup]%s ... %d s: %.90s' "$bold" "$plain" $((SECONDS - started)) "$now" >&2
+      printf '\r\033[K%s[setup]%s ... %d s: %.90s' "$bold" "$plain" $((SECONDS - started)) "${now:-starting}" >&2
     elif { [[ $now != "$last" ]] && ((SECONDS - said >= every)); } || ((SECONDS - said >= 4 * every)); then
-      say "... $((SECONDS - started)) s: $now${venv:+, $(du -sm "$venv" 2>/dev/null | cut -f1 || true) MB in .venv}"
+      say "... $((SECONDS - started)) s: ${now:-starting}${venv:+, $(du -sm "$venv" 2>/dev/null | cut -f1 || true) MB in .venv}"
       last=$now said=$SECONDS
     fi
   done
@@ -135,7 +135,7 @@ if [[ $gpu == yes ]] && "$python" -c 'import sys, torch; sys.exit(torch.version.
 fi
 "$python" -c 'import venv, ensurepip' 2>/dev/null || apt "python$version-venv" || apt python3-venv || die "Python's venv module is missing"
 if [[ $("$venv/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) != "$version" ]]; then
-  "$python" -m venv --clear ${options[@]+"${options[@]}"} "$venv"
+  step "making the environment .venv" "$python" -m venv --clear ${options[@]+"${options[@]}"} "$venv"
 fi
 pip() { "$venv/bin/python" -m pip "$@"; }
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 
 def convert(file: Path, folder: Path) -> None:
@@ -15,7 +16,7 @@ def convert(file: Path, folder: Path) -> None:
     import transformers
 
     source = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
-    model = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     # Its weights are ordinary numbers by now; transformers remembers what they were and would not write them.
     model.is_quantized, model.hf_quantizer = False, None
     if hasattr(model.config, "quantization_config"):
