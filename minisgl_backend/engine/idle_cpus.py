@@ -26,15 +26,15 @@ class IdleCpus:
 
     def __init__(self, mode: str, *, device: Path = DEVICE, driver: Path = DRIVER) -> None:
         self._device = device
-        self._wanted = mode == "poll" or (mode == "auto" and _driver(driver) == VIRTUAL_DRIVER)
+        self._asks = mode == "poll" or (mode == "auto" and _driver(driver) == VIRTUAL_DRIVER)
         self._loud = mode == "poll"
         self._file: int | None = None
         self._idle_since: float | None = None
 
     @property
-    def wanted(self) -> bool:
+    def asks(self) -> bool:
         """Whether it asks when there is work; not any more once it was refused."""
-        return self._wanted
+        return self._asks
 
     @property
     def awake(self) -> bool:
@@ -44,7 +44,7 @@ class IdleCpus:
         """Call it when work begins, and again and again while there is none; `now` in seconds of a steady clock."""
         if busy:
             self._idle_since = None
-            if self._file is None and self._wanted:
+            if self._file is None and self._asks:
                 self._open()
         elif self._idle_since is None:
             self._idle_since = now
@@ -63,7 +63,7 @@ class IdleCpus:
             os.write(self._file, bytes(4))  # an int32: microseconds
         except OSError as error:
             self.close()
-            self._wanted = False
+            self._asks = False
             log.log(
                 logging.WARNING if self._loud else logging.INFO,
                 "idle processors sleep while sequences run (idle_cpus): %s. Run as root; in a container, with "

@@ -25,7 +25,7 @@ _USUAL_HEAD = 128
 def report() -> dict[str, Any]:
     """Of the machine, with these keys:
 
-    `idle_cpus`: {wanted, allowed}; then either `broken`, why torch or the engine cannot be imported, or
+    `idle_cpus`: {asks, allowed}; then either `broken`, why torch or the engine cannot be imported, or
     `torch`: {version, cuda, folder, bytecode: whether Python keeps it compiled}; `device`: {kind, name, count};
     `free_bytes` of its memory; on a CPU `cpu_kernels`: why the compiled ones are not there ("": they are); then either
     `refusal`, why the demo model cannot be served, or
@@ -34,7 +34,7 @@ def report() -> dict[str, Any]:
     `tried`, what auto tries here, best first, and `backends`, for each name why it cannot be chosen (None: it can).
     """
     idle = IdleCpus("auto")
-    found: dict[str, Any] = {"idle_cpus": {"wanted": idle.wanted, "allowed": _may_poll()}}
+    found: dict[str, Any] = {"idle_cpus": {"asks": idle.asks, "allowed": _may_poll()}}
     try:
         return found | _engine_report()
     except Exception as error:  # a compiled package fails in many ways

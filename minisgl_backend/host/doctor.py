@@ -372,12 +372,12 @@ def _idle_cpus(idle: Mapping[str, Any] | None) -> Iterator[Finding]:
     if idle is None:
         return
     if idle["allowed"]:
-        text = "may be kept awake while sequences run" + ("" if idle["wanted"] else "; auto lets them sleep here")
+        text = "may be kept awake while sequences run" + ("" if idle["asks"] else "; auto lets them sleep here")
         yield Finding("machine", "idle processors", OK, text)
     else:
-        state = NOTE if idle["wanted"] else OK
+        state = NOTE if idle["asks"] else OK
         text = "may not be kept awake while sequences run (idle_cpus)"
-        remedy = "run as root; in a container with --device /dev/cpu_dma_latency" if idle["wanted"] else ""
+        remedy = "run as root; in a container with --device /dev/cpu_dma_latency" if idle["asks"] else ""
         yield Finding("machine", "idle processors", state, text, remedy)
 
 

@@ -27,7 +27,7 @@ from minisgl_backend.process import installed
 ROOT = Path(__file__).resolve().parents[3]
 
 H100 = {
-    "idle_cpus": {"wanted": True, "allowed": False},
+    "idle_cpus": {"asks": True, "allowed": False},
     "torch": {"version": "2.9.0+cu128", "cuda": "12.8", "folder": "/torch", "bytecode": True},
     "device": {"kind": "cuda", "name": "NVIDIA H100", "count": 2},
     "free_bytes": 79 << 30,
