@@ -112,6 +112,16 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         },
         **_GEMMA,
     ),
+    "smollm3": _maker("SmolLM3ForCausalLM", pad_token_id=0, no_rope_layers=[1, 0, 1]),
+    "smollm3-window": _maker(
+        "SmolLM3ForCausalLM", pad_token_id=0, no_rope_layers=[1, 0, 1], use_sliding_window=True, sliding_window=24
+    ),
+    "seed_oss": _maker("SeedOssForCausalLM", head_dim=32, attention_out_bias=True),
+    "ernie4_5": _maker("Ernie4_5ForCausalLM", head_dim=32),
+    "glm4": _maker("Glm4ForCausalLM", head_dim=32, pad_token_id=0, attention_bias=True),
+    "exaone4": _maker("Exaone4ForCausalLM", sliding_window=24, layer_types=_SLIDES),
+    "exaone4-full": _maker("Exaone4ForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3),
+    "ministral": _maker("MinistralForCausalLM", head_dim=32, sliding_window=24, layer_types=_SLIDES),
 }
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from minisgl_backend.models.families import (
+    ernie4_5,
+    exaone4,
     gemma2,
     gemma3,
+    glm4,
     granite,
     llama,
+    ministral,
     mistral,
     mixtral,
     olmo2,
@@ -17,15 +21,21 @@ from minisgl_backend.models.families import (
     qwen2_moe,
     qwen3,
     qwen3_moe,
+    seed_oss,
+    smollm3,
 )
 from minisgl_backend.models.families.common import Family
 
 FAMILIES: Mapping[str, Family] = {  # by the name in config.json's `architectures`
+    "Ernie4_5ForCausalLM": ernie4_5.FAMILY,
+    "Exaone4ForCausalLM": exaone4.FAMILY,
     "Gemma2ForCausalLM": gemma2.FAMILY,
     "Gemma3ForCausalLM": gemma3.FAMILY,
     "Gemma3ForConditionalGeneration": gemma3.MULTIMODAL_FAMILY,
+    "Glm4ForCausalLM": glm4.FAMILY,
     "GraniteForCausalLM": granite.FAMILY,
     "LlamaForCausalLM": llama.FAMILY,
+    "MinistralForCausalLM": ministral.FAMILY,
     "MistralForCausalLM": mistral.FAMILY,
     "MixtralForCausalLM": mixtral.FAMILY,
     "Olmo2ForCausalLM": olmo2.FAMILY,
@@ -34,4 +44,6 @@ FAMILIES: Mapping[str, Family] = {  # by the name in config.json's `architecture
     "Qwen2MoeForCausalLM": qwen2_moe.FAMILY,
     "Qwen3ForCausalLM": qwen3.FAMILY,
     "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
+    "SeedOssForCausalLM": seed_oss.FAMILY,
+    "SmolLM3ForCausalLM": smollm3.FAMILY,
 }

@@ -92,6 +92,13 @@ ALTERED: list[tuple[str, str, Any]] = [
     (GEMMA2, "use_bidirectional_attention", True),
     (GEMMA2, "query_pre_attn_scalar", 0),
     (GEMMA3, "layer_types", ["chunked_attention"] * 26),
+    ("SmolLM3ForCausalLM", "mlp_bias", True),
+    ("SmolLM3ForCausalLM", "no_rope_layers", [1, 0]),
+    ("SeedOssForCausalLM", "mlp_bias", True),
+    ("Ernie4_5ForCausalLM", "use_bias", True),
+    ("Glm4ForCausalLM", "n_routed_experts", 8),
+    ("Exaone4ForCausalLM", "use_qk_norm", True),
+    ("MinistralForCausalLM", "attention_bias", True),
     (GEMMA3, "altup_num_inputs", 4),
     (GEMMA3, "rope_parameters", {"full_attention": {"rope_type": "proportional"}}),
 ]

@@ -1,0 +1,45 @@
+"""EXAONE 4: norms of what attention and MLP give, and of heads; layers without a window have no position embedding."""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import FULL, SLIDING, Family, attention, decoder, layer_types, mlp, norm
+from minisgl_backend.models.families.common import window as read_window
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.rope import read_rope
+
+
+def read(keys: Keys) -> DecoderConfig:
+    num_layers = keys.integer("num_hidden_layers")
+    # Whether some layers have windows counts, even where no sequence outgrows them.
+    is_mixed = keys.get("sliding_window") is not None
+    window = read_window(keys, None)
+    head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
+    rope = read_rope(keys, head_dim)
+
+    def layer(kind: str) -> LayerConfig:
+        slides = kind == SLIDING
+        return LayerConfig(
+            attention=attention(
+                keys,
+                rope=rope if slides or not is_mixed else None,
+                window=window if slides else None,
+                qk_norm=norm(keys, eps=1e-5),
+            ),
+            mlp=mlp(keys),
+            norm=norm(keys, eps=1e-5),
+            norms="after",
+        )
+
+    types = layer_types(keys, num_layers) or (_types(keys, num_layers) if is_mixed else (FULL,) * num_layers)
+    keys.without_effect("sliding_window_pattern")
+    return decoder(keys, [layer(kind) for kind in types])
+
+
+def _types(keys: Keys, num_layers: int) -> tuple[str, ...]:
+    pattern = keys.integer("sliding_window_pattern", 4)
+    return tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
+
+
+FAMILY = Family(model_type="exaone4", read=read, defaults={"sliding_window": 4096})
