@@ -72,6 +72,18 @@ def torch_takes_one_core() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def files_are_kept_with_the_tests(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Of the OpenAI endpoints that tests start by the server's command line, not in the user's home."""
+    before = os.environ.get("XDG_STATE_HOME")
+    os.environ["XDG_STATE_HOME"] = str(tmp_path_factory.mktemp("state"))
+    yield
+    if before is None:
+        del os.environ["XDG_STATE_HOME"]
+    else:
+        os.environ["XDG_STATE_HOME"] = before
+
+
 @pytest.fixture(scope="session")
 def frameworks_python() -> str:
     """A Python with LangChain and LlamaIndex: the extra `frameworks`."""

@@ -354,14 +354,11 @@ def serve_until_signal(settings: EndpointSettings, say: Callable[[str], None]) -
 
 def _with_files(settings: EndpointSettings, say: Callable[[str], None]) -> EndpointSettings:
     """The settings without files where their folder cannot be used, and a word about it."""
-    try:
-        Path(settings.files_folder).mkdir(parents=True, exist_ok=True, mode=0o700)
-        if os.access(settings.files_folder, os.W_OK | os.X_OK):
-            return settings
-        reason = "it cannot be written"
-    except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-    say(f"no files and no batches: {settings.files_folder} ({reason}); --files-dir names another folder")
+    folder = Path(settings.files_folder).absolute()
+    nearest = next(path for path in (folder, *folder.parents) if os.path.exists(path))  # it is made with the first file
+    if nearest.is_dir() and os.access(nearest, os.W_OK | os.X_OK):
+        return settings
+    say(f"no files and no batches: {folder} cannot be written; --files-dir names another folder")
     return replace(settings, files_folder="")
 
 

@@ -49,6 +49,8 @@ class BatchRunner:
         self._ended: set[str] = set()  # batches that need no look
 
     async def run(self) -> None:
+        while not self._batches.folder.is_dir():  # nobody has made a batch yet
+            await asyncio.sleep(_LOOK_SECONDS)
         with (self._batches.folder / "lock").open("w") as lock:
             while not _is_locked(lock):
                 await asyncio.sleep(_LOOK_SECONDS)

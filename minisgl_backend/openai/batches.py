@@ -34,11 +34,11 @@ class BatchStore:
     """The batches of a folder that all workers share."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError where the folder cannot be made."""
+        """`folder`: made with the first batch."""
         self.folder = folder
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def add(self, request: BatchRequest) -> Batch:
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         self._make_room()
         now = int(time.time())
         batch: Batch = {

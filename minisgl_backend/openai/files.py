@@ -37,16 +37,16 @@ class FileStore:
     """At most `most_bytes` of files. What touches the disk may take long, and belongs on another thread."""
 
     def __init__(self, folder: Path, most_bytes: int) -> None:
-        """Raises OSError where the folder cannot be made."""
+        """`folder`: made with the first file."""
         self._folder = folder
         self._most_bytes = most_bytes
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
 
     def add(self, source: IO[bytes], size: int, name: str, purpose: str) -> dict[str, Any]:
         """Raises ApiError where there is no room."""
         self.check_room(size)
         file_id = self.new_id()
         try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self.data(file_id).open("wb") as target:
                 shutil.copyfileobj(source, target, _COPY_BYTES)
             return self.publish(file_id, name, purpose)
@@ -56,7 +56,7 @@ class FileStore:
 
     def check_room(self, size: int = 0) -> None:
         """Raises ApiError where so many bytes more would be too many."""
-        used = sum(entry.stat().st_size for entry in os.scandir(self._folder))
+        used = sum(map(_size, self._folder.glob("file-*")))
         if used + size > self._most_bytes:
             allowed = f"{self._most_bytes} in all (--max-files-bytes); delete files that are not needed"
             raise ApiError(
@@ -105,6 +105,14 @@ class FileStore:
     @staticmethod
     def new_id() -> str:
         return f"file-{uuid.uuid4().hex}"
+
+
+def _size(path: Path) -> int:
+    """In bytes; 0 where it was just deleted."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

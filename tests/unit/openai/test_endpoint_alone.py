@@ -15,6 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -186,3 +187,18 @@ def test_a_process_that_starts_while_all_stop_still_has_its_socket(monkeypatch: 
 def test_a_taken_port_is_named(endpoint: OpenAIEndpoint) -> None:
     with pytest.raises(ConfigError, match=f"--openai-port is {endpoint.port}"):
         OpenAIEndpoint(EndpointSettings(port=endpoint.port))
+
+
+def test_a_folder_that_cannot_be_made_is_told_and_nothing_else_is_lost(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    said: list[str] = []
+    settings = EndpointSettings(port=free_ports(1)[0], served_model_names=("one",), files_folder=f"{tmp_path}/file/x")
+    endpoint = OpenAIEndpoint(settings, said.append)
+    try:
+        assert said == [
+            f"no files and no batches: {tmp_path}/file/x cannot be written; --files-dir names another folder"
+        ]
+        assert ask(endpoint, "/v1/files")[0] == 404
+        assert ask(endpoint, "/version")[0] == 200
+    finally:
+        endpoint.stop()
