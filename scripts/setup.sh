@@ -35,9 +35,9 @@ step() {
   return "$result"
 }
 # progress FILE: what pip or apt-get, whose words are in FILE, does now. On a terminal one line that changes every second;
-# elsewhere a line for each change, at most every 5 s and at least every 20 s.
+# elsewhere a line for each change, at most every 10 s and at least every 30 s.
 progress() {
-  local now last='' said=0 started=$SECONDS every=${PROGRESS_SECONDS:-5}
+  local now last='' said=0 started=$SECONDS every=${PROGRESS_SECONDS:-10}
   while sleep 1 && kill -0 $$ 2>/dev/null; do
     now=$(awk '
       /^ *Collecting /                   { packages++; what = "looking for " $2 }
@@ -51,7 +51,7 @@ progress() {
       END { print what (packages ? ", package " packages : "") }' "$1" 2>/dev/null) || now=''
     if [[ -t 2 ]]; then
       printf '\r\033[K%s[setup]%s ... %d s: %.90s' "$bold" "$plain" $((SECONDS - started)) "${now:-starting}" >&2
-    elif { [[ $now != "$last" ]] && ((SECONDS - said >= every)); } || ((SECONDS - said >= 4 * every)); then
+    elif { [[ $now != "$last" ]] && ((SECONDS - said >= every)); } || ((SECONDS - said >= 3 * every)); then
       say "... $((SECONDS - started)) s: ${now:-starting}${venv:+, $(du -sm "$venv" 2>/dev/null | cut -f1 || true) MB in .venv}"
       last=$now said=$SECONDS
     fi

@@ -23,6 +23,8 @@ def convert(file: Path, folder: Path) -> None:
         del model.config.quantization_config
     model.to(torch.bfloat16).save_pretrained(folder)
     transformers.AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors writes for its user alone; the server may be another's
 
 
 if __name__ == "__main__":
