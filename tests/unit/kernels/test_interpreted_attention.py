@@ -7,6 +7,7 @@ executes one program after the other.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -66,8 +67,21 @@ EARLY = DecodeShape(32, 32, 32, 4, 3, early=True, merged_at_once=16)
 BALANCED = [DecodeShape(4, 64, 32, 4, 3, workers=5), DecodeShape(4, 64, 64, 4, 3, workers=1)]
 
 
-@pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 0), (64, 0), (1, 24), (16, 1), (64, 64), (64, 200)])
-@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3), *BALANCED])
+def in_turn(rows: list[tuple[Any, ...]], shapes: list[DecodeShape], each: int) -> list[tuple[Any, ...]]:
+    """(*row, shape) of every shape with `each` of the rows, which take turns: not all with all."""
+    return [
+        (*rows[(each * index + turn) % len(rows)], shape) for index, shape in enumerate(shapes) for turn in range(each)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("page_size", "window", "shape"),
+    in_turn(
+        [(1, 0), (16, 0), (64, 0), (1, 24), (16, 1), (64, 64), (64, 200)],
+        [DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3), *BALANCED],
+        4,
+    ),
+)
 def test_decode_attention(page_size, window, shape):
     case = PagedCase([1, 63, 65, 300], page_size, heads=4, kv_heads=2, head_dim=64, window=window)
     q = torch.randn(4, 4, 64)
@@ -113,8 +127,9 @@ def interpreted_shapes() -> list[DecodeShape]:
     return sorted(seen, key=str)
 
 
-@pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 40), (64, 0)])
-@pytest.mark.parametrize("shape", interpreted_shapes(), ids=str)
+@pytest.mark.parametrize(
+    ("page_size", "window", "shape"), in_turn([(1, 0), (16, 40), (64, 0)], interpreted_shapes(), 2), ids=str
+)
 def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
     """What is no number stands in every place but those that a sequence may see, the rest of its last page included."""
     heads, kv_heads, dim = 4, 2, 64
@@ -141,10 +156,13 @@ def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
 
 
 @pytest.mark.parametrize(
-    ("page_size", "normed", "window"),
-    [(1, True, 0), (16, False, 0), (64, True, 0), (1, True, 40), (16, False, 1), (64, True, 2), (64, True, 100)],
+    ("page_size", "normed", "window", "shape"),
+    in_turn(
+        [(1, True, 0), (16, False, 0), (64, True, 0), (1, True, 40), (16, False, 1), (64, True, 2), (64, True, 100)],
+        [DecodeShape(4, 64, 64, 4, 3), EARLY, *BALANCED],
+        4,
+    ),
 )
-@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), EARLY, *BALANCED])
 def test_rotating_decode_attention(page_size, shape, normed, window):
     heads, kv_heads, dim = 6, 2, 48
     case = PagedCase([1, 64, 65, 200], page_size, heads, kv_heads, dim, window)

@@ -65,7 +65,9 @@ def test_a_long_random_run_keeps_every_law(seed: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(100, 200))
+@pytest.mark.parametrize(
+    "seed", [*range(100, 114), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(114, 200))]
+)
 def test_many_long_random_runs_keep_every_law(seed: int) -> None:
     long_run(seed, num_events=500)
 
