@@ -154,7 +154,7 @@ def assert_isolated(llm: LLM, dtype: torch.dtype, *, count: int, tolerance: floa
         answers = _ask(llm, mixed, cancelled=(*SHARED, *[33 + turn] * 30, NOT_A_NUMBER, *[34] * 200))
         for number in range(min(len(bad), len(beside))):
             failed, found = answers[2 * number], answers[2 * number + 1]
-            assert all(one.reason is FinishReason.ERROR and "no number" in one.error for one in failed), failed
+            assert all(one.reason is FinishReason.ERROR and "NaN" in one.error for one in failed), failed
             differences += _assert_same(beside[number], alone[number], found)
         assert all(one[0].reason is FinishReason.STOP for one in answers[-len(leaving) :])
         for request, expected, found in zip(asked, before, _ask(llm, asked), strict=True):
