@@ -109,7 +109,7 @@ class PrefillInputs:
 
     cu_seqlens_q: torch.Tensor  # int32 [num_seqs + 1], device
     kv_lens: torch.Tensor  # int32 [num_seqs], device; cached and new tokens
-    rows: torch.Tensor  # int32 [num_seqs], device; lines of page_table
+    rows: torch.Tensor  # int32 [num_seqs], device; rows of page_table
     page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row], device; live, shared by all steps
     cu_seqlens_q_host: Int32Array
     kv_lens_host: Int32Array
@@ -118,7 +118,7 @@ class PrefillInputs:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptInputs:
-    """One prompt and nothing beside it, in buffers on the device that are filled before each replay of a captured
+    """One prompt and nothing else, in buffers on the device that are filled before each replay of a captured
     pass. Its query tokens are the last of its kv_lens tokens, as in PrefillInputs."""
 
     num_tokens: int  # query tokens, at most
@@ -228,5 +228,5 @@ class AttentionBackend(ABC):
 
     def plan_prompt(self, inputs: PromptInputs) -> Plan:
         """The plan to capture a pass of one prompt with, whatever prompt the buffers hold at a replay; `prefill_into`
-        leaves the lines of tokens that the prompt does not have as they are."""
+        leaves the rows of tokens that the prompt does not have as they are."""
         raise NotImplementedError(f"{type(self).__name__} does not capture prompts")

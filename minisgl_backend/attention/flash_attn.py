@@ -130,7 +130,7 @@ class FlashAttentionBackend(AttentionBackend):
         self._gather(inputs)
 
     def _gather(self, inputs: DecodeInputs) -> torch.Tensor:
-        """The batch's lines of the page table, in the buffer that the graphs read."""
+        """The batch's rows of the page table, in the buffer that the graphs read."""
         if self._graph_tables is None:
             raise RuntimeError("allocate_graph comes before plan_capture")
         table = self._graph_tables[: inputs.batch_size]
@@ -138,7 +138,7 @@ class FlashAttentionBackend(AttentionBackend):
 
     @property
     def captures_prompts(self) -> bool:
-        return self._writes_out  # else lines that the prompt does not have would be overwritten, with anything
+        return self._writes_out  # else rows that the prompt does not have would be overwritten, with anything
 
     def plan_prompt(self, inputs: PromptInputs) -> _Plan:
         # Splits would take memory for as many parts as the longest prompt could have.

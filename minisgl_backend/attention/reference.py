@@ -229,10 +229,10 @@ class TorchBackend(AttentionBackend):
             self._chunks(pages),
             len(rows),
             mask,
-            self._lines_beyond(lengths, len(positions)) if beyond.device.type == "cpu" else beyond[:, None, :, None],
+            self._rows_beyond(lengths, len(positions)) if beyond.device.type == "cpu" else beyond[:, None, :, None],
         )
 
-    def _lines_beyond(self, lengths: Int32Array, padded: int) -> torch.Tensor:
+    def _rows_beyond(self, lengths: Int32Array, padded: int) -> torch.Tensor:
         """See `_DecodeGroup.beyond`: a list costs what is beyond, where a mask would cost a pass over everything."""
         member, position = np.nonzero(np.arange(padded) >= lengths[:, None])
         heads = self._num_kv_heads
@@ -246,7 +246,7 @@ class TorchBackend(AttentionBackend):
         return np.maximum(kv_lens - self.group.window, 0) // self.spec.page_size
 
     def _chunks(self, pages: torch.Tensor) -> torch.Tensor:
-        """Page ids [batch, num_pages] -> int64 [batch * num_kv_heads * num_pages], the lines of a cache seen as
+        """Page ids [batch, num_pages] -> int64 [batch * num_kv_heads * num_pages], the rows of a cache seen as
         [num_pages * num_kv_heads, page_size * head_dim] in the order that makes keys contiguous by head."""
         # What stands in the page table beyond a sequence's end is unspecified; any page will do, since it is cleared.
         return (pages.long().unsqueeze(1).clamp_(min=0) * self._num_kv_heads + self._kv_heads).flatten()
@@ -260,13 +260,13 @@ class TorchBackend(AttentionBackend):
         chunk_size = self.spec.page_size * self._head_dim
         lines = as_bits(cache).view(-1, chunk_size)
         if cache.device.type == "cpu":
-            gathered = self._scratch_lines(name, len(chunks), chunk_size)
+            gathered = self._scratch_rows(name, len(chunks), chunk_size)
             torch.index_select(lines, 0, chunks, out=as_bits(gathered))
         else:
             gathered = lines.index_select(0, chunks).view(cache.dtype)
         return gathered.to(self.spec.dtype).view(batch, self._num_kv_heads, -1, self._head_dim)
 
-    def _scratch_lines(self, name: str, count: int, size: int) -> torch.Tensor:
+    def _scratch_rows(self, name: str, count: int, size: int) -> torch.Tensor:
         scratch = self._scratch.get(name)
         if scratch is None or len(scratch) < count:
             with torch.inference_mode(False):
@@ -325,7 +325,7 @@ def _attention(
 
 
 def _group_by_length(kv_lens: Int32Array, max_tokens: int) -> list[Int64Array]:
-    """Positions in the batch, grouped: in a group nobody is padded to more than twice its length, or by more than
+    """Positions in the batch, grouped: in a group none is padded to more than twice its length, or by more than
     _PADDING_ALLOWED tokens, whichever allows more; and no group of several gathers more than `max_tokens`."""
     order = np.argsort(-kv_lens, kind="stable")
     groups, begin = [], 0

@@ -28,7 +28,7 @@ class _Plan:
 
 
 class TrtllmBackend(AttentionBackend):
-    """The kernels read lengths and pages on the device; only the batch's lines of the page table are gathered."""
+    """The kernels read lengths and pages on the device; only the batch's rows of the page table are gathered."""
 
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)
@@ -80,7 +80,7 @@ class TrtllmBackend(AttentionBackend):
         self._gather(inputs)
 
     def _gather(self, inputs: DecodeInputs) -> torch.Tensor:
-        """The batch's lines of the page table, in the buffer that the graphs read."""
+        """The batch's rows of the page table, in the buffer that the graphs read."""
         if self._graph_tables is None:
             raise RuntimeError("allocate_graph comes before plan_capture")
         table = self._graph_tables[: inputs.batch_size]

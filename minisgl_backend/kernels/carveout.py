@@ -6,7 +6,7 @@ of shared memory. By the chain of benchmarks.kernels, a step of Qwen3-0.6B on an
 batch 1, and 3,046 instead of 3,063 at 64.
 
 It is for models of small layers, whose time goes into starts and ends of kernels. With it, a step of Qwen3-32B took
-17.5 ms at batch 1, more than at batch 8. Large products of one row read through the cache, which then is small; that
+17.5 ms at batch 1, more than at batch 8. Large GEMMs of one row read through the cache, which then is small; that
 this is the cause was not measured.
 
 Mixtures of experts do without. On an H200 a layer of Qwen3-30B-A3B, over 1,024 tokens of context, takes 44.9 us without
@@ -39,6 +39,6 @@ def prefer_shared_memory() -> None:
 
 
 def _on_load(module: object, function: int, name: str, metadata: object, key: str) -> None:
-    """Triton's hook; `function` is the driver's handle. It is a wish, whose refusal is no error."""
+    """Triton's hook; `function` is the driver's handle. Best effort: a refusal is ignored."""
     if name in KERNELS:
         ctypes.CDLL("libcuda.so.1").cuFuncSetAttribute(ctypes.c_void_p(function), _PREFERRED_CARVEOUT, _LARGEST)

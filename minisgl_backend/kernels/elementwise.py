@@ -1,4 +1,4 @@
-"""Elementwise chains between matrix products, one kernel each, in the Triton language.
+"""Elementwise chains between GEMMs, one kernel each, in the Triton language.
 
 `torch_ops` holds the same functions in plain torch; tests compare them. `pdl`: programmatic dependent launch (Hopper
 and later), whose rules stand in linear/small_rows.py.
@@ -12,6 +12,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kv.layout import ONE, KVScales
 
 
@@ -24,7 +25,7 @@ def rms_norm(
     padded = triton.next_power_of_2(hidden)
     _rms_norm_kernel[(num_tokens,)](
         x, weight, out, x.stride(0), out.stride(0), eps,
-        HIDDEN=hidden, PADDED=padded, PDL=pdl, num_warps=8 if padded >= 4096 else 4, **_launch(pdl),
+        HIDDEN=hidden, PADDED=padded, num_warps=8 if padded >= 4096 else 4, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -61,7 +62,7 @@ def add_norm(
     padded = triton.next_power_of_2(size)
     _add_norm_kernel[(num_tokens,)](
         hidden, x, weight, hidden.stride(0), x.stride(0), eps,
-        SIZE=size, PADDED=padded, MULTIPLIER=multiplier, PDL=pdl, num_warps=8 if padded >= 4096 else 4, **_launch(pdl),
+        SIZE=size, PADDED=padded, MULTIPLIER=multiplier, num_warps=8 if padded >= 4096 else 4, **pdl_options(pdl),
     )  # fmt: skip
     return hidden
 
@@ -92,7 +93,7 @@ def activate_mul(gate_up: torch.Tensor, activation: str = "silu", pdl: bool = Fa
     out = torch.empty((num_tokens, size), dtype=gate_up.dtype, device=gate_up.device)
     tile = 1024
     _activate_mul_kernel[(num_tokens, triton.cdiv(size, tile))](
-        gate_up, out, gate_up.stride(0), size, TILE=tile, ACTIVATION=activation, PDL=pdl, num_warps=4, **_launch(pdl)
+        gate_up, out, gate_up.stride(0), size, TILE=tile, ACTIVATION=activation, num_warps=4, **pdl_options(pdl)
     )
     return out
 
@@ -123,18 +124,18 @@ def combine(
 ) -> torch.Tensor:
     """The sum of each token's k results, and of its residual: result [num_tokens * k, size] -> [num_tokens, size].
 
-    place int32 [num_tokens * k]: where the result of each pair of token and expert is, if not in its own line; then
+    place int32 [num_tokens * k]: where the result of each pair of token and expert is, if not in its own row; then
     weights float32, as many, are what it is multiplied by.
     """
     pairs, size = result.shape
     num_tokens = pairs // k
     out = torch.empty((num_tokens, size), dtype=result.dtype, device=result.device)
-    tile = 1024 if place is None else 2048  # whole lines where they are far apart
+    tile = 1024 if place is None else 2048  # whole rows where they are far apart
     if num_tokens > 0:
         _combine_kernel[(num_tokens, triton.cdiv(size, tile))](
             result, result if place is None else place, result if weights is None else weights,
             result if residual is None else residual, out, K=k, SIZE=size, TILE=tile, PLACED=place is not None,
-            RESIDUAL=residual is not None, PDL=pdl, num_warps=4, **_launch(pdl),
+            RESIDUAL=residual is not None, num_warps=4, **pdl_options(pdl),
         )  # fmt: skip
     return out
 
@@ -197,7 +198,7 @@ def rope_store(
             qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, 1.0 / scales.k, 1.0 / scales.v,
             NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PADDED=triton.next_power_of_2(half),
             HEADS=tile, PAGE_SIZE=page_size, NORM=q_norm is not None,
-            LARGEST=largest_number(k_cache.dtype), PDL=pdl, num_warps=1 if tile == 1 else 4, **_launch(pdl),
+            LARGEST=largest_number(k_cache.dtype), num_warps=1 if tile == 1 else 4, **pdl_options(pdl),
         )  # fmt: skip
     return qkv[:, : num_q_heads * head_dim].view(num_tokens, num_q_heads, head_dim)
 
@@ -265,8 +266,3 @@ def to_cache(x, inverse, dtype: tl.constexpr, LARGEST: tl.constexpr):
 def largest_number(dtype: torch.dtype) -> float:
     """Beyond which `to_cache` saturates."""
     return torch.finfo(dtype).max
-
-
-def _launch(pdl: bool) -> dict[str, bool]:
-    # Passed only where it is wanted: Triton's interpreter does not know the option.
-    return {"launch_pdl": True} if pdl else {}

@@ -149,18 +149,18 @@ class Ops(ABC):
         return self.moe(x, expert_ids, weights, gate_up, down, residual, activation)
 
     def early_router(
-        self, router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor
+        self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor
     ) -> torch.Tensor | None:
-        """What `product_and_mixture` needs of these weights, to be made once; None: it does not serve them.
+        """What `o_proj_and_mixture` needs of these weights, to be made once; None: it does not serve them.
 
-        router [num_experts, hidden], norm_weight [hidden], product [hidden, size_in].
+        router [num_experts, hidden], norm_weight [hidden], o_proj [hidden, size_in].
         """
         return None
 
-    def product_and_mixture(
+    def o_proj_and_mixture(
         self,
         x: torch.Tensor,
-        product: torch.Tensor,
+        o_proj: torch.Tensor,
         residual: torch.Tensor,
         early: torch.Tensor,
         gate_up: torch.Tensor,
@@ -172,7 +172,7 @@ class Ops(ABC):
         eps: float,
         activation: str = "silu",
     ) -> torch.Tensor:
-        """One token's `linear` with product [hidden, size_in] and the residual, then `mixture` with norm and residual.
+        """One token's `linear` with o_proj [hidden, size_in] and the residual, then `mixture` with norm and residual.
 
         x [1, size_in], residual [1, hidden] -> [1, hidden]. early: `early_router` of these weights.
         """

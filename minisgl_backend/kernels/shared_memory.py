@@ -7,13 +7,12 @@ from functools import cache
 import torch
 import triton
 
-LARGEST = (
-    227 << 10
-)  # of Hopper and of Blackwell for data centres; 163 KiB of an A100, 99 of compute capability 8.6, 8.9, 12
+# Of a program, by compute capability: 227 KiB at 9.0 and 10.x, 163 at 8.0, 99 at 8.6, 8.9 and 12.x.
+LARGEST = 227 << 10
 
 
 def shared_memory(device: torch.device) -> int:
-    """Bytes; what is no GPU has no limit of its own."""
+    """Bytes; a CPU has no limit of its own."""
     if device.type != "cuda":
         return LARGEST
     return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
@@ -25,9 +24,9 @@ def _of_gpu(index: int) -> int:
 
 
 def stages_that_fit(num_stages: int, stage_bytes: int, shared: int) -> int:
-    """As many of the stages of a pipeline as fit, where each holds so many bytes of tiles.
+    """As many of the stages of a pipeline as fit, where each holds stage_bytes of tiles.
 
-    The compiler keeps one stage less than it is told. Of 16-bit products on Hopper and later it keeps all of them, for
+    The compiler keeps one stage less than it is told. Of 16-bit GEMMs on Hopper and later it keeps all of them, for
     which there is room in every cut.
     """
     return max(1, min(num_stages, shared // stage_bytes + 1))

@@ -1,6 +1,6 @@
 """`Ops` on a GPU: Triton-language kernels where they beat a chain of library calls, cuBLAS elsewhere.
 
-Which product takes which way was measured on an H200 with benchmarks/kernels; with which algorithm cuBLAS does it is
+Which GEMM takes which kernel was measured on an H200 with benchmarks/kernels; with which algorithm cuBLAS does it is
 measured at start, for the row counts of decode steps and for some of prompts.
 """
 
@@ -28,12 +28,12 @@ from minisgl_backend.kv.layout import ONE, KVScales
 # Numbers of a gated weight from which on our kernel, with the activation but without the norm, is faster than two.
 LARGE_GATED = 120 << 20
 LARGE_LONG = 24 << 20  # likewise of a weight with at least as many inputs as outputs
-LARGEST_OUT = 65536  # of weights of products with a few rows; a vocabulary has more
-LEAST_VOCABULARY_IN = 2048  # inputs of a product with a vocabulary, one row, that were measured to be enough for ours
+LARGEST_OUT = 65536  # of weights of GEMMs with a few rows; a vocabulary has more
+LEAST_VOCABULARY_IN = 2048  # inputs of a GEMM with a vocabulary, one row, that were measured to be enough for ours
 
 
 class TritonOps(TorchOps):
-    """The contracts are those of `Ops`. One object a device: it owns the workspace of split products."""
+    """The contracts are those of `Ops`. One object a device: it owns the workspace of split GEMMs."""
 
     def __init__(self, device: torch.device, hidden_size: int | None = None) -> None:
         """`hidden_size`: of a dense model that is to be computed, where it is known: small ones are launched otherwise,
@@ -121,7 +121,7 @@ class TritonOps(TorchOps):
         return rows <= 16 and size_out * size_in <= (12 if sliced else 8) << 20
 
     def _is_long(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Of products with nothing fused: those behind a sum over ranks, or behind a gated product. Measured on an H200
+        """Of GEMMs with nothing fused: those behind a sum over ranks, or behind a gated one. Measured on an H200
         in a chain of Qwen3-32B's kernels over two ranks; alone, cuBLAS is as fast. Behind attention, which has fewer
         inputs than outputs, cuBLAS was faster by 12 us."""
         rows, size_out, size_in = x.shape[0], *weight.shape
@@ -205,14 +205,14 @@ class TritonOps(TorchOps):
         )  # fmt: skip
 
     def early_router(
-        self, router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor
+        self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor
     ) -> torch.Tensor | None:
-        return early_router.early_router(router, norm_weight, product) if early_router.serves(router, product) else None
+        return early_router.early_router(router, norm_weight, o_proj) if early_router.serves(router, o_proj) else None
 
-    def product_and_mixture(
+    def o_proj_and_mixture(
         self,
         x: torch.Tensor,
-        product: torch.Tensor,
+        o_proj: torch.Tensor,
         residual: torch.Tensor,
         early: torch.Tensor,
         gate_up: torch.Tensor,
@@ -225,7 +225,7 @@ class TritonOps(TorchOps):
         activation: str = "silu",
     ) -> torch.Tensor:
         pdl = self._pdl(x)
-        hidden, logits = early_router.output_and_logits(x, product, residual, early, experts_per_token, pdl=pdl)
+        hidden, logits = early_router.output_and_logits(x, o_proj, residual, early, experts_per_token, pdl=pdl)
         return moe_one.experts(
             hidden, logits, gate_up, down, renormalize, divided=False, norm_weight=norm_weight, eps=eps,
             residual=hidden, activation=activation, pdl=pdl,

@@ -46,7 +46,7 @@ class ColumnParallelLinear(WeightedLayer):
     def forward(
         self, residual: Residual, norm: RMSNorm | None, *, activation: str | None = None
     ) -> tuple[Residual, torch.Tensor]:
-        """The residual stream with all that was to be added, and the products of its norm, [num_tokens, local outputs].
+        """The residual stream with all that was to be added, and the outputs for its norm, [num_tokens, local outputs].
 
         norm: None: of the residual stream itself. activation: as in `Ops.linear`.
         """
@@ -59,7 +59,7 @@ class ColumnParallelLinear(WeightedLayer):
         )
 
     def into(self, residual: Residual, norm: RMSNorm | None, out: torch.Tensor) -> Residual:
-        """`forward` with the products written to `out`."""
+        """`forward` with the outputs written to `out`."""
         residual, x = residual.settled(norm)
         self._layer_context.ops.linear_into(x, self.weight, out)
         if self.bias is not None:

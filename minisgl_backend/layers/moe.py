@@ -92,7 +92,7 @@ class MoeMLP(WeightedLayer):
             assert norm is not None, "derive_weights looks"
             hidden, x, o_proj = deferred
             return residual.become(
-                self._layer_context.ops.product_and_mixture(
+                self._layer_context.ops.o_proj_and_mixture(
                     x, o_proj, hidden, self._early, self.gate_up, self.down, config.experts_per_token,
                     config.router.renormalize, norm_weight=norm.weight, eps=norm.eps, activation=config.activation,
                 )

@@ -298,7 +298,7 @@ def test_a_router_beside_the_product_before_matches_torch(renormalize):
     expected = reference.mixture(states, router, gate_up, down, k, renormalize, residual=states, **norm)
     early = ops.early_router(router, norm_weight, product)
     for _ in range(3):  # each launch may overlap the one before
-        found = ops.product_and_mixture(x, product, residual, early, gate_up, down, k, renormalize, **norm)
+        found = ops.o_proj_and_mixture(x, product, residual, early, gate_up, down, k, renormalize, **norm)
         assert relative(found, expected) < 2e-2
 
 
@@ -322,7 +322,7 @@ def test_routers_that_start_early_see_what_was_written_before():
     def chain(by, x):
         for product, early, gate_up, down in layers:
             attended = by.rms_norm(x, norm, 1e-6)
-            x = by.product_and_mixture(attended, product, x, early, gate_up, down, k, True, norm_weight=norm, eps=1e-6)
+            x = by.o_proj_and_mixture(attended, product, x, early, gate_up, down, k, True, norm_weight=norm, eps=1e-6)
         return x
 
     x = torch.zeros(1, hidden, device="cuda").bfloat16()

@@ -7,12 +7,12 @@ and long sequences do not keep one multiprocessor busy alone. Of a sliding windo
 read.
 
 At batches whose programs would fill the device once and a bit, as many as run at once share the tiles of all sequences
-evenly instead, as Stream-K (Osama et al., 2023) does it for products and FlashInfer (Ye et al., 2025) for attention.
+evenly instead, as Stream-K (Osama et al., 2023) does it for GEMMs and FlashInfer (Ye et al., 2025) for attention.
 Where the shares begin, each program finds out from the lengths, so this needs no plan from the host either.
 
 `rotating_decode_attention` starts from the projected qkv rows: head norms, the rotary embedding and the store of the
 new token's keys and values happen in the same kernel. The new token then never comes back from the cache, so all that
-is read there was written in earlier steps, and reading can begin before the product of this layer has ended.
+is read there was written in earlier steps, and reading can begin before the GEMM of this layer has ended.
 
 Of an FP8 cache half the bytes are read: numbers are converted in registers, the keys' scale goes into that of the
 scores, the values' onto the result.
@@ -29,6 +29,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import tanh
 from minisgl_backend.kernels.elementwise import largest_number, to_cache
+from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kv.layout import FP8, ONE, KVScales
 
 
@@ -48,7 +49,7 @@ class DecodeShape:
     merged_at_once: int = 4  # parts on their way when they are merged, each of which takes registers
 
     def workers_of(self, batch: int, parts: int) -> int:
-        """Workers for so many sequences, where the workspace has room for `parts` parts; each sequence may add one."""
+        """Workers for `batch` sequences, where the workspace has room for `parts` parts; each sequence may add one."""
         return max(0, min(self.workers, parts - batch))
 
     def splits_of(self, batch: int, parts: int) -> int:
@@ -284,8 +285,7 @@ def _launch(
         "HEADS_MERGED": triton.next_power_of_2(group), "SOFT_CAP": cap_log2, "ROTATE": rotate,
         "NORM": norm, "FP8": is_fp8,
         "LARGEST": largest_number(k_cache.dtype), "NATIVE": k_cache.is_cuda, "AT_ONCE": shape.merged_at_once,
-        "PDL": pdl,
-        "num_warps": shape.num_warps, "num_stages": stages, **({"launch_pdl": True} if pdl else {}),
+        "num_warps": shape.num_warps, "num_stages": stages, **pdl_options(pdl),
     }  # fmt: skip
     workers = shape.workers_of(batch, workspace.parts)
     if workers and not window:
@@ -304,7 +304,7 @@ def _launch(
 
 @triton.jit
 def _norm_and_angles(norm_ptr, table_ptr, d, ok, HEAD_DIM: tl.constexpr, NORM: tl.constexpr):
-    """What `_rotated` needs beside a head: the norm's weights of both halves, and the table's line; each like `d`."""
+    """What `_rotated` needs besides a head: the norm's weights of both halves, and the table's row; each like `d`."""
     half: tl.constexpr = HEAD_DIM // 2
     weight = tl.full(d.shape, 1.0, tl.float32)
     partner_weight = weight
@@ -348,8 +348,8 @@ def _tile_offsets(table, start, n, last, kv_stride_page, kv_stride_token, TILE: 
 
 @triton.jit
 def for_cache(q, FP8: tl.constexpr):
-    """Queries in the format of the products. It is float16 for an FP8 cache: every FP8 number is one of float16, and
-    one instruction converts two of them, where the way to bfloat16 takes four."""
+    """Queries in the format of the matrix units, which is float16 for an FP8 cache: every FP8 number is one of float16,
+    and one instruction converts two of them, where the way to bfloat16 takes four."""
     if FP8 and q.dtype == tl.bfloat16:
         return q.to(tl.float16)
     else:
@@ -507,7 +507,7 @@ def _balanced_decode_kernel(
             lse_ptr, counters_ptr, sinks_ptr, scale_log2, eps, k_inverse, v_inverse, v_scale, q_stride, kv_stride_page,
             kv_stride_head, kv_stride_token, table_stride, kv_head, b, kv_len, 0, (tile - before) * TILE,
             tl.minimum((part_stop - before) * TILE, kv_len), worker - first, (after - 1) // share - first + 1,
-            first + b,  # of two sequences that one worker meets, the parts have lines of their own
+            first + b,  # of two sequences that one worker meets, the parts have rows of their own
             TILE, PAGE_SIZE, GROUP, GROUP_PADDED, NUM_Q_HEADS, NUM_KV_HEADS, HEAD_DIM, HEAD_PADDED, HEADS_MERGED,
             WORKERS_PADDED, 0, SOFT_CAP, ROTATE, NORM, FP8, LARGEST, NATIVE, False, AT_ONCE, PDL,
         )  # fmt: skip
@@ -527,7 +527,7 @@ def _attend_part(
     ROTATE: tl.constexpr, NORM: tl.constexpr, FP8: tl.constexpr, LARGEST: tl.constexpr, NATIVE: tl.constexpr,
     EARLY: tl.constexpr, AT_ONCE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Tokens `begin` to `end` of sequence `b`, its part `split` of `active`, whose results go to the lines of the
+    """Tokens `begin` to `end` of sequence `b`, its part `split` of `active`, whose results go to the rows of the
     workspace from `first_line` on. `lowest`: the first token that a window leaves."""
     g = tl.arange(0, GROUP_PADDED)
     d = tl.arange(0, HEAD_PADDED)
@@ -568,7 +568,7 @@ def _attend_part(
         q_weight, q_partner_weight, cos, sin = _norm_and_angles(
             q_norm_ptr, angles, d[None, :], d_ok[None, :], HEAD_DIM, NORM
         )
-        # The last part has the new token. What it needs more than the others is on its way beside what all need.
+        # The last part has the new token. What it needs more than the others is loaded together with what all need.
         new_dim = tl.where(split == active - 1, HEAD_DIM, 0)
         new_ok = d[None, :] < new_dim
         k_weight, k_partner_weight, _, _ = _norm_and_angles(k_norm_ptr, angles, d[None, :], new_ok, HEAD_DIM, NORM)

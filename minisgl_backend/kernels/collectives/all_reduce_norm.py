@@ -35,6 +35,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.launch import pdl_options
+
 # Rows of which all are sent before any is received. Of more, sending one while another is on its way is faster: 48.9
 # instead of 59.6 us for 1,408 rows of 5,120 on two H200s.
 MOST_SENT_FIRST = 512
@@ -117,13 +119,11 @@ def reduce_norm(
     if ahead is None:
         ahead = 1 if rows > MOST_SENT_FIRST else 0
     options = dict(launch_options(inboxes.size, hidden)) if partial.is_cuda else {}  # not for Triton's interpreter
-    if pdl:
-        options["launch_pdl"] = True
     _reduce_norm_kernel[(min(rows, inboxes.num_programs),)](
         partial, residual, weight, out, inboxes.addresses, inboxes.turns, inboxes.stop, rows, eps,
         RANK=inboxes.rank, SIZE=inboxes.size, MAX_ROWS=inboxes.max_rows, HIDDEN=hidden, PADDED=padded,
         WORD=_WORDS[partial.element_size()], EMPTY=_EMPTY[partial.element_size()],
-        SEND=send, RECEIVE=receive, PDL=pdl, AHEAD=ahead if send and receive else 0, **options,
+        SEND=send, RECEIVE=receive, AHEAD=ahead if send and receive else 0, **pdl_options(pdl), **options,
     )  # fmt: skip
     return residual, out
 

@@ -33,6 +33,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 MAX_ROWS = 64
@@ -204,12 +205,10 @@ def linear(
         "RESIDUAL": residual is not None,
         "GATED": gated,
         "ACTIVATION": activation,
-        "PDL": pdl,
         "num_warps": shape.num_warps,
         "num_stages": shape.num_stages,
+        **pdl_options(pdl),
     }
-    if pdl:
-        flags["launch_pdl"] = True
     if shape.vector:
         _vector_kernel[(triton.cdiv(size_out, shape.tile_out),)](
             *arguments, eps, x.stride(0), SIZE_OUT=size_out, SIZE_IN=size_in, ROWS=rows,

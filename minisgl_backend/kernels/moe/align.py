@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
+from minisgl_backend.kernels.launch import pdl_options
+
 ALIGN_BLOCK = 128  # pairs that one program counts and sorts
 SCAN_EXPERTS = 8  # whose counts one program adds up
 FEW_BLOCKS = 32  # whose counts are added up at once; of more blocks, those of 512
@@ -50,23 +52,17 @@ def align(expert_ids: torch.Tensor, num_experts: int, tile_pairs: int, pdl: bool
     tiles = torch.empty((3, most), dtype=torch.int32, device=device)
     used = torch.empty(1, dtype=torch.int32, device=device)
     _count_kernel[(blocks,)](
-        expert_ids, counts, pairs, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded, num_warps=4, **launch(pdl)
+        expert_ids, counts, pairs, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded, num_warps=4, **pdl_options(pdl)
     )
     _scan_kernel[(padded // SCAN_EXPERTS,)](
         counts, totals, blocks, EXPERTS_PADDED=padded, EXPERTS=SCAN_EXPERTS,
-        ROWS=FEW_BLOCKS if blocks <= FEW_BLOCKS else 512, num_warps=4, **launch(pdl),
+        ROWS=FEW_BLOCKS if blocks <= FEW_BLOCKS else 512, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
     _place_kernel[(blocks,)](
         expert_ids, counts, totals, order, place, tiles, used, pairs, most, BLOCK=ALIGN_BLOCK, EXPERTS_PADDED=padded,
-        TILE_PAIRS=tile_pairs, TILES=LAID_TILES, num_warps=2 if blocks > FEW_BLOCKS else 8, **launch(pdl),
+        TILE_PAIRS=tile_pairs, TILES=LAID_TILES, num_warps=2 if blocks > FEW_BLOCKS else 8, **pdl_options(pdl),
     )  # fmt: skip
     return Tiles(order, place, tiles[0], tiles[1], tiles[2], used)
-
-
-def launch(pdl: bool) -> dict[str, bool]:
-    """Arguments of a kernel that knows `PDL`. launch_pdl is passed only where it is wanted: Triton's interpreter does
-    not know the option."""
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
 @triton.jit(do_not_specialize=["pairs"])

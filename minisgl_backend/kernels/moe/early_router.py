@@ -16,7 +16,8 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.moe.one_token import MAX_EXPERTS, launch_options
+from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.moe.one_token import MAX_EXPERTS
 
 MAX_SIZE = 8192  # of a line of weights, which a program holds in registers
 # Measured best on an H200 for 2,048 outputs, 4,096 inputs and 128 experts: all programs run at once.
@@ -58,7 +59,7 @@ def output_and_logits(
     _output_and_logits_kernel[(num_experts + triton.cdiv(hidden, tile),)](
         x, product, residual, early, out, logits, SIZE_OUT=hidden, SIZE_IN=size_in, SIZE_PADDED=padded,
         OUT_PADDED=triton.next_power_of_2(hidden), EXPERTS=num_experts, K=k, K_PADDED=triton.next_power_of_2(k),
-        TILE=tile, **launch_options(pdl, NUM_WARPS),
+        TILE=tile, num_warps=NUM_WARPS, **pdl_options(pdl),
     )  # fmt: skip
     return out, logits
 

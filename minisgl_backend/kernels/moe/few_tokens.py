@@ -21,8 +21,9 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import activate
 from minisgl_backend.kernels.elementwise import combine
+from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
-from minisgl_backend.kernels.moe.one_token import GONE, launch_options, order_keys
+from minisgl_backend.kernels.moe.one_token import GONE, order_keys
 
 MAX_TOKENS = 64
 MAX_ROUTED_TOKENS = 8  # whose states one program holds in registers beside a line of the router
@@ -118,14 +119,14 @@ def mixture(
         normed, gate_up, activated, *arguments, normed.stride(0), SIZE_OUT=size, SIZE_IN=hidden,
         TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=True, ACTIVATION=activation,
         num_stages=cut.num_stages, **common,
-        **launch_options(pdl, cut.num_warps),
+        num_warps=cut.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     cut = down_cut
     _few_product_kernel[(plan.max_tiles, triton.cdiv(hidden, cut.tile_out))](
         activated, down, result, *arguments, size, SIZE_OUT=hidden, SIZE_IN=size,
         TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=False, ACTIVATION=None,
         num_stages=cut.num_stages, **common,
-        **launch_options(pdl, cut.num_warps),
+        num_warps=cut.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return combine(result, k, residual, pdl)
 
@@ -164,13 +165,13 @@ def route(
         logits = torch.empty((num_tokens, num_experts), dtype=x.dtype, device=x.device)
         _few_router_kernel[(num_experts,)](
             x, norm_or_x, router, normed, logits, workspace.counters, tiles, weights, num_tokens, most, eps,
-            x.stride(0), **sizes, **launch_options(pdl, 8),
+            x.stride(0), **sizes, num_warps=8, **pdl_options(pdl),
         )  # fmt: skip
         return normed, plan
     logits = linear(x, router, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
     _few_plan_kernel[(1 if norm_weight is None else 1 + num_tokens,)](
         x, norm_or_x, normed, logits, tiles, weights, num_tokens, most, eps, x.stride(0), **sizes,
-        **launch_options(pdl, 8 if num_tokens <= 16 else 16),
+        num_warps=8 if num_tokens <= 16 else 16, **pdl_options(pdl),
     )  # fmt: skip
     return normed, plan
 

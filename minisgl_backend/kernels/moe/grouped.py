@@ -17,9 +17,10 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import activate
 from minisgl_backend.kernels.elementwise import combine
+from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.moe import few_tokens as moe_few
 from minisgl_backend.kernels.moe import grouped_tma as moe_wide
-from minisgl_backend.kernels.moe.align import ALIGN_BLOCK, FEW_BLOCKS, align, launch
+from minisgl_backend.kernels.moe.align import ALIGN_BLOCK, FEW_BLOCKS, align
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 MAX_PDL_TOKENS = 256  # of a decode step
@@ -38,7 +39,7 @@ def route(
             logits, ids, weights, logits.stride(0), EXPERTS=num_experts,
             EXPERTS_PADDED=triton.next_power_of_2(num_experts), K=experts_per_token,
             K_PADDED=triton.next_power_of_2(experts_per_token), RENORMALIZE=renormalize, num_warps=1,
-            **launch(pdl),
+            **pdl_options(pdl),
         )  # fmt: skip
     return ids, weights
 
@@ -157,14 +158,14 @@ def moe(
         x, gate_up, activated, *arguments, x.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden,
         TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=True, ACTIVATION=activation,
         num_warps=num_warps,
-        num_stages=num_stages, **launch(pdl),
+        num_stages=num_stages, **pdl_options(pdl),
     )  # fmt: skip
     tile_out, tile_in, num_warps, num_stages = shape.down
     _grouped_kernel[(count, triton.cdiv(hidden, tile_out))](
         activated, down, result, *arguments, activated.stride(0), K=k, SIZE_OUT=hidden, SIZE_IN=size,
         TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=False, ACTIVATION=None,
         num_warps=num_warps,
-        num_stages=num_stages, **launch(pdl),
+        num_stages=num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return combine(result, k, residual, pdl)
 

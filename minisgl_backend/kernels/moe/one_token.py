@@ -21,6 +21,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.launch import pdl_options
 
 MAX_EXPERTS = 256  # which one program ranks
 
@@ -66,7 +67,7 @@ def mixture(
     _route_kernel[(triton.cdiv(num_experts, ROUTE.tile_out),)](
         x, norm_or_x, router, logits, eps, SIZE_IN=hidden, SIZE_PADDED=triton.next_power_of_2(hidden),
         EXPERTS=num_experts, TILE=ROUTE.tile_out, K=k, K_PADDED=triton.next_power_of_2(k),
-        NORM=norm_weight is not None, **launch_options(pdl, ROUTE.num_warps),
+        NORM=norm_weight is not None, num_warps=ROUTE.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return experts(
         x, logits, gate_up, down, renormalize, norm_weight=norm_weight, eps=eps, residual=residual,
@@ -103,20 +104,14 @@ def experts(
     _gate_up_kernel[(k, programs)](
         x, norm_or_x, logits, gate_up, activated, scale, eps, SIZE_OUT=size, SIZE_IN=hidden, SIZE_PADDED=padded,
         TILE_OUT=tile_out, PROGRAMS=programs, WARPS=GATE_UP.num_warps, ACTIVATION=activation, **ranked, **norm,
-        **launch_options(pdl, GATE_UP.num_warps),
+        num_warps=GATE_UP.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, DOWN.tile_out),)](
         activated, logits, down, residual if residual is not None else x, scale, out, SIZE_OUT=hidden, SIZE_IN=size,
         TILE_OUT=DOWN.tile_out, TILE_IN=DOWN.tile_in, RENORMALIZE=renormalize, RESIDUAL=residual is not None,
-        WARPS=DOWN.num_warps, **choices, **ranked, **launch_options(pdl, DOWN.num_warps),
+        WARPS=DOWN.num_warps, **choices, **ranked, num_warps=DOWN.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out
-
-
-def launch_options(pdl: bool, num_warps: int) -> dict[str, int | bool]:
-    """Of a kernel with a parameter PDL: whether it starts before the one ahead of it has ended, and its warps."""
-    # launch_pdl is passed only where it is wanted: Triton's interpreter does not know the option.
-    return {"PDL": pdl, "num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
 
 
 @triton.jit

@@ -34,6 +34,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.kernels.sampling.common import NUM_FLOATS, NUM_LONGS
 from minisgl_backend.kernels.sampling.draw import sample_kernel
@@ -130,11 +131,10 @@ def sample_plain(
     n = logits.shape[0]
     out = torch.empty((2, n), dtype=torch.int32, device=logits.device)
     w = workspace
-    extra = {"launch_pdl": True} if pdl else {}
     sample_kernel[(w.slices, n)](
         logits, logits, rows, positions, params, w.no_masks, logits, w.values, w.tokens, w.floats, w.longs, w.counters,
-        out, logits.stride(0), params.stride(0), n, **w.sizes(), ID_BITS=w.id_bits, THIS_IS_EXTENDED=False, PDL=pdl,
-        COMPILED=logits.is_cuda, num_warps=num_warps, **extra,
+        out, logits.stride(0), params.stride(0), n, **w.sizes(), ID_BITS=w.id_bits, THIS_IS_EXTENDED=False,
+        COMPILED=logits.is_cuda, num_warps=num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -164,7 +164,7 @@ def sample_extended(
     mask_index = w.no_masks if edits.mask_index is None else edits.mask_index
     mask_bits = w.no_masks if edits.mask_bits is None else edits.mask_bits
     strides = (logits.stride(0), params.stride(0))
-    launch = {"PDL": pdl, "num_warps": num_warps, **({"launch_pdl": True} if pdl else {})}
+    launch = {"num_warps": num_warps, **pdl_options(pdl)}
     edited = w.maxima  # a float32 pointer, so that kernels are compiled once; nothing reads it then
     if flags & layout.EDITS:
         edited = torch.empty(n, w.vocab_size, dtype=torch.float32, device=logits.device)

@@ -6,7 +6,7 @@ padded to one of a few sizes. vLLM and SGLang call it piecewise graphs and let a
 breakable graphs, the model's own forward pass runs once for each size, and its context, asked to attend, ends one graph
 and begins the next.
 
-One case has a shape: a lone prompt, which is what a first token waits for where nobody else is served. Where the
+One case has a shape: a lone prompt, which is what a first token waits for where no other request is served. Where the
 attention backend can (`plan_prompt`), such passes are captured once more, whole: a small model's prompt of 1,000 tokens
 is computed in less time than the host takes to launch its pieces. Their inputs are where the upload of a step puts them
 (`graphs.single_prompt`), and only the last token's hidden states come out.
@@ -34,7 +34,7 @@ Forward = Callable[[torch.Tensor, torch.Tensor, ForwardContext], torch.Tensor]  
 AtAttention = Callable[[AttentionLayer], None]  # what to do between two pieces
 PromptInputs = Callable[[int], PromptTensors]  # by the size of a pass: what it reads, filled for a capture
 
-# Up to here there is a size for every step that fills the tiles of a product; above, each would cost a start tens of
+# Up to here there is a size for every step that fills the tiles of a GEMM; above, each would cost a start tens of
 # milliseconds, so sizes are few, and the planner aims at them.
 MOST_FINE_TOKENS = 2048
 MOST_PADDING = 1 / 8  # of a longer step: padded by more it is launched kernel by kernel
@@ -58,7 +58,7 @@ class PiecewiseContext(ForwardContext):
 
 @dataclass(frozen=True, kw_only=True)
 class SinglePromptContext(ForwardContext):
-    """Attends into one static buffer, so that the lines of padding keep what they had."""
+    """Attends into one static buffer, so that the rows of padding keep what they had."""
 
     attended: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
     attention: AttentionPair
@@ -124,7 +124,7 @@ class PiecewiseRunner(ABC):
         size = piece_size(num_tokens, self.sizes)
         torch.stack([token_ids, positions, slots], out=self._inputs[:, :num_tokens])
         self._inputs[:, num_tokens:size].zero_()  # slot 0 is on the padding page; of an earlier step it would be taken
-        self._attended[num_tokens:size].zero_()  # what is not a number there would reach the padding page
+        self._attended[num_tokens:size].zero_()  # NaN there would reach the padding page
         queries, attended = self._queries[:num_tokens], self._attended[:num_tokens]
 
         def attend(layer: AttentionLayer) -> None:
@@ -152,7 +152,7 @@ class PiecewiseRunner(ABC):
     def _prompt_pass(self, inputs: PromptTensors, rehearses: bool = False) -> None:
         """The model's own forward pass over a lone prompt, its last token's hidden states into a static buffer."""
         attended = self._attended[: len(inputs.token_ids)]
-        attended.zero_()  # what is not a number in the lines of padding would reach the padding page
+        attended.zero_()  # NaN in the rows of padding would reach the padding page
         context = SinglePromptContext(
             slots=inputs.slots,
             logits_indices=inputs.last_line,
@@ -268,7 +268,7 @@ class EagerPieces(PiecewiseRunner):
 
 
 def piece_size(num_tokens: int, sizes: Sequence[int]) -> int:
-    """The smallest of `sizes` that holds so many tokens; 0 where there is none, or too much of it would be padding."""
+    """The smallest of `sizes` that holds num_tokens; 0 where there is none, or too much of it would be padding."""
     index = bisect_left(sizes, num_tokens)
     if index == len(sizes):
         return 0
@@ -281,7 +281,7 @@ def piece_sizes(largest: int) -> tuple[int, ...]:
 
     Products compute 64 or 128 rows at a time, so that padding to less than that would save nothing. Nor may sizes
     up to MOST_FINE_TOKENS be coarser: the planner fills whole tiles of 128 tokens, and what is padded beyond them is
-    computed for nobody.
+    computed for nothing.
     """
     fine = (*range(16, 64, 16), *range(64, 128, 32), *range(128, 512, 64), *range(512, MOST_FINE_TOKENS, 128))
     sparse = (*range(MOST_FINE_TOKENS, 4096, 512), *range(4096, largest, 1024))

@@ -18,7 +18,7 @@ from minisgl_backend.attention.base import PROMPT_GRAPH_CONTEXT, PromptInputs
 from minisgl_backend.runner.staging import aligned
 from minisgl_backend.step import StepPlan
 
-_NUM_LENGTHS = 4  # 0, query tokens, all tokens, the last query token's line
+_NUM_LENGTHS = 4  # 0, query tokens, all tokens, the last query token's row
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class PromptLayout:
         self._positions = np.arange(PROMPT_GRAPH_CONTEXT, dtype=np.int32)
 
     def serves(self, plan: StepPlan) -> bool:
-        """Whether the step is the first one of a sequence and has nothing beside it; of any number of tokens."""
+        """Whether the step is the first one of a sequence and has nothing else in it; of any number of tokens."""
         if len(plan.prefill) != 1 or len(plan.admitted) != 1 or len(plan.decode_rows) or len(plan.cleared_pages):
             return False
         chunk, num_pages = plan.prefill[0], len(plan.page_ids)

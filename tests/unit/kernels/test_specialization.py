@@ -120,7 +120,7 @@ def mixture(tokens, experts, k):
     ops.mixture(x, weight(experts, HIDDEN), weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE),
                 k, True, norm_weight=norm, eps=1e-6, residual=x)
     if tokens == 1:
-        ops.product_and_mixture(x, weight(HIDDEN, HIDDEN), x, weight(experts, 2 * HIDDEN),
+        ops.o_proj_and_mixture(x, weight(HIDDEN, HIDDEN), x, weight(experts, 2 * HIDDEN),
                                 weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE), k, True,
                                 norm_weight=norm, eps=1e-6)
 

@@ -25,7 +25,7 @@ class EarlyOps(TorchOps):
         normed = router * norm_weight
         return torch.cat([normed @ product, normed], 1)
 
-    def product_and_mixture(
+    def o_proj_and_mixture(
         self,
         x: torch.Tensor,
         product: torch.Tensor,
