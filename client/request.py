@@ -45,7 +45,7 @@ class SamplingOptions(TypedDict, total=False):
     apply_chat_template: bool  # whether a plain prompt becomes a user's chat message
     chat_template_kwargs: Mapping[str, Any]
     exclude_input_in_output: bool  # False: the answer starts with the prompt (not in a stream)
-    guided_decoding_guide_type: str  # "json", "json_schema", "regex" or "ebnf_grammar"
+    guided_decoding_guide_type: str  # "json", "json_schema", "regex", "ebnf_grammar" or "structural_tag"
     guided_decoding_guide: str | Mapping[str, Any]  # a mapping is a JSON schema
     return_cumulative_logprob: bool  # comes in `extra`
     return_perf_metrics: bool  # comes in `extra`

@@ -44,12 +44,15 @@ class FinishReason(enum.IntEnum):
         return self.name.lower()
 
 
-GrammarKind = Literal["json", "json_schema", "regex", "ebnf_grammar"]
+GrammarKind = Literal["json", "json_schema", "regex", "ebnf_grammar", "structural_tag"]
 GRAMMAR_KINDS: tuple[str, ...] = get_args(GrammarKind)
 
 
 class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A constraint on the output. `json` needs no text; the other kinds hold a schema, a regex or an EBNF grammar."""
+    """A constraint on the output.
+
+    `json` needs no text; the others hold a schema, a regex, an EBNF grammar or xgrammar's structural tag as JSON.
+    """
 
     kind: GrammarKind
     text: str = ""

@@ -104,6 +104,8 @@ def _answer(compiler: Any, lengths: Int32Array, grammar: Grammar) -> Answer:
 def compile_grammar(compiler: Any, grammar: Grammar) -> Any:
     """By xgrammar's GrammarCompiler. Raises InvalidRequestError, and what xgrammar raises."""
     plain = translated(grammar)
+    if plain.kind == "structural_tag":
+        return compiler.compile_structural_tag(plain.text)
     return compiler.compile_regex(plain.text) if plain.kind == "regex" else compiler.compile_grammar(plain.text)
 
 

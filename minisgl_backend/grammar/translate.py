@@ -26,13 +26,16 @@ _LARK_JSON = re.compile(r"^(?:[^\"/\n]|\"(?:\\.|[^\"\\\n])*\")*%json\b", re.MULT
 
 
 def translated(grammar: Grammar) -> Grammar:
-    """Of kind `ebnf_grammar` or `regex`. Raises InvalidRequestError, and what xgrammar raises."""
+    """Of kind `ebnf_grammar`, `regex`, or `structural_tag` with grammars for schemas of JSON. Raises InvalidRequestError, and what xgrammar raises."""
     if grammar.kind == "json":
         return _ebnf(schema_grammar(_ANY_JSON))
     if grammar.kind == "json_schema":
         return _ebnf(schema_grammar(_read(grammar.text)))
     if grammar.kind == "regex":
         return Grammar(kind="regex", text=_LINE_BREAK.sub(_escaped, grammar.text))
+    if grammar.kind == "structural_tag":
+        _read(grammar.text)
+        return Grammar(kind="structural_tag", text=json.dumps(_tags(json.loads(grammar.text))))
     if "::=" not in grammar.text and _LARK_RULE.search(grammar.text):
         return _ebnf(_from_lark(grammar.text))
     return grammar
@@ -40,6 +43,17 @@ def translated(grammar: Grammar) -> Grammar:
 
 def _ebnf(text: str) -> Grammar:
     return Grammar(kind="ebnf_grammar", text=text)
+
+
+def _tags(node: Any) -> Any:
+    """A structural tag whose JSON schemas are grammars, so that they are kept as elsewhere; other styles stay."""
+    if isinstance(node, list):
+        return [_tags(child) for child in node]
+    if not isinstance(node, dict):
+        return node
+    if node.get("type") == "json_schema" and node.get("style", "json") == "json":
+        return {"type": "grammar", "grammar": schema_grammar(_read(json.dumps(node.get("json_schema"))))}
+    return {key: value if key == "json_schema" else _tags(value) for key, value in node.items()}
 
 
 def _from_lark(text: str) -> str:

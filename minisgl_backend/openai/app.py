@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Mapping, Sequence
@@ -162,6 +163,10 @@ class Endpoint:
         sampling, tail = body.sampling(), ""
         if answer_format.needs_special_tokens:
             sampling["skip_special_tokens"] = False
+        grammar = answer_format.grammar([one.function.name for one in body.offered if one.function.strict])
+        if grammar is not None and not body.is_guided:
+            sampling["guided_decoding"] = {"structural_tag": json.dumps(grammar)}
+            names = {**names, "guided_decoding": "tools", "guided_decoding_guide": "tools"}
         if answer_format.depends_on_prompt:
             # Rendered and tokenized here, and sent as tokens: the same work, and the prompt's end is known.
             special = {} if body.add_special_tokens is None else {"add_special_tokens": body.add_special_tokens}

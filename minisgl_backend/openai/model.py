@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.triton import ModelInfo, TritonServer
 from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
+from minisgl_backend.parsers.strict import structural_tag
 from minisgl_backend.parsers.table import CALLS, THOUGHTS, Format, Functions, find_calls, find_thoughts
 
 _INFO_SECONDS = 10.0  # a server elsewhere may have come back with another model
@@ -118,6 +119,12 @@ class AnswerFormat:
         """Whether the prompt says how the answer begins."""
         row = self._thoughts
         return row is not None and row.tags is not None and not row.always_thinks and not self._is_guided
+
+    def grammar(self, strict: Collection[str]) -> dict[str, Any] | None:
+        """xgrammar's structural tag that keeps the schemas of these functions; None: the format has none."""
+        if self._calls is None or self._calls.strict is None or not strict:
+            return None
+        return structural_tag(self._calls.strict, {n: (schema, n in strict) for n, schema in self._functions.items()})
 
     def new_thoughts(self, prompt_tail: str) -> ThoughtParser | None:
         """A parser of one choice; None for a model that writes no thoughts. `prompt_tail`: the prompt's end."""

@@ -36,6 +36,19 @@ class ArgumentTypes:
         """Whether the schema names the argument, or names none at all."""
         return not self._properties or name in self._properties
 
+    def has_choices(self, name: str) -> bool:
+        """Whether the argument is one of several texts."""
+        return bool(self._choices(name))
+
+    def chosen(self, name: str, text: str) -> str:
+        """Without the white space around it, where the argument is one of several texts and that is one of them."""
+        stripped = text.strip()
+        return stripped if stripped in self._choices(name) else text
+
+    def _choices(self, name: str) -> Sequence[Any]:
+        schema = self._properties.get(name)
+        return _list(schema.get("enum")) if isinstance(schema, Mapping) else ()
+
     def _types(self, schema: Any, depth: int) -> _Types:
         if not isinstance(schema, Mapping) or depth > _MAX_DEPTH:
             return None

@@ -51,6 +51,7 @@ class QwenCoderParser:
         self._num_calls = 0
         self._arguments = ArgumentTypes({})  # of the call's function
         self._keys: set[str] = set()  # those of the call that have a value
+        self._key = ""  # of the value that is being read
         self._types: frozenset[str] | None = None  # of the value that is being read; None: of any
         self._streams = False  # the value is a text and nothing else
         self._begun = False  # the value's first line break is behind
@@ -134,7 +135,8 @@ class QwenCoderParser:
             self._argument((", " if self._keys else "") + as_json(key[0]) + ": ", parts)
             self._keys.add(key[0])
             self._types = self._arguments.of(key[0])
-            self._streams, self._begun = self._types == {"string"}, False
+            self._streams = self._types == {"string"} and not self._arguments.has_choices(key[0])
+            self._key, self._begun = key[0], False
             self._held, self._state = rest[key.end() + 1 :], "value"
             return True
         for tag in (_FUNCTION_END, _CLOSE):
@@ -161,7 +163,8 @@ class QwenCoderParser:
         else:
             return False
         if not self._streams:
-            self._argument(converted(text.removeprefix("\n"), self._types), parts)
+            value = self._arguments.chosen(self._key, text.removeprefix("\n"))
+            self._argument(converted(value, self._types), parts)
             return True
         if text and not self._begun:
             text = text.removeprefix("\n")

@@ -23,6 +23,7 @@ from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
 from minisgl_backend.parsers.pythonic import Lfm2Parser, PythonicParser
 from minisgl_backend.parsers.qwen_coder import QwenCoderParser
 from minisgl_backend.parsers.reasoning import ReasoningParser
+from minisgl_backend.parsers.strict import StrictCall
 from minisgl_backend.parsers.tool_calls import HermesParser, LlamaParser
 
 Functions = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of the arguments
@@ -59,6 +60,7 @@ class Format:
     always_thinks: bool = False  # an answer begins among thoughts, whatever the prompt ends with
     both: Callable[[Functions], ThoughtParser] | None = None  # one parser for thoughts, content and calls
     special: bool = False
+    strict: StrictCall | None = None  # how a grammar makes calls; None: not by a grammar
 
     @property
     def doc_row(self) -> str:
@@ -99,6 +101,11 @@ FORMATS = (
         "`<｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME` and a block of JSON",
         Marks(template=("<｜tool▁sep｜>", "```json")),
         calls=DeepSeekV3Parser,
+        strict=StrictCall(
+            "<｜tool▁call▁begin｜>",
+            "<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+            "\n```<｜tool▁call▁end｜>",
+        ),
         special=True,
     ),
     Format(
@@ -107,6 +114,7 @@ FORMATS = (
         "`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}`",
         Marks(template=("<｜tool▁sep｜>",), never=("```json",)),
         calls=DeepSeekV31Parser,
+        strict=StrictCall("<｜tool▁call▁begin｜>", "<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>", "<｜tool▁call▁end｜>"),
         special=True,
     ),
     Format(
@@ -115,6 +123,12 @@ FORMATS = (
         "`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}`",
         Marks(template=(r"<\|tool_call_argument_begin\|>",)),
         calls=KimiK2Parser,
+        strict=StrictCall(
+            "<|tool_call_begin|>",
+            "<|tool_call_begin|>functions.{name}:",
+            "<|tool_call_end|>",
+            number="<|tool_call_argument_begin|>",
+        ),
         special=True,
     ),
     Format(
@@ -123,6 +137,7 @@ FORMATS = (
         '`<minimax:tool_call><invoke name="NAME"><parameter name="KEY">...`',
         Marks(template=("<minimax:tool_call>", "<invoke name=")),
         calls=MiniMaxM2Parser,
+        strict=StrictCall("<invoke name=", '<invoke name="{name}">\n', "</invoke>", "minimax_xml"),
         special=True,
     ),
     Format(
@@ -131,6 +146,7 @@ FORMATS = (
         "`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>...`",
         Marks(template=("<tool_call>", "<arg_key>", "<arg_value>")),
         calls=GlmParser,
+        strict=StrictCall("<tool_call>", "<tool_call>{name}\n", "</tool_call>", "glm_xml"),
     ),
     Format(
         "qwen3_coder",
@@ -138,6 +154,7 @@ FORMATS = (
         "`<tool_call><function=NAME><parameter=KEY>...`",
         Marks(template=("<tool_call>", "<function=", "<parameter=")),
         calls=QwenCoderParser,
+        strict=StrictCall("<tool_call>", "<tool_call>\n<function={name}>\n", "\n</function>\n</tool_call>", "qwen_xml"),
     ),
     Format(
         "gemma4",
@@ -186,6 +203,7 @@ FORMATS = (
         '`<tool_call>{"name": ..., "arguments": ...}</tool_call>`',
         Marks(template=("<tool_call>", r"\barguments\b"), never=("<function=", "<arg_key>", "<invoke")),
         calls=HermesParser,
+        strict=StrictCall("<tool_call>", '<tool_call>\n{"name": "{name}", "arguments": ', "}\n</tool_call>"),
     ),
     Format(
         "llama3_json",
@@ -193,6 +211,7 @@ FORMATS = (
         '`{"name": ..., "parameters": ...}` as the whole answer',
         Marks(template=('"parameters"',), tokens=("<|python_tag|>",)),
         calls=LlamaParser,
+        strict=StrictCall('{"name": ', '{"name": "{name}", "parameters": ', "}"),
         special=True,
     ),
     Format(

@@ -184,7 +184,8 @@ class TagValuesParser(TaggedParser):
             if one["key"] in seen:
                 return None
             seen.add(one["key"])
-            found.append(f"{as_json(one['key'])}: {converted(one['value'], types.of(one['key']))}")
+            value = converted(types.chosen(one["key"], one["value"]), types.of(one["key"]))
+            found.append(f"{as_json(one['key'])}: {value}")
             place = one.end()
         return "{" + ", ".join(found) + "}"
 

@@ -320,12 +320,14 @@ def _vllm_grammar(guided: Any) -> Grammar | None:
                 return Grammar(kind="json_schema", text='{"type": "object"}')
             if key == "json":
                 return Grammar(kind="json_schema", text=value if isinstance(value, str) else json.dumps(value))
+            if key == "structural_tag":
+                return Grammar(kind="structural_tag", text=value if isinstance(value, str) else json.dumps(value))
             if key in ("regex", "grammar") and isinstance(value, str):
                 return Grammar(kind="regex" if key == "regex" else "ebnf_grammar", text=value)
             if key == "choice" and isinstance(value, list) and all(isinstance(item, str) for item in value):
                 return Grammar(kind="ebnf_grammar", text="root ::= " + " | ".join(_quoted(item) for item in value))
     raise InvalidRequestError(
-        f"guided_decoding is {shown(guided)}; allowed: one of json, json_object, regex, grammar, choice"
+        f"guided_decoding is {shown(guided)}; allowed: one of json, json_object, regex, grammar, choice, structural_tag"
     )
 
 

@@ -104,6 +104,7 @@ class Rendering:
 
 
 THINKS = "<think></think>"
+HERMES = '<tool_call>{"name": n, "arguments": a}</tool_call>'
 DEEPSEEK = "<think></think><｜tool▁sep｜>"
 TOOLS = [{"type": "function", "function": {"name": "f"}}]
 
@@ -141,3 +142,19 @@ def test_a_prompt_is_rendered_once(
     text = '[{"name": "f", "parameters": {}}]' if kinds == ["call"] else "Hm, 22 degrees"
     found = None if parsers is None else parsers[0].feed(Delta(0, text, 1, None, ()))
     assert (found if found is None else [part.kind for part in found][:1]) == kinds
+
+
+@pytest.mark.parametrize(
+    ("strict", "template", "guided"), [(True, HERMES, True), (None, HERMES, False), (True, "x", False)]
+)
+def test_strict_functions_are_kept_by_a_grammar_of_the_format(strict: bool | None, template: str, guided: bool) -> None:
+    async def begin() -> Any:
+        settings = EndpointSettings(port=0, tool_call_parser="auto" if template == HERMES else "mistral")
+        endpoint, server = Endpoint(settings), Rendering(template, "")
+        endpoint.triton, endpoint.model = server, ServedModel(server, settings)  # type: ignore[assignment, arg-type]
+        tools = [{"type": "function", "function": {"name": "f", "strict": strict, "parameters": {"type": "object"}}}]
+        body = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=tools)
+        await endpoint.start_chat(body, RequestContext("1"), body.names(), figures=False)
+        return server.started[0][1]
+
+    assert ("structural_tag" in asyncio.run(begin()).get("guided_decoding", {})) == guided
