@@ -26,7 +26,10 @@ _LARK_JSON = re.compile(r"^(?:[^\"/\n]|\"(?:\\.|[^\"\\\n])*\")*%json\b", re.MULT
 
 
 def translated(grammar: Grammar) -> Grammar:
-    """Of kind `ebnf_grammar`, `regex`, or `structural_tag` with grammars for schemas of JSON. Raises InvalidRequestError, and what xgrammar raises."""
+    """Of kind `ebnf_grammar`, `regex`, or `structural_tag`, whose JSON schemas are grammars then.
+
+    Raises InvalidRequestError, and what xgrammar raises.
+    """
     if grammar.kind == "json":
         return _ebnf(schema_grammar(_ANY_JSON))
     if grammar.kind == "json_schema":
