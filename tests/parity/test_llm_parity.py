@@ -17,6 +17,8 @@ from minisgl_backend import LLM
 from tests.parity.checkpoints import CHECKPOINTS, VOCAB_SIZE, reference_model, save_checkpoint, save_tokenizer
 
 NUM_TOKENS = 64
+# Logits of all families are compared in test_logits_parity; the whole engine adds nothing that depends on the family.
+EVERY_RUN = ("llama-llama3-tied", "mistral-window", "qwen3_moe", "gemma3")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "whole": {"page_size": 16},
     "chunked": {"page_size": 16, "max_prefill_length": 24, "mixed_prefill_length": 8},
@@ -58,7 +60,10 @@ def _greedy(model: Any, prompt: list[int]) -> list[int]:
     return tokens
 
 
-@pytest.fixture(scope="module", params=sorted(CHECKPOINTS))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[] if name in EVERY_RUN else [pytest.mark.full]) for name in sorted(CHECKPOINTS)],
+)
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp("checkpoint"))
 
