@@ -1,4 +1,4 @@
-"""Codex CLI, LiteLLM and Microsoft's agent framework, unmodified, each in an environment of its own."""
+"""Codex CLI, LiteLLM and agents of three frameworks, unmodified, each in an environment of its own."""
 
 from __future__ import annotations
 
@@ -71,6 +71,56 @@ asyncio.run(run())
 print("all is well")
 """
 
+LANGCHAIN = """
+import sys
+
+from langchain.agents import create_agent
+from langchain_openai import ChatOpenAI
+
+asked = []
+
+
+def add(a: int, b: int) -> int:
+    "Adds two numbers."
+    asked.append((a, b))
+    return a + b
+
+
+model = ChatOpenAI(model="demo", base_url=sys.argv[1], api_key="none", temperature=0)
+answer = create_agent(model, tools=[add]).invoke({"messages": [{"role": "user", "content": "What is 17 + 25?"}]})
+assert asked == [(17, 25)], asked
+assert "42" in answer["messages"][-1].content, answer
+print("all is well")
+"""
+
+OPENAI_AGENTS = """
+import sys
+
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+
+set_tracing_disabled(True)
+asked = []
+
+
+@function_tool
+def add(a: int, b: int) -> int:
+    "Adds two numbers."
+    asked.append((a, b))
+    return a + b
+
+
+client = AsyncOpenAI(base_url=sys.argv[1], api_key="none")
+for model in (OpenAIChatCompletionsModel, OpenAIResponsesModel):
+    agent = Agent(
+        name="adder", instructions="Use the tool.", tools=[add], model=model(model="demo", openai_client=client)
+    )
+    answer = Runner.run_sync(agent, "What is 17 + 25?").final_output
+    assert "42" in answer, answer
+assert asked == [(17, 25)] * 2, asked
+print("all is well")
+"""
+
 
 @pytest.fixture(scope="module")
 def scripted(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
@@ -103,16 +153,25 @@ def run(command: Sequence[str], seconds: float = PATIENCE_SECONDS, **environment
     return done.stdout
 
 
-def python_with(package: str) -> str:
+def python_with(package: str, *others: str) -> str:
     python = TOOLS / package / "bin" / "python"
     if not python.exists():
         run([sys.executable, "-m", "venv", str(TOOLS / package)])
-        run([str(python), "-m", "pip", "install", "-q", package], INSTALL_SECONDS)
+        run([str(python), "-m", "pip", "install", "-q", package, *others], INSTALL_SECONDS)
     return str(python)
 
 
 def test_litellm_knows_a_prompt_that_is_too_long(scripted: Endpoint) -> None:
     assert run([python_with("litellm"), "-c", LITELLM, f"{scripted.url}/v1"]).endswith("all is well\n")
+
+
+@pytest.mark.parametrize(
+    ("packages", "program"),
+    [(("langchain", "langchain-openai"), LANGCHAIN), (("openai-agents",), OPENAI_AGENTS)],
+    ids=["langchain", "openai-agents"],
+)
+def test_an_agent_has_the_demo_model_call_its_tool(endpoint: Endpoint, packages: Sequence[str], program: str) -> None:
+    assert run([python_with(*packages), "-c", program, f"{endpoint.url}/v1"]).endswith("all is well\n")
 
 
 def test_agent_framework_continues_by_the_id_of_a_response(endpoint: Endpoint) -> None:
