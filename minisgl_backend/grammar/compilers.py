@@ -47,7 +47,6 @@ class _Tokenizer:
     """As xgrammar knows it."""
 
     info: Any  # TokenizerInfo
-    json: str  # the same
     compiler: Any  # GrammarCompiler, for what is known to be quick
 
 
@@ -63,6 +62,7 @@ class GrammarCompilers:
         self._without = without
         self._todo: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._tokenizer_lock = threading.Lock()  # loading takes seconds
+        self._description: str | None = None  # xgrammar's JSON of a TokenizerInfo
         self._tokenizer: _Tokenizer | None = None
         self._lock = threading.RLock()  # of what follows; an engine may be collected, and closed, on any thread
         self._threads: list[threading.Thread] = []
@@ -213,8 +213,8 @@ class GrammarCompilers:
         try:
             process = CompilerProcess()
             self._note_process(process)
-            tokenizer = self._take_tokenizer()  # while the process imports
-            process.wait_ready(tokenizer.json)
+            description = self._describe()  # while the process imports
+            process.wait_ready(description)
         except MinisglError:
             self.end_process(process)
             raise
@@ -240,10 +240,11 @@ class GrammarCompilers:
                 self._processes.discard(process)
             process.end()
 
-    def _take_tokenizer(self) -> _Tokenizer:
-        """Raises InvalidRequestError where xgrammar cannot use it, EOFError or OSError where no process tells."""
+    def _describe(self) -> str:
+        """The tokenizer as a helper process describes it. Raises InvalidRequestError where xgrammar cannot use it,
+        EOFError or OSError where no process tells."""
         with self._tokenizer_lock:
-            if self._tokenizer is None:
+            if self._description is None:
                 process = TokenizerProcess(self._source)
                 self._note_process(process)
                 try:
@@ -252,11 +253,20 @@ class GrammarCompilers:
                     self.end_process(process)
                 if description.error:
                     raise InvalidRequestError(f"guided_decoding_guide cannot be compiled: {description.error}")
+                self._description = description.info
+            return self._description
+
+    def _take_tokenizer(self) -> _Tokenizer:
+        """Raises what `_describe` raises. Made with the first grammar, not by `warm`: importing xgrammar and reading
+        the vocabulary hold Python's lock for most of a second, in which the engine would start or make tokens."""
+        description = self._describe()
+        with self._tokenizer_lock:
+            if self._tokenizer is None:
                 xgrammar = import_xgrammar(self._without)
-                info = xgrammar.TokenizerInfo.deserialize_json(description.info)
+                info = xgrammar.TokenizerInfo.deserialize_json(description)
                 # Its own cache would keep all once more, and their texts without a bound.
                 compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
-                self._tokenizer = _Tokenizer(info, description.info, compiler)
+                self._tokenizer = _Tokenizer(info, compiler)
             return self._tokenizer
 
     def load(self, grammar: Grammar, answer: Answer) -> Any:

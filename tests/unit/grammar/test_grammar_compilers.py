@@ -10,7 +10,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -142,7 +141,7 @@ def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
     grammar = Grammar(kind="json_schema", text=text)
     answer = grammar_process._answer(compiler, grammar_process.text_lengths(tokenizer.info), grammar)
     assert (answer.error, bool(answer.compiled)) == ("", seconds == 0.0)
-    found = compilers.load(grammar, answer.compiled)
+    found = compilers.load(grammar, answer)
     masks = np.zeros((2, -(-tokenizer.info.vocab_size // 32)), dtype=np.int32)
     for mask, one in zip(masks, (found, grammar_process.compile_grammar(compiler, grammar)), strict=True):
         matcher = xgrammar.GrammarMatcher(one)
@@ -154,7 +153,9 @@ def test_what_is_sent_and_what_is_compiled_once_more_allow_the_same(
 
 def test_the_library_keeps_no_grammar_of_its_own(compilers: GrammarCompilers) -> None:
     """Those that are remembered are: its cache counts no texts."""
-    compilers.load(Grammar(kind="json_schema", text='{"type": "integer", "description": "of its own"}'), "")
+    compilers.load(
+        Grammar(kind="json_schema", text='{"type": "integer", "description": "of its own"}'), grammar_process.Answer()
+    )
     assert compilers._take_tokenizer().compiler.get_cache_size_bytes() == 0
 
 
@@ -225,8 +226,8 @@ def outcomes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Outcomes]:
     monkeypatch.setattr(FakeProcess, "compiled", [], raising=False)
     limits = Limits(quick_s=0.05, deadline_s=0.4, look_s=0.01)
     compilers = GrammarCompilers(TokenizerSource("", False, 8, []), limits=limits)
-    monkeypatch.setattr(compilers, "_take_tokenizer", lambda: SimpleNamespace(json=""))
-    monkeypatch.setattr(compilers, "load", lambda grammar, text: text)
+    monkeypatch.setattr(compilers, "_describe", lambda: "")
+    monkeypatch.setattr(compilers, "load", lambda grammar, answer: answer.compiled)
     yield Outcomes(compilers)
     compilers.close()
 
