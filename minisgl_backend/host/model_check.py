@@ -47,7 +47,8 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
     model.check_tensor_parallel(config.tp)
     if config.dummy_weights:
         return
-    weights = weight_bytes(folder, _least_item_bytes(config.dtype, model.dtype), tied=model.tie_word_embeddings)
+    item_bytes = _least_item_bytes(config.dtype, model.dtype)
+    weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=model.tie_word_embeddings)
     if not has_gpu():
         check_memory(config.model, weights * config.dp // config.nodes, free())
 

@@ -105,6 +105,8 @@ class Residual:
     def _added(self) -> Residual:
         if self._deferred is not None:
             raise RuntimeError("a deferred o_proj was not computed")
+        if self._output is not None and self._norms is None:
+            raise RuntimeError("a sublayer's output is summed over the ranks by the next norm, and there is none")
         if self._wait is not None:
             self._wait()
         elif self._output is None:

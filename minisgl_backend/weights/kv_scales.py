@@ -10,6 +10,7 @@ from pathlib import Path
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.layout import KVScales
 from minisgl_backend.weights.files import Checkpoint
+from minisgl_backend.weights.names import TensorNames
 
 log = logging.getLogger(__name__)
 
@@ -22,14 +23,14 @@ def is_kv_scale(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def read_kv_scales(num_layers: int, model_dir: str | Path) -> list[KVScales]:
-    """By layer: the scales of the checkpoint, and 1 where it has none.
+def read_kv_scales(num_layers: int, model_dir: str | Path, names: TensorNames) -> list[KVScales]:
+    """By layer: the scales of the checkpoint, and 1 where it has none. `names`: of its tensors.
 
     Raises ConfigError for a scale that is not a finite number above 0.
     """
     scales = [{"k": 1.0, "v": 1.0} for _ in range(num_layers)]
     found = 0
-    checkpoint = Checkpoint(Path(model_dir))
+    checkpoint = Checkpoint(Path(model_dir), names)
     for name in checkpoint.names():
         match = _NAME.fullmatch(name)
         if match is None or int(match["layer"]) >= num_layers:

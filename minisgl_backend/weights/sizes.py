@@ -12,6 +12,7 @@ from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.process.memory import in_words
+from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.shards import shard_paths
 
 ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
@@ -20,8 +21,8 @@ _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _OUTPUT = "lm_head.weight"
 
 
-def weight_bytes(folder: Path, item_bytes: int | None = None, *, tied: bool = False) -> int:
-    """Memory that the weights take.
+def weight_bytes(folder: Path, names: TensorNames, item_bytes: int | None = None, *, tied: bool = False) -> int:
+    """Memory that the weights take, without those that `names` leaves out.
 
     `item_bytes`: of one number once it is loaded; None: as in the files. `tied`: an output matrix is not loaded.
     Raises ConfigError for files that are missing, cannot be read or are cut off.
@@ -29,7 +30,8 @@ def weight_bytes(folder: Path, item_bytes: int | None = None, *, tied: bool = Fa
     total = 0
     for path in shard_paths(folder):
         for name, tensor in _header(path).items():
-            if name == "__metadata__" or (tied and name == _OUTPUT):
+            here = names.here(name)
+            if name == "__metadata__" or here.startswith(names.left_out) or (tied and here == _OUTPUT):
                 continue
             stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
             loaded = item_bytes is not None and tensor["dtype"] in _FLOATS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_backend.layers.config import Activation, AttentionConfig, LayerConfig, MlpConfig, NormConfig
+from minisgl_backend.layers.config import Activation, AttentionConfig, LayerConfig, MlpConfig, NormConfig, RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.rope import read_rope, stretched
@@ -80,10 +80,15 @@ def layer_types(keys: Keys, num_layers: int, allowed: Sequence[str] = (FULL, SLI
 
 
 def window(keys: Keys, default: int | None) -> int | None:
-    """`sliding_window` in tokens; an explicit null, and a window that no sequence outgrows, are none."""
+    """`sliding_window` in tokens; an explicit null is none. It may be one that no sequence outgrows (`outgrows`)."""
     value = keys.get("sliding_window", None if keys.has("sliding_window") else default)
     if value is None:
         return None
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         refuse("sliding_window", value, "null or an integer, 1 or more")
-    return value if value < keys.integer("max_position_embeddings") else None
+    return value
+
+
+def outgrows(keys: Keys, rope: RopeConfig | None, size: int | None) -> bool:
+    """Whether sequences can be longer than the window `size`; `rope` may stretch the context."""
+    return size is not None and size < stretched(rope, keys.integer("max_position_embeddings"))

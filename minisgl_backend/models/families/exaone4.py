@@ -6,15 +6,14 @@ from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import FULL, SLIDING, Family, attention, decoder, layer_types, mlp, norm
 from minisgl_backend.models.families.common import window as read_window
-from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.rope import read_rope
 
 
 def read(keys: Keys) -> DecoderConfig:
     num_layers = keys.integer("num_hidden_layers")
-    # Whether some layers have windows counts, even where no sequence outgrows them.
-    is_mixed = keys.get("sliding_window") is not None
     window = read_window(keys, None)
+    is_mixed = window is not None  # be it one that no sequence outgrows
     head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
     rope = read_rope(keys, head_dim)
 
@@ -38,6 +37,14 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def _types(keys: Keys, num_layers: int) -> tuple[str, ...]:
+    """By sliding_window_pattern: every so many layers one is global, or a letter for each layer, L or G, over and over.
+    With letters the last layer is always global."""
+    letters = keys.get("sliding_window_pattern")
+    if isinstance(letters, str):
+        if not letters or set(letters) - set("LG"):
+            refuse("sliding_window_pattern", letters, "an integer, 1 or more, or letters L (local) and G (global)")
+        slides = [letters[layer % len(letters)] == "L" for layer in range(num_layers - 1)]
+        return (*(SLIDING if one else FULL for one in slides), FULL)
     pattern = keys.integer("sliding_window_pattern", 4)
     return tuple(SLIDING if (layer + 1) % pattern else FULL for layer in range(num_layers))
 

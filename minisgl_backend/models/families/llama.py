@@ -4,14 +4,22 @@ from __future__ import annotations
 
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, Family, attention, decoder, layer_types, mlp, norm, window
+from minisgl_backend.models.families.common import (
+    FULL,
+    Family,
+    attention,
+    decoder,
+    layer_types,
+    mlp,
+    norm,
+    outgrows,
+    window,
+)
 from minisgl_backend.models.keys import Keys, refuse
 
 
 def read(keys: Keys) -> DecoderConfig:
     num_layers = keys.integer("num_hidden_layers")
-    if (size := window(keys, None)) is not None:
-        refuse("sliding_window", size, "null for LlamaForCausalLM, whose layers have no windows")
     layer_types(keys, num_layers, allowed=(FULL,))
     keys.choice("mlp_bias", (False,))
     bias = keys.boolean("attention_bias", False)
@@ -25,6 +33,8 @@ def read(keys: Keys) -> DecoderConfig:
         mlp=mlp(keys),
         norm=norm(keys),
     )
+    if outgrows(keys, layer.attention.rope, size := window(keys, None)):
+        refuse("sliding_window", size, "null for LlamaForCausalLM, whose layers have no windows")
     return decoder(keys, [layer] * num_layers)
 
 

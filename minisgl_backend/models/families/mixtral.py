@@ -34,6 +34,7 @@ def _experts(name: str, of: str) -> Stored:
 FAMILY = Family(
     model_type="mixtral",
     read=read,
+    defaults={"rope_theta": 1_000_000.0},
     tensor_names=TensorNames(
         stored=(
             Stored(name="block_sparse_moe.gate", of=("mlp.gate",)),

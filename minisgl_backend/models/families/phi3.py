@@ -27,6 +27,7 @@ def read(keys: Keys) -> DecoderConfig:
 FAMILY = Family(
     model_type="phi3",
     read=read,
+    defaults={"original_max_position_embeddings": 4096},
     tensor_names=TensorNames(
         stored=(
             Stored(name="self_attn.qkv_proj", of=("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")),

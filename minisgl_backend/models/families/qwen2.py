@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from minisgl_backend.layers.config import LayerConfig
@@ -22,6 +23,11 @@ def read(keys: Keys) -> DecoderConfig:
 
 def windows_above(keys: Keys) -> list[int | None]:
     """The window of each layer: those of layer_types, or all layers from max_window_layers on."""
+    return windows_where(keys, lambda layer, max_window_layers: layer >= max_window_layers)
+
+
+def windows_where(keys: Keys, slides: Callable[[int, int], bool]) -> list[int | None]:
+    """The window of each layer: those of layer_types, or those for which slides(layer, max_window_layers)."""
     num_layers = keys.integer("num_hidden_layers")
     types = layer_types(keys, num_layers)
     first = keys.get("max_window_layers", 28)
@@ -33,7 +39,7 @@ def windows_above(keys: Keys) -> list[int | None]:
         refuse("max_window_layers", first, "an integer")
     if types:
         return [size if layer_type == SLIDING else None for layer_type in types]
-    return [size if layer >= first else None for layer in range(num_layers)]
+    return [size if slides(layer, first) else None for layer in range(num_layers)]
 
 
 FAMILY = Family(model_type="qwen2", read=read)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
-from minisgl_backend.models.families.qwen2 import windows_above
+from minisgl_backend.models.families.qwen2 import windows_where
 from minisgl_backend.models.families.qwen3_moe import experts, sparse_layers
 from minisgl_backend.models.keys import Keys
 
@@ -20,11 +20,17 @@ def read(keys: Keys) -> DecoderConfig:
         shared_intermediate_size=keys.integer("shared_expert_intermediate_size", 5632),
         shared_gate=True,
     )
+    windows = windows_where(keys, _slides)
     layers = [
         LayerConfig(attention=replace(shared, window=window), mlp=mixture if is_sparse else dense, norm=norm(keys))
-        for window, is_sparse in zip(windows_above(keys), sparse_layers(keys), strict=True)
+        for window, is_sparse in zip(windows, sparse_layers(keys), strict=True)
     ]
     return decoder(keys, layers)
+
+
+def _slides(layer: int, max_window_layers: int) -> bool:
+    """Not as in Qwen2: every second layer below max_window_layers, from the first on."""
+    return layer % 2 == 0 and layer < max_window_layers
 
 
 FAMILY = Family(model_type="qwen2_moe", read=read)

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RopeConfig, RouterConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import FULL, Family, decoder, layer_types, mlp, norm, window
+from minisgl_backend.models.families.common import FULL, Family, decoder, layer_types, mlp, norm, outgrows, window
 from minisgl_backend.models.families.qwen3 import head_norm_attention
 from minisgl_backend.models.keys import Keys, refuse
 
 
 def read(keys: Keys) -> DecoderConfig:
-    attention = replace(head_norm_attention(keys), window=_window(keys))
+    attention = head_norm_attention(keys)
+    attention = replace(attention, window=_window(keys, attention.rope))
     dense, mixture = mlp(keys), experts(keys)
     sparse = sparse_layers(keys)
     mlps = [mixture if is_sparse else dense for is_sparse in sparse]
     return decoder(keys, [LayerConfig(attention=attention, mlp=one, norm=norm(keys)) for one in mlps])
 
 
-def _window(keys: Keys) -> int | None:
+def _window(keys: Keys, rope: RopeConfig | None) -> int | None:
     """One window for all layers, or none: transformers reads no layer_types for this architecture."""
     types = layer_types(keys, keys.integer("num_hidden_layers"))
     keys.without_effect("max_window_layers")
@@ -27,7 +28,7 @@ def _window(keys: Keys) -> int | None:
         keys.without_effect("sliding_window")
         return None
     size = window(keys, 4096)
-    if size is not None and len(set(types)) > 1:
+    if len(set(types)) > 1 and outgrows(keys, rope, size):
         refuse("layer_types", list(types), "one type for all layers of Qwen3MoeForCausalLM")
     return None if FULL in types else size
 

@@ -40,4 +40,8 @@ def read(keys: Keys) -> DecoderConfig:
     return decoder(keys, layers)
 
 
-FAMILY = Family(model_type="smollm3", read=read, defaults={"num_key_value_heads": 4, "tie_word_embeddings": True})
+FAMILY = Family(
+    model_type="smollm3",
+    read=read,
+    defaults={"num_key_value_heads": 4, "rope_theta": 2_000_000.0, "tie_word_embeddings": True},
+)

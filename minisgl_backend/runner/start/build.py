@@ -148,7 +148,9 @@ def _load(
     )
     is_quantized = any(layout.is_fp8 for layout in spec.kv_layouts)
     reads_scales = is_quantized and not config.dummy_weights
-    scales = read_kv_scales(model_config.num_layers, runtime.model_dir) if reads_scales else None
+    scales = (
+        read_kv_scales(model_config.num_layers, runtime.model_dir, model_config.tensor_names) if reads_scales else None
+    )
     attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec)
     table = RowTable(
         max_running=config.max_running_requests,

@@ -118,7 +118,8 @@ def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int 
     """
     config, on_gpu = runtime.config, runtime.device == "cuda"
     item_bytes = ITEM_BYTES[runtime.dtype]
-    weights = weight_bytes(Path(runtime.model_dir), item_bytes, tied=model.tie_word_embeddings) // config.tp
+    folder, tied = Path(runtime.model_dir), model.tie_word_embeddings
+    weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=tied) // config.tp
     if not on_gpu:
         weights *= config.ranks_per_node * cores
     free = free_bytes(device_of_rank(runtime.device, runtime.device_index(0)))

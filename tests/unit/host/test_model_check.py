@@ -16,6 +16,7 @@ from minisgl_backend.host import model_check
 from minisgl_backend.host.model_check import check_folder, check_repository, may_lack_gpu
 from minisgl_backend.host.repository import render_repository
 from minisgl_backend.installation import model_repository
+from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.sizes import weight_bytes
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -87,7 +88,7 @@ def test_a_model_that_is_larger_than_what_is_free(folder: Path) -> None:
     assert "need 14.0 GiB" in refusal(folder, 13 * GIB, dtype="float32")
     assert "need 14.0 GiB" in refusal(folder, 13 * GIB, dp=2)
     check_folder(EngineConfig(model=str(folder)), lambda: 8 * GIB)
-    assert weight_bytes(folder, 4) == 2 * weight_bytes(folder) == 14 * GIB
+    assert weight_bytes(folder, TensorNames(), 4) == 2 * weight_bytes(folder, TensorNames()) == 14 * GIB
 
 
 def test_it_needs_no_torch(folder: Path, tmp_path: Path) -> None:

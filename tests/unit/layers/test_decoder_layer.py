@@ -205,3 +205,11 @@ def test_offsets_are_added_in_float32() -> None:
     x = torch.randn(3, HIDDEN).bfloat16()
     assert layer(x).dtype == torch.bfloat16
     assert 1.0005 < layer.weight[0] < 1.0015
+
+
+def test_an_output_is_never_dropped() -> None:
+    """One that the next norm is to sum over the ranks, where no norm follows."""
+    residual = Residual(torch.zeros(2, 4), TensorParallel.single(), _output=torch.ones(2, 4))
+    for read in (residual.settled, residual.before_gemm):
+        with pytest.raises(RuntimeError, match="there is none"):
+            read(None)

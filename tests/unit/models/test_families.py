@@ -30,6 +30,55 @@ def test_the_default_config_is_read(architecture: str) -> None:
     assert model.unknown_keys == ()
 
 
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_theta_of_a_config_without_rope_keys(architecture: str) -> None:
+    """As of transformers' config class."""
+    config = default(architecture, eos_token_id=2)
+    text = config.get("text_config", config)
+    text["eos_token_id"] = 2
+    meant = text.pop("rope_parameters")
+    layers = ModelConfig.from_dicts(config, {}).layers
+    types = text["layer_types"] if "full_attention" in meant else [None] * len(layers)
+    ropes = [(layer.attention.rope, meant[kind] if kind else meant) for layer, kind in zip(layers, types, strict=True)]
+    assert any(rope for rope, _ in ropes)
+    assert all(rope is None or rope.theta == values["rope_theta"] for rope, values in ropes)
+
+
+def test_original_positions_of_phi3_where_config_json_has_none() -> None:
+    """They count more than those in rope_parameters."""
+    factors = [1.0] * 48
+    rope = {"rope_type": "longrope", "short_factor": factors, "long_factor": factors, "rope_theta": 10000.0}
+    rope["original_max_position_embeddings"] = 2048
+    config = default(PHI3, max_position_embeddings=131072, rope_parameters=rope, eos_token_id=2)
+    del config["original_max_position_embeddings"]
+    read = ModelConfig.from_dicts(config, {}).layers[0].attention.rope
+    meant = CONFIG_MAPPING["phi3"](max_position_embeddings=131072, rope_parameters=dict(rope)).rope_parameters
+    assert read is not None
+    assert read.original_max_position == meant["original_max_position_embeddings"] == 4096
+
+
+@pytest.mark.parametrize(
+    ("architecture", "bound"), [(name, n) for name in ("Qwen2ForCausalLM", "Qwen2MoeForCausalLM") for n in (0, 3, 9)]
+)
+def test_layers_with_windows_are_those_of_transformers(architecture: str, bound: int) -> None:
+    sizes = {"num_hidden_layers": 6, "use_sliding_window": True, "sliding_window": 512, "max_window_layers": bound}
+    meant = CONFIG_MAPPING[FAMILIES[architecture].model_type](**sizes).layer_types
+    config = default(architecture, **sizes, layer_types=None, eos_token_id=2)
+    windows = [layer.attention.window for layer in ModelConfig.from_dicts(config, {}).layers]
+    assert windows == [512 if kind == "sliding_attention" else None for kind in meant]
+
+
+@pytest.mark.parametrize(
+    ("pattern", "slides"), [("LLLG", "LLLGLLLG"), (4, "LLLGLLLG"), ("LG", "LGLGLGLG"), ("LLL", "LLLLLLLG")]
+)
+def test_patterns_of_exaone4(pattern: str | int, slides: str) -> None:
+    """transformers documents letters, after which the last layer is global."""
+    changes = {"num_hidden_layers": 8, "sliding_window": 512, "sliding_window_pattern": pattern, "layer_types": None}
+    layers = ModelConfig.from_dicts(default("Exaone4ForCausalLM", **changes), {}).layers
+    assert [layer.attention.window for layer in layers] == [512 if one == "L" else None for one in slides]
+    assert [layer.attention.rope is not None for layer in layers] == [one == "L" for one in slides]
+
+
 LLAMA, MISTRAL, QWEN2 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 QWEN3, QWEN3_MOE, QWEN2_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
 OLMO2, GRANITE, GEMMA2, GEMMA3 = (f"{name}ForCausalLM" for name in ("Olmo2", "Granite", "Gemma2", "Gemma3"))

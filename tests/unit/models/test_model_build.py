@@ -16,7 +16,10 @@ from minisgl_backend.kv.layout import KVScales
 from minisgl_backend.models.build import build_model, weight_parts
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.models.families import FAMILIES
 from minisgl_backend.weights.kv_scales import read_kv_scales
+from minisgl_backend.weights.names import TensorNames
+from minisgl_backend.weights.sizes import weight_bytes
 from tests.parity.checkpoints import CHECKPOINTS, save_checkpoint
 
 CPU = torch.device("cpu")
@@ -156,22 +159,40 @@ def test_an_output_projection_of_its_own_counts_though_the_config_ties_it(
 
 def test_scales_of_an_fp8_cache(qwen3: Path) -> None:
     """Both spellings, and 1 for layers that have none; without an FP8 cache nobody minds them."""
-    assert read_kv_scales(3, qwen3) == [KVScales()] * 3
+    assert read_kv_scales(3, qwen3, TensorNames()) == [KVScales()] * 3
     change(
         qwen3,
         model__layers__0__self_attn__k_scale=torch.tensor(0.5),
         model__layers__0__self_attn__v_scale=torch.tensor([0.25]),
         model__layers__2__self_attn__k_proj__k_scale=torch.tensor(2.0, dtype=torch.bfloat16),
     )
-    assert read_kv_scales(3, qwen3) == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
+    assert read_kv_scales(3, qwen3, TensorNames()) == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
     build(qwen3)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
+def test_scales_and_size_of_a_text_model_among_others(tmp_path: Path, prefix: str) -> None:
+    """By the names of its family, and without the encoder and a tied output that are not loaded."""
+    layer = f"{prefix}layers.1.self_attn"
+    tensors = {
+        f"{layer}.k_scale": torch.tensor(0.5),
+        f"{prefix}embed_tokens.weight": torch.ones(320, 64),
+        "language_model.lm_head.weight": torch.ones(320, 64),
+        "model.vision_tower.patch.weight": torch.ones(1000),
+        "multi_modal_projector.weight": torch.ones(1000),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    names = FAMILIES["Gemma3ForConditionalGeneration"].tensor_names
+    assert read_kv_scales(2, tmp_path, names) == [KVScales(), KVScales(0.5, 1.0)]
+    assert weight_bytes(tmp_path, names, tied=True) == 4 * (320 * 64 + 1)
+    assert weight_bytes(tmp_path, names) == 4 * (2 * 320 * 64 + 1)
 
 
 @pytest.mark.parametrize("scale", [torch.tensor(0.0), torch.tensor(float("nan")), torch.ones(2)])
 def test_a_scale_that_is_none(qwen3: Path, scale: torch.Tensor) -> None:
     change(qwen3, model__layers__1__self_attn__v_scale=scale)
     with pytest.raises(ConfigError, match=r"layers\.1\.self_attn\.v_scale.*one finite number above 0"):
-        read_kv_scales(3, qwen3)
+        read_kv_scales(3, qwen3, TensorNames())
 
 
 def test_weights_in_another_format_come_with_a_hint(qwen3: Path) -> None:

@@ -164,6 +164,7 @@ _QWEN3_MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+_YARN = {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}}
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 
 
@@ -172,8 +173,9 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
     [
         ({**_MISTRAL, "sliding_window": None}, (None, None)),
         ({**_MISTRAL, "sliding_window": 512}, (512, 512)),
-        ({**_MISTRAL, "sliding_window": 1024}, (None, None)),  # no token is further away
-        (_MISTRAL, (None, None)),  # 4096 is meant, and the context is shorter
+        ({**_MISTRAL, "sliding_window": 1024}, (1024, 1024)),  # as long as the context
+        (_MISTRAL, (4096, 4096)),
+        ({**_MISTRAL, "sliding_window": 1024, "layer_types": [_SLIDING, _FULL]}, (None, None)),
         ({**_MISTRAL, "max_position_embeddings": 8192}, (4096, 4096)),
         ({**_MISTRAL, "sliding_window": 512, "layer_types": [_SLIDING] * 2}, (512, 512)),
         ({**_QWEN2, "sliding_window": 512, "use_sliding_window": False}, (None, None)),
@@ -186,7 +188,10 @@ _SLIDING, _FULL = "sliding_attention", "full_attention"
         ({**_QWEN3, "sliding_window": 512, "layer_types": [_SLIDING, _FULL], "max_window_layers": 0}, (512, None)),
         ({**_QWEN3_MOE, "sliding_window": 512, "max_window_layers": 2}, (512, 512)),
         ({**_QWEN3_MOE, "sliding_window": None}, (None, None)),
+        ({**_QWEN3_MOE, "sliding_window": 1024, "layer_types": [_SLIDING, _FULL]}, (None, None)),
         ({"sliding_window": 1024}, (None, None)),
+        ({**_QWEN2, **_YARN, "sliding_window": 1024, "max_window_layers": 1}, (None, 1024)),
+        ({**_MISTRAL, **_YARN, "sliding_window": 1024}, (1024, 1024)),
     ],
 )
 def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> None:
@@ -199,6 +204,9 @@ def test_windows(changes: dict[str, Any], windows: tuple[int | None, ...]) -> No
     ("changes", "named"),
     [
         ({"sliding_window": 512}, "sliding_window"),  # Llama has none
+        ({**_YARN, "sliding_window": 1024}, "sliding_window"),
+        ({**_MISTRAL, **_YARN, "sliding_window": 1024, "layer_types": [_FULL, _SLIDING]}, "layer_types"),
+        ({**_QWEN3_MOE, **_YARN, "sliding_window": 1024, "layer_types": [_FULL, _SLIDING]}, "layer_types"),
         ({**_MISTRAL, "sliding_window": 0}, "sliding_window"),
         ({**_MISTRAL, "sliding_window": "512"}, "sliding_window"),
         ({**_MISTRAL, "sliding_window": 512, "layer_types": [_FULL, _SLIDING]}, "layer_types"),
