@@ -77,13 +77,20 @@ class MessagesAnswer:
     """One request on its way."""
 
     def __init__(
-        self, generation: Generation, header: Header, parser: MessageParser | None, stop_sequences: Sequence[str]
+        self,
+        generation: Generation,
+        header: Header,
+        parser: MessageParser | None,
+        stop_sequences: Sequence[str] = (),
+        added_tokens: Sequence[str] = (),
     ) -> None:
-        """`parser`: None where the text is the content as it is. `generation` gives the text of what ended it, too."""
+        """`parser`: None where the text is the content as it is. With `stop_sequences`, `generation` gives the text of
+        what ended it, too: one of them, or one of the model's `added_tokens`."""
         self._generation = generation
         self._header = header
         self._parser = parser or MessageParser()
         self._stop_sequences = stop_sequences
+        self._added_tokens = added_tokens if stop_sequences and generation.has_special_tokens else ()
         self._blocks = ContentBlocks()
         self._stopped_by: str | None = None
         self._reason: str | None = None
@@ -129,7 +136,8 @@ class MessagesAnswer:
             return delta
         found = [stop for stop in self._stop_sequences if stop and delta.text.endswith(stop)]
         if not found:
-            return delta
+            ended = [token for token in self._added_tokens if token and delta.text.endswith(token)]
+            return replace(delta, text=delta.text.removesuffix(max(ended, key=len, default="")))
         self._stopped_by = max(found, key=len)
         return replace(delta, text=delta.text.removesuffix(self._stopped_by))
 
@@ -178,9 +186,11 @@ def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
         context = context_of(request, body)
         name = await endpoint.admit(body.model)
         chat, names = _chat(body, endpoint)
+        stops = body.stop_sequences or ()
+        added_tokens = (await endpoint.model.info()).added_tokens if stops else ()
         generation, parsers = await endpoint.start_chat(chat, context, names, figures=True)
         header = Header(f"msg_{context.request_id}", int(time.time()), name)
-        answer = MessagesAnswer(generation, header, parsers[0] if parsers else None, body.stop_sequences or ())
+        answer = MessagesAnswer(generation, header, parsers[0] if parsers else None, stops, added_tokens)
         return await endpoint.respond(request, answer, [generation], stream=bool(body.stream), context=context)
 
     @app.post("/v1/messages/count_tokens")

@@ -99,8 +99,11 @@ class Delta:
 class Generation:
     """One request to the ensemble. Used by one task; `cancel` by any of the same event loop."""
 
-    def __init__(self, call: Any, num_sequences: int, names: Mapping[str, str]) -> None:
+    def __init__(
+        self, call: Any, num_sequences: int, names: Mapping[str, str], *, has_special_tokens: bool = False
+    ) -> None:
         """`names`: what the client called the fields that the server knows by another name."""
+        self.has_special_tokens = has_special_tokens  # in its text
         self._call = call
         self._names = names
         self._unfinished = num_sequences
@@ -216,7 +219,8 @@ class TritonServer:
         message = _message(_ENSEMBLE, prompt, {**returned, **sampling}, context.request_id, names)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         call = self._infer_stream(message.SerializeToString(), metadata=context.metadata or None)
-        return Generation(call, int(sampling.get("n", 1)), names)
+        has_special_tokens = sampling.get("skip_special_tokens") is False
+        return Generation(call, int(sampling.get("n", 1)), names, has_special_tokens=has_special_tokens)
 
     async def tokenize(
         self, prompt: Prompt, outputs: Sequence[str], names: Mapping[str, str], sampling: Mapping[str, Any] = {}

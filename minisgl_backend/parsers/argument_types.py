@@ -125,7 +125,7 @@ def converted(text: str, types: frozenset[str] | None) -> str:
     `types`: the JSON types that it may have; None: any, then it is a text where it is no JSON.
     """
     if types is not None and "string" in types:
-        return "null" if text.strip() == "null" else as_json(text)
+        return "null" if "null" in types and text.strip() == "null" else as_json(text)
     try:
         return as_json(json.loads(text, parse_constant=_finite, parse_float=_finite))
     except (ValueError, RecursionError):

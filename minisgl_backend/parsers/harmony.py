@@ -39,6 +39,7 @@ class HarmonyParser:
         self._raw = ""  # of a call that is not told yet: its header
         self._object: JsonObject | None = None  # the arguments of a call that was told
         self._at_begin = True  # of a message
+        self._is_cut = False  # the answer ended at max_tokens
         self._told: dict[str, bool] = {}  # kinds that have text already
         self.count = 0
         self.has_thought = False
@@ -55,9 +56,12 @@ class HarmonyParser:
         return parts
 
     def finish(self, reason: str) -> list[Part]:
+        self._is_cut = reason == "length"
         parts: list[Part] = []
-        if self._in_header and (bare := self._held.strip()) and not bare.startswith(_BEGINS):
-            self._begin("")
+        if self._in_header and (bare := self._held.strip()):
+            is_header = bare.startswith(_BEGINS) and "<|" in bare  # not a text that begins like one
+            if not is_header:
+                self._begin("")
         if not self._in_header:
             while self._body(parts, is_last=True):
                 pass
@@ -106,7 +110,7 @@ class HarmonyParser:
             keep = 0 if is_last else max(partial_suffix(self._held, tag) for tag in _ENDS)
             text = self._held[: len(self._held) - keep].rstrip() if not is_last else self._held.rstrip()
             self._held = "" if is_last else self._held[len(text) :]
-        self._tell(text, parts, is_whole=bool(found) or is_last)
+        self._tell(text, parts, is_whole=bool(found) or (is_last and not self._is_cut))
         self._in_header = bool(found)
         return bool(found)
 

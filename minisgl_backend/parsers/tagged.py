@@ -30,6 +30,7 @@ class TaggedParser:
         self._held = ""
         self._opening = ""  # what the call that is being read began with
         self._reads = False  # a call
+        self.is_cut = False  # the answer ended at max_tokens
 
     def feed(self, text: str) -> list[Part]:
         self._held += text
@@ -40,6 +41,7 @@ class TaggedParser:
 
     def finish(self, reason: str) -> list[Part]:
         """What was held back. A call without its end counts where the answer ended by itself, and is complete."""
+        self.is_cut = reason == "length"
         parts: list[Part] = []
         while self._step(parts, is_last=True):
             pass
@@ -144,10 +146,14 @@ class JsonListParser(TaggedParser):
         if outcome == "open":
             if not is_last:
                 return text, "more"
-            return (self._before + (self._calls.untold or "") + text), "told" if self._told else "none"
+            return self._untold() + text, "told" if self._told else "none"
         if outcome == "none":
-            return self._before + (self._calls.untold or "") + text, "told" if self._told else "none"
+            return self._untold() + text, "told" if self._told else "none"
         return self.read(text, parts, is_last=is_last)
+
+    def _untold(self) -> str:
+        """What was read of the last call and the sign before it; nothing once it is told."""
+        return "" if self._calls.untold is None else self._before + self._calls.untold
 
 
 class TagValuesParser(TaggedParser):
@@ -161,6 +167,8 @@ class TagValuesParser(TaggedParser):
         body, found, rest = text.partition(self.END)
         if not found and not is_last:
             return text, "more"
+        if not found and self.is_cut:  # more arguments may have followed
+            return text, "none"
         if not found:
             body = body[: len(body) - partial_suffix(body, self.END)]
         call = self.CALL.fullmatch(body)

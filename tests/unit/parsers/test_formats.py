@@ -86,6 +86,38 @@ def test_damaged_answers_make_no_call_that_was_not_written(written: str) -> None
                     assert all(_is_written(value, text) for value in arguments.values()), (text, arguments)
 
 
+@pytest.mark.parametrize("written", sorted(WRITERS))
+def test_an_answer_cut_at_max_tokens_has_no_call_with_arguments_missing(written: str) -> None:
+    """Wherever it is cut: each call is one that was written, whole, or its arguments are no JSON."""
+    name, write = WRITERS[written]
+    text = write(CALLS)
+    for place in range(len(text)):
+        found = _calls(run(new_parser(name), [text[:place]], "length"))
+        for call, real in zip(found, CALLS, strict=False):
+            assert call in (real, (real[0], None)), text[:place]
+
+
+@pytest.mark.parametrize("written", ["mistral, a list", "granite", "apriel", "minimax"])
+def test_a_list_cut_within_a_call_leaves_no_signs_behind(written: str) -> None:
+    name, write = WRITERS[written]
+    for number in (1, 2):
+        text = write([("time", {"hour": 7})] * number)
+        events = run(new_parser(name), [text[: text.rindex("7")]], "length")
+        assert (len(_calls(events)), content_of(events)) == (number, "")
+
+
+def test_a_text_that_begins_like_a_header_of_harmony() -> None:
+    for text in ("assistants help", "to=be"):
+        assert run(new_parser("harmony"), list(text)) == [("content", text, 0)]
+    assert run(new_parser("harmony"), ["<|channel|>anal"], "length") == []
+
+
+def test_a_text_that_says_null_is_a_text() -> None:
+    for name in ("glm45", "minimax_m2", "qwen3_coder"):
+        text = WRITERS[name][1]([("weather", {"city": "null"}), ("time", {"hour": None})])
+        assert calls_of(run(new_parser(name), [text])) == [("weather", {"city": "null"}), ("time", {"hour": None})]
+
+
 def _calls(events: Any) -> list[tuple[str, Any]]:
     """(name, arguments; None where they are no JSON)."""
     found: list[tuple[str, Any]] = []
