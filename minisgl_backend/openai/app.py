@@ -39,6 +39,7 @@ from minisgl_backend.openai.requests.completions import CompletionRequest
 from minisgl_backend.openai.requests.messages import Message
 from minisgl_backend.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl_backend.openai.sse import EventStream, encode
+from minisgl_backend.openai.told_once import ToldOnce
 from minisgl_backend.openai.triton import Generation, Prompt, RequestContext, TritonServer
 from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
 
@@ -54,7 +55,7 @@ class Endpoint:
         self._settings = settings
         self._num_requests = 0
         self._tasks: set[asyncio.Task[None]] = set()
-        self._left_out: set[str] = set()  # types of tools that the log has named
+        self._left_out = ToldOnce()  # types of tools
 
     async def open(self) -> None:
         """To be called in the event loop that serves."""
@@ -178,9 +179,8 @@ class Endpoint:
 
     def note_left_out(self, kinds: Sequence[str]) -> None:
         for kind in kinds:
-            if kind not in self._left_out:
-                self._left_out.add(kind)
-                log.warning("tools of type %s are left out of requests: nobody here can run them", kind)
+            if self._left_out.is_new(kind):
+                log.warning("tools of type %.60r are left out of requests: nobody here can run them", kind)
 
     async def _echo(self, prompt: Prompt, body: CompletionRequest) -> Echo:
         if prompt.text is not None and body.logprobs is None:

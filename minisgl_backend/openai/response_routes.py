@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+import sqlite3
 import time
 import uuid
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +18,12 @@ from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.answers import Header
 from minisgl_backend.openai.context import context_of
 from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
+from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.responses import WORDS, ResponsesRequest
 from minisgl_backend.openai.response_store import ResponseStore, StoredResponse
-from minisgl_backend.openai.responses import ResponseAnswer
+from minisgl_backend.openai.responses import ResponseAnswer, begun_response
 from minisgl_backend.openai.sse import encode
-from minisgl_backend.openai.triton import Generation
+from minisgl_backend.openai.triton import Generation, RequestContext
 
 if TYPE_CHECKING:
     from minisgl_backend.openai.app import Endpoint
@@ -42,32 +46,28 @@ class Responses:
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
         body.check()
         context = context_of(request, body)
+        store = self._store if body.store is not False else None
+        if body.background and store is None:
+            raise invalid("background", f"background is true; {_OFF if self._store is None else 'allowed: with store'}")
         name = await self._endpoint.admit(body.model)
         earlier = await self._earlier(body)
         items = [*earlier, *body.items]
+        # Not the id of the request, which a client may have chosen: it would find, or lose, what another one keeps.
+        header = Header(f"resp_{uuid.uuid4().hex}", int(time.time()), name)
         try:
             chat = body.as_chat(earlier)
             chat.check()
             self._endpoint.note_left_out(body.callable_tools.left_out)
             names = {**WORDS, **{ours: WORDS.get(theirs, theirs) for ours, theirs in chat.names().items()}}
+            if body.background and store is not None:
+                kept = Kept(store, items)
+                return _json(await self._begin(kept, body, chat, context, names, header))
             generation, parsers = await self._endpoint.start_chat(chat, context, names, figures=True)
         except ApiError as error:
             raise error.renamed(WORDS) from None
-        # Not the id of the request, which a client may have chosen: it would find, or lose, what another one keeps.
-        header = Header(f"resp_{uuid.uuid4().hex}", int(time.time()), name)
-        store = self._store if body.store is not False else None
-        keep = None if store is None else lambda response: store.keep(response, items)
+        keep = None if store is None else Kept(store, items).keep
         answer = ResponseAnswer(body, generation, header, parsers[0] if parsers else None, keep)
-        if not body.background:
-            return await self._endpoint.respond(
-                request, answer, [generation], stream=bool(body.stream), context=context
-            )
-        if store is None:
-            raise invalid("background", f"background is true; {_OFF if self._store is None else 'allowed: with store'}")
-        begun = answer.response("in_progress")
-        await store.keep(begun, items, running=True)
-        self._endpoint.start_task(self._compute(store, answer, generation, header.id, items))
-        return _json(begun)
+        return await self._endpoint.respond(request, answer, [generation], stream=bool(body.stream), context=context)
 
     async def find(self, response_id: str) -> StoredResponse:
         """Raises ApiError where it is not kept."""
@@ -110,39 +110,92 @@ class Responses:
             raise invalid(name, f"{name} is {previous!r}, which is {status}; allowed: a response that has ended")
         return found.conversation
 
-    async def _compute(
+    async def _begin(
         self,
-        store: ResponseStore,
-        answer: ResponseAnswer,
-        generation: Generation,
-        response_id: str,
-        items: list[dict[str, Any]],
-    ) -> None:
+        kept: Kept,
+        body: ResponsesRequest,
+        chat: ChatRequest,
+        context: RequestContext,
+        names: Mapping[str, str],
+        header: Header,
+    ) -> dict[str, Any]:
+        """Starts a response in the background. Raises ApiError where it cannot be kept, before it is computed."""
+        begun = begun_response(body, header, is_kept=True)
+        await kept.begin(begun)
+        try:
+            generation, parsers = await self._endpoint.start_chat(chat, context, names, figures=True)
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                await kept.store.delete(header.id)
+            raise
+        answer = ResponseAnswer(body, generation, header, parsers[0] if parsers else None, kept.end)
+        self._endpoint.start_task(self._compute(kept, answer, generation, header.id))
+        return begun
+
+    async def _compute(self, kept: Kept, answer: ResponseAnswer, generation: Generation, response_id: str) -> None:
         """A response in the background, which is kept when it has ended, however it does."""
-        watch = asyncio.get_running_loop().create_task(self._watch(store, generation, response_id))
+        watch = asyncio.get_running_loop().create_task(self._watch(kept.store, generation, response_id))
         try:
             await answer.whole()
         except ClientLeft:
-            if not await self._is_deleted(store, response_id):
-                await store.keep(answer.response("cancelled"), items)
+            await kept.end(answer.response("cancelled"))
         except ApiError as error:
-            await store.keep(answer.response("failed", error), items)
+            await kept.end(answer.response("failed", error))
         except Exception as error:
             log.exception("response %s could not be computed", response_id)
             failure = ApiError(500, f"the response could not be computed ({type(error).__name__})")
-            await store.keep(answer.response("failed", failure), items)
+            await kept.end(answer.response("failed", failure))
         finally:
             watch.cancel()
 
     @staticmethod
     async def _watch(store: ResponseStore, generation: Generation, response_id: str) -> None:
-        while not await store.is_cancelled(response_id):
+        while True:
+            try:
+                if await store.is_cancelled(response_id):
+                    break
+            except sqlite3.Error as error:
+                log.warning("response %s: whether it is cancelled cannot be read: %s", response_id, error)
             await asyncio.sleep(_LOOK_SECONDS)
         generation.cancel()
 
-    @staticmethod
-    async def _is_deleted(store: ResponseStore, response_id: str) -> bool:
-        return await store.find(response_id) is None
+
+class Kept:
+    """One response in the store, with the conversation up to it."""
+
+    def __init__(self, store: ResponseStore, items: list[dict[str, Any]]) -> None:
+        self.store = store
+        self._items = items
+
+    async def begin(self, response: dict[str, Any]) -> None:
+        """In the background, before it is computed. Raises ApiError where it cannot be kept."""
+        try:
+            if not await self.store.keep(response, self._items, running=True):
+                message = (
+                    "the conversation is larger than all that is kept (--response-store-bytes); background needs it"
+                )
+                raise ApiError(413, message, param="input", code="storage_full")
+        except sqlite3.Error as error:
+            log.error("response %s cannot be kept: %s", response["id"], error)
+            raise ApiError(507, f"the response cannot be kept: {error}", code="storage_full") from None
+
+    async def keep(self, response: dict[str, Any], *, again: bool = False) -> bool:
+        """False where it cannot be kept, as the log then tells."""
+        try:
+            if await self.store.keep(response, self._items, again=again):
+                return True
+            log.warning("response %s is larger than all that is kept (--response-store-bytes)", response["id"])
+        except sqlite3.Error as error:
+            log.error("response %s cannot be kept: %s", response["id"], error)
+        return False
+
+    async def end(self, response: dict[str, Any]) -> bool:
+        """In the background, when it has ended. What cannot be kept has failed for who asks for it."""
+        if await self.keep(response, again=True):
+            return True
+        error = {"code": "server_error", "message": "the response was computed, and could not be kept"}
+        await self.keep({**response, "status": "failed", "error": error, "output": []}, again=True)
+        return False
 
 
 def add_routes(app: FastAPI, endpoint: Endpoint, settings: EndpointSettings) -> None:

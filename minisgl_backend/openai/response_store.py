@@ -21,10 +21,25 @@ import msgspec
 
 _Result = TypeVar("_Result")
 _WAIT_SECONDS = 10.0  # for another worker's write
-_TABLE = """
+# What is asked often stands apart from the JSON: SQLite reads and writes whole rows. Triggers keep the sum of sizes.
+_TABLES = """
 CREATE TABLE IF NOT EXISTS responses (
-    id TEXT PRIMARY KEY, response BLOB, items BLOB, size INTEGER, used REAL, owner INTEGER, cancelled INTEGER DEFAULT 0
-)
+    id TEXT PRIMARY KEY, size INTEGER, used REAL, owner INTEGER, cancelled INTEGER DEFAULT 0
+);
+CREATE INDEX IF NOT EXISTS responses_by_use ON responses (used, size);
+CREATE TABLE IF NOT EXISTS texts (id TEXT PRIMARY KEY, response BLOB, items BLOB);
+CREATE TABLE IF NOT EXISTS total (row INTEGER PRIMARY KEY CHECK (row = 1), bytes INTEGER);
+INSERT OR IGNORE INTO total VALUES (1, 0);
+CREATE TRIGGER IF NOT EXISTS response_added AFTER INSERT ON responses BEGIN
+    UPDATE total SET bytes = bytes + new.size;
+END;
+CREATE TRIGGER IF NOT EXISTS response_changed AFTER UPDATE OF size ON responses BEGIN
+    UPDATE total SET bytes = bytes + new.size - old.size;
+END;
+CREATE TRIGGER IF NOT EXISTS response_removed AFTER DELETE ON responses BEGIN
+    UPDATE total SET bytes = bytes - old.size;
+    DELETE FROM texts WHERE id = old.id;
+END;
 """
 
 
@@ -49,8 +64,11 @@ class ResponseStore:
         self._lock = threading.Lock()
         self._database: sqlite3.Connection | None = None
 
-    async def keep(self, response: dict[str, Any], items: list[dict[str, Any]], *, running: bool = False) -> bool:
-        """False where it is larger than all that may be kept. `running`: this process will keep it once more."""
+    async def keep(
+        self, response: dict[str, Any], items: list[dict[str, Any]], *, running: bool = False, again: bool = False
+    ) -> bool:
+        """False where it is larger than all that may be kept. `running`: this process will keep it once more. `again`:
+        it was kept before; if it was deleted since, it stays so."""
         encoded, conversation = msgspec.json.encode(response), msgspec.json.encode(items)
         size = len(encoded) + len(conversation)
         if size > self._most_bytes:
@@ -58,11 +76,13 @@ class ResponseStore:
         owner = os.getpid() if running else 0
 
         def write(database: sqlite3.Connection) -> bool:
-            known = database.execute("SELECT cancelled FROM responses WHERE id = ?", (response["id"],)).fetchone()
-            database.execute(
-                "INSERT OR REPLACE INTO responses VALUES (?, ?, ?, ?, ?, ?, ?)",
-                (response["id"], encoded, conversation, size, time.time(), owner, known[0] if known else 0),
-            )
+            values = (size, time.time(), owner, response["id"])
+            changed = database.execute("UPDATE responses SET size = ?, used = ?, owner = ? WHERE id = ?", values)
+            if not changed.rowcount:
+                if again:
+                    return True
+                database.execute("INSERT INTO responses (size, used, owner, id) VALUES (?, ?, ?, ?)", values)
+            database.execute("INSERT OR REPLACE INTO texts VALUES (?, ?, ?)", (response["id"], encoded, conversation))
             self._make_room(database)
             return True
 
@@ -74,7 +94,7 @@ class ResponseStore:
         def read(database: sqlite3.Connection) -> tuple[bytes, bytes, int] | None:
             database.execute("UPDATE responses SET used = ? WHERE id = ?", (time.time(), response_id))
             found: tuple[bytes, bytes, int] | None = database.execute(
-                "SELECT response, items, owner FROM responses WHERE id = ?", (response_id,)
+                "SELECT response, items, owner FROM responses JOIN texts USING (id) WHERE id = ?", (response_id,)
             ).fetchone()
             return found
 
@@ -111,12 +131,10 @@ class ResponseStore:
                 self._database = None
 
     def _make_room(self, database: sqlite3.Connection) -> None:
-        total = database.execute("SELECT SUM(size) FROM responses").fetchone()[0] or 0
-        for response_id, size in database.execute("SELECT id, size FROM responses ORDER BY used").fetchall():
-            if total <= self._most_bytes:
+        while database.execute("SELECT bytes FROM total").fetchone()[0] > self._most_bytes:
+            oldest = "SELECT id FROM responses ORDER BY used LIMIT 1"
+            if not database.execute(f"DELETE FROM responses WHERE id = ({oldest})").rowcount:
                 break
-            database.execute("DELETE FROM responses WHERE id = ?", (response_id,))
-            total -= size
 
     async def _do(self, work: Callable[[sqlite3.Connection], _Result]) -> _Result:
         return await asyncio.to_thread(self._locked, work)
@@ -128,12 +146,20 @@ class ResponseStore:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         if self._database is None:
-            self._database = sqlite3.connect(self._path, timeout=_WAIT_SECONDS, check_same_thread=False)
-            self._database.execute("PRAGMA journal_mode = WAL")
-            self._database.execute("PRAGMA synchronous = OFF")  # it need not outlive the machine
-            self._database.execute(_TABLE)
+            self._database = self._open()
         with self._database:  # commits, or rolls back
             yield self._database
+
+    def _open(self) -> sqlite3.Connection:
+        database = sqlite3.connect(self._path, timeout=_WAIT_SECONDS, check_same_thread=False)
+        try:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.execute("PRAGMA synchronous = OFF")  # it need not outlive the machine
+            database.executescript(_TABLES)
+        except sqlite3.Error:
+            database.close()
+            raise
+        return database
 
 
 def _is_alive(process_id: int) -> bool:

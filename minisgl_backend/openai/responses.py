@@ -16,7 +16,7 @@ from minisgl_backend.openai.triton import Delta, Generation
 from minisgl_backend.parsers.parts import Part
 from minisgl_backend.parsers.reasoning import CLOSE
 
-Keep = Callable[[dict[str, Any]], Awaitable[object]]
+Keep = Callable[[dict[str, Any]], Awaitable[bool]]  # False: it could not be kept
 Event = dict[str, Any]  # without its number, which it gets when it is sent
 
 
@@ -142,8 +142,8 @@ class ResponseAnswer:
 
     async def _kept(self, status: str) -> dict[str, Any]:
         response = self.response(status)
-        if self._keep is not None:
-            await self._keep(response)
+        if self._keep is not None and not await self._keep(response):
+            response["store"] = False
         return response
 
     def error_line(self, error: ApiError) -> bytes:
@@ -194,40 +194,16 @@ class ResponseAnswer:
 
     def response(self, status: str, error: ApiError | None = None) -> dict[str, Any]:
         """What is known by now, as the object that clients get."""
-        request = self._request
-        ended = status != "in_progress"
-        return {
-            "id": self._header.id,
-            "object": "response",
-            "created_at": self._header.created,
+        response = begun_response(self._request, self._header, is_kept=self._keep is not None)
+        if status == "in_progress":
+            return response
+        return response | {
             "status": status,
-            "background": bool(request.background),
             "error": None if error is None else {"code": "server_error", "message": error.message},
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "metadata": request.metadata or {},
-            "model": self._header.model,
-            "output": self._output.items if ended else [],
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": request.previous_response_id,
-            "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
-            "service_tier": "default",
-            "store": self._keep is not None,
-            "temperature": request.temperature,
-            "text": self._text(),
-            "tool_choice": _plain(request.tool_choice) if request.tool_choice else "auto",
-            "tools": request.tools or [],
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": request.top_p,
-            "truncation": request.truncation or "disabled",
-            "usage": self._usage() if ended else None,
-            "user": request.user,
+            "output": self._output.items,
+            "usage": self._usage(),
         }
-
-    def _text(self) -> dict[str, Any]:
-        form = self._request.text.format if self._request.text else None
-        return {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)}
 
     def _usage(self) -> dict[str, Any]:
         counts = usage(self._generation)
@@ -246,6 +222,39 @@ class ResponseAnswer:
         line = named_event(event["type"], {**event, "sequence_number": self._number})
         self._number += 1
         return line
+
+
+def begun_response(request: ResponsesRequest, header: Header, *, is_kept: bool) -> dict[str, Any]:
+    """As clients get it before anything is generated."""
+    form = request.text.format if request.text else None
+    return {
+        "id": header.id,
+        "object": "response",
+        "created_at": header.created,
+        "status": "in_progress",
+        "background": bool(request.background),
+        "error": None,
+        "incomplete_details": None,
+        "instructions": request.instructions,
+        "max_output_tokens": request.max_output_tokens,
+        "metadata": request.metadata or {},
+        "model": header.model,
+        "output": [],
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "previous_response_id": request.previous_response_id,
+        "reasoning": {"effort": request.reasoning.effort if request.reasoning else None, "summary": None},
+        "service_tier": "default",
+        "store": is_kept,
+        "temperature": request.temperature,
+        "text": {"format": {"type": "text"} if form is None else form.model_dump(by_alias=True, exclude_none=True)},
+        "tool_choice": _plain(request.tool_choice) if request.tool_choice else "auto",
+        "tools": request.tools or [],
+        "top_logprobs": request.top_logprobs or 0,
+        "top_p": request.top_p,
+        "truncation": request.truncation or "disabled",
+        "usage": None,
+        "user": request.user,
+    }
 
 
 def _plain(value: Any) -> Any:

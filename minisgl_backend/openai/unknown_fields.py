@@ -7,10 +7,9 @@ import logging
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from minisgl_backend.openai.requests.base import IGNORE
+from minisgl_backend.openai.told_once import ToldOnce
 
 log = logging.getLogger(__name__)
-
-_MOST_NAMES = 256  # that are told; a client can make up any number
 
 
 class IgnoreUnknownFields:
@@ -18,7 +17,7 @@ class IgnoreUnknownFields:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._told: set[str] = set()
+        self._told = ToldOnce()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         token = IGNORE.set(self._tell)
@@ -28,6 +27,5 @@ class IgnoreUnknownFields:
             IGNORE.reset(token)
 
     def _tell(self, name: str) -> None:
-        if name not in self._told and len(self._told) < _MOST_NAMES:
-            self._told.add(name)
+        if self._told.is_new(name):
             log.warning("field %.60r is unknown and ignored in all requests (--ignore-unknown-fields)", name)

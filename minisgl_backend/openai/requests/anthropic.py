@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import JsonSchema, Model, ResponseFormat, Sampling, is_unicode
@@ -35,17 +35,26 @@ class AnthropicTool(Model):
     type: str | None = None  # "custom" or none; all others are run by Anthropic itself
     description: str | None = None
     input_schema: dict[str, Any] | None = None
+    strict: bool | None = None
     # Without a meaning here.
     cache_control: dict[str, Any] | None = None
-    strict: bool | None = None
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
     input_examples: list[Any] | None = None
     allowed_callers: list[str] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_options(cls, values: Any) -> Any:
+        """What Anthropic runs itself is left out here, with whatever options it has; some of it has no name."""
+        kind = values.get("type") if isinstance(values, dict) else None
+        if not isinstance(kind, str) or kind == "custom":
+            return values
+        return {"type": kind, "name": values.get("name") or kind}
+
     def as_tool(self) -> Tool:
         definition = FunctionDefinition.model_construct(
-            name=self.name, description=self.description, parameters=self.input_schema
+            name=self.name, description=self.description, parameters=self.input_schema, strict=self.strict
         )
         return Tool.model_construct(type="function", function=definition)
 

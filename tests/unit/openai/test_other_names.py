@@ -10,9 +10,11 @@ from pydantic import ValidationError
 
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.logprobs import CompletionLogprobs, said
+from minisgl_backend.openai.requests.anthropic import MessagesRequest
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from minisgl_backend.openai.responses import OutputItems
+from minisgl_backend.openai.told_once import ToldOnce
 from minisgl_backend.openai.triton import Delta, TokenLogprob
 from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
 from minisgl_backend.openai.validation import from_validation
@@ -166,3 +168,26 @@ def test_what_goes_by_another_name_here_is_told(given: dict[str, Any], message: 
     with pytest.raises(ValidationError) as error:
         chat(**given)
     assert from_validation(error.value.errors()).message == message
+
+
+def test_tools_that_anthropic_runs_are_left_out_with_their_options() -> None:
+    hosted = [
+        {"type": "web_search_20250305", "name": "web_search", "max_uses": 5, "user_location": {"type": "approximate"}},
+        {"type": "mcp_toolset", "mcp_server_name": "x"},
+    ]
+    custom = {"name": "f", "input_schema": {"type": "object"}, "strict": True}
+    messages = [{"role": "user", "content": "hello"}]
+    body = MessagesRequest.model_validate({"max_tokens": 1, "messages": messages, "tools": [*hosted, custom]})
+    assert body.left_out == ["web_search_20250305", "mcp_toolset"]
+    (tool,) = body.as_chat().tools or ()
+    assert (tool.function.name, tool.function.strict) == ("f", True)
+    for wrong in ({"input_schema": {}}, {"type": "custom", "name": "f", "max_uses": 5}):
+        with pytest.raises(ValidationError):
+            MessagesRequest.model_validate({"max_tokens": 1, "messages": messages, "tools": [wrong]})
+
+
+def test_names_are_told_once_and_never_without_a_bound() -> None:
+    told = ToldOnce()
+    assert told.is_new("a" * 100)
+    assert not told.is_new("a" * 100)
+    assert sum(told.is_new(str(number)) for number in range(1000)) == 255

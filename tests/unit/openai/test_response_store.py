@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 import subprocess
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from minisgl_backend.openai.errors import ApiError
+from minisgl_backend.openai.response_routes import Kept
 from minisgl_backend.openai.response_store import ResponseStore
 
 ITEMS: list[dict[str, Any]] = [{"type": "message", "role": "user", "content": "hello"}]
@@ -61,5 +66,60 @@ def test_one_in_the_background_is_cancelled_by_any_worker_or_fails_with_its_own(
         assert found is not None
         assert found.response["status"] == "failed"
         store.close()
+
+    asyncio.run(use())
+
+
+def test_the_sum_of_sizes_is_kept_as_responses_come_change_and_go(tmp_path: Path) -> None:
+    async def use() -> None:
+        store = ResponseStore(tmp_path / "store", 5_000)
+        for number in range(20):
+            await store.keep(response(str(number % 7), length=100 * number), ITEMS)
+        await store.delete("5")
+        sums = (
+            "SELECT bytes, (SELECT SUM(size) FROM responses), (SELECT SUM(LENGTH(response) + LENGTH(items)) FROM texts)"
+        )
+        kept, sizes, texts = await store._do(lambda database: database.execute(f"{sums} FROM total").fetchone())
+        assert 0 < kept == sizes == texts <= 5_000
+        store.close()
+
+    asyncio.run(use())
+
+
+def test_one_in_the_background_that_was_deleted_stays_so(tmp_path: Path) -> None:
+    async def use() -> None:
+        store = ResponseStore(tmp_path / "store", 10_000)
+        kept = Kept(store, ITEMS)
+        await kept.begin(response("a"))
+        await store.delete("a")
+        assert await kept.end(response("a"))
+        assert await store.find("a") is None
+        store.close()
+
+    asyncio.run(use())
+
+
+def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def use() -> None:
+        store = ResponseStore(tmp_path / "store", 3_000)
+        kept, large = Kept(store, ITEMS), response("a", length=5_000)
+        assert not await kept.keep(large)
+        with pytest.raises(ApiError) as refused:
+            await kept.begin(large)
+        assert refused.value.status == 413
+        await kept.begin(response("a"))
+        assert not await kept.end(large)
+        found = await store.find("a")
+        assert found is not None
+        assert (found.response["status"], found.response["output"]) == ("failed", [])
+
+        def full(*_: object) -> None:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        monkeypatch.setattr(store, "_locked", full)
+        assert not await kept.keep(response("b"))
+        with pytest.raises(ApiError) as refused:
+            await kept.begin(response("b"))
+        assert refused.value.status == 507
 
     asyncio.run(use())
