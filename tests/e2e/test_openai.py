@@ -210,9 +210,8 @@ def test_options_beyond_openai_do_what_they_say(endpoint: Endpoint, client: open
     assert count(logit_bias={str(comma): -100})[0] != COUNTED
     assert count(logit_bias={str(comma): 100}, max_tokens=3)[0] == ", , , "
     assert "3" not in count(bad_words=["3"])[0]
-    repeating: Any = {"model": "demo", "prompt": "The house", "max_tokens": 20, "temperature": 0}
+    repeating: Any = {"model": "demo", "prompt": "1, 2, 1, 2,", "max_tokens": 20, "temperature": 0}
     plain = client.completions.create(**repeating).choices[0].text
-    assert plain == "house" * 20
     penalties: tuple[Any, ...] = ({"presence_penalty": 2.0}, {"frequency_penalty": 2.0})
     for penalty in (*penalties, {"extra_body": {"repetition_penalty": 2.0}}):
         assert client.completions.create(**repeating, **penalty).choices[0].text != plain
@@ -244,7 +243,7 @@ def test_tools_that_a_grammar_enforces(client: openai.OpenAI, choice: Any, strea
         reason = chunks[-1].choices[0].finish_reason
     else:
         (call,) = answer.choices[0].message.tool_calls
-        assert call.id.startswith("call_")
+        assert re.fullmatch(r"[A-Za-z0-9]{9}", call.id)
         name, arguments, reason = call.function.name, call.function.arguments, answer.choices[0].finish_reason
     assert name == "weather"
     assert set(json.loads(arguments)) == {"city", "celsius"}

@@ -128,18 +128,18 @@ def test_functions_there_and_back(client: openai.OpenAI, choice: Any, stream: bo
 
 
 def test_a_conversation_is_what_it_is_in_a_chat(endpoint: Endpoint, client: openai.OpenAI) -> None:
-    said = client.responses.create(model="demo", input="My name is Emma.", temperature=0)
+    said = client.responses.create(model="demo", input="Remember: my best friend's name is Emma.", temperature=0)
     items: Any = [
-        {"role": "user", "content": [{"type": "input_text", "text": "My name is Emma."}]},
+        {"role": "user", "content": [{"type": "input_text", "text": "Remember: my best friend's name is Emma."}]},
         *[item.model_dump(exclude_none=True) for item in said.output],
-        {"role": "user", "content": "What is my name?"},
+        {"role": "user", "content": "What is my best friend's name?"},
     ]
     answer = client.responses.create(model="demo", instructions="Be brief.", input=items, temperature=0)
     messages = [
         {"role": "system", "content": "Be brief."},
-        {"role": "user", "content": "My name is Emma."},
+        {"role": "user", "content": "Remember: my best friend's name is Emma."},
         {"role": "assistant", "content": said.output_text},
-        {"role": "user", "content": "What is my name?"},
+        {"role": "user", "content": "What is my best friend's name?"},
     ]
     assert answer.usage.input_tokens == endpoint.post("/tokenize", {"messages": messages})[1]["count"]
     assert "Emma" in answer.output_text

@@ -309,9 +309,9 @@ class TritonPythonModel:
 """
 
 
-def end_of_start(service: Service) -> str:
-    """What the supervisor said in the end, one line."""
-    assert service.process.wait(PATIENCE_SECONDS) == 1
+def end_of_start(service: Service, status: int = 1) -> str:
+    """What the supervisor said in the end, one line; it ends with this status."""
+    assert service.process.wait(PATIENCE_SECONDS) == status
     (line,) = [line for line in service.log.read_text().splitlines() if line.startswith("[serve] error: ")]
     return line
 
@@ -345,7 +345,7 @@ def test_a_server_that_is_not_ready_stops_at_once(tmp_path: Path, monkeypatch: p
 
 def test_options_that_cannot_be_served_end_the_start_with_one_line(tmp_path: Path) -> None:
     with running(ROOT / "model_repository", tmp_path / "log", "--tp", "3") as service:
-        error = end_of_start(service)
+        error = end_of_start(service, status=2)  # found before the server starts
     assert error == "[serve] error: tp is 3; allowed: a divisor of the model's num_attention_heads, which is 8"
     assert service.log.read_text().count("tp is 3") == 1
 
