@@ -284,7 +284,7 @@ def _add_batches(app: FastAPI, settings: EndpointSettings) -> BatchRunner | None
     kept = batches.BatchStore(folder / "batches")
     files.add_routes(app, store)
     batches.add_routes(app, kept, store)
-    return BatchRunner(kept, store, partial(post, app), settings.max_batch_requests)
+    return BatchRunner(kept, store, partial(post, app), settings.max_batch_requests, settings.max_body_bytes)
 
 
 def _add_routes(app: FastAPI, endpoint: Endpoint) -> None:

@@ -11,12 +11,14 @@ import contextlib
 import fcntl
 import json
 import logging
+import math
 import os
+import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Generator, Iterator
+from collections.abc import Awaitable, Callable, Generator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, TypeVar
 
 import msgspec
 
@@ -29,39 +31,58 @@ from minisgl_backend.request import MAX_PRIORITY
 
 log = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 Post = Callable[[str, bytes, str], Awaitable[tuple[int, bytes]]]  # path, body, request id -> status, body
 
 _LOOK_SECONDS = 0.5  # between looks for a batch, or for the lock
+_PAUSE_SECONDS = 5.0  # after what nobody has foreseen
+_TIDY_SECONDS = 3600.0  # between looks for files that nothing will finish
 _TOLD_SECONDS = 1.0  # between counts that clients see
 _AGAIN = (408, 429, 503)  # the server is full, or will come back
 _AGAIN_SECONDS = (0.5, 1.0, 2.0, 5.0)
 _MOST_ERRORS = 100  # of a file that are told
+_EXPIRED = {"code": "batch_expired", "message": "the batch's completion window has passed"}
 
 
 class BatchRunner:
     """For one event loop; `run` goes on until it is cancelled."""
 
-    def __init__(self, batches: BatchStore, files: FileStore, post: Post, most_at_once: int) -> None:
+    def __init__(
+        self, batches: BatchStore, files: FileStore, post: Post, most_at_once: int, most_line_bytes: int
+    ) -> None:
         self._batches = batches
         self._files = files
         self._post = post
         self._most_at_once = most_at_once
-        self._ended: set[str] = set()  # batches that need no look
+        self._most_line_bytes = most_line_bytes
+        self._ended: set[str] = set()  # names of files that need no look
+        self._tidied_at = -math.inf
 
     async def run(self) -> None:
-        while not self._batches.folder.is_dir():  # nobody has made a batch yet
+        while True:
+            try:
+                if self._batches.folder.is_dir():  # somebody has made a batch
+                    await self._run_locked()
+            except OSError as error:  # the disk is full, most of the time
+                log.error("batches in %s cannot go on: %s", self._batches.folder, error)
+            except Exception:
+                log.exception("batches in %s cannot go on", self._batches.folder)
+                await asyncio.sleep(_PAUSE_SECONDS)
             await asyncio.sleep(_LOOK_SECONDS)
+
+    async def _run_locked(self) -> None:
+        """Returns at once where another worker has the lock."""
         with (self._batches.folder / "lock").open("w") as lock:
-            while not _is_locked(lock):
-                await asyncio.sleep(_LOOK_SECONDS)
+            if not _is_locked(lock):
+                return
             while True:
-                try:
-                    batch = await asyncio.to_thread(self._next)
-                    if batch is not None:
-                        await self._compute_or_fail(batch)
-                        continue
-                except OSError as error:  # the disk is full, most of the time
-                    log.error("batches in %s cannot go on: %s", self._batches.folder, error)
+                batch = await _off_loop(self._next)
+                if batch is not None:
+                    await self._compute_or_fail(batch)
+                    continue
+                if time.monotonic() - self._tidied_at > _TIDY_SECONDS:
+                    self._tidied_at = time.monotonic()
+                    await _off_loop(self._tidy)
                 await asyncio.sleep(_LOOK_SECONDS)
 
     async def _compute_or_fail(self, batch: Batch) -> None:
@@ -71,31 +92,37 @@ class BatchRunner:
             if not isinstance(error, ApiError):
                 log.exception("batch %s failed", batch["id"])
             message = f"{type(error).__name__}: {error}"
-            self._fail(batch, [{"code": "server_error", "message": message, "line": None, "param": None}])
+            await self._fail(batch, [{"code": "server_error", "message": message, "line": None, "param": None}])
 
     def _next(self) -> Batch | None:
-        for path in sorted(self._batches.folder.glob("batch_*.json"), key=lambda path: path.stat().st_mtime):
-            if path.stem in self._ended:
-                continue
-            batch = self._batches.get(path.stem)
-            if batch["status"] not in ENDED:
+        paths = [path for path in self._batches.paths() if path.stem not in self._ended]
+        for path in sorted(paths, key=_modified):
+            batch = self._batches.read(path)
+            if batch is not None and batch["status"] not in ENDED:
                 return batch
             self._ended.add(path.stem)
+            if batch is None and path.exists():
+                log.error("%s is no batch, and is left alone", path)
         return None
+
+    def _tidy(self) -> None:
+        """When no batch is left to compute: one may have been added since."""
+        going_on = [batch for batch in self._batches.all() if batch["status"] not in ENDED]
+        self._files.remove_orphans({batch[key] for batch in going_on for key in ("_output", "_errors")})
 
     async def _compute(self, batch: Batch) -> None:
         if batch["status"] == "validating":
             source = self._files.data(batch["input_file_id"])
-            count, errors = await asyncio.to_thread(_validate, source, batch["endpoint"])
+            count, errors = await _off_loop(_validate, source, batch["endpoint"], self._most_line_bytes)
             if errors:
-                self._fail(batch, errors)
+                await self._fail(batch, errors)
                 return
             batch |= {"status": "in_progress", "in_progress_at": int(time.time())}
             batch["request_counts"]["total"] = count
-            self._batches.write(batch)
-        work = BatchWork(batch, self._batches, self._files, self._post)
+            await _off_loop(self._batches.write, batch)
+        work = BatchWork(batch, self._batches, self._files, self._post, self._most_line_bytes)
         ended = await work.run(self._most_at_once)
-        self._finish(batch, ended)
+        await _off_loop(self._finish, batch, ended)
 
     def _finish(self, batch: Batch, status: str) -> None:
         batch |= {"status": "finalizing", "finalizing_at": int(time.time())}
@@ -110,35 +137,35 @@ class BatchRunner:
         batch |= {"status": status, f"{status}_at": int(time.time())}
         self._batches.write(batch)
 
-    def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
+    async def _fail(self, batch: Batch, errors: list[dict[str, Any]]) -> None:
         batch["errors"] = {"object": "list", "data": errors}
-        self._finish(batch, "failed")
+        await _off_loop(self._finish, batch, "failed")
 
 
 class BatchWork:
     """The lines of one batch."""
 
-    def __init__(self, batch: Batch, batches: BatchStore, files: FileStore, post: Post) -> None:
+    def __init__(self, batch: Batch, batches: BatchStore, files: FileStore, post: Post, most_line_bytes: int) -> None:
         self._batch = batch
         self._batches = batches
         self._files = files
         self._post = post
-        self._told_at = 0.0
+        self._most_line_bytes = most_line_bytes
+        self._told_at = -math.inf
 
     async def run(self, most_at_once: int) -> str:
         """The status that the batch ends with."""
         output, errors = (self._files.data(self._batch[key]) for key in ("_output", "_errors"))
-        done = [await asyncio.to_thread(_custom_ids, path) for path in (output, errors)]
+        done = [await _off_loop(_custom_ids, path) for path in (output, errors)]
         self._counts.update(completed=len(done[0]), failed=len(done[1]))
-        lines = _lines(self._files.data(self._batch["input_file_id"]), self._batch["endpoint"], done[0] | done[1])
+        source = self._files.data(self._batch["input_file_id"])
+        lines = _Lines(_lines(source, self._batch["endpoint"], done[0] | done[1], self._most_line_bytes))
         with output.open("ab") as self._output, errors.open("ab") as self._errors, contextlib.closing(lines):
             async with _TaskGroup() as group:
                 for _ in range(most_at_once):
                     group.create_task(self._take(lines))
             if self._end() == "expired":
-                for line in lines:
-                    error = {"code": "batch_expired", "message": "the batch's completion window has passed"}
-                    self._append(self._errors, line, None, error)
+                await _off_loop(self._expire, lines)
         return self._end() or "completed"
 
     @property
@@ -152,18 +179,24 @@ class BatchWork:
             return "cancelled"
         return "expired" if time.time() > self._batch["expires_at"] else None
 
-    async def _take(self, lines: Iterator[Line]) -> None:
-        while self._end() is None and (line := next(lines, None)) is not None:
+    def _expire(self, lines: _Lines) -> None:
+        while (line := lines.next()) is not None:
+            self._append(self._errors, line, None, _EXPIRED)
+
+    async def _take(self, lines: _Lines) -> None:
+        while self._end() is None and (line := await _off_loop(lines.next)) is not None:
             answer = await self._answer(line)
             if answer is None:
+                if self._end() == "expired":
+                    self._append(self._errors, line, None, _EXPIRED)
                 return
             status, response = answer
             self._append(self._output if status < 400 else self._errors, line, response, None)
-            self._tell()
+            await self._tell()
 
     async def _answer(self, line: Line) -> tuple[int, dict[str, Any]] | None:
         """None where the batch ends before the server takes the line."""
-        body, tries = encode({**line.body, "priority": MAX_PRIORITY}), 0
+        body, tries = await _off_loop(encode, {**line.body, "priority": MAX_PRIORITY}), 0
         while True:
             request_id = uuid.uuid4().hex
             status, text = await self._post(line.url, body, request_id)
@@ -180,11 +213,32 @@ class BatchWork:
         file.flush()
         self._counts["completed" if file is self._output else "failed"] += 1
 
-    def _tell(self) -> None:
+    async def _tell(self) -> None:
         if time.monotonic() - self._told_at > _TOLD_SECONDS:
+            self._told_at = math.inf  # nobody else does it meanwhile
+            await _off_loop(self._write)
             self._told_at = time.monotonic()
-            self._files.check_room()
-            self._batches.write(self._batch)
+
+    def _write(self) -> None:
+        self._files.check_room()
+        self._batches.write(self._batch)
+
+
+class _Lines:
+    """Lines for several threads."""
+
+    def __init__(self, lines: Generator[Line, None, None]) -> None:
+        self._lines = lines
+        self._lock = threading.Lock()
+
+    def next(self) -> Line | None:
+        """None: there are no more."""
+        with self._lock:
+            return next(self._lines, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._lines.close()
 
 
 class _TaskGroup:
@@ -208,6 +262,24 @@ class _TaskGroup:
             await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
+async def _off_loop(work: Callable[..., _Result], *arguments: Any) -> _Result:
+    """On another thread. Who is cancelled waits for its end: what it writes belongs to who holds the lock."""
+    task = asyncio.ensure_future(asyncio.to_thread(work, *arguments))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
+
+
+def _modified(path: Path) -> float:
+    """0 where it was just deleted."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
 def _is_locked(lock: IO[str]) -> bool:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -216,17 +288,34 @@ def _is_locked(lock: IO[str]) -> bool:
     return True
 
 
-def _validate(path: Path, endpoint: str) -> tuple[int, list[dict[str, Any]]]:
+def _numbered(file: IO[bytes], most_bytes: int) -> Generator[tuple[int, bytes | None], None, None]:
+    """(number, line) of those with something in them; None for one that is longer than `most_bytes`."""
+    number = 0
+    while text := file.readline(most_bytes + 1):
+        number += 1
+        is_long = len(text) > most_bytes and not text.endswith(b"\n")
+        while is_long and text and not text.endswith(b"\n"):
+            text = file.readline(most_bytes + 1)
+        if is_long or text.strip():
+            yield number, None if is_long else text
+
+
+def _parsed(text: bytes | None, endpoint: str, most_bytes: int) -> Line:
+    """Raises ValueError naming what is wrong."""
+    if text is None:
+        raise ValueError(f"it is longer than {most_bytes} bytes, all that a request may have (--max-body-bytes)")
+    return parse_line(text, endpoint)
+
+
+def _validate(path: Path, endpoint: str, most_bytes: int) -> tuple[int, list[dict[str, Any]]]:
     """(number of lines, what is wrong with some)."""
     seen: set[str] = set()
     errors: list[dict[str, Any]] = []
     try:
         with path.open("rb") as file:
-            for number, text in enumerate(file, 1):
-                if not text.strip():
-                    continue
+            for number, text in _numbered(file, most_bytes):
                 try:
-                    line = parse_line(text, endpoint)
+                    line = _parsed(text, endpoint, most_bytes)
                     if line.custom_id in seen:
                         raise ValueError(f"custom_id is {line.custom_id[:60]!r}, as that of another line")
                     seen.add(line.custom_id)
@@ -260,9 +349,9 @@ def _custom_ids(path: Path) -> set[str]:
     return found
 
 
-def _lines(path: Path, endpoint: str, done: set[str]) -> Generator[Line, None, None]:
+def _lines(path: Path, endpoint: str, done: set[str], most_bytes: int) -> Generator[Line, None, None]:
     """Those that are still to be computed."""
     with path.open("rb") as file:
-        for text in file:
-            if text.strip() and (line := parse_line(text, endpoint)).custom_id not in done:
+        for _, text in _numbered(file, most_bytes):
+            if (line := _parsed(text, endpoint, most_bytes)).custom_id not in done:
                 yield line

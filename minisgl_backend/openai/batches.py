@@ -10,6 +10,7 @@ import asyncio
 import re
 import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ ENDED = ("completed", "failed", "expired", "cancelled")
 _ID = re.compile(r"batch_[0-9a-f]{32}")
 _MOST_LISTED = 100
 _MOST_BATCHES = 10_000  # that are kept; the oldest that have ended make room
+_KEYS = {"status", "endpoint", "input_file_id", "created_at", "expires_at", "request_counts", "_output", "_errors"}
 _TIMES = ("in_progress_at", "finalizing_at", "completed_at", "failed_at", "expired_at", "cancelling_at", "cancelled_at")
 
 Batch = dict[str, Any]  # OpenAI's object; keys with an underscore before them are told nobody
@@ -67,13 +69,26 @@ class BatchStore:
 
     def get(self, batch_id: str) -> Batch:
         """Raises ApiError where there is none."""
-        found = read_json(self._path(batch_id)) if _ID.fullmatch(batch_id) else None
+        found = self.read(self._path(batch_id)) if _ID.fullmatch(batch_id) else None
         if found is None:
             raise ApiError(404, f"batch_id is {batch_id[:100]!r}, which is no batch here", param="batch_id")
         return found
 
+    @staticmethod
+    def read(path: Path) -> Batch | None:
+        """None where the file is not there, or is no batch."""
+        try:
+            found = read_json(path) if _ID.fullmatch(path.stem) else None
+        except ValueError:
+            return None
+        return found if isinstance(found, dict) and found.get("id") == path.stem and found.keys() >= _KEYS else None
+
+    def paths(self) -> Iterator[Path]:
+        """Of what may be batches."""
+        return self.folder.glob("batch_*.json")
+
     def all(self) -> list[Batch]:
-        found = [read_json(path) for path in self.folder.glob("batch_*.json")]
+        found = map(self.read, self.paths())
         return sorted(filter(None, found), key=lambda batch: (batch["created_at"], batch["id"]))
 
     def cancel(self, batch: Batch) -> None:

@@ -7,13 +7,15 @@ does not exist yet for clients.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import logging
 import os
 import re
 import shutil
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,12 +27,15 @@ from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.requests.base import is_unicode
 from minisgl_backend.openai.sse import encode
 
+log = logging.getLogger(__name__)
+
 MAX_FILE_BYTES = 200 << 20  # of one upload, OpenAI's own limit
 PATH = "/v1/files"
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _PURPOSES = ("batch",)
 _MOST_LISTED = 10_000
 _COPY_BYTES = 1 << 20
+_ORPHAN_SECONDS = 3600.0  # since the last byte of a file that clients do not see
 
 
 class FileStore:
@@ -62,6 +67,15 @@ class FileStore:
             raise ApiError(
                 413, f"files of {used} bytes are kept, and {size} more; allowed: {allowed}", code="storage_full"
             )
+
+    def remove_orphans(self, written: Collection[str]) -> None:
+        """Removes what uploads and batches that were cut off have left. `written`: ids of files that still grow."""
+        for path in self._folder.glob("file-*.data"):
+            with contextlib.suppress(FileNotFoundError):  # deleted meanwhile
+                is_old = time.time() - path.stat().st_mtime > _ORPHAN_SECONDS
+                if is_old and path.stem not in written and not path.with_suffix(".json").exists():
+                    path.unlink()
+                    log.warning("%s was never finished, and is removed", path)
 
     def publish(self, file_id: str, name: str, purpose: str) -> dict[str, Any]:
         """Lets clients see a file whose bytes are written; once more changes nothing."""
@@ -158,6 +172,9 @@ def page(items: Sequence[dict[str, Any]], request: Request, *, most: int, defaul
 def add_routes(app: FastAPI, files: FileStore) -> None:
     @app.post(PATH)
     async def upload(request: Request) -> Response:
+        length = request.headers.get("content-length", "")
+        if length.isdecimal():  # before the body is read: it is kept on disk meanwhile
+            await asyncio.to_thread(files.check_room, int(length[:18]))
         file, purpose = await _form(request)
         size = file.size or 0
         if not size:

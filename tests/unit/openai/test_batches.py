@@ -6,12 +6,13 @@ import asyncio
 import io
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minisgl_backend.openai.batch_runner import BatchRunner, Post
+from minisgl_backend.openai.batch_runner import BatchRunner, BatchWork, Post
 from minisgl_backend.openai.batches import ENDED, Batch, BatchStore
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.files import FileStore
@@ -19,6 +20,7 @@ from minisgl_backend.openai.requests.batches import BatchRequest
 from minisgl_backend.request import MAX_PRIORITY
 
 CHAT = "/v1/chat/completions"
+MOST_LINE_BYTES = 1000
 
 
 class Folder:
@@ -37,7 +39,7 @@ class Folder:
 
     async def run(self, batch: Batch, post: Post, most_at_once: int = 2) -> Batch:
         """Until the batch has ended."""
-        task = asyncio.get_running_loop().create_task(BatchRunner(self.batches, self.files, post, most_at_once).run())
+        task = asyncio.get_running_loop().create_task(runner(self, post, most_at_once).run())
         try:
             while (found := self.batches.get(batch["id"]))["status"] not in ENDED and not task.done():
                 await asyncio.sleep(0.005)
@@ -52,6 +54,10 @@ class Folder:
         lines = [json.loads(line) for line in self.files.data(file_id).read_bytes().splitlines()]
         assert len({line["custom_id"] for line in lines}) == len(lines)
         return {line["custom_id"]: line for line in lines}
+
+
+def runner(folder: Folder, post: Post, most_at_once: int = 2) -> BatchRunner:
+    return BatchRunner(folder.batches, folder.files, post, most_at_once, MOST_LINE_BYTES)
 
 
 def line(custom_id: str, **body: Any) -> dict[str, Any]:
@@ -87,6 +93,7 @@ def test_results_and_errors_stand_in_files_of_their_own(tmp_path: Path) -> None:
         (line("b", priority=1), "line 2: body.priority is given"),
         ({"custom_id": "b"}, "line 2: "),
         (b"\xff\n", "line 2: "),
+        (line("b", user="x" * 2500), f"line 2: it is longer than {MOST_LINE_BYTES} bytes"),
     ],
 )
 def test_a_wrong_line_fails_the_batch_before_it_begins(tmp_path: Path, wrong: Any, message: str) -> None:
@@ -108,9 +115,7 @@ def test_after_a_crash_each_line_stands_once(tmp_path: Path) -> None:
         return 200, b"{}"
 
     async def crash() -> None:
-        task = asyncio.get_running_loop().create_task(
-            BatchRunner(folder.batches, folder.files, dies_at_the_third, 2).run()
-        )
+        task = asyncio.get_running_loop().create_task(runner(folder, dies_at_the_third).run())
         while len(asked) < 5:
             await asyncio.sleep(0.005)
         task.cancel()
@@ -162,6 +167,47 @@ def test_lines_behind_the_window_have_expired(tmp_path: Path) -> None:
     assert {one["error"]["code"] for one in folder.records(found["error_file_id"]).values()} == {"batch_expired"}
 
 
+def test_lines_that_a_full_server_did_not_take_have_expired(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, asked = Folder(tmp_path), []
+    batch = folder.add(line("a"), line("b"), line("c"))
+
+    async def full(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        asked.append(request_id)
+        return 503, b"{}"
+
+    monkeypatch.setattr(BatchWork, "_end", lambda _: "expired" if asked else None)
+    found = asyncio.run(folder.run(batch, full))
+    assert found["status"] == "expired"
+    errors = folder.records(found["error_file_id"])
+    assert {name: one["error"]["code"] for name, one in errors.items()} == dict.fromkeys("abc", "batch_expired")
+
+
+def test_files_that_are_no_batches_are_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = Folder(tmp_path)
+    folder.batches.folder.mkdir()
+    foreign = {f"batch_{'0' * 32}": b"{", f"batch_{'1' * 32}": b"[]", "batch_mine": b"{}"}
+    for name, data in foreign.items():
+        (folder.batches.folder / f"{name}.json").write_bytes(data)
+    batch = folder.add(line("a"))
+    assert asyncio.run(folder.run(batch, echo))["status"] == "completed"
+    assert [one["id"] for one in folder.batches.all()] == [batch["id"]]
+    assert sum("is no batch" in message for message in caplog.messages) == len(foreign)
+
+
+def test_a_runner_survives_what_nobody_has_foreseen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl_backend.openai.batch_runner._PAUSE_SECONDS", 0.0)
+    folder, faults = Folder(tmp_path), iter([ValueError("odd")])
+    batch = folder.add(line("a"))
+
+    def paths() -> Iterator[Path]:
+        for fault in faults:
+            raise fault
+        return folder.batches.folder.glob("batch_*.json")
+
+    monkeypatch.setattr(folder.batches, "paths", paths)
+    assert asyncio.run(folder.run(batch, echo))["status"] == "completed"
+
+
 def test_never_more_than_so_many_at_once(tmp_path: Path) -> None:
     now, most = 0, 0
 
@@ -187,3 +233,15 @@ def test_files_have_a_bound(tmp_path: Path) -> None:
     folder.files.delete(file["id"])
     assert folder.files.all() == []
     assert os.listdir(tmp_path / "files") == []
+
+
+def test_what_was_never_finished_is_removed(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    kept = folder.files.add(io.BytesIO(b"x"), 1, "x", "batch")["id"]
+    young, grows, orphan = (FileStore.new_id() for _ in range(3))
+    for file_id in (kept, young, grows, orphan):
+        folder.files.data(file_id).write_bytes(b"x")
+        if file_id != young:
+            os.utime(folder.files.data(file_id), (0, 0))
+    folder.files.remove_orphans({grows})
+    assert {path.stem for path in (tmp_path / "files").glob("*.data")} == {kept, young, grows}
