@@ -15,6 +15,7 @@ import msgspec
 
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.grammar.json_schema import schema_grammar
+from minisgl_backend.grammar.json_schema.xml_styles import check_kept
 from minisgl_backend.request import Grammar
 
 MAX_NESTING = 64  # levels of a JSON schema
@@ -49,14 +50,32 @@ def _ebnf(text: str) -> Grammar:
 
 
 def _tags(node: Any) -> Any:
-    """A structural tag whose JSON schemas are grammars, so that they are kept as elsewhere; other styles stay."""
+    """A structural tag whose JSON schemas are grammars, so that they are kept as elsewhere.
+
+    Those of other styles stay, which xgrammar converts: what it does not keep is refused.
+    """
     if isinstance(node, list):
         return [_tags(child) for child in node]
     if not isinstance(node, dict):
         return node
-    if node.get("type") == "json_schema" and node.get("style", "json") == "json":
-        return {"type": "grammar", "grammar": schema_grammar(_read(json.dumps(node.get("json_schema"))))}
+    if node.get("type") == "json_schema":
+        schema, style = _read(json.dumps(node.get("json_schema"))), node.get("style", "json")
+        if style == "json":
+            _check_options(node)
+            return {"type": "grammar", "grammar": schema_grammar(schema)}
+        check_kept(schema, str(style), excludes=bool(node.get("excludes")))
+    if node.get("type") == "qwen_xml_parameter":
+        check_kept(_read(json.dumps(node.get("json_schema"))), "qwen_xml")
     return {key: value if key == "json_schema" else _tags(value) for key, value in node.items()}
+
+
+def _check_options(node: dict[str, Any]) -> None:
+    for name, allowed in (("any_order", "false"), ("excludes", "none")):
+        if node.get(name):
+            raise InvalidRequestError(
+                f"guided_decoding_guide: {name} of a structural tag's json_schema is {json.dumps(node[name])[:60]}, "
+                f"which cannot be kept in JSON; allowed: {allowed}"
+            )
 
 
 def _from_lark(text: str) -> str:

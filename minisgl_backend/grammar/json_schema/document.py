@@ -61,7 +61,7 @@ class Document:
         schema = parent.schema
         for key in path:
             schema = schema[key]
-        place = parent.place + "".join(f"/{_escaped(str(key))}" for key in path)
+        place = parent.place + "".join(f"/{escaped(str(key))}" for key in path)
         if isinstance(schema, bool):
             return self.made(schema, place)
         if not isinstance(schema, dict):
@@ -100,7 +100,7 @@ class Document:
                 schema = schema[int(key)]
             else:
                 raise source.error(keyword, f"is {shown(source[keyword])}: there is no {shown(key)}")
-            place += f"/{_escaped(key)}"
+            place += f"/{escaped(key)}"
             base = self._nodes[id(schema)].base if id(schema) in self._nodes else base
         if isinstance(schema, bool):
             return self.made(schema, place)
@@ -121,7 +121,7 @@ class Document:
             self._nodes[id(node.schema)] = node
             self._name(node)
             for path, child in _children(node.schema):
-                below = "".join(f"/{_escaped(key)}" for key in path)
+                below = "".join(f"/{escaped(key)}" for key in path)
                 todo.append(Node(child, node.base, node.place + below))
         return first
 
@@ -167,7 +167,7 @@ def _joined(base: str, reference: str) -> str:
         return reference
 
 
-def _escaped(key: str) -> str:
+def escaped(key: str) -> str:
     return key.replace("~", "~0").replace("/", "~1")
 
 

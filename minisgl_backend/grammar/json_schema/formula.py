@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import ClassVar, Literal
 
 from minisgl_backend.grammar.json_schema import regex as rx
@@ -44,14 +45,90 @@ class Fact:
         raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class And:
+@dataclass(frozen=True, eq=False)
+class _Joined:
+    """Parts are shared, as definitions are by those who refer to them: what follows from one is found once.
+
+    Else each level of definitions that name the next one twice would double the work.
+    """
+
     parts: tuple[Formula, ...]
 
+    @cached_property
+    def _hash(self) -> int:
+        return hash((type(self).__name__, self.parts))
 
-@dataclass(frozen=True)
-class Or:
-    parts: tuple[Formula, ...]
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, _Joined) or type(self) is not type(other) or self._hash != other._hash:
+            return False
+        if self.parts is not other.parts:
+            if self.parts != other.parts:
+                return False
+            object.__setattr__(other, "parts", self.parts)  # equal ones are compared part by part once
+        return True
+
+    @cached_property
+    def opposite(self) -> Formula:
+        raise NotImplementedError
+
+    @cached_property
+    def alternatives(self) -> tuple[Branch, ...] | None:
+        """None: more than MAX_BRANCHES."""
+        raise NotImplementedError
+
+    @cached_property
+    def regex(self) -> Regex:
+        """Where all parts are about texts."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, eq=False)
+class And(_Joined):
+    @cached_property
+    def opposite(self) -> Formula:
+        return any_of(map(negation, self.parts))
+
+    @cached_property
+    def alternatives(self) -> tuple[Branch, ...] | None:
+        joined: tuple[Branch, ...] | None = ((),)
+        # The parts with fewer alternatives first: what contradicts them is gone early.
+        for part in sorted(self.parts, key=lambda one: len(one.parts) if isinstance(one, Or) else 0):
+            more = _alternatives(part)
+            if more is None or joined is None:
+                return None
+            both = [tuple(dict.fromkeys(one + other)) for one in joined for other in more]
+            joined = _least([one for one in both if not _contradicts(one)])
+        return joined
+
+    @cached_property
+    def regex(self) -> Regex:
+        return rx.both(*map(regex_of, self.parts))
+
+
+@dataclass(frozen=True, eq=False)
+class Or(_Joined):
+    @cached_property
+    def opposite(self) -> Formula:
+        return all_of(map(negation, self.parts))
+
+    @cached_property
+    def alternatives(self) -> tuple[Branch, ...] | None:
+        found: list[Branch] = []
+        for part in self.parts:
+            more = _alternatives(part)
+            if more is None:
+                return None
+            found += more
+        return _least(found)
+
+    @cached_property
+    def regex(self) -> Regex:
+        return rx.either(map(regex_of, self.parts))
 
 
 Formula = Fact | And | Or
@@ -235,39 +312,30 @@ def any_of(formulas: Iterable[Formula]) -> Formula:
 
 
 def negation(formula: Formula) -> Formula:
-    if isinstance(formula, And):
-        return any_of(map(negation, formula.parts))
-    if isinstance(formula, Or):
-        return all_of(map(negation, formula.parts))
-    return formula.negated()
+    return formula.negated() if isinstance(formula, Fact) else formula.opposite
 
 
-def branches(formula: Formula, too_many: Callable[[], Exception]) -> list[Branch]:
+def branches(formula: Formula, too_many: Callable[[], Exception]) -> tuple[Branch, ...]:
     """Alternatives; raises what `too_many` makes where there are more than MAX_BRANCHES."""
-    if isinstance(formula, Fact):
-        return [(formula,)]
-    if isinstance(formula, Or):
-        return _least([branch for part in formula.parts for branch in branches(part, too_many)], too_many)
-    joined: list[Branch] = [()]
-    # The parts with fewer alternatives first: what contradicts them is gone early.
-    for part in sorted(formula.parts, key=lambda one: len(one.parts) if isinstance(one, Or) else 0):
-        more = branches(part, too_many)
-        both = [tuple(dict.fromkeys(one + other)) for one in joined for other in more]
-        joined = _least([one for one in both if not _contradicts(one)], too_many)
-    return joined
+    found = _alternatives(formula)
+    if found is None:
+        raise too_many()
+    return found
 
 
-def _least(found: list[Branch], too_many: Callable[[], Exception]) -> list[Branch]:
-    """Without those that ask for more than another one does."""
+def _alternatives(formula: Formula) -> tuple[Branch, ...] | None:
+    return ((formula,),) if isinstance(formula, Fact) else formula.alternatives
+
+
+def _least(found: list[Branch]) -> tuple[Branch, ...] | None:
+    """Without those that ask for more than another one does; None: more than MAX_BRANCHES."""
     if len(found) < 2:
-        return found
+        return tuple(found)
     if len(found) > 4 * MAX_BRANCHES:
-        raise too_many()
+        return None
     sets = {frozenset(one): one for one in reversed(found)}
-    kept = [one for facts, one in reversed(sets.items()) if not any(other < facts for other in sets)]
-    if len(kept) > MAX_BRANCHES:
-        raise too_many()
-    return kept
+    kept = tuple(one for facts, one in reversed(sets.items()) if not any(other < facts for other in sets))
+    return kept if len(kept) <= MAX_BRANCHES else None
 
 
 def _contradicts(facts: Branch) -> bool:
@@ -284,18 +352,21 @@ def _contradicts(facts: Branch) -> bool:
 
 def evaluate(formula: Formula, facts: set[Fact]) -> bool:
     """Whether it holds where these facts hold, and no others."""
-    if isinstance(formula, And):
-        return all(evaluate(part, facts) for part in formula.parts)
-    if isinstance(formula, Or):
-        return any(evaluate(part, facts) for part in formula.parts)
-    return formula in facts
+    known: dict[Formula, bool] = {}
+
+    def holds(part: Formula) -> bool:
+        if isinstance(part, Fact):
+            return part in facts
+        if part not in known:
+            known[part] = (all if isinstance(part, And) else any)(map(holds, part.parts))
+        return known[part]
+
+    return holds(formula)
 
 
 def regex_of(formula: Formula) -> Regex:
     """Of strings or numbers: the texts that it allows."""
-    if isinstance(formula, And):
-        return rx.both(*map(regex_of, formula.parts))
-    if isinstance(formula, Or):
-        return rx.either(map(regex_of, formula.parts))
-    assert isinstance(formula, Text)
+    if isinstance(formula, Fact):
+        assert isinstance(formula, Text)
+        return formula.regex
     return formula.regex

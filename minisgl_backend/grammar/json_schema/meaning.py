@@ -50,6 +50,7 @@ class Meanings:
         self.document = document
         self._known: dict[tuple[Term, Kind], Formula] = {}
         self._begun: set[tuple[Term, Kind]] = set()
+        self._implied: dict[Node, tuple[set[Kind], list[Node]]] = {}
 
     def of(self, term: Term, kind: Kind) -> Formula:
         """Of values of that type. Raises SchemaError."""
@@ -104,18 +105,31 @@ class Meanings:
         except PatternError as error:
             raise node.error(keyword, f"{shown(pattern)} cannot be kept: {error}") from None
 
-    def implied(self, term: Term, depth: int = 8) -> set[Kind]:
+    def implied(self, term: Term) -> set[Kind]:
         """Types that keywords are about. A schema that names none means these."""
-        node = term.node
-        if not isinstance(node.schema, dict) or not term.positive or depth == 0:
-            return set()
-        found: set[Kind] = {
-            kind for kind, keywords in _OF_KIND.items() if keywords.keys() & node.schema.keys() - _SAYS_LITTLE
-        }
-        inner = [self.below(node, key, n) for key in ("allOf", "anyOf", "oneOf") for n in range(len(node[key] or ()))]
-        if "$ref" in node.schema:
-            inner.append(Term(self.document.target(node)))
-        return found.union(*(self.implied(one, depth - 1) for one in inner))
+        found: set[Kind] = set()
+        todo = [term.node] if term.positive else []
+        seen = set(todo)
+        while todo and not found >= _WITH_KEYWORDS:
+            node = todo.pop()
+            if node not in self._implied:
+                self._implied[node] = self._implied_by(node)
+            kinds, inner = self._implied[node]
+            found |= kinds
+            todo += [one for one in inner if one not in seen]
+            seen.update(inner)
+        return found
+
+    def _implied_by(self, node: Node) -> tuple[set[Kind], list[Node]]:
+        """Types that its own keywords are about, and the schemas that speak of the same value."""
+        if not isinstance(node.schema, dict):
+            return set(), []
+        own = node.schema.keys() - _SAYS_LITTLE
+        kinds = {kind for kind, keywords in _OF_KIND.items() if keywords.keys() & own}
+        parts = [(key, number) for key in ("allOf", "anyOf", "oneOf") for number in range(len(node[key] or ()))]
+        inner = [self.document.child(node, *path) for path in parts]
+        inner += [self.document.target(node)] if "$ref" in node.schema else []
+        return kinds, list(dict.fromkeys(inner))
 
 
 def _type(meanings: Meanings, node: Node, kind: Kind) -> Formula:
@@ -307,3 +321,6 @@ _OF_KIND: Mapping[Kind, Mapping[str, Callable[[Meanings, Node], Formula]]] = {
     "array": ARRAY_KEYWORDS,
     "object": OBJECT_KEYWORDS,
 }
+_WITH_KEYWORDS = frozenset(kind for kind, keywords in _OF_KIND.items() if keywords)
+_WITH_OTHERS = ("then", "else", "minContains", "maxContains", "additionalItems")  # which other keywords read
+KEYWORDS = frozenset((*_GENERAL, *_WITH_OTHERS)).union(*_OF_KIND.values())  # that say something

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -162,6 +163,40 @@ def test_what_cannot_be_kept_is_refused_by_name(schema: Any, words: str) -> None
     with pytest.raises(InvalidRequestError, match="guided_decoding_guide") as refused:
         ebnf(schema)
     assert words in str(refused.value)
+
+
+def chain(keyword: str, depth: int = 22) -> dict[str, Any]:
+    """Definitions that name the next one twice each: 2**depth paths."""
+    defs: dict[str, Any] = {f"a{depth}": {"type": "object", "properties": {"x": B, "y": B}}}
+    for level in range(depth):
+        below = f"#/$defs/a{level + 1}"
+        defs[f"a{level}"] = {keyword: [{"$ref": below, "required": ["x"]}, {"$ref": below, "required": ["y"]}]}
+    return defs
+
+
+@pytest.mark.parametrize(
+    "root",
+    [
+        {"$ref": "#/$defs/a0"},
+        {"type": "object", "not": {"$ref": "#/$defs/a0"}},
+        {"allOf": [{"$ref": "#/$defs/a0"}, {"not": {"not": {"$ref": "#/$defs/a0"}}}]},
+    ],
+    ids=["ref", "not", "twice"],
+)
+@pytest.mark.parametrize("keyword", ["anyOf", "allOf", "oneOf"])
+def test_what_is_referred_to_twice_is_worked_out_once(keyword: str, root: dict[str, Any]) -> None:
+    begun = time.thread_time()
+    assert ebnf({**root, "$defs": chain(keyword)})
+    assert time.thread_time() - begun < 5
+
+
+def test_types_of_wide_references_are_found_once() -> None:
+    defs: dict[str, Any] = {f"l{n}": {"anyOf": [{"$ref": f"#/$defs/l{n + 1}"}] * 40} for n in range(4)}
+    schema = {"$ref": "#/$defs/l0", "$defs": {**defs, "l4": {"properties": {"a": B}}}}
+    begun = time.thread_time()
+    assert accepts(schema, '{"a": true}')
+    assert time.thread_time() - begun < 5
+    assert not accepts(schema, "17")
 
 
 # https://platform.openai.com/docs/guides/structured-outputs, supported properties of strict mode.
