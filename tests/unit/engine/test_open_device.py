@@ -135,7 +135,7 @@ driver, right = Driver(num_devices=4), ctypes.CDLL
 ctypes.CDLL = lambda name, *args, **kwargs: driver if name == "libcuda.so.1" else right(name, *args, **kwargs)
 retain, told = driver.cuDevicePrimaryCtxRetain, []
 driver.cuDevicePrimaryCtxRetain = lambda context, device: told.append(device.value) or retain(context, device)
-config = EngineConfig(dp=4)
+config = EngineConfig(dp=4, dummy_weights=True)  # no GPU is asked for its memory
 folder = find_model_dir(config.model)
 model = ModelConfig.load(folder)
 assert "torch" not in sys.modules
