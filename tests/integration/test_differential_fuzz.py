@@ -57,7 +57,8 @@ def test_company_changes_no_answer(cell: str, lonely: LLM, pytestconfig: pytest.
             llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
             assert llm.stats.pages_leased == 0
         preempted = llm.stats.total_preempted
-    assert preempted or "starved" not in cell
+    # Of the model's short answers few outgrow their pages; these rounds have one that does.
+    assert preempted or cell != "captured, starved"
 
 
 def _requests(seed: int) -> list[RandomRequest]:
