@@ -100,7 +100,7 @@ class SelfAttention(WeightedLayer):
             rows = qkv.split([one.num_tokens for one in micro_batches])
             pairs = zip(micro_batches, rows, strict=True)
             settled = tuple(self.qkv_proj.into(one, norms.before, out) for one, out in pairs)
-        attended = self._attend(qkv, positions, ctx).flatten(1)
+        attended = self.heads(qkv, positions, ctx)
         if logits_indices is not None:
             attended, settled = attended[logits_indices], (join(settled).at(logits_indices),)
         if defers_o_proj(len(attended)):
@@ -114,10 +114,11 @@ class SelfAttention(WeightedLayer):
         pairs = zip(settled, attended.split(sizes), strict=True)
         return tuple(self.o_proj(one.reduced_by(all_reduce), x, norms) for one, x in pairs)
 
-    def _attend(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+    def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """Norm and rotation of each head, the store of keys and values, and attention.
 
-        qkv [num_tokens, local outputs], which may be overwritten -> [num_tokens, local num_q_heads, head_dim].
+        qkv: of qkv_proj, [num_tokens, local outputs], which may be overwritten -> [num_tokens, local num_q_heads *
+        head_dim], the input of o_proj.
         """
         layer, r = self._layer, self._rotation
         if isinstance(self.q_norm, NormOverHeads) and isinstance(self.k_norm, NormOverHeads):
@@ -125,12 +126,12 @@ class SelfAttention(WeightedLayer):
             self.q_norm.apply_(qkv[:, :q_size])
             self.k_norm.apply_(qkv[:, q_size : q_size + k_size])
         if ctx.fuses_rope(layer):
-            return ctx.attend_with_rope(layer, qkv, r)
+            return ctx.attend_with_rope(layer, qkv, r).flatten(1)
         kv = layer.kv
         q = self._ops.rope_store(
             qkv, r.q_norm, r.k_norm, r.cos_sin, positions, ctx.slots, kv.k, kv.v, layer.num_q_heads, r.eps, kv.scales
         )
-        return ctx.attend(layer, q)
+        return ctx.attend(layer, q).flatten(1)
 
     def weight_parts(self) -> list[WeightPart]:
         if self.sinks is None:

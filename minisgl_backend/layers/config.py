@@ -35,9 +35,11 @@ class RopeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class NormConfig:
-    """RMSNorm (Zhang and Sennrich, 2019)."""
+    """RMSNorm (Zhang and Sennrich, 2019), or LayerNorm (Ba et al., 2016)."""
 
     eps: float
+    kind: Literal["rms", "layer"] = "rms"
+    bias: bool = False  # of LayerNorm
     weight_offset: float = 0.0  # added to the stored weight; Gemma stores what is to be added to 1
 
 
@@ -96,10 +98,12 @@ class MoeConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class LayerConfig:
-    """One decoder layer: attention, then an MLP, each added to the residual stream."""
+    """One decoder layer: attention, then an MLP, each added to the residual stream; or both at once, of one norm."""
 
     attention: AttentionConfig
     mlp: MlpConfig | MoeConfig
     norm: NormConfig
-    norms: Literal["before", "after", "both"] = "before"  # of attention and MLP: of their input, their output, or both
+    # Of attention and MLP: of their input, their output, or both; "parallel": one norm whose output is the input of
+    # both (Wang and Komatsuzaki, 2021: GPT-J).
+    norms: Literal["before", "after", "both", "parallel"] = "before"
     residual_multiplier: float = 1.0  # of what attention and MLP add (Granite)

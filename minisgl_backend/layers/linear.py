@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 import torch
 
-from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
+from minisgl_backend.layers.norm import Norm, SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.weights.parts import WeightPart
@@ -44,21 +44,24 @@ class ColumnParallelLinear(WeightedLayer):
         self.bias = layer_context.parameter(local) if bias else None
 
     def forward(
-        self, residual: Residual, norm: RMSNorm | None, *, activation: str | None = None
+        self, residual: Residual, norm: Norm | None, *, activation: str | None = None
     ) -> tuple[Residual, torch.Tensor]:
         """The residual stream with all that was to be added, and the outputs for its norm, [num_tokens, local outputs].
 
         norm: None: of the residual stream itself. activation: as in `Ops.linear`.
         """
         residual, x, unapplied = residual.before_gemm(norm)
-        linear = self._layer_context.ops.linear
         if unapplied is None:
-            return residual, linear(x, self.weight, bias=self.bias, activation=activation)
-        return residual, linear(
+            return residual, self.of(x, activation=activation)
+        return residual, self._layer_context.ops.linear(
             x, self.weight, norm_weight=unapplied.weight, eps=unapplied.eps, bias=self.bias, activation=activation
         )
 
-    def into(self, residual: Residual, norm: RMSNorm | None, out: torch.Tensor) -> Residual:
+    def of(self, x: torch.Tensor, *, activation: str | None = None) -> torch.Tensor:
+        """x [num_tokens, inputs] -> [num_tokens, local outputs]."""
+        return self._layer_context.ops.linear(x, self.weight, bias=self.bias, activation=activation)
+
+    def into(self, residual: Residual, norm: Norm | None, out: torch.Tensor) -> Residual:
         """`forward` with the outputs written to `out`."""
         residual, x = residual.settled(norm)
         self._layer_context.ops.linear_into(x, self.weight, out)
@@ -104,9 +107,13 @@ class RowParallelLinear(WeightedLayer):
 
     def forward(self, residual: Residual, x: torch.Tensor, norms: SublayerNorms) -> Residual:
         """The residual stream, which is settled, plus x [num_tokens, local inputs] @ weight.T of all ranks."""
-        ops = self._layer_context.ops
+        return residual.plus(lambda added_to: self.part(x, added_to), norms)
+
+    def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
+        """x [num_tokens, local inputs], added_to [num_tokens, outputs] -> added_to, which may be overwritten, plus this
+        rank's part of x @ weight.T."""
         bias = self.bias if self._layer_context.tp.rank == 0 else None  # which must enter the sum once
-        return residual.plus(lambda added_to: ops.linear(x, self.weight, bias=bias, residual=added_to), norms)
+        return self._layer_context.ops.linear(x, self.weight, bias=bias, residual=added_to)
 
     def weight_parts(self) -> list[WeightPart]:
         output_size, local = self.weight.shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import nn
 
 from minisgl_backend.layers.config import MlpConfig
@@ -31,3 +32,7 @@ class GatedMLP(nn.Module):
         """The residual stream plus mlp(norm(residual)), [num_tokens, hidden_size]."""
         residual, gated = self.gate_up_proj(residual, norms.before, activation=self._activation)
         return self.down_proj(residual, gated, norms)
+
+    def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
+        """x, added_to [num_tokens, hidden_size] -> added_to plus this rank's part of mlp(x)."""
+        return self.down_proj.part(self.gate_up_proj.of(x, activation=self._activation), added_to)

@@ -11,7 +11,7 @@ from torch import nn
 
 from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
-from minisgl_backend.layers.norm import SublayerNorms
+from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
@@ -77,7 +77,7 @@ class MoeMLP(WeightedLayer):
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
         """To be called when all weights are loaded, with the o_proj before this and its own norms."""
         plain = self._layer_context.tp.size == 1 and o_proj.bias is None and norms.adds_as_is
-        if self._is_fused and plain and norms.before is not None:
+        if self._is_fused and plain and isinstance(norms.before, RMSNorm):
             self._early = self._layer_context.ops.early_router(self.router.weight, norms.before.weight, o_proj.weight)
 
     def takes_o_proj(self, num_tokens: int) -> bool:
@@ -104,9 +104,9 @@ class MoeMLP(WeightedLayer):
                 lambda added_to: self._mixture(x, norm_weight=weight, eps=eps, residual=added_to), norms
             )
         residual, x = residual.settled(norm)
-        return residual.plus(lambda added_to: self._experts(x, added_to), norms)
+        return residual.plus(lambda added_to: self.part(x, added_to), norms)
 
-    def _experts(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+    def part(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """x, residual [num_tokens, hidden_size] -> residual + this rank's part of all experts that a token takes."""
         if self.shared_expert is not None:
             residual = self.shared_expert(x, residual)

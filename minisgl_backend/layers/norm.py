@@ -1,10 +1,11 @@
-"""RMSNorm, and where a sublayer has norms. GEMMs that follow a norm apply it themselves (`Ops.linear`)."""
+"""RMSNorm and LayerNorm, and where sublayers have them. GEMMs that follow an RMSNorm apply it (`Ops.linear`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
 import torch
+import torch.nn.functional as F
 
 from minisgl_backend.layers.config import NormConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
@@ -52,6 +53,43 @@ class RMSNorm(WeightedLayer):
                 row_order=self._row_order,
             )
         ]
+
+
+class LayerNorm(WeightedLayer):
+    """Layer norm (Ba et al., 2016), the same on every rank. No kernel has it inside: it is computed by itself."""
+
+    def __init__(self, size: int, config: NormConfig, name: str, layer_context: LayerContext) -> None:
+        super().__init__()
+        self._name = layer_context.name(name)
+        self._offset = config.weight_offset
+        self.eps = config.eps
+        dtype = torch.float32 if self._offset else None
+        self.weight = layer_context.parameter(size, dtype=dtype)
+        self.bias = layer_context.parameter(size, dtype=dtype) if config.bias else None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x [num_tokens, size] -> same shape."""
+        normed = F.layer_norm(x.to(self.weight.dtype), self.weight.shape, self.weight, self.bias, self.eps)
+        return normed.to(x.dtype)
+
+    def add_to(self, hidden: torch.Tensor, x: torch.Tensor, multiplier: float) -> torch.Tensor:
+        """hidden + multiplier * norm(x), all [num_tokens, size]."""
+        return torch.add(hidden, self(x), alpha=multiplier)
+
+    def weight_parts(self) -> list[WeightPart]:
+        shape = tuple(self.weight.shape)
+        parts = [WeightPart(name=f"{self._name}.weight", shape=shape, target=self.weight, add=self._offset)]
+        if self.bias is not None:
+            parts.append(WeightPart(name=f"{self._name}.bias", shape=shape, target=self.bias))
+        return parts
+
+
+Norm = RMSNorm | LayerNorm
+
+
+def make_norm(size: int, config: NormConfig, name: str, layer_context: LayerContext) -> Norm:
+    """The norm of rows of `size` numbers that the description asks for."""
+    return (RMSNorm if config.kind == "rms" else LayerNorm)(size, config, name, layer_context)
 
 
 class NormOverHeads(WeightedLayer):
@@ -104,8 +142,8 @@ class NormOverHeads(WeightedLayer):
 class SublayerNorms:
     """The norms of attention or an MLP, and how its output is added to the residual stream."""
 
-    before: RMSNorm | None  # of its input
-    after: RMSNorm | None = None  # of its output
+    before: Norm | None  # of its input
+    after: Norm | None = None  # of its output
     multiplier: float = 1.0  # of its output (Granite)
     adds_as_is: bool = field(init=False)  # whether the output is added as it is
 

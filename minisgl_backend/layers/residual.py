@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
+from minisgl_backend.layers.norm import Norm, RMSNorm, SublayerNorms
 from minisgl_backend.tensor_parallel import AllReduce, TensorParallel
 
 if TYPE_CHECKING:
@@ -42,17 +42,19 @@ class Residual:
     def num_tokens(self) -> int:
         return len(self._hidden)
 
-    def settled(self, norm: RMSNorm | None) -> tuple[Residual, torch.Tensor]:
+    def settled(self, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
         """With all that was still to be added, and the norm of it (None: itself), [num_tokens, hidden_size]."""
         if norm is None or self._output is None or self._norms is not None:
             residual = self._added()
             return residual, residual._hidden if norm is None else norm(residual._hidden)
         hidden, x = self._tp.sum_norm(self._output, self._hidden, norm.weight, norm.eps, self._sent)
-        return Residual(hidden, self._tp, self._all_reduce), x
+        residual = Residual(hidden, self._tp, self._all_reduce)
+        return residual, x if isinstance(norm, RMSNorm) else norm(hidden)
 
-    def before_gemm(self, norm: RMSNorm | None) -> tuple[Residual, torch.Tensor, RMSNorm | None]:
-        """`settled`, for a GEMM that can apply the norm itself: the third is the norm that is still to be applied."""
-        if norm is None or self._output is None or self._norms is not None:
+    def before_gemm(self, norm: Norm | None) -> tuple[Residual, torch.Tensor, RMSNorm | None]:
+        """`settled`, for a GEMM that can apply an RMSNorm itself: the third is the norm that is still to be applied."""
+        is_summed_by_norm = self._output is not None and self._norms is None
+        if norm is None or (isinstance(norm, RMSNorm) and not is_summed_by_norm):
             residual = self._added()
             return residual, residual._hidden, norm
         residual, x = self.settled(norm)

@@ -15,8 +15,8 @@ from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
 from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.moe import MoeMLP
-from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
-from minisgl_backend.layers.residual import MicroBatches, Residual
+from minisgl_backend.layers.norm import SublayerNorms, make_norm
+from minisgl_backend.layers.residual import MicroBatches, Residual, join
 from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
@@ -29,16 +29,16 @@ class DecoderLayer(nn.Module):
         self, layer: LayerConfig, index: int, hidden_size: int, cos_sin: torch.Tensor, layer_context: LayerContext
     ) -> None:
         super().__init__()
+        self._tp = layer_context.tp
         self.self_attn = SelfAttention(layer.attention, hidden_size, index, cos_sin, layer_context.at("self_attn"))
         self.mlp = (
             GatedMLP(layer.mlp, hidden_size, layer_context.at("mlp"))
             if isinstance(layer.mlp, MlpConfig)
             else MoeMLP(layer.mlp, hidden_size, layer_context.at("mlp"))
         )
-
         names = _NORM_NAMES[layer.norms]
         norms = {
-            name: RMSNorm(hidden_size, layer.norm, name, layer_context)
+            name: make_norm(hidden_size, layer.norm, name, layer_context)
             for name in filter(None, (name for pair in names for name in pair))
         }
         for name, norm in norms.items():
@@ -66,10 +66,48 @@ class DecoderLayer(nn.Module):
         return tuple([self.mlp(one, self._mlp_norms) for one in micro_batches])
 
 
+class ParallelDecoderLayer(DecoderLayer):
+    """Attention and an MLP of the same norm, added to the residual stream together: with tensor parallelism they are
+    summed over the ranks once."""
+
+    def derive_weights(self) -> None:
+        pass
+
+    def forward(
+        self,
+        micro_batches: MicroBatches,
+        positions: torch.Tensor,
+        ctx: ForwardContext,
+        logits_indices: torch.Tensor | None = None,
+    ) -> MicroBatches:
+        settled, normed = zip(*[one.settled(self._attention_norms.before) for one in micro_batches], strict=True)
+        residual, x = join(settled), normed[0] if len(normed) == 1 else torch.cat(normed)
+        attended = self.self_attn.heads(self.self_attn.qkv_proj.of(x), positions, ctx)
+        if logits_indices is not None:
+            attended, x, residual = attended[logits_indices], x[logits_indices], residual.at(logits_indices)
+        sizes = self._tp.micro_batches(len(x))
+        residual = residual.reduced_by(self._tp.all_reduce_for(len(x), captured=ctx.captured))
+        parts = zip(residual.split(sizes), x.split(sizes), attended.split(sizes), strict=True)
+        return tuple([self._plus_both(*one) for one in parts])
+
+    def _plus_both(self, residual: Residual, x: torch.Tensor, attended: torch.Tensor) -> Residual:
+        o_proj, mlp = self.self_attn.o_proj, self.mlp
+        return residual.plus(lambda added_to: mlp.part(x, o_proj.part(attended, added_to)), self._attention_norms)
+
+
+def decoder_layer(
+    layer: LayerConfig, index: int, hidden_size: int, cos_sin: torch.Tensor, layer_context: LayerContext
+) -> DecoderLayer:
+    """The module of one layer."""
+    kind = ParallelDecoderLayer if layer.norms == "parallel" else DecoderLayer
+    return kind(layer, index, hidden_size, cos_sin, layer_context)
+
+
 # Norms before and after attention, before and after the MLP, by LayerConfig.norms; "": none.
 _NORM_NAMES = {
     "before": (("input_layernorm", ""), ("post_attention_layernorm", "")),
     "after": (("", "post_attention_layernorm"), ("", "post_feedforward_layernorm")),
+    "parallel": (("input_layernorm", ""), ("input_layernorm", "")),
     "both": (
         ("input_layernorm", "post_attention_layernorm"),
         ("pre_feedforward_layernorm", "post_feedforward_layernorm"),
@@ -88,7 +126,7 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(layers)
         self._rehearsal = rehearsal(config)
         self._tp = layer_context.tp
-        self.norm = RMSNorm(config.hidden_size, config.norm, "norm", layer_context)
+        self.norm = make_norm(config.hidden_size, config.norm, "norm", layer_context)
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, [num_logits, hidden_size].
@@ -118,7 +156,7 @@ class CausalLM(nn.Module):
             for a in dict.fromkeys(layer.attention for layer in config.layers)
         }
         layers = (
-            DecoderLayer(
+            decoder_layer(
                 layer,
                 index,
                 config.hidden_size,

@@ -118,6 +118,10 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     ),
     "seed_oss": _maker("SeedOssForCausalLM", head_dim=32, attention_out_bias=True),
     "ernie4_5": _maker("Ernie4_5ForCausalLM", head_dim=32),
+    "cohere": _maker("CohereForCausalLM", pad_token_id=0, logit_scale=0.5, attention_bias=True),
+    "cohere2": _maker(
+        "Cohere2ForCausalLM", pad_token_id=0, logit_scale=0.5, sliding_window=24, layer_types=_SLIDES, hidden_act="gelu"
+    ),
     "glm4": _maker("Glm4ForCausalLM", head_dim=32, pad_token_id=0, attention_bias=True),
     "exaone4": _maker("Exaone4ForCausalLM", sliding_window=24, layer_types=_SLIDES),
     "exaone4-full": _maker("Exaone4ForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from minisgl_backend.models.families import (
+    cohere,
+    cohere2,
     ernie4_5,
     exaone4,
     gemma2,
@@ -27,6 +29,8 @@ from minisgl_backend.models.families import (
 from minisgl_backend.models.families.common import Family
 
 FAMILIES: Mapping[str, Family] = {  # by the name in config.json's `architectures`
+    "Cohere2ForCausalLM": cohere2.FAMILY,
+    "CohereForCausalLM": cohere.FAMILY,
     "Ernie4_5ForCausalLM": ernie4_5.FAMILY,
     "Exaone4ForCausalLM": exaone4.FAMILY,
     "Gemma2ForCausalLM": gemma2.FAMILY,

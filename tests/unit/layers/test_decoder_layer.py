@@ -20,7 +20,7 @@ from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual, join
 from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
-from minisgl_backend.models.decoder import DecoderLayer
+from minisgl_backend.models.decoder import decoder_layer
 from minisgl_backend.tensor_parallel import TensorParallel
 from tests.specs import make_pool, one_group
 
@@ -39,6 +39,7 @@ def with_attention(**changes: object) -> LayerConfig:
 
 
 GEMMA = NormConfig(eps=EPS, weight_offset=1.0)
+LAYER_NORM = NormConfig(eps=EPS, kind="layer", bias=True, weight_offset=1.0)
 LAYERS = {
     "plain": PLAIN,
     "after": dataclasses.replace(PLAIN, norms="after"),
@@ -56,6 +57,10 @@ LAYERS = {
     "no rope": with_attention(rope=None),
     "linear rope": with_attention(rope=RopeConfig(type="linear", factor=4.0)),
     "soft cap and window": with_attention(soft_cap=1.5, window=7, scale=0.4),
+    "layer norms": dataclasses.replace(PLAIN, norm=LAYER_NORM),
+    "layer norms, after": dataclasses.replace(PLAIN, norm=LAYER_NORM, norms="after"),
+    "parallel": dataclasses.replace(PLAIN, norms="parallel", residual_multiplier=0.5),
+    "parallel, layer norm": dataclasses.replace(PLAIN, norm=LAYER_NORM, norms="parallel"),
     "sinks": with_attention(sinks=True, output_bias=True),
 }  # fmt: skip
 
@@ -110,15 +115,23 @@ def reference(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tens
         gate = act[layer.mlp.activation](linear(x, "mlp.gate_proj"))
         return linear(gate * linear(x, "mlp.up_proj"), "mlp.down_proj")
 
+    def hidden_norm(x: torch.Tensor, name: str) -> torch.Tensor:
+        if layer.norm.kind == "rms":
+            return norm(x, w[f"{name}_layernorm.weight"], layer.norm)
+        return F.layer_norm(x, (HIDDEN,), w[f"{name}_layernorm.weight"] + 1, w[f"{name}_layernorm.bias"], EPS)
+
+    if layer.norms == "parallel":
+        x = hidden_norm(hidden, "input")
+        return hidden + layer.residual_multiplier * (attention(x) + mlp(x))
     names = {
         "before": (("input", None), ("post_attention", None)),
         "after": ((None, "post_attention"), (None, "post_feedforward")),
         "both": (("input", "post_attention"), ("pre_feedforward", "post_feedforward")),
     }[layer.norms]
     for sublayer, (before, after) in zip((attention, mlp), names, strict=True):
-        x = hidden if before is None else norm(hidden, w[f"{before}_layernorm.weight"], layer.norm)
+        x = hidden if before is None else hidden_norm(hidden, before)
         out = sublayer(x)
-        out = out if after is None else norm(out, w[f"{after}_layernorm.weight"], layer.norm)
+        out = out if after is None else hidden_norm(out, after)
         hidden = hidden + layer.residual_multiplier * out
     return hidden
 
@@ -126,7 +139,7 @@ def reference(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tens
 def computed(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
     context = LayerContext(device=CPU, dtype=torch.float32, ops=TorchOps(), tp=tp)
     table = rope_table(layer.attention.rope, DIM, TOKENS, CPU)
-    module = DecoderLayer(layer, 0, HIDDEN, table, context)
+    module = decoder_layer(layer, 0, HIDDEN, table, context)
     for part in (part for one in module.modules() if isinstance(one, WeightedLayer) for part in one.weight_parts()):
         values = w[part.name].narrow(part.dim, part.start, part.target.shape[part.dim])
         if part.row_order is not None:
@@ -177,7 +190,8 @@ def weights(layer: LayerConfig) -> dict[str, torch.Tensor]:
     if a.output_bias:
         found["self_attn.o_proj.bias"] = random(HIDDEN)
     names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
-    return found | {f"{name}_layernorm.weight": random(HIDDEN) + 1 for name in names}
+    found |= {f"{name}_layernorm.weight": random(HIDDEN) + 1 for name in names}
+    return found | {f"{name}_layernorm.bias": random(HIDDEN) for name in names}
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])

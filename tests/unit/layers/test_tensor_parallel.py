@@ -122,6 +122,7 @@ def test_a_rank_outside_the_size_is_refused() -> None:
 ON_TWO = ["llama-bias-mha", "mistral", "qwen2-tied", "qwen3-tied-sharded", "qwen3_moe", "qwen3_moe-sharded-mixed"]
 ON_TWO += ["phi3-longrope-partial-window", "mixtral", "qwen2_moe", "olmo2", "granite", "gemma2", "gemma3", "glm4"]
 ON_TWO += ["ernie4_5", "exaone4", "ministral", "seed_oss", "smollm3"]
+ON_TWO += ["cohere", "cohere2"]
 ON_FOUR = ["mistral", "qwen2-tied", "qwen3_moe"]  # two KV heads, each on two ranks
 
 
@@ -170,7 +171,7 @@ def test_the_longest_micro_batch(size: int, rows: int, longest: int) -> None:
 
 
 @pytest.mark.parametrize("shared_memory", ["none", "sums", "sums and copies"])
-@pytest.mark.parametrize("name", ["llama-bias-mha", "qwen2-tied", "qwen3_moe-sharded-mixed"])
+@pytest.mark.parametrize("name", ["llama-bias-mha", "qwen2-tied", "qwen3_moe-sharded-mixed", "cohere2"])
 def test_a_split_model_in_two_micro_batches(
     name: str, shared_memory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -148,6 +148,10 @@ ALTERED: list[tuple[str, str, Any]] = [
     ("Glm4ForCausalLM", "n_routed_experts", 8),
     ("Exaone4ForCausalLM", "use_qk_norm", True),
     ("MinistralForCausalLM", "attention_bias", True),
+    ("CohereForCausalLM", "use_qk_norm", True),
+    ("Cohere2ForCausalLM", "logit_scale", 0),
+    ("Cohere2ForCausalLM", "layer_types", ["chunked_attention"] * 40),
+    ("Cohere2ForCausalLM", "sliding_window", None),
     (GEMMA3, "altup_num_inputs", 4),
     (GEMMA3, "rope_parameters", {"full_attention": {"rope_type": "proportional"}}),
 ]

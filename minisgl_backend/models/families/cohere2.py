@@ -1,0 +1,23 @@
+"""Command R7B and Command A: Cohere's layers, of which every fourth sees everything and has no position embedding."""
+
+from __future__ import annotations
+
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.cohere import cohere, cohere_rope, parallel_layer
+from minisgl_backend.models.families.common import SLIDING, Family, layer_types, window
+from minisgl_backend.models.families.gemma2 import every
+from minisgl_backend.models.keys import Keys, refuse
+
+
+def read(keys: Keys) -> DecoderConfig:
+    num_layers = keys.integer("num_hidden_layers")
+    types = layer_types(keys, num_layers) or every(keys.integer("sliding_window_pattern", 4), num_layers)
+    keys.without_effect("sliding_window_pattern")
+    size = window(keys, 4096)
+    if size is None:
+        refuse("sliding_window", size, "an integer, 1 or more")
+    layers = {True: parallel_layer(keys, cohere_rope(keys), size), False: parallel_layer(keys, None, None)}
+    return cohere(keys, [layers[kind == SLIDING] for kind in types])
+
+
+FAMILY = Family(model_type="cohere2", read=read, defaults={"tie_word_embeddings": True})
