@@ -28,6 +28,7 @@ from minisgl_backend.engine.build import Engine
 from minisgl_backend.engine.in_process import InProcessEngine
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError
+from minisgl_backend.parsers.thinking import TAIL, thinking_tags
 from minisgl_backend.process.resources import set_torch_defaults
 from minisgl_backend.request import SamplingParams, check_prompt
 from minisgl_backend.step import StepStats
@@ -232,6 +233,7 @@ class LLM:
             params = self._translate(params)
             params.validate(welcome.vocab_size)
             check_prompt("the prompt", ids, vocab_size=welcome.vocab_size, max_seq_len=welcome.max_seq_len)
+            params = self._bound_thoughts(params, ids)
             answers.append(Answer(self._new_uid(params.n), ids, params, self._vocabulary, pieces))
         return answers
 
@@ -256,6 +258,24 @@ class LLM:
         params.validate()  # before a tokenizer works on them
         words = (*params.bad_words_token_ids, *self.tokenizer.encode_words(params.bad_words))
         return msgspec.structs.replace(params, bad_words_token_ids=tuple(dict.fromkeys(words)))
+
+    def _bound_thoughts(self, params: SamplingParams, prompt: Sequence[int]) -> SamplingParams:
+        """With the tags of thoughts that have a budget, unless the caller has named them."""
+        budget = params.thinking_token_budget
+        if budget is None or params.thinking_tags is not None:
+            return params
+        if not len(self._vocabulary):
+            raise InvalidRequestError(f"thinking_token_budget is {budget}; allowed: none, as there is no tokenizer")
+        tokenizer = self.tokenizer
+        tags = thinking_tags(
+            "auto",
+            budget,
+            tokenizer.chat_template,
+            tokenizer.added_tokens,
+            lambda text: tokenizer.encode(text, add_special_tokens=False),
+            tokenizer.decode([int(token) for token in prompt[-TAIL:]]),
+        )
+        return msgspec.structs.replace(params, thinking_tags=tags)
 
     def _new_uid(self, count: int) -> int:
         with self._uid_lock:

@@ -26,6 +26,7 @@ MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
 MAX_SEQUENCES_PER_REQUEST = 64
 MAX_GRAMMAR_BYTES = 65536
+MAX_TAG_TOKENS = 64  # of one tag of thoughts
 SEED_RANGE = 2**64
 
 
@@ -58,6 +59,15 @@ class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     text: str = ""
 
 
+class ThinkingTags(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The tags around a model's thoughts as token ids, and how this prompt leaves them."""
+
+    opening: tuple[int, ...]
+    closing: tuple[int, ...]
+    behind: tuple[int, ...] = ()  # what else is written between the closing tag and the answer proper
+    is_open: bool = False  # the answer begins among thoughts
+
+
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How to continue one prompt. `validate` must have passed before the engine sees it.
 
@@ -87,6 +97,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     prompt_logprobs: int | None = None  # the same for every prompt token but the first
     n: int = 1  # sequences sampled from the same prompt
     grammar: Grammar | None = None
+    thinking_token_budget: int | None = None  # tokens of thoughts, after which they are closed; None, and -1: no limit
+    thinking_tags: ThinkingTags | None = None  # with a budget
     skip_special_tokens: bool = True  # special tokens are no part of the text
     include_stop_str_in_output: bool = False  # the text keeps the stop string, or stop token, that ended it
 
@@ -103,6 +115,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def greedy(self) -> bool:
         return self.temperature == 0.0 or self.top_k == 1
+
+    @property
+    def bounds_thoughts(self) -> bool:
+        return self.thinking_token_budget is not None and self.thinking_tags is not None
+
+    @property
+    def is_guided(self) -> bool:
+        """More than the sampler says which tokens may come next: a grammar, or the end of bounded thoughts."""
+        return self.grammar is not None or self.bounds_thoughts
 
     @property
     def has_penalties(self) -> bool:
@@ -132,6 +153,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         for name, value in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
             if value is not None and not 0 <= value <= MAX_LOGPROBS:
                 _refuse(name, value, f"0 to {MAX_LOGPROBS}")
+        if self.thinking_token_budget is not None and self.thinking_token_budget < 0:
+            _refuse("thinking_token_budget", self.thinking_token_budget, "0 or more, or no limit: -1")
         self._validate_lists(vocab_size)
 
     def _validate_lists(self, vocab_size: int | None) -> None:
@@ -151,6 +174,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             _refuse("bad_words", f"{together} tokens together", f"at most {MAX_BAD_WORDS_TOKENS}")
         for bias in self.logit_bias.values():
             _check_range("logit_bias", bias, -100.0, 100.0)
+        if (tags := self.thinking_tags) is not None:
+            for tag in (tags.opening, tags.closing):
+                if not 1 <= len(tag) <= MAX_TAG_TOKENS:
+                    _refuse("thinking_tags", f"a tag of {len(tag)} tokens", f"1 to {MAX_TAG_TOKENS}")
         if self.grammar is not None and len(self.grammar.text.encode()) > MAX_GRAMMAR_BYTES:
             _refuse("guided_decoding_guide", "a longer text", f"at most {MAX_GRAMMAR_BYTES} bytes")
         if vocab_size is None:
@@ -160,6 +187,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             "logit_bias": tuple(self.logit_bias),
             "bad_words": tuple(token for word in self.bad_words_token_ids for token in word),
         }
+        if (tags := self.thinking_tags) is not None:
+            named["thinking_tags"] = (*tags.opening, *tags.closing, *tags.behind)
         for name, tokens in named.items():
             for token in tokens:
                 if not 0 <= token < vocab_size:
@@ -248,6 +277,11 @@ def _seed(name: str, value: Any) -> int | None:
     return number + SEED_RANGE if -(2**63) <= number < 0 else number
 
 
+def _budget(name: str, value: Any) -> int | None:
+    number = _integer(name, value)
+    return None if number == -1 else number  # as vLLM spells "no limit"
+
+
 def _top_k(name: str, value: Any) -> int:
     number = _integer(name, value)
     return 0 if number == -1 else number  # as vllm spells "off"
@@ -302,6 +336,12 @@ def _grammar(name: str, value: Any) -> Grammar:
     return value
 
 
+def _tags(name: str, value: Any) -> ThinkingTags:
+    if not isinstance(value, ThinkingTags):
+        _refuse(name, repr(value), "ThinkingTags")
+    return value
+
+
 _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
     **dict.fromkeys(("max_tokens", "min_tokens", "logprobs", "prompt_logprobs", "n"), _integer),
     **dict.fromkeys(("temperature", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"), _number),
@@ -315,10 +355,12 @@ _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
     "bad_words_token_ids": _words_of_ids,
     "logit_bias": _bias,
     "grammar": _grammar,
+    "thinking_token_budget": _budget,
+    "thinking_tags": _tags,
 }
 # Fields of SamplingParams that are one number or flag.
 SCALAR_FIELDS = tuple(
-    name for name, one in _NORMALISE.items() if one in (_integer, _number, _flag, _seed, _top_k, _top_p)
+    name for name, one in _NORMALISE.items() if one in (_integer, _number, _flag, _seed, _top_k, _top_p, _budget)
 )
 _DEFAULTS: Mapping[str, Any] = {
     field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()

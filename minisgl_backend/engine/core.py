@@ -85,10 +85,15 @@ class EngineCore:
         name = request.request_id or f"uid {request.uid}"
         self._names.update(dict.fromkeys(range(request.uid, request.uid + request.params.n), name))
         try:
-            if request.params.grammar is None:
+            if not request.params.is_guided:
                 self._scheduler.add(request)
             elif self._grammars is None:
-                raise InvalidRequestError("guided_decoding_guide: this engine cannot constrain outputs")
+                name = "thinking_token_budget" if request.params.grammar is None else "guided_decoding_guide"
+                raise InvalidRequestError(f"{name}: this engine cannot constrain outputs")
+            elif request.params.grammar is None:
+                self._guides = True
+                self._scheduler.add(request)
+                self._grammars.follow_thoughts(request)
             else:
                 self._guides = True
                 self._grammars.submit(request, request.params.grammar)

@@ -97,8 +97,8 @@ class InProcessEngine:
             taken = engine.core.stats().num_waiting + engine.core.num_compiling
             room = self._max_waiting - taken
         while waiting and room > 0:
-            is_guided = waiting[0].request.params.grammar is not None
-            if is_guided and engine.core.waits_for_compiler and engine.core.room_for_grammars <= 0:
+            has_grammar = waiting[0].request.params.grammar is not None
+            if has_grammar and engine.core.waits_for_compiler and engine.core.room_for_grammars <= 0:
                 break
             answer = waiting.popleft()
             open_streams.update((stream.uid, stream) for stream in answer.streams)

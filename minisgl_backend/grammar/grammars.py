@@ -23,6 +23,7 @@ from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.jobs import Job
 from minisgl_backend.grammar.mask_filler import MaskFiller
 from minisgl_backend.grammar.pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
+from minisgl_backend.grammar.thoughts import ThinkingBudget
 from minisgl_backend.request import FinishReason, Grammar, Request
 from minisgl_backend.step import SequenceDetail, StepPlan, StepResult
 
@@ -59,7 +60,8 @@ class Grammars:
         self._compiling: dict[int, Request] = {}  # by uid
         self._matchers: dict[int, Any] = {}  # by uid of the sequence
         self._grammars: dict[int, Grammar] = {}  # likewise
-        self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar
+        self._thoughts: dict[int, ThinkingBudget] = {}  # likewise
+        self._rows: dict[int, int] = {}  # row -> uid, of sequences with a grammar or bounded thoughts
         self._ended: list[Ended] = []
         self._pace = pace or Pace()
         self._filler = MaskFiller(self._pace)
@@ -126,8 +128,18 @@ class Grammars:
                 for uid in range(request.uid, request.uid + request.params.n):
                     self._matchers[uid] = xgrammar.GrammarMatcher(compiled)
                     self._grammars[uid] = request.params.grammar
+                self.follow_thoughts(request)
             ready.append(CompiledRequest(request, error))
         return ready
+
+    def follow_thoughts(self, request: Request) -> None:
+        """Bounds the thoughts of its sequences, where it asks for that."""
+        params = request.params
+        if params.thinking_tags is not None and params.thinking_token_budget is not None:
+            for uid in range(request.uid, request.uid + params.n):
+                self._thoughts[uid] = ThinkingBudget(
+                    params.thinking_tags, params.thinking_token_budget, has_grammar=params.grammar is not None
+                )
 
     def cancel(self, uid: int) -> int:
         """Forgets a request that is still being compiled; returns how many sequences it had, 0 where there is none."""
@@ -142,6 +154,7 @@ class Grammars:
         """The sequence has ended."""
         self._matchers.pop(uid, None)
         self._grammars.pop(uid, None)
+        self._thoughts.pop(uid, None)
 
     def take_ended(self) -> list[Ended]:
         """Sequences that `masks` and `advance` found since the last call; each comes once, and is dropped."""
@@ -156,13 +169,14 @@ class Grammars:
         self._pace.begin_step()
         for admitted in plan.admitted:  # also while nobody has a grammar: a row must not keep what it had before
             self._rows.pop(admitted.row, None)
-            if admitted.uid in self._matchers:
+            if admitted.uid in self._matchers or admitted.uid in self._thoughts:
                 self._rows[admitted.row] = admitted.uid
 
     def masks(
         self, plan: StepPlan, grammar_bitmask: Callable[[int], Int32Array]
     ) -> tuple[Int32Array, Int32Array] | None:
-        """(result indices [k], bits [k, ceil(vocab / 32)]) of the plan's rows that have a grammar; None: no row has.
+        """(result indices [k], bits [k, ceil(vocab / 32)]) of the plan's rows of which a grammar, or the end of their
+        thoughts, says what may come next; None: there is none.
 
         Call it when all earlier steps are committed. Bit `t % 32` of word `t // 32` is 1 where token t is allowed; a
         row without any is one that must fail. A sequence that has ended is not masked: its token is dropped.
@@ -170,9 +184,12 @@ class Grammars:
         until the process ends, and must not be the one that frees a runner.
         """
         matched = self._matched(plan)
-        if not matched:
+        forced: list[tuple[int, int]] = []
+        if self._thoughts:
+            matched, forced = self._without_thoughts(matched)
+        if not matched and not forced:
             return None
-        bits = grammar_bitmask(len(matched))
+        bits = grammar_bitmask(len(matched) + len(forced))
         indices = [index for index, _ in matched]
         errors = self._filler.fill(
             [self._matchers[uid] for _, uid in matched],
@@ -184,15 +201,46 @@ class Grammars:
             bits[line] = -1  # the model computed well: the row fails nowhere, and its token is dropped
             self._fail(matched[line][1], error)
         self._heed_pace()
-        return np.array(indices, dtype=np.int32), bits
+        if self._thoughts:
+            self._mask_thoughts(matched, forced, bits)
+        return np.array([index for index, _ in (*matched, *forced)], dtype=np.int32), bits
+
+    def _without_thoughts(self, rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Of (result index, uid): those that are masked by their grammar, and (result index, token) of those of which
+        one token must come next. All others are free to think."""
+        matched: list[tuple[int, int]] = []
+        forced: list[tuple[int, int]] = []
+        for index, uid in rows:
+            thoughts = self._thoughts.get(uid)
+            if thoughts is not None and thoughts.forced is not None:
+                forced.append((index, thoughts.forced))
+            elif uid in self._matchers and not (thoughts is not None and thoughts.frees):
+                matched.append((index, uid))
+        return matched, forced
+
+    def _mask_thoughts(self, matched: list[tuple[int, int]], forced: list[tuple[int, int]], bits: Int32Array) -> None:
+        """Masks of forced tokens, behind those of grammars; and in these the token that may open the thoughts."""
+        words = bits.view(np.uint32)
+        words[len(matched) : len(matched) + len(forced)] = 0
+        for line, (_, token) in enumerate(forced, len(matched)):
+            words[line, token // 32] = 1 << token % 32
+        for line, (_, uid) in enumerate(matched):
+            thoughts = self._thoughts.get(uid)
+            if thoughts is not None and (opening := thoughts.opening) is not None:
+                bit = np.uint32(1 << opening % 32)
+                thoughts.offered = not words[line, opening // 32] & bit
+                words[line, opening // 32] |= bit
 
     def advance(self, plan: StepPlan, result: StepResult) -> None:
         """Follows the sampled tokens."""
-        if not self._matchers:
+        if not self._matchers and not self._thoughts:
             return
         tokens, clock = result.token_ids.tolist(), ThreadClock()
         now = clock.now
         for index, uid in self._matched(plan):
+            thoughts = self._thoughts.get(uid)
+            if (thoughts is not None and not thoughts.accept(tokens[index])) or uid not in self._matchers:
+                continue
             matcher, grammar, started = self._matchers[uid], self._grammars[uid], now
             if self._pace.late and grammar in self._pace.late:
                 continue
@@ -236,11 +284,11 @@ class Grammars:
         self.drop(ended.uid)
 
     def _matched(self, plan: StepPlan) -> list[tuple[int, int]]:
-        """(result index, uid) of the sampled rows with a live matcher."""
+        """(result index, uid) of the sampled rows with a live matcher, or bounded thoughts."""
         return [
             (index, uid)
             for index, row in enumerate(plan.sampled_rows.tolist())
-            if (uid := self._rows.get(row)) is not None and uid in self._matchers
+            if (uid := self._rows.get(row)) is not None and (uid in self._matchers or uid in self._thoughts)
         ]
 
     def close(self) -> None:

@@ -102,7 +102,7 @@ class Endpoint:
             Prompt(text=prompt) if isinstance(prompt, str) else Prompt(token_ids=prompt) for prompt in body.prompts
         ]
         echoes = [await self._echo(prompt, body) for prompt in prompts] if body.echo else None
-        sampling, names = body.sampling(), body.names()
+        sampling, names = {**body.sampling(), **await self.model.thinking(body)}, body.names()
         figures = body.wants_figures
         generations = [self.triton.start(prompt, sampling, context, names, figures=figures) for prompt in prompts]
         answer = CompletionAnswer(
@@ -158,10 +158,10 @@ class Endpoint:
         functions = {one.function.name: one.function.schema_of_arguments for one in body.offered}
         answer_format = await self.model.answer_format(
             functions if body.choice == "auto" else None,
-            thoughts=body.wants_thoughts_apart and not body.must_call,
-            is_guided=body.is_guided,
+            thoughts=body.wants_thoughts_apart and not (body.must_call and body.thinking_budget is None),
+            is_guided=body.is_guided and body.thinking_budget is None,
         )
-        sampling, tail = body.sampling(), ""
+        sampling, tail = {**body.sampling(), **await self.model.thinking(body)}, ""
         if answer_format.needs_special_tokens:
             sampling["skip_special_tokens"] = False
         grammar = answer_format.grammar([one.function.name for one in body.offered if one.function.strict])

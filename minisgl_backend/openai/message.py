@@ -69,17 +69,18 @@ def message_parsers(
 ) -> Sequence[MessageParser] | None:
     """One for each choice; None where the text is the content as it is. `prompt_tail`: the end of the prompt.
 
-    Of tool_choice other than `auto`, a grammar makes the answer's form, without thoughts.
+    Of tool_choice other than `auto`, a grammar makes the answer's form, without thoughts unless they have a budget.
     """
     choice, parallel = request.choice, request.parallel_tool_calls is not False
     found = []
     for _ in range(request.num_choices):
+        thoughts = answer_format.new_thoughts(prompt_tail)
         if isinstance(choice, NamedTool):
-            found.append(MessageParser(None, ArgumentsParser(choice.function.name), parallel=parallel))
+            found.append(MessageParser(thoughts, ArgumentsParser(choice.function.name), parallel=parallel))
         elif choice == "required":
-            found.append(MessageParser(None, CallListParser(), parallel=parallel))
+            found.append(MessageParser(thoughts, CallListParser(), parallel=parallel))
         else:
-            thoughts, calls = answer_format.new_thoughts(prompt_tail), answer_format.new_calls()
+            calls = answer_format.new_calls()
             if thoughts is None and calls is None:
                 return None
             found.append(MessageParser(thoughts, calls, parallel=parallel))

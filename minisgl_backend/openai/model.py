@@ -8,6 +8,7 @@ from typing import Any
 
 from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.requests.base import Sampling
 from minisgl_backend.openai.triton import ModelInfo, TritonServer
 from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
 from minisgl_backend.parsers.strict import structural_tag
@@ -80,6 +81,16 @@ class ServedModel:
         row = await self._thoughts() if thoughts else None
         return AnswerFormat(calls, row, functions or {}, is_guided=is_guided)
 
+    async def thinking(self, body: Sampling) -> dict[str, Any]:
+        """Sampling options of a request that bounds the thoughts.
+
+        Where no thoughts are known, the budgets of APIs that have them as a hint bound nothing, and are left out.
+        """
+        budget = body.thinking_budget
+        if budget is None or (body.thinking_token_budget is None and await self._thoughts() is None):
+            return {}
+        return {"thinking_token_budget": budget, "reasoning_parser": self._settings.reasoning_parser}
+
     async def _calls(self) -> Format:
         kind = self._settings.tool_call_parser
         info = await self.info()
@@ -133,8 +144,7 @@ class AnswerFormat:
             return None
         if row.both is not None:
             return row.both(self._functions)
-        opened = row.always_thinks or (row.tags is not None and prompt_tail.rstrip().endswith(row.tags[0]))
-        return row.new_thoughts(inside=opened and not self._is_guided)
+        return row.new_thoughts(inside=row.opens(prompt_tail) and not self._is_guided)
 
     def new_calls(self) -> ToolParser | None:
         """A parser of one choice; None where there are no calls to be found, or the thoughts' parser finds them."""

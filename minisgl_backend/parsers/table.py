@@ -59,6 +59,7 @@ class Format:
     tags: tuple[str, str] | None = None  # around thoughts
     always_thinks: bool = False  # an answer begins among thoughts, whatever the prompt ends with
     both: Callable[[Functions], ThoughtParser] | None = None  # one parser for thoughts, content and calls
+    channels: tuple[str, str, str] | None = None  # with `both`: see `thoughts`
     special: bool = False
     strict: StrictCall | None = None  # how a grammar makes calls; None: not by a grammar
 
@@ -77,6 +78,15 @@ class Format:
     def has_thoughts(self) -> bool:
         return bool(self.tags or self.both)
 
+    @property
+    def thoughts(self) -> tuple[str, str, str] | None:
+        """What opens thoughts, what closes them, and what is written between that and the answer proper."""
+        return self.channels if self.tags is None else (*self.tags, "")
+
+    def opens(self, prompt_tail: str) -> bool:
+        """Whether an answer to a prompt that ends so begins among thoughts."""
+        return self.always_thinks or (self.tags is not None and prompt_tail.rstrip().endswith(self.tags[0]))
+
     def new_thoughts(self, *, inside: bool) -> ThoughtParser:
         """`inside`: the prompt has opened the thoughts."""
         if self.tags is None:
@@ -93,6 +103,11 @@ FORMATS = (
         "`<|channel|>analysis<|message|>...`, `<|channel|>commentary to=functions.NAME ...<|message|>{...}<|call|>`",
         Marks(anywhere=("<|start|>", "<|channel|>", "<|message|>")),
         both=HarmonyParser,
+        channels=(
+            "<|channel|>analysis<|message|>",
+            "<|end|>",
+            "<|start|>assistant<|channel|>final<|message|>",
+        ),
         special=True,
     ),
     Format(

@@ -27,7 +27,7 @@ def flags_of(params: SamplingParams, vocab_size: int) -> int:
         flags |= layout.RANKED if 0 < params.top_k < vocab_size or np.float32(params.top_p) < 1 else 0
     flags |= layout.PENALTIES if params.has_penalties else 0
     flags |= layout.RULES if params.logit_bias or params.bad_words_token_ids or params.min_tokens else 0
-    flags |= layout.GRAMMAR if params.grammar is not None else 0
+    flags |= layout.GRAMMAR if params.is_guided else 0
     flags |= layout.LOGPROBS if params.logprobs is not None else 0
     flags |= layout.PROMPT_LOGPROBS if params.prompt_logprobs is not None else 0
     return flags

@@ -15,6 +15,7 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
 from minisgl_backend.models.config import GenerationDefaults, ModelConfig
+from minisgl_backend.parsers.thinking import TAIL, thinking_tags
 from minisgl_backend.request import GRAMMAR_KINDS, MAX_PRIORITY, SCALAR_FIELDS, Grammar, SamplingParams, check_prompt
 from minisgl_backend.serving.fields import ALIASES, Fields, collect_fields, json_object, json_value, shown
 
@@ -78,7 +79,7 @@ class RequestCodec:
             prompt_ids = self._input_ids(fields)
         else:
             text, prompt_ids = self._prompt(fields)
-        params = self._params(fields)
+        params = self._with_thoughts(self._params(fields), fields, prompt_ids)
         options = self._options(fields, params, is_vllm)
         options = _with_prompt(options, self._echoes(fields), text, prompt_ids)
         priority = fields.get("priority", 0)
@@ -175,6 +176,24 @@ class RequestCodec:
             canonical = {"n": "num_return_sequences", "stop": "stop_words"}.get(name, name)
             raise InvalidRequestError(f"{fields.spelling.get(canonical, name)} {rest}") from None
         return params
+
+    def _with_thoughts(
+        self, params: SamplingParams, fields: Fields, prompt_ids: Sequence[int] | Int32Array
+    ) -> SamplingParams:
+        """With the tags of what `thinking_token_budget` bounds."""
+        budget = params.thinking_token_budget
+        if budget is None:
+            return params
+        tokenizer = self._tokenizer
+        tags = thinking_tags(
+            fields.get("reasoning_parser", "auto"),
+            budget,
+            tokenizer.chat_template,
+            tokenizer.added_tokens,
+            lambda text: tokenizer.encode(text, add_special_tokens=False),
+            tokenizer.decode(list(prompt_ids[-TAIL:])),
+        )
+        return msgspec.structs.replace(params, thinking_tags=tags)
 
     def _apply_end_id(self, fields: Mapping[str, Any], values: dict[str, Any]) -> None:
         end_id = fields.get("end_id")

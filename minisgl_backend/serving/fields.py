@@ -47,6 +47,8 @@ _JSON_FIELDS = {
     "guided_decoding": "json",
     "use_beam_search": "bool",
     "detokenize": "bool",
+    "thinking_token_budget": "int",
+    "reasoning_parser": "str",
     "spaces_between_special_tokens": "bool",
 }
 

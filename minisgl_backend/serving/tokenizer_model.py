@@ -20,13 +20,13 @@ from minisgl_backend.host.settings import is_demo, read_engine_config
 from minisgl_backend.ipc.wire import Codec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import DEMO
+from minisgl_backend.parsers.thinking import TAIL
 from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.serving.codec import CodecSettings, RequestCodec
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.text.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
-_TAIL = 16  # tokens of a prompt's end
 
 
 class TritonPythonModel:
@@ -98,7 +98,7 @@ class TritonPythonModel:
         if "prompt_text" in wanted:
             tensors.append(_text_tensor("prompt_text", self._tokenizer.decode(token_ids)))
         if "prompt_tail" in wanted:
-            tensors.append(_text_tensor("prompt_tail", self._tokenizer.decode(token_ids[-_TAIL:])))
+            tensors.append(_text_tensor("prompt_tail", self._tokenizer.decode(token_ids[-TAIL:])))
         if "token_texts" in wanted:
             tensors.append(_text_tensor("token_texts", *(self._tokenizer.decode([token]) for token in token_ids)))
         if "model_info" in wanted:

@@ -18,7 +18,7 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.llm import LLM
 from minisgl_backend.models.folder import find_model_dir
-from minisgl_backend.request import Grammar, SamplingParams
+from minisgl_backend.request import Grammar, SamplingParams, ThinkingTags
 
 # float32: the same answers in every way to run, whatever products this processor rounds to bfloat16.
 OPTIONS: dict[str, Any] = {"dtype": "float32", "num_pages": 256, "max_running_requests": 8, "max_waiting_requests": 4}
@@ -187,6 +187,23 @@ def test_several_answers_logprobs_and_cached_tokens(llm: LLM) -> None:
     assert first.prompt_logprobs is not None
     assert [entry.token_id for entry in first.prompt_logprobs] == ids[1:]
     assert llm.generate(ids, max_tokens=2)[0].logprobs is None
+
+
+def test_thoughts_end_after_their_budget_and_a_grammar_holds_behind_them(llm: LLM) -> None:
+    opening, closing = (tuple(llm.tokenizer.encode(tag)) for tag in ("<think>", "</think>"))
+    tags = ThinkingTags(opening=opening, closing=closing, is_open=True)
+    options: dict[str, Any] = {"thinking_token_budget": 6, "thinking_tags": tags, "ignore_eos": True, "n": 2}
+    free, guided = (
+        llm.generate(prompt, max_tokens=40, grammar=grammar, **options)[0]
+        for prompt, grammar in (("Count to 9.", None), ("Count to 9.", Grammar(kind="regex", text="[0-9]{3}")))
+    )
+    for answer in (free, guided):
+        for one in answer.completions:
+            assert one.token_ids[6 : 6 + len(closing)] == list(closing)
+    assert all(one.text.split("</think>")[1].isdigit() for one in guided.completions)
+    assert all(len(one.token_ids) == 40 for one in free.completions)
+    with pytest.raises(InvalidRequestError, match="thinking_token_budget is 6; allowed: none"):
+        llm.generate("x", thinking_token_budget=6)
 
 
 def test_bad_words_do_not_appear(llm: LLM) -> None:

@@ -66,7 +66,6 @@ class ToolChoice(Model):
 
 
 class AnthropicThinking(Thinking):
-    budget_tokens: int | None = None  # without a meaning here: max_tokens alone bounds the thoughts
     display: str | None = None
 
 

@@ -129,6 +129,7 @@ class Sampling(Model):
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     priority: int | None = None
+    thinking_token_budget: int | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None
@@ -149,6 +150,11 @@ class Sampling(Model):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
+
+    @property
+    def thinking_budget(self) -> int | None:
+        """Tokens of thoughts, by whichever name; None: no limit."""
+        return None if self.thinking_token_budget == -1 else self.thinking_token_budget
 
     @model_validator(mode="before")
     @classmethod
@@ -293,7 +299,7 @@ _STRUCTURED = (
     ("json_object", "json_object"),
 )
 # Sampling parameters that have a form of their own in OpenAI's API.
-_OTHERWISE = ("logprobs", "prompt_logprobs", "grammar", "bad_words_token_ids")
+_OTHERWISE = ("logprobs", "prompt_logprobs", "grammar", "bad_words_token_ids", "thinking_tags", "thinking_token_budget")
 _SAMPLING = (
     *(name for name in SamplingParams.__struct_fields__ if name not in _OTHERWISE),
     *("add_special_tokens", "priority", "use_beam_search", "best_of"),

@@ -30,12 +30,14 @@ class Thinking(Model):
     """As DeepSeek, Z.ai and Anthropic write the switch."""
 
     type: Literal["enabled", "disabled", "auto", "adaptive"]
+    budget_tokens: int | None = None
 
 
 class OpenRouterReasoning(Model):
     effort: str | None = None
     enabled: bool | None = None
     exclude: bool | None = None  # from the answer
+    max_tokens: int | None = None
 
 
 class ChatRequest(Generating):
@@ -92,6 +94,15 @@ class ChatRequest(Generating):
     @property
     def wants_thoughts_apart(self) -> bool:
         return self.separate_reasoning is not False and not self.continue_final_message
+
+    @property
+    def thinking_budget(self) -> int | None:
+        named = super().thinking_budget
+        if self.thinking_token_budget is not None:
+            return named
+        if self.reasoning is not None and self.reasoning.max_tokens is not None:
+            return self.reasoning.max_tokens
+        return self.thinking.budget_tokens if self.thinking else None
 
     @property
     def leaves_thoughts_out(self) -> bool:

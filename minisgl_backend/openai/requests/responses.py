@@ -10,7 +10,7 @@ from pydantic import Field
 
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import JsonSchema, Model, ResponseFormat, Sampling, is_unicode
-from minisgl_backend.openai.requests.chat import AllowedTools, AllowedToolsChoice, ChatRequest
+from minisgl_backend.openai.requests.chat import AllowedTools, AllowedToolsChoice, ChatRequest, OpenRouterReasoning
 from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, shown, text_of, wrong
 from minisgl_backend.openai.requests.response_tools import (
     AllowedFunctions,
@@ -53,6 +53,7 @@ class Text(Model):
 
 class Reasoning(Model):
     effort: str | None = None  # handed to the chat template
+    max_tokens: int | None = None  # of thoughts, as OpenRouter has it
     # Without a meaning here: thoughts are given as they are.
     summary: str | None = None
     generate_summary: str | None = None
@@ -142,6 +143,7 @@ class ResponsesRequest(Sampling):
             "parallel_tool_calls": self.parallel_tool_calls,
             "reasoning_effort": self.reasoning.effort if self.reasoning else None,
             "chat_template_kwargs": self.chat_template_kwargs,
+            "reasoning": OpenRouterReasoning(max_tokens=self.reasoning.max_tokens) if self.reasoning else None,
         }
         return ChatRequest.model_construct(**values)
 

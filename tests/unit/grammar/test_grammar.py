@@ -83,7 +83,7 @@ class RandomRunner:
 
     def prepare(self, plan: StepPlan) -> StepPlan:
         assert not self._unsampled, "the step before is not sampled yet"
-        self._guided |= {admitted.row: admitted.params.grammar is not None for admitted in plan.admitted}
+        self._guided |= {admitted.row: admitted.params.is_guided for admitted in plan.admitted}
         return plan
 
     def execute(self, plan: StepPlan) -> MaskedPending:

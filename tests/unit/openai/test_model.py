@@ -145,6 +145,36 @@ def test_a_prompt_is_rendered_once(
 
 
 @pytest.mark.parametrize(
+    ("template", "fields", "budget"),
+    [
+        (THINKS, {"thinking_token_budget": 9}, 9),
+        (THINKS, {"thinking_token_budget": -1, "reasoning": {"max_tokens": 5}}, None),
+        (THINKS, {"reasoning": {"max_tokens": 5}}, 5),
+        (THINKS, {"thinking": {"type": "enabled", "budget_tokens": 1024}}, 1024),
+        ("plain", {"thinking": {"type": "enabled", "budget_tokens": 1024}}, None),
+        ("plain", {"thinking_token_budget": 9}, 9),  # the server refuses it
+        (THINKS, {}, None),
+    ],
+)
+def test_thoughts_have_a_budget_by_every_name(template: str, fields: dict[str, Any], budget: int | None) -> None:
+    async def begin(**more: Any) -> Any:
+        endpoint, server = Endpoint(EndpointSettings(port=0)), Rendering(template, "<think>\n")
+        endpoint.triton = server  # type: ignore[assignment]
+        endpoint.model = ServedModel(server, EndpointSettings(port=0))  # type: ignore[arg-type]
+        body = ChatRequest(messages=[{"role": "user", "content": "x"}], **fields, **more)
+        parsers = (await endpoint.start_chat(body, RequestContext("1"), body.names(), figures=False))[1]
+        return server.started[0][1], parsers
+
+    sampling, _ = asyncio.run(begin())
+    assert sampling.get("thinking_token_budget") == budget
+    assert sampling.get("reasoning_parser") == (None if budget is None else "auto")
+    if template == THINKS and budget is not None:  # a grammar holds behind them
+        _, parsers = asyncio.run(begin(tools=TOOLS, tool_choice="required"))
+        parts = parsers[0].feed(Delta(0, 'Hm</think>[{"name": "f", "parameters": {}}]', 1, None, ()))
+        assert [part.kind for part in parts][:2] == ["reasoning", "call"]
+
+
+@pytest.mark.parametrize(
     ("strict", "template", "guided"), [(True, HERMES, True), (None, HERMES, False), (True, "x", False)]
 )
 def test_strict_functions_are_kept_by_a_grammar_of_the_format(strict: bool | None, template: str, guided: bool) -> None:

@@ -202,6 +202,28 @@ def test_what_names_an_ensemble_is_no_request_parameter(codec: RequestCodec, nam
             decode(codec, parameters)
 
 
+def test_thoughts_are_bounded_by_the_tags_of_the_models_format(codec: RequestCodec, tokenizer: Tokenizer) -> None:
+    options = {"thinking_token_budget": 8, "reasoning_parser": "qwen3"}
+    for prompt, is_open in (("Hm? <think>\n", True), ("<think> </think>", False)):
+        params = decode(
+            codec, text_input=prompt, sampling_parameters=json.dumps(options), apply_chat_template=False
+        ).params
+        assert params.thinking_tags is not None
+        assert params.thinking_token_budget == 8
+        assert tokenizer.decode(params.thinking_tags.closing) == "</think>"
+        assert params.thinking_tags.is_open == is_open
+    for parser, message in (
+        ("auto", "budget is 8; allowed: none, as it is not known"),
+        ("none", "budget is 8"),
+        ("x", "'x'"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            decode(codec, sampling_parameters=json.dumps({**options, "reasoning_parser": parser}))
+    assert decode(codec, sampling_parameters='{"thinking_token_budget": -1}').params.thinking_token_budget is None
+    with pytest.raises(InvalidRequestError, match="thinking_token_budget is -2; allowed: 0 or more, or no limit: -1"):
+        decode(codec, sampling_parameters='{"thinking_token_budget": -2}')
+
+
 def test_bad_words_with_and_without_a_space(codec: RequestCodec, tokenizer: Tokenizer) -> None:
     words = decode(codec, bad_words=["blue"]).params.bad_words_token_ids
     expected = {tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("blue", " blue")}

@@ -1,0 +1,101 @@
+"""Bounds the thoughts of one answer: after `thinking_token_budget` tokens of them their closing tag is forced.
+
+A grammar of the same request holds behind the thoughts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from minisgl_backend.request import ThinkingTags
+
+
+class ThinkingBudget:
+    """Follows one sequence token by token."""
+
+    __slots__ = ("_forced", "_inside", "_latest", "_left", "_offers", "_tags", "_waits", "offered")
+
+    def __init__(self, tags: ThinkingTags, budget: int, *, has_grammar: bool) -> None:
+        self._tags = tags
+        self._left = budget
+        self._inside = tags.is_open
+        self._waits = has_grammar  # for the thoughts' end
+        self._offers = has_grammar and not tags.is_open  # the first token may open them
+        self.offered = False  # that token is none of the grammar's
+        self._forced: tuple[int, ...] = ()  # the tokens that must come next
+        self._latest: deque[int] = deque(maxlen=max(len(tags.opening), len(tags.closing)))
+        if self._inside and not self._left:
+            self._force_end()
+
+    @property
+    def forced(self) -> int | None:
+        """The token that must come next; None where it may be any, or what the grammar allows."""
+        return self._forced[0] if self._forced else None
+
+    @property
+    def frees(self) -> bool:
+        """The sequence is among its thoughts, where its grammar says nothing."""
+        return self._inside
+
+    @property
+    def opening(self) -> int | None:
+        """A token that may come beside what the grammar allows: it opens the thoughts."""
+        return self._tags.opening[0] if self._offers else None
+
+    def accept(self, token: int) -> bool:
+        """Follows the sampled token. Returns whether it is one of the answer behind the thoughts."""
+        if self._forced:
+            self._forced = self._forced[1:]
+            if not self._forced and self._offers:  # what was forced was the rest of the opening tag
+                self._offers = False
+                self._open()
+            elif not self._forced:
+                self._inside = False
+            return False
+        if self._offers:
+            return self._begin(token)
+        if self._waits and not self._inside:
+            return True
+        self._latest.append(token)
+        if not self._inside:
+            if _ends_with(self._latest, self._tags.opening):
+                self._open()
+            return True
+        if _ends_with(self._latest, self._tags.closing):
+            self._inside = False
+            self._latest.clear()
+            self._forced = self._tags.behind if self._waits else ()  # of itself the model writes it, too
+            return False
+        self._left -= 1
+        if self._left <= 0:
+            self._force_end()
+        return False
+
+    def _begin(self, token: int) -> bool:
+        """The first token of an answer whose grammar waits for thoughts that may come."""
+        if not (self.offered and token == self._tags.opening[0]):
+            self._offers = False
+            return True
+        self._forced = self._tags.opening[1:]
+        if not self._forced:
+            self._offers = False
+            self._open()
+        return False
+
+    def _open(self) -> None:
+        self._inside = True
+        self._latest.clear()
+        if self._left <= 0:
+            self._force_end()
+
+    def _force_end(self) -> None:
+        """What of the closing tag is there already is not written again."""
+        closing = self._tags.closing
+        written = next(n for n in range(len(closing) - 1, -1, -1) if _ends_with(self._latest, closing[:n]))
+        self._latest.clear()
+        self._forced = (*closing[written:], *self._tags.behind)
+
+
+def _ends_with(latest: deque[int], tag: tuple[int, ...]) -> bool:
+    count = len(tag)
+    return len(latest) >= count and all(latest[k - count] == tag[k] for k in range(count))
