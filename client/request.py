@@ -40,6 +40,7 @@ class SamplingOptions(TypedDict, total=False):
     prompt_logprobs: int
     n: int  # sequences from one prompt
     ignore_eos: bool
+    cache_salt: str  # cached prefixes are shared among requests with the same salt alone
     skip_special_tokens: bool
     add_special_tokens: bool
     apply_chat_template: bool  # whether a plain prompt becomes a user's chat message
@@ -89,6 +90,7 @@ _SCALARS: dict[str, tuple[str, Datatype]] = {
     "prompt_logprobs": ("num_prompt_logprobs", "INT32"),
     "n": ("num_return_sequences", "INT32"),
     "ignore_eos": ("ignore_eos", "BOOL"),
+    "cache_salt": ("cache_salt", "BYTES"),
     "skip_special_tokens": ("skip_special_tokens", "BOOL"),
     "add_special_tokens": ("add_special_tokens", "BOOL"),
     "apply_chat_template": ("apply_chat_template", "BOOL"),

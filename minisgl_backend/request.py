@@ -27,6 +27,7 @@ MAX_LOGPROBS = 20
 MAX_SEQUENCES_PER_REQUEST = 64
 MAX_GRAMMAR_BYTES = 65536
 MAX_TAG_TOKENS = 64  # of one tag of thoughts
+MAX_CACHE_SALT_BYTES = 1024
 SEED_RANGE = 2**64
 
 
@@ -101,6 +102,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     thinking_tags: ThinkingTags | None = None  # with a budget
     skip_special_tokens: bool = True  # special tokens are no part of the text
     include_stop_str_in_output: bool = False  # the text keeps the stop string, or stop token, that ended it
+    cache_salt: str | None = None  # cached prefixes are shared among requests with the same salt alone
 
     def __post_init__(self) -> None:
         for field, normalise in _NORMALISE.items():
@@ -155,6 +157,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                 _refuse(name, value, f"0 to {MAX_LOGPROBS}")
         if self.thinking_token_budget is not None and self.thinking_token_budget < 0:
             _refuse("thinking_token_budget", self.thinking_token_budget, "0 or more, or no limit: -1")
+        if self.cache_salt is not None and not 1 <= len(self.cache_salt.encode()) <= MAX_CACHE_SALT_BYTES:
+            _refuse("cache_salt", f"{len(self.cache_salt.encode())} bytes", f"a text of 1 to {MAX_CACHE_SALT_BYTES}")
         self._validate_lists(vocab_size)
 
     def _validate_lists(self, vocab_size: int | None) -> None:
@@ -269,6 +273,16 @@ def _flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def _text(name: str, value: Any) -> str:
+    if not isinstance(value, str):
+        _refuse(name, repr(value), "a text")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        _refuse(name, repr(value), "Unicode text, without lone surrogates")
+    return str(value)
+
+
 def _seed(name: str, value: Any) -> int | None:
     """A negative one is the unsigned number of the same 64 bits; -1 means any, as in vLLM."""
     number = _integer(name, value)
@@ -349,6 +363,7 @@ _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
     "top_k": _top_k,
     "top_p": _top_p,
     **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), _flag),
+    "cache_salt": _text,
     "stop": _words,
     "bad_words": _words,
     "stop_token_ids": _token_ids,
@@ -358,9 +373,9 @@ _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
     "thinking_token_budget": _budget,
     "thinking_tags": _tags,
 }
-# Fields of SamplingParams that are one number or flag.
+# Fields of SamplingParams that are one number, flag or text.
 SCALAR_FIELDS = tuple(
-    name for name, one in _NORMALISE.items() if one in (_integer, _number, _flag, _seed, _top_k, _top_p, _budget)
+    name for name, one in _NORMALISE.items() if one in (_integer, _number, _flag, _text, _seed, _top_k, _top_p, _budget)
 )
 _DEFAULTS: Mapping[str, Any] = {
     field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()

@@ -283,6 +283,8 @@ def _params(
         values["grammar"] = GRAMMARS[int(rng.integers(len(GRAMMARS)))]
     elif sometimes(0.2):
         values["min_tokens"] = int(rng.integers(1, values["max_tokens"] + 1))
+    if values["seed"] % 6 == 0:
+        values["cache_salt"] = "tenant"
     params = SamplingParams(**values)
     params.validate(VOCAB_SIZE)
     return params

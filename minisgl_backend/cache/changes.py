@@ -1,7 +1,7 @@
 """What a prefix cache tells others of its contents: pages that it has stored and removed, named by hashes.
 
-The hash of a page stands for its tokens and all before them. It depends on nothing else, so that equal prefixes have
-equal hashes in every engine with pages of the same size.
+The hash of a page stands for its tokens, all before them, and the salt of their prompt. It depends on nothing else, so
+that equal prefixes have equal hashes in every engine with pages of the same size.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ class PagesStored:
     hashes: list[int]  # [num_pages]
     parent: int | None  # hash of the page before the first one; None: they begin a prompt
     token_ids: Int32Array  # [num_pages * page_size]
+    salt: bytes = b""  # with which the first one begins a prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +36,12 @@ class PagesRemoved:
 CacheChange = PagesStored | PagesRemoved
 
 
-def page_hashes(parent: int | None, token_ids: Int32Array, page_size: int) -> list[int]:
-    """Unsigned 64-bit hashes of the whole pages of `token_ids`, which follow the page with hash `parent`."""
+def page_hashes(parent: int | None, token_ids: Int32Array, page_size: int, salt: bytes = b"") -> list[int]:
+    """Unsigned 64-bit hashes of the whole pages of `token_ids`, which follow the page with hash `parent`, or begin a
+    prompt with this salt."""
     data = np.ascontiguousarray(token_ids, dtype="<i4").tobytes()
     size = page_size * 4
-    before = b"" if parent is None else parent.to_bytes(HASH_BYTES, "big")
+    before = salt if parent is None else parent.to_bytes(HASH_BYTES, "big")
     hashes = []
     for start in range(0, len(data) - size + 1, size):
         before = hashlib.blake2b(before + data[start : start + size], digest_size=HASH_BYTES).digest()

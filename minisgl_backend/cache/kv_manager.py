@@ -29,11 +29,12 @@ class PageLease:
     """The right of one row to its pages. The first `num_shared` belong to the prefix cache and are pinned there; the
     others are this row's alone."""
 
-    __slots__ = ("num_shared", "pin", "released", "row")
+    __slots__ = ("num_shared", "pin", "released", "row", "salt")
 
-    def __init__(self, row: int, pin: Any, num_shared: int) -> None:
+    def __init__(self, row: int, pin: Any, num_shared: int, salt: bytes) -> None:
         self.row = row
         self.pin = pin  # of the prefix cache
+        self.salt = salt  # of what is published
         self.num_shared = num_shared
         self.released = False
 
@@ -97,13 +98,14 @@ class KVManager:
     def pages_for(self, num_tokens: int) -> int:
         return -(-num_tokens // self.page_size)
 
-    def cached_tokens(self, token_ids: Int32Array) -> int:
+    def cached_tokens(self, token_ids: Int32Array, salt: str | None = None) -> int:
         """Tokens that `match` would find; changes nothing, not even the eviction order."""
-        return self._cache.peek(token_ids) * self.page_size
+        return self._cache.peek(token_ids, salt.encode() if salt else b"") * self.page_size
 
-    def match(self, token_ids: Int32Array) -> PrefixMatch[Any]:
-        """The longest cached prefix of `token_ids` in whole pages, pinned until `acquire` or `unmatch`."""
-        return self._cache.match(token_ids)
+    def match(self, token_ids: Int32Array, salt: str | None = None) -> PrefixMatch[Any]:
+        """The longest prefix of `token_ids` in whole pages that was published with this salt, pinned until `acquire` or
+        `unmatch`."""
+        return self._cache.match(token_ids, salt.encode() if salt else b"")
 
     def unmatch(self, match: PrefixMatch[Any]) -> None:
         """Ends the pin of a match of which no lease was made."""
@@ -119,7 +121,7 @@ class KVManager:
         self._table[row, :num_shared] = match.pages
         self._table[row, num_shared:count] = self._take(count - num_shared)
         self._held[row], self._matched[row], self.covered[row] = count, num_shared, count * self.page_size
-        return PageLease(row, match.pin, num_shared)
+        return PageLease(row, match.pin, num_shared, match.salt)
 
     def extend(self, rows: IndexArray) -> tuple[Int32Array, Int32Array]:
         """One more page for each of these rows (no row twice): their columns of the page table, and the pages; int32
@@ -141,7 +143,8 @@ class KVManager:
             return None
         self.version += 1  # of those who wait, some may share these pages now
         own = self._table[lease.row, first:count]
-        kept = self._cache.extend(lease.pin, token_ids[first * self.page_size : count * self.page_size], own)
+        tokens = token_ids[first * self.page_size : count * self.page_size]
+        kept = self._cache.extend(lease.pin, tokens, own, lease.salt)
         lease.pin = kept.pin
         lease.num_shared = first + len(kept.pages)
         own = own[: len(kept.pages)]

@@ -18,6 +18,7 @@ class PrefixMatch(Generic[Pin]):
 
     pages: Int32Array  # [num_matched_pages]
     pin: Pin
+    salt: bytes = b""  # of the prompt
 
 
 class PrefixCache(abc.ABC, Generic[Pin]):
@@ -40,25 +41,27 @@ class PrefixCache(abc.ABC, Generic[Pin]):
         """Pages that `evict` could hand out now."""
 
     @abc.abstractmethod
-    def peek(self, token_ids: Int32Array) -> int:
+    def peek(self, token_ids: Int32Array, salt: bytes = b"") -> int:
         """Pages that `match` would find; changes nothing, not even the eviction order."""
 
     @abc.abstractmethod
-    def match(self, token_ids: Int32Array) -> PrefixMatch[Pin]:
-        """The longest cached prefix of `token_ids` (int32 [num_tokens]) in whole pages, pinned."""
+    def match(self, token_ids: Int32Array, salt: bytes = b"") -> PrefixMatch[Pin]:
+        """The longest cached prefix of `token_ids` (int32 [num_tokens]) in whole pages, pinned, of those that were
+        added with this salt."""
 
     @abc.abstractmethod
     def unpin(self, pin: Pin) -> None:
         """Ends a pin. Once for each pin."""
 
     @abc.abstractmethod
-    def extend(self, pin: Pin, token_ids: Int32Array, pages: Int32Array) -> PrefixMatch[Pin]:
+    def extend(self, pin: Pin, token_ids: Int32Array, pages: Int32Array, salt: bytes = b"") -> PrefixMatch[Pin]:
         """Adds what follows the pinned prefix, and moves the pin to its end.
 
         Args:
             pin: consumed; the returned pin replaces it.
             token_ids: int32 [len(pages) * page_size], the tokens after the pinned prefix.
             pages: int32 [num_pages], where their keys and values are.
+            salt: of the prompt that they begin or continue; prompts of different salts share no page.
 
         Returns:
             the pages that the cache now holds for these tokens. Where they differ from `pages` the cache had the
@@ -90,16 +93,16 @@ class NaiveCache(PrefixCache[None]):
     num_pages = 0
     num_evictable = 0
 
-    def peek(self, token_ids: Int32Array) -> int:
+    def peek(self, token_ids: Int32Array, salt: bytes = b"") -> int:
         return 0
 
-    def match(self, token_ids: Int32Array) -> PrefixMatch[None]:
-        return PrefixMatch(NO_INT32, None)
+    def match(self, token_ids: Int32Array, salt: bytes = b"") -> PrefixMatch[None]:
+        return PrefixMatch(NO_INT32, None, salt)
 
     def unpin(self, pin: None) -> None:
         pass
 
-    def extend(self, pin: None, token_ids: Int32Array, pages: Int32Array) -> PrefixMatch[None]:
+    def extend(self, pin: None, token_ids: Int32Array, pages: Int32Array, salt: bytes = b"") -> PrefixMatch[None]:
         return PrefixMatch(NO_INT32, None)
 
     def evict(self, count: int) -> Int32Array:

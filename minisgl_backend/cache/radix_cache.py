@@ -2,7 +2,8 @@
 
 The idea of a radix tree of KV pages is from SGLang (Zheng et al. 2024, "SGLang: Efficient Execution of Structured
 Language Model Programs", section 3). Here an edge holds any number of whole pages; children are told apart by the
-tokens of their first page, so a node is split only on a page border.
+tokens of their first page, so a node is split only on a page border. A salt is part of the key of a prompt's first
+page, and so keeps apart all that follows: there is one root, whatever salts there are.
 """
 
 from __future__ import annotations
@@ -20,14 +21,15 @@ from minisgl_backend.cache.prefix_cache import PrefixCache, PrefixMatch
 class RadixNode:
     """One edge of the tree with the node at its lower end. Only `RadixCache` touches it."""
 
-    __slots__ = ("children", "hashes", "pages", "parent", "pins", "serial", "token_ids", "used_at")
+    __slots__ = ("children", "hashes", "pages", "parent", "pins", "salt", "serial", "token_ids", "used_at")
 
     def __init__(self, parent: RadixNode | None, token_ids: Int32Array, pages: Int32Array, serial: int) -> None:
         self.parent = parent  # None: the root, or a node that has left the tree
         self.token_ids = token_ids  # [num_pages * page_size]
         self.pages = pages  # [num_pages]
         self.hashes: list[int] = []  # [num_pages], where changes are recorded
-        self.children: dict[bytes, RadixNode] = {}  # by the tokens of the child's first page
+        self.salt = b""  # of the prompts that begin here
+        self.children: dict[bytes, RadixNode] = {}  # by the salt and the tokens of the child's first page
         self.pins = 0  # pins on this node or below it
         self.used_at = 0  # tick of the last match or unpin that went through here
         self.serial = serial  # breaks ties, so that the eviction order is the same in every run
@@ -58,10 +60,10 @@ class RadixCache(PrefixCache[RadixNode]):
     def num_evictable(self) -> int:
         return self._num_pages - self._num_pinned
 
-    def peek(self, token_ids: Int32Array) -> int:
+    def peek(self, token_ids: Int32Array, salt: bytes = b"") -> int:
         node, position, count = self._root, 0, len(token_ids) // self._page_size
         while position < count:
-            child = node.children.get(self._key(token_ids, position))
+            child = node.children.get(self._key(node, token_ids, position, salt))
             if child is None:
                 break
             common = self._common_pages(child, token_ids, position)
@@ -71,12 +73,12 @@ class RadixCache(PrefixCache[RadixNode]):
             node = child
         return position
 
-    def match(self, token_ids: Int32Array) -> PrefixMatch[RadixNode]:
+    def match(self, token_ids: Int32Array, salt: bytes = b"") -> PrefixMatch[RadixNode]:
         self._tick += 1
         node, position, count = self._root, 0, len(token_ids) // self._page_size
         runs: list[Int32Array] = []
         while position < count:
-            child = node.children.get(self._key(token_ids, position))
+            child = node.children.get(self._key(node, token_ids, position, salt))
             if child is None:
                 break
             common = self._common_pages(child, token_ids, position)
@@ -85,7 +87,7 @@ class RadixCache(PrefixCache[RadixNode]):
             runs.append(node.pages)
             position += common
         self._pin(node, self._root)
-        return PrefixMatch(np.concatenate(runs) if runs else NO_INT32, node)
+        return PrefixMatch(np.concatenate(runs) if runs else NO_INT32, node, salt)
 
     def unpin(self, pin: RadixNode) -> None:
         self._tick += 1
@@ -101,14 +103,16 @@ class RadixCache(PrefixCache[RadixNode]):
                     self._push_leaf(node)
             node = node.parent
 
-    def extend(self, pin: RadixNode, token_ids: Int32Array, pages: Int32Array) -> PrefixMatch[RadixNode]:
+    def extend(
+        self, pin: RadixNode, token_ids: Int32Array, pages: Int32Array, salt: bytes = b""
+    ) -> PrefixMatch[RadixNode]:
         self._tick += 1
         node, position, runs = pin, 0, []
         while position < len(pages):
-            key = self._key(token_ids, position)
+            key = self._key(node, token_ids, position, salt)
             child = node.children.get(key)
             if child is None:
-                child = self._add_leaf(node, key, token_ids[position * self._page_size :], pages[position:])
+                child = self._add_leaf(node, key, token_ids[position * self._page_size :], pages[position:], salt)
                 common = len(child.pages)
             else:
                 common = self._common_pages(child, token_ids, position)
@@ -167,15 +171,21 @@ class RadixCache(PrefixCache[RadixNode]):
             assert len(node.token_ids) == len(node.pages) * self._page_size, "an edge's tokens do not fill its pages"
             assert node.pins == expected.get(node.serial, 0), "a node's pins differ from the pins that are out"
             assert node.parent is not None, "a node in the tree has no parent"
-            assert node.parent.children.get(self._key(node.token_ids, 0)) is node, "a child is filed under a wrong key"
+            assert node.parent.children.get(self._own_key(node)) is node, "a child is filed under a wrong key"
             assert node.children or node.pins or node.serial in listed, "an evictable leaf is not in the heap"
         pages = self.pages()
         assert len(np.unique(pages)) == len(pages) == self._num_pages, "a page is in the tree twice or miscounted"
         assert sum(len(node.pages) for node in nodes if node.pins) == self._num_pinned, "pinned pages are miscounted"
         assert len(nodes) == self._num_nodes, "nodes are miscounted"
 
-    def _key(self, token_ids: Int32Array, page: int) -> bytes:
-        return token_ids[page * self._page_size : (page + 1) * self._page_size].tobytes()
+    def _key(self, parent: RadixNode, token_ids: Int32Array, page: int, salt: bytes) -> bytes:
+        """What a child of `parent` that begins with this page is filed under."""
+        key = token_ids[page * self._page_size : (page + 1) * self._page_size].tobytes()
+        return salt + key if salt and parent is self._root else key
+
+    def _own_key(self, node: RadixNode) -> bytes:
+        assert node.parent is not None, "the root is filed nowhere"
+        return self._key(node.parent, node.token_ids, 0, node.salt)
 
     def _common_pages(self, node: RadixNode, token_ids: Int32Array, page: int) -> int:
         """Whole pages that the edge shares with `token_ids` from `page` on; the first one is known to be equal."""
@@ -195,21 +205,26 @@ class RadixCache(PrefixCache[RadixNode]):
         assert node.parent is not None, "the root has no edge to split"
         border = count * self._page_size
         upper = RadixNode(node.parent, node.token_ids[:border], node.pages[:count], next(self._serials))
-        upper.pins, upper.used_at = node.pins, node.used_at
+        upper.pins, upper.used_at, upper.salt = node.pins, node.used_at, node.salt
         upper.hashes, node.hashes = node.hashes[:count], node.hashes[count:]
-        node.parent.children[self._key(upper.token_ids, 0)] = upper
+        node.parent.children[self._own_key(upper)] = upper
         node.parent, node.token_ids, node.pages = upper, node.token_ids[border:], node.pages[count:]
-        upper.children[self._key(node.token_ids, 0)] = node
+        node.salt = b""
+        upper.children[self._own_key(node)] = node
         self._num_nodes += 1
         return upper
 
-    def _add_leaf(self, parent: RadixNode, key: bytes, token_ids: Int32Array, pages: Int32Array) -> RadixNode:
+    def _add_leaf(
+        self, parent: RadixNode, key: bytes, token_ids: Int32Array, pages: Int32Array, salt: bytes
+    ) -> RadixNode:
         leaf = RadixNode(parent, token_ids.copy(), pages.copy(), next(self._serials))
         parent.children[key] = leaf
+        if parent is self._root:
+            leaf.salt = salt
         if self._records:
             before = parent.hashes[-1] if parent is not self._root else None
-            leaf.hashes = page_hashes(before, leaf.token_ids, self._page_size)
-            self._changes.append(PagesStored(list(leaf.hashes), before, leaf.token_ids))
+            leaf.hashes = page_hashes(before, leaf.token_ids, self._page_size, leaf.salt)
+            self._changes.append(PagesStored(list(leaf.hashes), before, leaf.token_ids, leaf.salt))
         self._num_nodes += 1
         self._num_pages += len(pages)
         return leaf
@@ -217,7 +232,7 @@ class RadixCache(PrefixCache[RadixNode]):
     def _remove_leaf(self, node: RadixNode) -> None:
         parent = node.parent
         assert parent is not None, "the root is never evicted"
-        del parent.children[self._key(node.token_ids, 0)]
+        del parent.children[self._own_key(node)]
         node.parent = None
         self._num_nodes -= 1
         if parent is not self._root and not parent.children and not parent.pins:

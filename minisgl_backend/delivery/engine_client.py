@@ -164,10 +164,10 @@ class EngineClient:
 
     def submit(self, request: Request) -> None:
         """Sends the request to one of the living cores; thread-safe. Raises EngineDeadError where none takes it."""
-        count = request.params.n
+        count, salt = request.params.n, request.params.cache_salt or ""
         failed: set[int] = set()  # cores that died a moment ago, or cannot keep up
         problem = EngineDeadError(NOT_RUNNING)
-        while (core := self._router.place(request.uid, count, request.token_ids, without=failed)) is not None:
+        while (core := self._router.place(request.uid, count, request.token_ids, failed, salt)) is not None:
             try:
                 self._links[core].send(Submit(request=request))
                 return

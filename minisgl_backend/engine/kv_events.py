@@ -4,9 +4,12 @@ Whoever sends requests to several servers can follow where a prefix is cached. E
 [topic, sequence number (8 bytes, big-endian), payload]; a payload is the MessagePack of
 
     [ts, events, data_parallel_rank]
-    events:  ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium]
+    events:  ["BlockStored", block_hashes, parent_block_hash, token_ids, block_size, lora_id, medium, lora_name,
+              extra_keys]
              ["BlockRemoved", block_hashes, medium]
              ["AllBlocksCleared"]
+
+`extra_keys` is null, or has an entry for each block: [cache_salt] for the first one of a prompt with a salt, else null.
 
 Sequence numbers begin with 0 when an engine core starts. Its first batch says AllBlocksCleared, and so does the first
 one with blocks: a subscriber may not be connected yet when the other one is sent. Who has missed batches sends the
@@ -38,6 +41,8 @@ class BlockStored(msgspec.Struct, frozen=True, array_like=True, tag=True):
     block_size: int
     lora_id: int | None = None
     medium: str | None = MEDIUM
+    lora_name: str | None = None
+    extra_keys: list[tuple[str] | None] | None = None
 
 
 class BlockRemoved(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -114,6 +119,7 @@ class KVEventPublisher:
                 parent_block_hash=change.parent,
                 token_ids=change.token_ids.tolist(),
                 block_size=self._page_size,
+                extra_keys=_extra_keys(change),
             )
         return BlockRemoved(block_hashes=change.hashes)
 
@@ -131,6 +137,10 @@ class KVEventPublisher:
             self._replay.close(LINGER_MS)
         self._publisher.close(linger=LINGER_MS)
         self._context.term()
+
+
+def _extra_keys(change: PagesStored) -> list[tuple[str] | None] | None:
+    return [(change.salt.decode(),), *[None] * (len(change.hashes) - 1)] if change.salt else None
 
 
 def endpoint_of(endpoint: str, dp_rank: int) -> str:

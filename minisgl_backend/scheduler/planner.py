@@ -183,7 +183,7 @@ class Planner:
         running, tokens = self._running, sequence.token_ids
         # The last token is always computed, since its logits are needed; log-probabilities need all of them.
         usable = tokens[:-1] if sequence.prompt_logprobs is None else tokens[:0]
-        match = running.kv.match(usable)
+        match = running.kv.match(usable, sequence.params.cache_salt)
         cached = len(match.pages) * self._limits.page_size
         too_short = self._chunk_end(cached, len(tokens), budget, builder) == cached
         if too_short or not self._fits(sequence, running.kv.pages_for(len(tokens)) - len(match.pages)):

@@ -225,7 +225,7 @@ class Scheduler:
         ]
 
     def _cached_tokens(self, sequence: Sequence) -> int:
-        return self._running.kv.cached_tokens(sequence.token_ids[:-1])
+        return self._running.kv.cached_tokens(sequence.token_ids[:-1], sequence.params.cache_salt)
 
     def _note_admissions(self, plan: StepPlan) -> None:
         now = self._clock()

@@ -70,6 +70,7 @@ SAMPLING_INPUTS = (
     Tensor("stop_token_ids", "INT32", (-1,)),
     Tensor("logit_bias", "STRING"),  # JSON
     Tensor("ignore_eos", "BOOL"),
+    Tensor("cache_salt", "STRING"),
     Tensor("end_id", "INT32"),
     Tensor("pad_id", "INT32"),
     # Not called like the outputs logprobs and prompt_logprobs: an ensemble has one name space for both. As request

@@ -24,6 +24,7 @@ from minisgl_backend.request import Grammar, SamplingParams
         ({"stop_token_ids": np.array([7, 8])}, {"stop_token_ids": (7, 8)}),
         ({"logit_bias": {"77": 100}}, {"logit_bias": {77: 100.0}}),
         ({"top_k": -1}, {"top_k": 0}),
+        ({"cache_salt": "tenant 7 ä"}, {"cache_salt": "tenant 7 ä"}),
         ({"top_k": 50.0}, {"top_k": 50}),
         ({"top_p": 0}, {"top_p": 1.0}),
         ({"temperature": np.float32(0.5), "seed": np.int64(3)}, {"temperature": 0.5, "seed": 3}),
@@ -51,6 +52,8 @@ def test_one_spelling_inside(values: dict[str, Any], expected: dict[str, Any]) -
         ({"logit_bias": [1]}, "logit_bias is .*; allowed: a mapping of token id to bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias is 'x'; allowed: an integer"),
         ({"grammar": "json"}, "grammar is 'json'; allowed: a Grammar"),
+        ({"cache_salt": 5}, "cache_salt is 5; allowed: a text"),
+        ({"cache_salt": "\ud800"}, "cache_salt is .*; allowed: Unicode text"),
     ],
 )
 def test_a_wrong_type_is_refused_by_name(values: dict[str, Any], message: str) -> None:
@@ -71,6 +74,8 @@ def test_a_changed_copy_is_checked_too() -> None:
             {"bad_words_token_ids": [[1] * 129]},
             "bad_words is a word of 129 tokens; allowed: words of at most 128 tokens",
         ),
+        ({"cache_salt": ""}, "cache_salt is 0 bytes; allowed: a text of 1 to 1024"),
+        ({"cache_salt": "ä" * 513}, "cache_salt is 1026 bytes; allowed: a text of 1 to 1024"),
         ({"bad_words_token_ids": [[1] * 128] * 65}, "bad_words is 8320 tokens together; allowed: at most 8192"),
         ({"bad_words_token_ids": [[1]] * 2049}, "bad_words is 2049 entries; allowed: at most 2048"),
     ],

@@ -130,6 +130,7 @@ class Sampling(Model):
     add_special_tokens: bool | None = None
     priority: int | None = None
     thinking_token_budget: int | None = None
+    cache_salt: str | None = None
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None

@@ -18,7 +18,7 @@ class Reader:
     """Knows the prefixes that are cached, each up to the end of a page."""
 
     def __init__(self) -> None:
-        self.prefixes: dict[int, tuple[int, ...]] = {}
+        self.prefixes: dict[int, tuple[bytes, tuple[int, ...]]] = {}  # by hash: the salt and the tokens
 
     def read(self, changes: list[CacheChange], page_size: int) -> None:
         for change in changes:
@@ -27,11 +27,11 @@ class Reader:
                     del self.prefixes[value]
                 continue
             assert len(change.token_ids) == len(change.hashes) * page_size
-            tokens = () if change.parent is None else self.prefixes[change.parent]
+            salt, tokens = (change.salt, ()) if change.parent is None else self.prefixes[change.parent]
             for page, value in enumerate(change.hashes):
                 tokens += tuple(change.token_ids[page * page_size : (page + 1) * page_size].tolist())
                 assert value not in self.prefixes
-                self.prefixes[value] = tokens
+                self.prefixes[value] = salt, tokens
 
 
 @pytest.mark.parametrize("page_size", [1, 2, 4])
@@ -46,7 +46,8 @@ def test_a_reader_of_the_changes_knows_the_cache(page_size: int) -> None:
             manager.release(lease, tokens)
         else:
             tokens = np.array([draw.randint(0, 1) for _ in range(draw.randint(1, 6 * page_size))], dtype=np.int32)
-            match = manager.match(tokens)
+            salt = draw.choice([None, "a", "b"])
+            match = manager.match(tokens, salt)
             if manager.pages_for(len(tokens)) - len(match.pages) > manager.num_available:
                 manager.unmatch(match)
                 continue
@@ -56,8 +57,8 @@ def test_a_reader_of_the_changes_knows_the_cache(page_size: int) -> None:
         removed += sum(len(change.hashes) for change in changes if isinstance(change, PagesRemoved))
         reader.read(changes, page_size)
         assert len(reader.prefixes) == manager._cache.num_pages
-        for prefix in reader.prefixes.values():
-            assert manager.cached_tokens(np.array(prefix, dtype=np.int32)) == len(prefix)
+        for salt_bytes, prefix in reader.prefixes.values():
+            assert manager.cached_tokens(np.array(prefix, dtype=np.int32), salt_bytes.decode()) == len(prefix)
         manager.check([lease for lease, _ in running])
     assert removed > 50
     assert manager.take_cache_changes() == []
@@ -68,6 +69,7 @@ def test_hashes_are_those_of_the_tokens_and_all_before_them() -> None:
     hashes = page_hashes(None, tokens, 4)
     assert page_hashes(hashes[0], tokens[4:], 4) == hashes[1:]
     assert page_hashes(None, tokens[4:], 4)[0] != hashes[1]
+    assert not set(hashes) & set(page_hashes(None, tokens, 4, b"salt"))
     assert len({*hashes, *page_hashes(None, tokens[::-1], 4)}) == 6
     assert all(0 <= value < 1 << 64 for value in hashes)
 

@@ -132,6 +132,14 @@ def test_what_a_core_cannot_hold_is_forgotten_ends_first() -> None:
     assert [value in core.blocks for value in hashes] == [True] * 6 + [False] * 2
 
 
+def test_prompts_of_another_salt_are_others() -> None:
+    router, text = make(2), prompt(1, 8 * BLOCK_TOKENS)
+    assert router.place(1, 1, text, cache_salt="a") == 0
+    assert router.place(2, 1, text, cache_salt="b") == 1
+    assert router.place(3, 1, text, cache_salt="a") == 0
+    assert router.place(4, 1, text, cache_salt="b") == 1
+
+
 @pytest.mark.parametrize(("page_size", "block"), [(1, BLOCK_TOKENS), (64, 64), (128, 128)])
 def test_blocks_are_whole_pages(page_size: int, block: int) -> None:
     router = Router(2)

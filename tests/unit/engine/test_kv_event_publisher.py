@@ -30,15 +30,17 @@ def test_a_subscriber_may_be_the_one_that_listens() -> None:
     subscriber.setsockopt(zmq.SUBSCRIBE, b"")
     port = subscriber.bind_to_random_port("tcp://127.0.0.1")
     publisher = KVEventPublisher(f"tcp://127.0.0.1:{port}", topic="kv", page_size=2, dp_rank=0)
-    stored = PagesStored([11, 12], None, np.array([1, 2, 3, 4], dtype=np.int32))
+    stored = PagesStored([11, 12], None, np.array([1, 2, 3, 4], dtype=np.int32), b"tenant")
+    more = PagesStored([13], 12, np.array([5, 6], dtype=np.int32))
     while not subscriber.poll(20):  # what is published before the connection is there goes to nobody
-        publisher.publish([stored, PagesRemoved([12])])
+        publisher.publish([stored, more, PagesRemoved([12])])
     topic, _, payload = subscriber.recv_multipart()
     assert topic == b"kv"
     _, events, rank = msgspec.msgpack.decode(payload)
     assert rank == 0
     assert [event for event in events if event != ["AllBlocksCleared"]] == [
-        ["BlockStored", [11, 12], None, [1, 2, 3, 4], 2, None, "GPU"],
+        ["BlockStored", [11, 12], None, [1, 2, 3, 4], 2, None, "GPU", None, [["tenant"], None]],
+        ["BlockStored", [13], 12, [5, 6], 2, None, "GPU", None, None],
         ["BlockRemoved", [12], "GPU"],
     ]
     publisher.close()

@@ -290,6 +290,16 @@ def test_urgent_requests_run_first_and_are_preempted_last() -> None:
     assert [admitted.uid for plan in loop.runner.plans for admitted in plan.admitted] == [3, 1, 4, 2]
 
 
+def test_requests_with_different_salts_share_no_page() -> None:
+    loop, prompt = make_loop(limits(schedule_policy="lpm")), list(range(20))
+    for uid, salt in enumerate([None, "a", "b", "a", None, "c"], 1):
+        loop.scheduler.add(make_request(uid, prompt, max_tokens=1, cache_salt=salt))
+        loop.run()
+        loop.scheduler.check()
+    told = [loop.records.details[uid][0].cached_tokens for uid in range(1, 7)]
+    assert [count > 0 for count in told] == [False, False, False, True, True, False]
+
+
 def test_longest_cached_prefix_goes_first() -> None:
     bounds = limits(max_running_requests=1, schedule_policy="lpm")
     loop = make_loop(bounds)
