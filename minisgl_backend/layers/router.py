@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
 from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
@@ -19,7 +20,10 @@ class Router(WeightedLayer):
         self._config = config.router
         self._experts_per_token = config.experts_per_token
         self._layer_context = layer_context
-        self.weight = layer_context.parameter(config.num_experts, hidden_size)
+        # Ops multiply in the model's number format.
+        self._linear = F.linear if self._config.in_float32 else layer_context.ops.linear
+        dtype = torch.float32 if self._config.in_float32 else None
+        self.weight = layer_context.parameter(config.num_experts, hidden_size, dtype=dtype)
         biased, corrected = self._config.bias, self._config.correction_bias
         self.bias = layer_context.parameter(config.num_experts) if biased else None
         self.correction_bias = layer_context.parameter(config.num_experts, dtype=torch.float32) if corrected else None
@@ -29,12 +33,12 @@ class Router(WeightedLayer):
         """Whether `Ops.mixture` is the whole router: shares by softmax over all experts, of which the best count."""
         config = self._config
         is_simple = config.scores == "softmax" and config.num_groups == 1 and config.scaling == 1.0
-        return is_simple and self.bias is None and self.correction_bias is None
+        return is_simple and not config.in_float32 and self.bias is None and self.correction_bias is None
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [num_tokens, hidden_size] -> ids int64 and shares float32, both [num_tokens, experts_per_token]."""
         config = self._config
-        logits = self._layer_context.ops.linear(x, self.weight, bias=self.bias).float()
+        logits = self._linear(x.to(self.weight.dtype), self.weight, bias=self.bias).float()
         scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
         choice = scores if self.correction_bias is None else scores + self.correction_bias
         if config.num_groups > 1:

@@ -137,9 +137,11 @@ def _load(
         tied = config.tie_word_embeddings and name == _OUTPUT
         return tied or name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name)
 
+    names = config.tensor_names
+    draft_layers = (f"model.layers.{config.num_layers + index}." for index in range(config.num_draft_layers))
     load_weights(
         weight_parts(model),
-        config.tensor_names,
+        dataclasses.replace(names, left_out=(*names.left_out, *draft_layers)),
         checkpoint,
         device,
         on_progress,

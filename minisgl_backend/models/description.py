@@ -21,6 +21,9 @@ class DecoderConfig:
     embedding_multiplier: float = 1.0  # of the embedding's vectors
     logits_multiplier: float = 1.0
     logits_soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
+    num_draft_layers: int = (
+        0  # behind the last layer in checkpoints: they predict further tokens (MTP), and are not used
+    )
 
     @property
     def num_layers(self) -> int:

@@ -26,9 +26,11 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: req
 _NO_NUMBERS = ("truncate", "short_factor", "long_factor")
 
 
-def read_rope(keys: Keys, head_dim: int, *, partial: bool = False, interleaved: bool = False) -> RopeConfig:
+def read_rope(
+    keys: Keys, head_dim: int, *, partial: bool = False, part: float = 1.0, interleaved: bool = False
+) -> RopeConfig:
     """The one set of values of all layers. `partial`: the family reads partial_rotary_factor, the part of a head's
-    dimensions that is rotated; `interleaved`: as in RopeConfig."""
+    dimensions that is rotated; `part`: what its absence means; `interleaved`: as in RopeConfig."""
     # As transformers 5.23: where both spellings are there, rope_scaling counts and rope_parameters does not.
     unread = keys.get("rope_parameters")
     given = keys.get("rope_scaling") or unread or {}
@@ -42,7 +44,7 @@ def read_rope(keys: Keys, head_dim: int, *, partial: bool = False, interleaved: 
             f"transformers reads none of it, which makes rope_theta {json.dumps(theta)}; allowed: the keys of "
             "rope_scaling written into rope_parameters, and no rope_scaling"
         )
-    part = values.pop("partial_rotary_factor", keys.get("partial_rotary_factor", 1.0))
+    part = values.pop("partial_rotary_factor", keys.get("partial_rotary_factor", part))
     if not isinstance(part, (int, float)) or not 0 < part <= 1 or (part != 1 and not partial):
         refuse("partial_rotary_factor", part, "a number above 0, up to 1" if partial else "1.0")
     original = keys.get(_ORIGINAL)

@@ -28,7 +28,7 @@ class Read:
     """One part of one tensor of the checkpoint."""
 
     part: WeightPart
-    index: tuple[slice, ...]  # of the tensor in the file
+    index: tuple[slice | int, ...]  # of the tensor in the file
     transposed: bool = False
     outputs: slice | None = None  # of what was read, along the outputs: those that belong to the part
     axis: int = 0  # of the outputs, as the part has them
@@ -102,7 +102,10 @@ def _add(
     if transposed:
         whole[-1], whole[-2] = whole[-2], whole[-1]
         ranges[-1], ranges[-2] = ranges[-2], ranges[-1]
-    read = Read(part=part, index=tuple(slice(*r) for r in ranges), transposed=transposed, outputs=outputs, axis=axis)
+    index: tuple[slice | int, ...] = tuple(slice(*r) for r in ranges)
+    if stored.one_row:
+        whole, index = [1, *whole], (0, *index)
+    read = Read(part=part, index=index, transposed=transposed, outputs=outputs, axis=axis)
     tensor = plan.setdefault(name, TensorReads(tuple(whole)))
     if tensor.shape != tuple(whole):
         raise ValueError(f"{name}: two parts of it make it {tensor.shape} and {tuple(whole)}")
@@ -139,7 +142,7 @@ def load_weights(
 
 
 def _fill(name: str, reads: Iterable[Read], source: Any, path: Path) -> None:
-    index: tuple[slice, ...] | None = None
+    index: tuple[slice | int, ...] | None = None
     for read in reads:
         if index is None or index != read.index:  # interleaved parts have one index
             index = read.index

@@ -25,11 +25,19 @@ class Stored:
     of: tuple[str, ...]  # this project's, whose outputs follow one another in it
     interleaved: bool = False  # the outputs of those in `of` take turns instead
     transposed: bool = False  # [inputs, outputs]
+    one_row: bool = False  # a vector, stored as [1, size]
 
 
 # As in Qwen's mixtures: every expert has its own tensors.
 _EXPERTS = tuple(
     Stored(name=f"mlp.experts.{{expert}}.{kind}_proj", of=(f"mlp.experts.{kind}_proj",))
+    for kind in ("gate", "up", "down")
+)
+
+
+# As DeepSeek's mixtures have the MLP that every token takes.
+SHARED_EXPERTS = tuple(
+    Stored(name=f"mlp.shared_experts.{kind}_proj", of=(f"mlp.shared_expert.{kind}_proj",))
     for kind in ("gate", "up", "down")
 )
 

@@ -39,6 +39,8 @@ _GEMMA: dict[str, Any] = {"pad_token_id": 0, "attn_implementation": "eager"}
 _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2}
+
 
 def _maker(architecture: str, shard_size: str = "5GB", **options: Any) -> Callable[..., tuple[Any, str]]:
     def make(**changes: Any) -> tuple[Any, str]:
@@ -123,6 +125,23 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         "Cohere2ForCausalLM", pad_token_id=0, logit_scale=0.5, sliding_window=24, layer_types=_SLIDES, hidden_act="gelu"
     ),
     "glm4": _maker("Glm4ForCausalLM", head_dim=32, pad_token_id=0, attention_bias=True),
+    "glm4_moe": _maker("Glm4MoeForCausalLM", head_dim=32, attention_bias=True, use_qk_norm=True, **_ROUTED),
+    "glm4_moe-groups": _maker(
+        "Glm4MoeForCausalLM",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        norm_topk_prob=False,
+        first_k_dense_replace=2,
+        **_ROUTED,
+    ),
+    "dots1": _maker("Dots1ForCausalLM", first_k_dense_replace=1, sliding_window=24, max_window_layers=1, **_ROUTED),
+    "minimax_m2": _maker(
+        "MiniMaxM2ForCausalLM", head_dim=32, rotary_dim=16, num_local_experts=6, num_experts_per_tok=2
+    ),
+    "ernie4_5_moe": _maker(
+        "Ernie4_5_MoeForCausalLM", head_dim=32, moe_intermediate_size=32, moe_num_experts=6, moe_k=2
+    ),
     "exaone4": _maker("Exaone4ForCausalLM", sliding_window=24, layer_types=_SLIDES),
     "exaone4-full": _maker("Exaone4ForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3),
     "ministral": _maker("MinistralForCausalLM", head_dim=32, sliding_window=24, layer_types=_SLIDES),
@@ -140,6 +159,9 @@ def save_checkpoint(name: str, folder: Path, **changes: Any) -> None:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.2)
+        for name, values in (*model.named_parameters(), *model.named_buffers()):
+            if name.endswith("e_score_correction_bias"):
+                values.copy_(torch.randn_like(values) * 0.2)
     model.save_pretrained(folder, max_shard_size=shard_size)
 
 

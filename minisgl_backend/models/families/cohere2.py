@@ -16,6 +16,10 @@ def read(keys: Keys) -> DecoderConfig:
     size = window(keys, 4096)
     if size is None:
         refuse("sliding_window", size, "an integer, 1 or more")
+    # Keys of the released models, which transformers takes for granted.
+    keys.choice("position_embedding_type", ("rope_gptj",))
+    keys.choice("use_parallel_block", (True,))
+    keys.choice("use_gated_activation", (True,))
     layers = {True: parallel_layer(keys, cohere_rope(keys), size), False: parallel_layer(keys, None, None)}
     return cohere(keys, [layers[kind == SLIDING] for kind in types])
 

@@ -27,20 +27,21 @@ def read(keys: Keys) -> DecoderConfig:
     return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
 
 
-def _experts(name: str, of: str) -> Stored:
-    return Stored(name=f"block_sparse_moe.experts.{{expert}}.{name}", of=(f"mlp.experts.{of}",))
+def experts_stored() -> tuple[Stored, ...]:
+    """Router and experts as Mixtral's checkpoints have them."""
+    experts = (("w1", "gate_proj"), ("w3", "up_proj"), ("w2", "down_proj"))
+    return (
+        Stored(name="block_sparse_moe.gate", of=("mlp.gate",)),
+        *(
+            Stored(name=f"block_sparse_moe.experts.{{expert}}.{name}", of=(f"mlp.experts.{of}",))
+            for name, of in experts
+        ),
+    )
 
 
 FAMILY = Family(
     model_type="mixtral",
     read=read,
     defaults={"rope_theta": 1_000_000.0},
-    tensor_names=TensorNames(
-        stored=(
-            Stored(name="block_sparse_moe.gate", of=("mlp.gate",)),
-            _experts("w1", "gate_proj"),
-            _experts("w3", "up_proj"),
-            _experts("w2", "down_proj"),
-        )
-    ),
+    tensor_names=TensorNames(stored=experts_stored()),
 )

@@ -12,10 +12,15 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.families import FAMILIES
 
+# What transformers' default config lacks of a model.
+LACKING: dict[str, dict[str, Any]] = {
+    "Dots1ForCausalLM": {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 2},
+}
+
 
 def default(architecture: str, **changes: Any) -> dict[str, Any]:
     """config.json of the default model of an architecture, as transformers saves it."""
-    config = CONFIG_MAPPING[FAMILIES[architecture].model_type]()
+    config = CONFIG_MAPPING[FAMILIES[architecture].model_type](**LACKING.get(architecture, {}))
     return {**json.loads(config.to_json_string(use_diff=False)), "architectures": [architecture], **changes}
 
 
@@ -82,7 +87,7 @@ def test_patterns_of_exaone4(pattern: str | int, slides: str) -> None:
 LLAMA, MISTRAL, QWEN2 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM"
 QWEN3, QWEN3_MOE, QWEN2_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
 OLMO2, GRANITE, GEMMA2, GEMMA3 = (f"{name}ForCausalLM" for name in ("Olmo2", "Granite", "Gemma2", "Gemma3"))
-PHI3, MIXTRAL = "Phi3ForCausalLM", "MixtralForCausalLM"
+PHI3, MIXTRAL, GLM4_MOE = "Phi3ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM"
 
 ALTERED: list[tuple[str, str, Any]] = [
     (LLAMA, "model_type", "granite"),
@@ -149,6 +154,21 @@ ALTERED: list[tuple[str, str, Any]] = [
     ("Exaone4ForCausalLM", "use_qk_norm", True),
     ("MinistralForCausalLM", "attention_bias", True),
     ("CohereForCausalLM", "use_qk_norm", True),
+    (GLM4_MOE, "scoring_func", "softmax"),
+    (GLM4_MOE, "topk_method", "greedy"),
+    (GLM4_MOE, "n_group", 3),
+    (GLM4_MOE, "topk_group", 2),
+    (GLM4_MOE, "num_experts_per_tok", 129),
+    (GLM4_MOE, "hidden_act", "relu2"),
+    ("Dots1ForCausalLM", "first_k_dense_replace", -1),
+    ("MiniMaxM2ForCausalLM", "use_qk_norm", False),
+    ("MiniMaxM2ForCausalLM", "attn_type_list", [1, 0]),
+    ("MiniMaxM2ForCausalLM", "shared_intermediate_size", 64),
+    ("MiniMaxM2ForCausalLM", "rotary_dim", 256),
+    ("Ernie4_5_MoeForCausalLM", "use_bias", True),
+    ("Ernie4_5_MoeForCausalLM", "moe_norm_min", 0.5),
+    ("Ernie4_5_MoeForCausalLM", "moe_k", 65),
+    ("Ernie4_5_MoeForCausalLM", "moe_layer_end_index", "last"),
     ("Cohere2ForCausalLM", "logit_scale", 0),
     ("Cohere2ForCausalLM", "layer_types", ["chunked_attention"] * 40),
     ("Cohere2ForCausalLM", "sliding_window", None),

@@ -1,0 +1,66 @@
+"""ERNIE 4.5 with experts: those of ERNIE 4.5's layers are chosen with a correction of the softmax's shares."""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
+from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.rope import read_rope
+from minisgl_backend.weights.names import SHARED_EXPERTS, Stored, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    keys.choice("use_bias", (False,))
+    num_layers = keys.integer("num_hidden_layers")
+    start, last = keys.integer("moe_layer_start_index", 1, least=0), keys.get("moe_layer_end_index", -1)
+    if not isinstance(last, int) or isinstance(last, bool) or last < -1:
+        refuse("moe_layer_end_index", last, "the index of a layer, or -1 for the last one")
+    last = num_layers - 1 if last == -1 else last
+    interval = keys.integer("moe_layer_interval", 1)
+    head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
+    heads = attention(keys, num_kv_heads=4, rope=read_rope(keys, head_dim, interleaved=True))
+    dense, mixture = mlp(keys), _mixture(keys)
+    has_experts = [start <= layer <= last and (layer + 1) % interval == 0 for layer in range(num_layers)]
+    # Layers that predict further tokens stand outside of the others: see `left_out`.
+    keys.without_effect("num_nextn_predict_layers")
+    norms = norm(keys, eps=1e-5)
+    return decoder(
+        keys, [LayerConfig(attention=heads, mlp=mixture if one else dense, norm=norms) for one in has_experts]
+    )
+
+
+def _mixture(keys: Keys) -> MoeConfig:
+    num_experts, experts_per_token = keys.integer("moe_num_experts", 64), keys.integer("moe_k", 6)
+    if experts_per_token > num_experts:
+        refuse("moe_k", experts_per_token, f"1 to moe_num_experts ({num_experts})")
+    least = keys.number("moe_norm_min", 1e-12)
+    if least > experts_per_token / num_experts:  # else the best shares add up to more
+        refuse("moe_norm_min", least, f"a number up to moe_k / moe_num_experts ({experts_per_token / num_experts})")
+    size = keys.integer("moe_intermediate_size", 1536)
+    return MoeConfig(
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
+        intermediate_size=size,
+        activation=mlp(keys).activation,
+        router=RouterConfig(correction_bias=True, in_float32=True),
+        shared_intermediate_size=size * keys.integer("moe_num_shared_experts", 2, least=0),
+    )
+
+
+FAMILY = Family(
+    model_type="ernie4_5_moe",
+    read=read,
+    defaults={"tie_word_embeddings": True, "rope_theta": 500_000.0},
+    tensor_names=TensorNames(
+        stored=(
+            *SHARED_EXPERTS,
+            Stored(
+                name="mlp.moe_statics.e_score_correction_bias",
+                of=("mlp.gate.e_score_correction_bias",),
+                one_row=True,
+            ),
+        ),
+        left_out=("model.mtp_",),
+    ),
+)

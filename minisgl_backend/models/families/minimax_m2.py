@@ -1,0 +1,72 @@
+"""MiniMax-M2: RMSNorm of all heads together, part of each rotated; experts chosen by sigmoids."""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import Family, attention, decoder, norm
+from minisgl_backend.models.families.mixtral import experts_stored
+from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.rope import read_rope
+from minisgl_backend.weights.names import Stored, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    _check_released_keys(keys)
+    head_dim = keys.integer("head_dim")
+    rotary_dim = keys.integer("rotary_dim", head_dim)
+    if rotary_dim > head_dim:
+        refuse("rotary_dim", rotary_dim, f"1 to head_dim ({head_dim})")
+    num_experts, experts_per_token = keys.integer("num_local_experts", 256), keys.integer("num_experts_per_tok", 8)
+    if experts_per_token > num_experts:
+        refuse("num_experts_per_tok", experts_per_token, f"1 to num_local_experts ({num_experts})")
+    keys.choice("hidden_act", ("silu",))
+    layer = LayerConfig(
+        attention=attention(
+            keys,
+            rope=read_rope(keys, head_dim, partial=True, part=rotary_dim / head_dim),
+            qk_norm=norm(keys),
+            qk_norm_over_heads=True,
+        ),
+        mlp=MoeConfig(
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+            intermediate_size=keys.integer("intermediate_size"),
+            router=RouterConfig(scores="sigmoid", correction_bias=True),
+        ),
+        norm=norm(keys),
+    )
+    num_draft_layers = keys.integer("num_mtp_modules", 0, least=0)
+    return decoder(keys, [layer] * keys.integer("num_hidden_layers"), num_draft_layers=num_draft_layers)
+
+
+def _check_released_keys(keys: Keys) -> None:
+    """Keys of the released config.json that describe what is always so in transformers' class."""
+    keys.choice("use_qk_norm", (True,))
+    keys.choice("qk_norm_type", ("per_layer",))
+    keys.choice("scoring_func", ("sigmoid",))
+    keys.choice("use_routing_bias", (True,))
+    keys.choice("shared_intermediate_size", (0,))
+    keys.choice("layernorm_full_attention_beta", (1.0,))
+    keys.choice("layernorm_mlp_beta", (1.0,))
+    types = keys.get("attn_type_list", [])
+    if any(kind != 1 for kind in types):
+        refuse("attn_type_list", types, "1, full attention, for every layer")
+    keys.without_effect("layernorm_linear_attention_beta", "mlp_intermediate_size", "shared_moe_mode", "use_mtp")
+    keys.without_effect("mtp_transformer_layers")
+
+
+FAMILY = Family(
+    model_type="minimax_m2",
+    read=read,
+    defaults={"head_dim": 128, "rope_theta": 5_000_000.0},
+    tensor_names=TensorNames(
+        stored=(
+            Stored(
+                name="block_sparse_moe.e_score_correction_bias",
+                of=("mlp.gate.e_score_correction_bias",),
+            ),
+            *experts_stored(),
+        )
+    ),
+)

@@ -1,0 +1,79 @@
+"""config.json as models were released with it, which has more keys than transformers writes; and draft layers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from minisgl_backend.models.build import build_model
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families import FAMILIES
+from tests.parity.checkpoints import save_checkpoint
+
+GLM_4_5_AIR: dict[str, Any] = {
+    "architectures": ["Glm4MoeForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "pad_token_id": 151329,
+    "eos_token_id": [151329, 151336, 151338], "head_dim": 128, "hidden_act": "silu", "hidden_size": 4096,
+    "partial_rotary_factor": 0.5, "initializer_range": 0.02, "intermediate_size": 10944,
+    "max_position_embeddings": 131072, "model_type": "glm4_moe", "moe_intermediate_size": 1408, "norm_topk_prob": True,
+    "num_attention_heads": 96, "n_group": 1, "topk_group": 1, "n_routed_experts": 128, "n_shared_experts": 1,
+    "routed_scaling_factor": 1.0, "num_experts_per_tok": 8, "first_k_dense_replace": 1, "num_hidden_layers": 46,
+    "num_key_value_heads": 8, "rms_norm_eps": 1e-05, "rope_scaling": None, "rope_theta": 1000000,
+    "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+    "use_qk_norm": False, "vocab_size": 151552,
+}  # fmt: skip
+MINIMAX_M2: dict[str, Any] = {
+    "architectures": ["MiniMaxM2ForCausalLM"], "attention_dropout": 0.0, "attn_type_list": [1] * 62,
+    "bos_token_id": None, "eos_token_id": None, "head_dim": 128, "hidden_act": "silu", "hidden_size": 3072,
+    "initializer_range": 0.02, "intermediate_size": 1536, "layernorm_full_attention_beta": 1.0,
+    "layernorm_linear_attention_beta": 1.0, "layernorm_mlp_beta": 1.0, "max_position_embeddings": 196608,
+    "mlp_intermediate_size": 8192, "model_type": "minimax_m2", "mtp_transformer_layers": 1, "num_attention_heads": 48,
+    "num_experts_per_tok": 8, "num_hidden_layers": 62, "num_key_value_heads": 8, "num_local_experts": 256,
+    "num_mtp_modules": 3, "output_router_logits": False, "qk_norm_type": "per_layer", "rms_norm_eps": 1e-06,
+    "rope_theta": 5000000, "rotary_dim": 64, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0,
+    "scoring_func": "sigmoid", "shared_intermediate_size": 0, "shared_moe_mode": "sigmoid", "sliding_window": None,
+    "tie_word_embeddings": False, "use_cache": True, "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True,
+    "torch_dtype": "bfloat16", "vocab_size": 200064,
+}  # fmt: skip
+ERNIE_4_5_21B: dict[str, Any] = {
+    "architectures": ["Ernie4_5_MoeForCausalLM"], "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0,
+    "hidden_act": "silu", "hidden_size": 2560, "intermediate_size": 12288, "max_position_embeddings": 131072,
+    "model_type": "ernie4_5_moe", "num_attention_heads": 20, "num_key_value_heads": 4, "num_hidden_layers": 28,
+    "rms_norm_eps": 1e-05, "use_cache": True, "vocab_size": 103424, "rope_theta": 500000, "use_rmsnorm": True,
+    "tie_word_embeddings": True, "use_bias": False, "moe_num_experts": 64, "moe_num_shared_experts": 2,
+    "moe_layer_start_index": 1, "moe_intermediate_size": 1536, "moe_capacity": [64, 64, 64], "moe_gate": "topk",
+    "moe_k": 6, "moe_layer_interval": 1, "moe_use_aux_free": True, "num_nextn_predict_layers": 1,
+    "torch_dtype": "bfloat16",
+}  # fmt: skip
+COMMAND_R7B: dict[str, Any] = {
+    "architectures": ["Cohere2ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 5,
+    "cache_implementation": "hybrid", "eos_token_id": 255001, "head_dim": 128, "hidden_act": "silu",
+    "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336, "layer_norm_eps": 1e-05,
+    "layer_switch": 4, "logit_scale": 0.25, "max_position_embeddings": 132096, "model_type": "cohere2",
+    "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "order_of_interleaved_layers":
+    "local_attn_first", "pad_token_id": 0, "position_embedding_type": "rope_gptj", "rope_scaling": None,
+    "rope_theta": 50000, "rotary_pct": 1.0, "sliding_window": 4096, "sliding_window_pattern": 4,
+    "torch_dtype": "bfloat16", "use_cache": True, "use_embedding_sharing": True, "use_gated_activation": True,
+    "use_parallel_block": True, "use_parallel_embedding": True, "vocab_size": 256000,
+}  # fmt: skip
+RELEASED = {"glm-4.5-air": GLM_4_5_AIR, "minimax-m2": MINIMAX_M2, "ernie-4.5": ERNIE_4_5_21B, "r7b": COMMAND_R7B}
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_config_is_read(name: str) -> None:
+    config = ModelConfig.from_dicts(RELEASED[name], {})
+    assert config.num_layers == RELEASED[name]["num_hidden_layers"]
+    assert config.architecture in FAMILIES
+
+
+def test_draft_layers_are_left_out(tmp_path: Path) -> None:
+    """Of GLM-4.5: the layer behind the last one."""
+    save_checkpoint("glm4_moe", tmp_path)
+    save_file({"model.layers.3.eh_proj.weight": torch.zeros(2, 2)}, tmp_path / "draft.safetensors")
+    config: DecoderConfig = ModelConfig.load(tmp_path)
+    assert config.num_draft_layers == 1
+    build_model(ModelConfig.load(tmp_path), tmp_path, dtype=torch.float32, device=torch.device("cpu"), max_seq_len=64)
