@@ -91,6 +91,19 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "qwen2_moe": _maker("Qwen2MoeForCausalLM", shared_expert_intermediate_size=48, mlp_only_layers=[1], **_MOE),
     "olmo2": _maker("Olmo2ForCausalLM", pad_token_id=0),
     "olmo2-mha": _maker("Olmo2ForCausalLM", pad_token_id=0, num_key_value_heads=4, attention_bias=True),
+    "olmo3": _maker("Olmo3ForCausalLM", pad_token_id=0, sliding_window=24, layer_types=_SLIDES),
+    "olmo3-yarn-mha": _maker(
+        "Olmo3ForCausalLM",
+        pad_token_id=0,
+        num_key_value_heads=4,
+        attention_bias=True,
+        sliding_window=24,
+        layer_types=_SLIDES,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+            "full_attention": {**_YARN_ROPE, "rope_theta": 10000.0},
+        },
+    ),
     "granite": _maker(
         "GraniteForCausalLM",
         attention_multiplier=0.1,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from typing import Any
 
@@ -88,6 +89,7 @@ LLAMA, MISTRAL, QWEN2 = "LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausa
 QWEN3, QWEN3_MOE, QWEN2_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2MoeForCausalLM"
 OLMO2, GRANITE, GEMMA2, GEMMA3 = (f"{name}ForCausalLM" for name in ("Olmo2", "Granite", "Gemma2", "Gemma3"))
 PHI3, MIXTRAL, GLM4_MOE = "Phi3ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM"
+OLMO3 = "Olmo3ForCausalLM"
 
 ALTERED: list[tuple[str, str, Any]] = [
     (LLAMA, "model_type", "granite"),
@@ -139,6 +141,12 @@ ALTERED: list[tuple[str, str, Any]] = [
     (MIXTRAL, "hidden_act", "relu2"),
     (OLMO2, "clip_qkv", 8.0),
     (OLMO2, "layer_types", ["sliding_attention"] * 32),
+    (OLMO3, "clip_qkv", 8.0),
+    (OLMO3, "layer_types", ["chunked_attention"] * 32),
+    (OLMO3, "sliding_window", None),
+    (OLMO3, "partial_rotary_factor", 0.5),
+    (OLMO3, "rope_parameters", {"rope_type": "default", "rope_theta": 10000.0}),
+    (OLMO3, "rope_parameters", {"full_attention": "default"}),
     (GRANITE, "mlp_bias", True),
     (GRANITE, "position_embedding_type", "nope"),
     (GRANITE, "num_local_experts", 8),
@@ -181,3 +189,28 @@ ALTERED: list[tuple[str, str, Any]] = [
 def test_an_altered_config_is_refused_by_name(architecture: str, key: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=rf"{key}|rope_type"):
         ModelConfig.from_dicts(default(architecture, **{key: value}), {})
+
+
+_YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}
+OLDER: list[tuple[str, dict[str, Any]]] = [  # keys as configs for transformers 4 have them
+    (OLMO3, {"rope_theta": 500000, "rope_scaling": _YARN, "max_position_embeddings": 65536}),
+    (OLMO3, {"rope_theta": 20.0, "rope_parameters": {"sliding_attention": {"rope_theta": 10.0}}}),
+    (
+        GEMMA3,
+        {"rope_theta": 10.0, "rope_local_base_freq": 20.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("architecture", "given"), OLDER)
+def test_an_older_spelling_means_what_transformers_makes_of_it(architecture: str, given: dict[str, Any]) -> None:
+    config = default(architecture, **{"eos_token_id": 2, "rope_parameters": None, "layer_types": None, **given})
+    saved = CONFIG_MAPPING[FAMILIES[architecture].model_type](**copy.deepcopy(given), eos_token_id=2)
+    meant = {**json.loads(saved.to_json_string(use_diff=False)), "architectures": [architecture]}
+    assert ModelConfig.from_dicts(config, {}) == ModelConfig.from_dicts(meant, {})
+
+
+def test_theta_of_olmo3_that_versions_of_transformers_read_otherwise() -> None:
+    config = default(OLMO3, rope_parameters=None, rope_theta=10000.0, eos_token_id=2)
+    with pytest.raises(ConfigError, match=r"rope_theta is 10000.0; allowed: 500000.0, or a rope_theta for each"):
+        ModelConfig.from_dicts(config, {})

@@ -1,0 +1,71 @@
+"""OLMo 3: OLMo 2 three of four of whose layers have a window, with a rope for those and one for the others."""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import LayerConfig, RopeConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import (
+    FULL,
+    SLIDING,
+    Family,
+    attention,
+    decoder,
+    layer_types,
+    mlp,
+    norm,
+    window,
+)
+from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.rope import make_rope
+
+_THETA = 500_000.0
+
+
+def read(keys: Keys) -> DecoderConfig:
+    num_layers, num_heads = keys.integer("num_hidden_layers"), keys.integer("num_attention_heads")
+    types = layer_types(keys, num_layers) or tuple(FULL if layer % 4 == 3 else SLIDING for layer in range(num_layers))
+    size = window(keys, 4096)
+    if size is None and SLIDING in types:
+        refuse("sliding_window", None, f"an integer, 1 or more, as layer_types has {SLIDING}")
+    bias = keys.boolean("attention_bias", False)
+    ropes = _ropes(keys, keys.integer("head_dim", keys.integer("hidden_size") // num_heads))
+
+    def layer(kind: str) -> LayerConfig:
+        return LayerConfig(
+            attention=attention(
+                keys,
+                num_kv_heads=num_heads,
+                rope=ropes[kind],
+                window=size if kind == SLIDING else None,
+                qkv_bias=bias,
+                output_bias=bias,
+                qk_norm=norm(keys, eps=1e-5),
+                qk_norm_over_heads=True,
+            ),
+            mlp=mlp(keys),
+            norm=norm(keys, eps=1e-5),
+            norms="after",
+        )
+
+    return decoder(keys, [layer(kind) for kind in types])
+
+
+def _ropes(keys: Keys, head_dim: int) -> dict[str, RopeConfig]:
+    """By layer type: rope_parameters has a set for each. The rope_scaling of transformers 4 is that of layers without a
+    window."""
+    given = keys.mapping("rope_parameters")
+    if any(kind not in (FULL, SLIDING) or not isinstance(given[kind], (dict, type(None))) for kind in given):
+        refuse("rope_parameters", given, f"a JSON object each for {FULL} and {SLIDING}, and nothing else")
+    theta = keys.number("rope_theta", _THETA)
+    if theta != _THETA and "rope_theta" not in (given.get(SLIDING) or {}):
+        # transformers 4 takes it for all layers, 5 for those without a window alone.
+        refuse("rope_theta", theta, f"{_THETA}, or a rope_theta for each of the layer types in rope_parameters")
+    ropes = {}
+    for kind, scaling in ((FULL, keys.mapping("rope_scaling")), (SLIDING, {})):
+        values = {key: value for key, value in {**(given.get(kind) or {}), **scaling}.items() if value is not None}
+        own_theta = values.pop("rope_theta", theta)
+        ropes[kind] = make_rope(values, own_theta, keys.integer("max_position_embeddings"), head_dim)
+    return ropes
+
+
+FAMILY = Family(model_type="olmo3", read=read)
