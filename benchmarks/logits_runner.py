@@ -33,7 +33,7 @@ from minisgl_backend.runner.model_runner import Batch, ModelRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
-from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 
 _SLAB = 256  # positions whose logits the runner would compute at once
 _GREEDY = SamplingParams(temperature=0.0, seed=0)
@@ -160,7 +160,7 @@ class LogitsRunner:
     def _plan(self, number: int, step: Step, lengths: np.ndarray) -> StepPlan:
         tokens, prompts = self._sequences.tokens, self._sequences.prompt_lengths
         chunks = tuple(
-            PrefillChunk(row, start, np.array(tokens[row][start:end], dtype=np.int32), end == prompts[row])
+            PrefillChunk(row, start, np.array(tokens[row][start:end], dtype=np.int32), Wants(end == prompts[row]))
             for row, start, end in step.chunks
         )
         rows = np.array(step.decode, dtype=np.int32)
@@ -223,6 +223,9 @@ class _TappedModel:
 
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
         self._model.prepare(batch_sizes, longest)
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._model.scores(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self._model.logits(hidden)

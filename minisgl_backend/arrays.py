@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 BoolArray = npt.NDArray[np.bool_]
 UInt8Array = npt.NDArray[np.uint8]
+Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
 IndexArray = npt.NDArray[np.intp]  # what NumPy indexes with, without a conversion

@@ -243,6 +243,11 @@ class EngineConfig:
         "leave all sums over ranks to torch's NCCL; else through memory that the GPUs share, where they can",
         "true or false",
     )
+    enable_embeddings: bool = _option(
+        True,
+        "answer requests for embeddings and scores; false: each is refused",
+        "true or false",
+    )
     dummy_weights: bool = _option(False, "random weights, for benchmarks", "true or false", internal=True)
     trust_remote_code: bool = _option(
         False, "let the tokenizer run Python code found in the model folder", "true or false"

@@ -27,12 +27,13 @@ from minisgl_backend.config import OPTIONS, EngineConfig
 from minisgl_backend.engine.build import Engine
 from minisgl_backend.engine.in_process import InProcessEngine
 from minisgl_backend.environment import Environment
-from minisgl_backend.errors import ConfigError, InvalidRequestError
+from minisgl_backend.errors import ConfigError, EngineDeadError, InvalidRequestError
 from minisgl_backend.parsers.thinking import TAIL, thinking_tags
 from minisgl_backend.process.resources import set_torch_defaults
-from minisgl_backend.request import SamplingParams, check_prompt
+from minisgl_backend.request import PoolingParams, SamplingParams, check_prompt
 from minisgl_backend.step import StepStats
-from minisgl_backend.text.answers import Answer, RequestOutput, StreamPiece
+from minisgl_backend.text import scoring
+from minisgl_backend.text.answers import Answer, EmbeddingOutput, PooledAnswer, RequestOutput, StreamPiece
 from minisgl_backend.text.prompts import listed
 from minisgl_backend.text.vocabulary import Vocabulary, empty_vocabulary, has_tokenizer, load_vocabulary
 
@@ -200,6 +201,57 @@ class LLM:
                     bar.update(task, advance=ended)
         return [answer.output() for answer in answers]
 
+    def embed(
+        self,
+        prompts: Prompt | Iterable[Prompt],
+        *,
+        dimensions: int | None = None,
+        pooling: str | None = None,
+        normalize: bool | None = None,
+    ) -> list[EmbeddingOutput]:
+        """The embedding of each prompt, in their order; prompts are those of `generate`.
+
+        `dimensions`: only the first ones (Matryoshka). `pooling`: last, mean or cls; `normalize`: to length 1; without
+        them as the checkpoint's sentence-transformers files say, else the last token's hidden state, normalized.
+        Raises InvalidRequestError, EngineDeadError.
+        """
+        self._check_embeddings()
+        params = scoring.embedding_params(
+            self.engine.model, dimensions=dimensions, normalize=normalize, pooling=pooling
+        )
+        return self._pooled([self._token_ids(prompt) for prompt in listed(prompts)], params)
+
+    def score(self, query: str, documents: str | Iterable[str], *, instruction: str | None = None) -> list[float]:
+        """How well each document answers the query; text/scoring.py says how. `instruction`: what is looked for, for
+        models that judge by yes and no. Raises InvalidRequestError, EngineDeadError."""
+        self._check_embeddings()
+        texts, model = [documents] if isinstance(documents, str) else list(documents), self.engine.model
+        if not texts:
+            return []
+        prompts, params = scoring.pair_prompts(model, self.tokenizer, query, texts, instruction)
+        vectors = [output.embedding for output in self._pooled(prompts, params)]
+        return scoring.scores(scoring.scoring_of(model), vectors).tolist()  # type: ignore[no-any-return]
+
+    def _pooled(self, prompts: Sequence[list[int]], params: PoolingParams) -> list[EmbeddingOutput]:
+        welcome = self.engine.welcome
+        for ids in prompts:
+            check_prompt("the prompt", ids, vocab_size=welcome.vocab_size, max_seq_len=welcome.max_seq_len)
+        answers = [PooledAnswer(self._new_uid(1), ids, params) for ids in prompts]
+        with contextlib.closing(self._driver.turns(answers)) as turns:
+            for _ in turns:
+                pass
+        for answer in answers:
+            if answer.error:
+                raise EngineDeadError(answer.error)
+        return [answer.output() for answer in answers]
+
+    def _check_embeddings(self) -> None:
+        if not self.config.enable_embeddings:
+            raise InvalidRequestError("enable_embeddings is false; allowed with it: no embeddings and scores")
+
+    def _token_ids(self, prompt: str | list[int]) -> list[int]:
+        return self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt
+
     def _answers(
         self,
         prompts: Sequence[str | list[int]],
@@ -213,7 +265,9 @@ class LLM:
             raise InvalidRequestError(
                 f"{min(values)} is given together with sampling_params; allowed: one or the other"
             )
-        token_ids = [self.tokenizer.encode(prompt) if isinstance(prompt, str) else prompt for prompt in prompts]
+        if not self.engine.model.generates:
+            raise InvalidRequestError(f"the model is a {self.engine.model.architecture}; allowed: embed and score")
+        token_ids = [self._token_ids(prompt) for prompt in prompts]
         if sampling_params is None:
             sampling_params = self.sampling_params(**values)
         if isinstance(sampling_params, (SamplingParams, Mapping)):

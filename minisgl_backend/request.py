@@ -24,6 +24,7 @@ MAX_BAD_WORD_TOKENS = 128  # of one bad word
 MAX_BAD_WORDS_TOKENS = 8192  # of all bad words of a request: each step compares them with what was said last
 MAX_LOGIT_BIAS = 1024
 MAX_LOGPROBS = 20
+MAX_POOLED_TOKENS = 256
 MAX_SEQUENCES_PER_REQUEST = 64
 MAX_GRAMMAR_BYTES = 65536
 MAX_TAG_TOKENS = 64  # of one tag of thoughts
@@ -199,12 +200,43 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
                     _refuse(name, f"token id {token}", f"token ids 0 to {vocab_size - 1}")
 
 
+PoolingKind = Literal["last", "mean", "cls", "scores", "token_logprobs"]
+
+
+class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is made of a prompt's hidden states, those behind the final norm, where no token is asked for.
+
+    `kind`: the hidden state of the last token, the mean of all, that of the first token ("cls"); what the model's
+    classification head makes of the last one ("scores"); or the log-probabilities of `token_ids` as the next token.
+    """
+
+    kind: PoolingKind = "last"
+    normalize: bool = False  # to length 1, after the cut to `dimensions`
+    dimensions: int | None = None  # the first ones are kept (Matryoshka); None: all
+    token_ids: tuple[int, ...] = ()
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether keys and values of a prefix are enough: its hidden states are not kept."""
+        return self.kind not in ("mean", "cls")
+
+    def validate(self, hidden_size: int, vocab_size: int) -> None:
+        """Raises InvalidRequestError naming the first field whose value is not allowed."""
+        if self.dimensions is not None and not 1 <= self.dimensions <= hidden_size:
+            _refuse("dimensions", self.dimensions, f"1 to {hidden_size}, the model's hidden size")
+        if (self.kind == "token_logprobs") != bool(self.token_ids) or len(self.token_ids) > MAX_POOLED_TOKENS:
+            _refuse("token_ids", f"{len(self.token_ids)} entries", f"1 to {MAX_POOLED_TOKENS} with token_logprobs")
+        if self.token_ids:
+            check_token_ids("token_ids", self.token_ids, vocab_size)
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt and what to do with it. With n > 1 it becomes n sequences with uids `uid` to `uid + n - 1`."""
 
     uid: int  # unique over the life of the engine; chosen by the front
     token_ids: bytes  # int32, little-endian; the prompt
     params: SamplingParams
+    pooling: PoolingParams | None = None  # not None: the answer is a vector, and `params` says nothing
     priority: int = 0  # 0: the default level; otherwise 1 is the most urgent, as in Triton
     deadline: float | None = None  # time.monotonic() seconds after which the request is dropped
     request_id: str = ""  # the client's own id, for logs
@@ -381,6 +413,9 @@ _DEFAULTS: Mapping[str, Any] = {
     field.name: field.default if field.default is not msgspec.NODEFAULT else field.default_factory()
     for field in msgspec.structs.fields(SamplingParams)
 }
+
+# Of a request that samples nothing.
+NO_SAMPLING = SamplingParams(max_tokens=1, temperature=0.0, seed=0)
 
 
 def _check_range(name: str, value: float, low: float, high: float) -> None:

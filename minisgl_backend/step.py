@@ -6,14 +6,15 @@ A plan is born complete and never changes. Rank 0 makes it and every tensor-para
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Container
 from dataclasses import dataclass, field, replace
 
 import msgspec
 import numpy as np
 
-from minisgl_backend.arrays import NO_INT32, Int32Array, Int64Array
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.arrays import NO_INT32, Float32Array, Int32Array, Int64Array
+from minisgl_backend.request import PoolingParams, SamplingParams
 
 
 class RowError(Exception):
@@ -22,6 +23,20 @@ class RowError(Exception):
     def __init__(self, row: int, cause: Exception) -> None:
         super().__init__(f"{type(cause).__name__}: {cause}")
         self.row = row
+
+
+class Wants(enum.IntFlag):
+    """What a row asks of its chunk of a step."""
+
+    NOTHING = 0
+    TOKEN = 1  # the next token, sampled from the last one's logits
+    PROMPT_LOGPROBS = 2  # of the chunk's tokens
+    FIRST_STATE = 4  # the hidden state of its first token
+    LAST_STATE = 8  # of its last token
+    STATE_SUM = 16  # the sum of those of all its tokens
+    SCORES = 32  # what the model's classification head makes of the last token's
+    TOKEN_LOGPROBS = 64  # of some tokens (AdmittedRow.pooling) as the next one
+    POOLED = FIRST_STATE | LAST_STATE | STATE_SUM | SCORES | TOKEN_LOGPROBS
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,10 +52,12 @@ class AdmittedRow:
     prompt_len: int  # tokens of the client's prompt; what follows in token_ids was generated (resumption)
     token_ids: Int32Array  # all tokens so far, [num_tokens]; penalties and bad words need the cached ones too
     cached_len: int  # tokens whose keys and values are already in this row's pages
+    pooling: PoolingParams | None = None  # not None: it samples nothing
 
     def asking_nothing(self) -> AdmittedRow:
         """The row with one token and no option."""
-        return replace(self, params=SamplingParams(seed=0), prompt_len=1, token_ids=self.token_ids[:1], cached_len=0)
+        params = SamplingParams(seed=0)
+        return replace(self, params=params, prompt_len=1, token_ids=self.token_ids[:1], cached_len=0, pooling=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +67,21 @@ class PrefillChunk:
     row: int
     start: int  # tokens of the sequence that are in the cache before this step
     token_ids: Int32Array  # [chunk_len]
-    samples: bool  # true for the chunk that ends the prompt: its last token's logits are sampled
+    wants: Wants  # TOKEN alone has a place in the step's sampled rows
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def samples(self) -> bool:
+        """Its last token's logits are sampled."""
+        return bool(self.wants & Wants.TOKEN)
+
+    @property
+    def pools(self) -> bool:
+        """It is to give its part of a vector."""
+        return bool(self.wants & Wants.POOLED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,6 +190,7 @@ class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     first_planned: float = 0.0  # when the first step with a token of it was planned, time.monotonic() seconds
     first_token: float = 0.0  # when that token was committed, likewise: with the arrival it gives the TTFT
     prompt_logprobs: tuple[Logprobs, ...] = ()  # of every prompt token but the first
+    pooled: bytes = b""  # the vector that the prompt has become: float32, little-endian
     logprobs: Logprobs | None = None  # of the record's token
     error: str = ""  # with FinishReason.ERROR
     status: str = "INTERNAL"  # of the error, as errors.status_of names it
@@ -180,6 +208,7 @@ class StepResult:
     failed_rows: frozenset[int] = frozenset()
     why: str = ""  # they failed, where not because of what the model computed
     executed: bool = True  # False: nothing of the plan has reached the device
+    pooled: dict[int, Float32Array] = field(default_factory=dict)  # by row: what its chunk was asked for; [width]
 
 
 @dataclass(frozen=True, slots=True)

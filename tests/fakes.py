@@ -7,10 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minisgl_backend.arrays import Float32Array
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
-from minisgl_backend.step import Logprobs, SequenceDetail, StepPlan, StepResult
+from minisgl_backend.step import Logprobs, PrefillChunk, SequenceDetail, StepPlan, StepResult, Wants
 
 VOCAB_SIZE = 97
 
@@ -30,6 +31,20 @@ def fake_logprobs(position: int, token: int) -> Logprobs:
     """The log-probabilities that FakeRunner reports for a token at a position."""
     logprob = -0.5 - token / 8
     return Logprobs(token_id=token, logprob=logprob, rank=1 + position % 3, top_ids=(token,), top=(logprob,))
+
+
+def fake_state(position: int, token: int) -> Float32Array:
+    """The hidden state of a token that FakeRunner pools."""
+    return np.array([position, token, 1.0], dtype=np.float32)
+
+
+def expected_vector(request: Request) -> bytes:
+    """What a request with pooling must become."""
+    tokens, pooling = np.frombuffer(request.token_ids, dtype="<i4"), request.pooling
+    assert pooling is not None
+    states = np.array([fake_state(at, token) for at, token in enumerate(tokens.tolist())])
+    found = {"mean": states.mean(axis=0), "cls": states[0]}.get(pooling.kind, states[-1])
+    return found.astype("<f4").tobytes()
 
 
 @dataclass(frozen=True)
@@ -80,13 +95,16 @@ class FakeRunner:
         tokens: list[int] = []
         logprobs: dict[int, Logprobs] = {}
         prompt_logprobs: dict[int, list[Logprobs]] = {}
+        pooled: dict[int, Float32Array] = {}
         for chunk in plan.prefill:
             self._compute(chunk.row, chunk.start, chunk.token_ids)
-            if self._params[chunk.row].prompt_logprobs is not None:
+            if chunk.wants & Wants.PROMPT_LOGPROBS:
                 last = min(chunk.end + 1, int(self._prompt_len[chunk.row]))
                 prompt_logprobs[chunk.row] = [
                     fake_logprobs(at, int(self._token_table[chunk.row, at])) for at in range(chunk.start + 1, last)
                 ]
+            if chunk.pools:
+                pooled[chunk.row] = self._pool(chunk)
             if chunk.samples:
                 tokens.append(self._sample(chunk.row, chunk.end, len(tokens), logprobs))
         for row, length in zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), strict=True):
@@ -94,7 +112,8 @@ class FakeRunner:
             tokens.append(self._sample(row, length, len(tokens), logprobs))
         rows = {chunk.row for chunk in plan.prefill} | set(plan.decode_rows.tolist())
         failed = frozenset(row for row in rows if self.fail(self._uids[row]))
-        result = StepResult(plan.step, np.array(tokens, dtype=np.int32), logprobs, prompt_logprobs, failed)
+        ids = np.array(tokens, dtype=np.int32)
+        result = StepResult(plan.step, ids, logprobs, prompt_logprobs, failed, pooled=pooled)
         return FakePending(result)
 
     def _apply(self, plan: StepPlan) -> None:
@@ -132,6 +151,12 @@ class FakeRunner:
         assert np.array_equal(context, self._token_table[row, :end]), "the cache holds other tokens than the sequence"
         self.computed_tokens += len(token_ids)
 
+    def _pool(self, chunk: PrefillChunk) -> Float32Array:
+        states = [fake_state(chunk.start + at, token) for at, token in enumerate(chunk.token_ids.tolist())]
+        if chunk.wants & Wants.STATE_SUM:
+            return np.sum(states, axis=0, dtype=np.float32)
+        return states[0] if chunk.wants & Wants.FIRST_STATE else states[-1]
+
     def _sample(self, row: int, position: int, index: int, logprobs: dict[int, Logprobs]) -> int:
         params = self._params[row]
         early = position - int(self._prompt_len[row]) < params.min_tokens
@@ -144,8 +169,8 @@ class FakeRunner:
 
 
 def make_request(uid: int, prompt: Sequence[int], **params: object) -> Request:
-    """A request; `priority` and `deadline` go to it, everything else to its sampling parameters."""
-    outer = {name: params.pop(name) for name in ("priority", "deadline") if name in params}
+    """A request; `priority`, `deadline` and `pooling` go to it, everything else to its sampling parameters."""
+    outer = {name: params.pop(name) for name in ("priority", "deadline", "pooling") if name in params}
     token_ids = np.array(prompt, dtype="<i4").tobytes()
     return Request(uid=uid, token_ids=token_ids, params=SamplingParams(**params), **outer)  # type: ignore[arg-type]
 
@@ -155,6 +180,8 @@ def expected_answer(
 ) -> tuple[list[int], FinishReason]:
     """What each sequence of a request must produce: computed alone, one token after the other."""
     params = request.params
+    if request.pooling is not None:
+        return [], FinishReason.STOP
     tokens = np.frombuffer(request.token_ids, dtype="<i4").tolist()
     stops = set(params.stop_token_ids) | (set() if params.ignore_eos else set(eos))
     answer: list[int] = []

@@ -17,9 +17,11 @@ from minisgl_backend.process.stop_signals import interrupted_at_the_end
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.outputs import NO_TOKEN, SequenceOutputs
 from minisgl_backend.step import SequenceDetail
-from minisgl_backend.text.answers import Answer, AnswerStream
+from minisgl_backend.text.answers import Answer, AnswerStream, PooledAnswer
 
 COMPILER_WAIT_S = 0.001
+AnyAnswer = Answer | PooledAnswer
+AnyStream = AnswerStream | PooledAnswer
 
 
 class InProcessEngine:
@@ -63,18 +65,18 @@ class InProcessEngine:
             finally:
                 self._turn_of, self._streaming = None, False
 
-    def turns(self, answers: Sequence[Answer], *, streaming: bool = False) -> Generator[int, None, None]:
+    def turns(self, answers: Sequence[AnyAnswer], *, streaming: bool = False) -> Generator[int, None, None]:
         with self._own_turn(streaming=streaming):
             yield from self._steps(answers)
 
-    def _steps(self, answers: Sequence[Answer]) -> Generator[int, None, None]:
+    def _steps(self, answers: Sequence[AnyAnswer]) -> Generator[int, None, None]:
         """Steps the engine until all are answered; after each step, how many sequences have ended with it.
 
         Closed early, it ends what is open.
         """
         core = self.engine.core
         waiting = deque(answers)
-        open_streams: dict[int, AnswerStream] = {}
+        open_streams: dict[int, AnyStream] = {}
         try:
             while waiting or open_streams:
                 with interrupted_at_the_end():
@@ -90,7 +92,7 @@ class InProcessEngine:
             self._abandon(open_streams)
             raise
 
-    def _feed(self, waiting: deque[Answer], open_streams: dict[int, AnswerStream]) -> None:
+    def _feed(self, waiting: deque[AnyAnswer], open_streams: dict[int, AnyStream]) -> None:
         """Submits as many requests as the engine's queue and its compilers of grammars take, and leaves the rest."""
         engine, room = self.engine, 0
         if waiting:  # those whose grammar is being compiled join the queue, all at once perhaps
@@ -105,7 +107,7 @@ class InProcessEngine:
             engine.core.submit(answer.request)
             room -= answer.request.params.n
 
-    def _end_rejected(self, answers: Sequence[Answer], open_streams: dict[int, AnswerStream]) -> int:
+    def _end_rejected(self, answers: Sequence[AnyAnswer], open_streams: dict[int, AnyStream]) -> int:
         """Raises what a request was refused for; but where its grammar was followed in this call already, and found too
         slow meanwhile, the request alone ends with it. Returns how many streams have ended."""
         before = len(open_streams)
@@ -120,7 +122,7 @@ class InProcessEngine:
                 stream.append(NO_TOKEN, FinishReason.ERROR)
         return before - len(open_streams)
 
-    def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, AnswerStream]) -> int:
+    def _take(self, outputs: SequenceOutputs | None, open_streams: dict[int, AnyStream]) -> int:
         """Gives each record to its stream; returns how many streams have ended."""
         if outputs is None:
             return 0
@@ -153,7 +155,7 @@ class InProcessEngine:
             raise EngineDeadError(self._dead)
         return busy
 
-    def _abandon(self, open_streams: dict[int, AnswerStream]) -> None:
+    def _abandon(self, open_streams: dict[int, AnyStream]) -> None:
         """Leaves an engine that the next call can use."""
         if self._engine is None or self._dead:
             return
@@ -176,7 +178,7 @@ class InProcessEngine:
         self._dead = reason
 
 
-def _is_followed(grammar: Grammar | None, answers: Sequence[Answer]) -> bool:
+def _is_followed(grammar: Grammar | None, answers: Sequence[AnyAnswer]) -> bool:
     """Whether a sequence of these has tokens by this grammar."""
     if grammar is None:
         return False

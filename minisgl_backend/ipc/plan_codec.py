@@ -6,8 +6,8 @@ import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.request import SamplingParams
-from minisgl_backend.step import AdmittedRow, PrefillChunk, PromptLogprobsRequest, StepDecisions, StepPlan
+from minisgl_backend.request import PoolingParams, SamplingParams
+from minisgl_backend.step import AdmittedRow, PrefillChunk, PromptLogprobsRequest, StepDecisions, StepPlan, Wants
 
 
 class _Admitted(msgspec.Struct, frozen=True, array_like=True):
@@ -17,13 +17,14 @@ class _Admitted(msgspec.Struct, frozen=True, array_like=True):
     prompt_len: int
     token_ids: bytes
     cached_len: int
+    pooling: PoolingParams | None
 
 
 class _Chunk(msgspec.Struct, frozen=True, array_like=True):
     row: int
     start: int
     token_ids: bytes
-    samples: bool
+    wants: int
 
 
 class _Step(msgspec.Struct, frozen=True, array_like=True):
@@ -55,13 +56,13 @@ def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
         _Step(
             step=plan.step,
             admitted=[
-                _Admitted(a.row, a.uid, a.params, a.prompt_len, _int32(a.token_ids), a.cached_len)
+                _Admitted(a.row, a.uid, a.params, a.prompt_len, _int32(a.token_ids), a.cached_len, a.pooling)
                 for a in plan.admitted
             ],
             page_rows=_int32(plan.page_rows),
             page_columns=_int32(plan.page_columns),
             page_ids=_int32(plan.page_ids),
-            prefill=[_Chunk(c.row, c.start, _int32(c.token_ids), c.samples) for c in plan.prefill],
+            prefill=[_Chunk(c.row, c.start, _int32(c.token_ids), int(c.wants)) for c in plan.prefill],
             decode_rows=_int32(plan.decode_rows),
             decode_lengths=_int32(plan.decode_lengths),
             decode_uids=plan.decode_uids.astype(np.int64, copy=False).tobytes(),
@@ -93,12 +94,13 @@ def _plan_of(plan: _Step) -> StepPlan:
     return StepPlan(
         step=plan.step,
         admitted=tuple(
-            AdmittedRow(a.row, a.uid, a.params, a.prompt_len, _array(a.token_ids), a.cached_len) for a in plan.admitted
+            AdmittedRow(a.row, a.uid, a.params, a.prompt_len, _array(a.token_ids), a.cached_len, a.pooling)
+            for a in plan.admitted
         ),
         page_rows=_array(plan.page_rows),
         page_columns=_array(plan.page_columns),
         page_ids=_array(plan.page_ids),
-        prefill=tuple(PrefillChunk(c.row, c.start, _array(c.token_ids), c.samples) for c in plan.prefill),
+        prefill=tuple(PrefillChunk(c.row, c.start, _array(c.token_ids), Wants(c.wants)) for c in plan.prefill),
         decode_rows=_array(plan.decode_rows),
         decode_lengths=_array(plan.decode_lengths),
         decode_uids=np.frombuffer(plan.decode_uids, dtype=np.int64),

@@ -6,7 +6,7 @@ The only reader of config.json and generation_config.json; needs neither torch n
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,13 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.end_tokens import end_tokens, read_end_of_text, token_ids
 from minisgl_backend.models.families import FAMILIES
+from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.families.vectors import find_family
 from minisgl_backend.models.generation import GenerationDefaults
 from minisgl_backend.models.json_files import read_json
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.known_keys import check_model_type, check_unread
+from minisgl_backend.models.pooling import EmbeddingDefaults
 from minisgl_backend.number_formats import DTYPES
 from minisgl_backend.weights.names import TensorNames
 
@@ -38,6 +41,7 @@ class ModelConfig(DecoderConfig):
     bos_token_id: int | None
     generation: GenerationDefaults
     tensor_names: TensorNames  # of its checkpoints
+    embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
     unknown_keys: tuple[str, ...] = ()  # of config.json, which neither this engine nor transformers knows
 
     @classmethod
@@ -52,7 +56,8 @@ class ModelConfig(DecoderConfig):
         config = read_json(folder / "config.json")
         generation_file = folder / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
-        return cls.from_dicts(config, generation, read_end_of_text(folder))
+        model = cls.from_dicts(config, generation, read_end_of_text(folder))
+        return replace(model, embedding=EmbeddingDefaults.load(folder))
 
     @classmethod
     def from_dicts(
@@ -62,8 +67,7 @@ class ModelConfig(DecoderConfig):
 
         `tokenizer_eos`: the token with which the tokenizer ends a text.
         """
-        architecture = _architecture(config)
-        family = FAMILIES[architecture]
+        architecture, family = _architecture(config)
         check_model_type(config.get("model_type"), architecture, family.model_type)
         config = _of_text(config, family.text_config)
         keys = Keys(config, family.defaults)
@@ -71,6 +75,7 @@ class ModelConfig(DecoderConfig):
         if _is_of_kv_cache_alone(config.get("quantization_config")):
             keys.without_effect("quantization_config")
         keys.choice("is_encoder_decoder", (False,))
+        keys.choice("is_causal", (True,))  # of embedding models that see what follows a token, too
         decoder = family.read(keys)
         decoder.check()
         return cls(
@@ -97,11 +102,13 @@ class ModelConfig(DecoderConfig):
         return override or self.max_position
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
+def _architecture(config: Mapping[str, Any]) -> tuple[str, Family]:
     names = config.get("architectures") or []
-    if len(names) != 1 or names[0] not in FAMILIES:
-        refuse("architectures", names, f"one of {', '.join(FAMILIES)}")
-    return str(names[0])
+    family = find_family(str(names[0]), FAMILIES) if len(names) == 1 else None
+    if family is None:
+        also = "or ...Model and ...ForSequenceClassification of these"
+        refuse("architectures", names, f"one of {', '.join(FAMILIES)}, {also}")
+    return str(names[0]), family
 
 
 def _of_text(config: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
 from minisgl_backend.layers.mlp import GatedMLP
 from minisgl_backend.layers.moe import MoeMLP
 from minisgl_backend.layers.norm import SublayerNorms, make_norm
+from minisgl_backend.layers.pooling import ClassificationHead
 from minisgl_backend.layers.residual import MicroBatches, Residual, join
 from minisgl_backend.layers.rotary import rope_table
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
@@ -166,8 +167,14 @@ class CausalLM(nn.Module):
             for index, layer in enumerate(config.layers)
         )
         self.model = Decoder(config, layers, layer_context.at("model"))
-        tied = self.model.embed_tokens if config.tie_word_embeddings else None
+        # A model that does not generate takes its embedding for the output projection: nobody sees what it samples.
+        tied = self.model.embed_tokens if config.tie_word_embeddings or not config.generates else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, "lm_head", layer_context, tied)
+        self.score = (
+            ClassificationHead(config.num_labels, config.hidden_size, "score", layer_context)
+            if config.num_labels
+            else None
+        )
 
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
         """input_ids and positions int [num_tokens] -> hidden states after the final norm, at `ctx.logits_indices`."""
@@ -182,6 +189,11 @@ class CausalLM(nn.Module):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size], in the model's number format."""
         return self._shaped(self.lm_head(hidden))
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [n, hidden_size] -> [n, num_labels]; only of a model that has a classification head."""
+        assert self.score is not None, "a request for scores is refused where there is no head"
+        return self.score(hidden)
 
     def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `logits`, of all rows of a decode step, once a step; but ranks other than 0, which sample nothing, may get

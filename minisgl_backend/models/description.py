@@ -20,6 +20,8 @@ class DecoderConfig:
     tie_word_embeddings: bool
     embedding_multiplier: float = 1.0  # of the embedding's vectors
     logits_multiplier: float = 1.0
+    num_labels: int = 0  # of the classification head in place of the output projection; 0: there is none
+    generates: bool = True  # False: its checkpoints have no output projection, so that it gives vectors alone
     logits_soft_cap: float | None = None  # logits become soft_cap * tanh(logits / soft_cap)
     num_draft_layers: int = (
         0  # behind the last layer in checkpoints: they predict further tokens (MTP), and are not used

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.arrays import Int32Array
+from minisgl_backend.arrays import Float32Array, Int32Array
 from minisgl_backend.runner.batch import StepTensors
+from minisgl_backend.runner.pooling import Pooled
 from minisgl_backend.sampling.logprobs import unpack
 from minisgl_backend.step import Logprobs, PromptLogprobsRequest, StepResult
 
@@ -35,6 +36,7 @@ class Computed:
     token_ids: torch.Tensor | None  # int32 [2, n or more], where a graph has sampled by temperature alone
     sound: torch.Tensor | None = None  # int32 [num_checked]  of chunks that sample nothing
     prompt_logprobs: tuple[torch.Tensor, ...] = ()
+    pooled: Pooled | None = None
 
 
 class PendingStep:
@@ -43,9 +45,16 @@ class PendingStep:
     unsampled: Computed | None = None  # what waits for grammar masks
 
     def __init__(
-        self, step: StepTensors, sources: list[torch.Tensor], copies: list[torch.Tensor], event: torch.cuda.Event | None
+        self,
+        step: StepTensors,
+        sources: list[torch.Tensor],
+        copies: list[torch.Tensor],
+        event: torch.cuda.Event | None,
+        pooled: Pooled | None = None,
     ) -> None:
+        """`copies`: tokens, log-probabilities if there are any, pooled values if any, those of the prompts."""
         self._step = step
+        self._pooled = pooled
         self._sources = sources
         self._copies = copies
         self._event = event
@@ -72,6 +81,7 @@ class PendingStep:
             logprobs=self._logprobs(),
             prompt_logprobs=self._prompt_logprobs(),
             failed_rows=frozenset(failed),
+            pooled=self._pooled_vectors(),
         )
 
     def _logprobs(self) -> dict[int, Logprobs]:
@@ -80,6 +90,11 @@ class PendingStep:
             return {}
         lines = self._copies[1].numpy()
         return {index: unpack(line, top) for (index, top), line in zip(wanted, lines, strict=True)}
+
+    def _pooled_vectors(self) -> dict[int, Float32Array]:
+        if self._pooled is None:
+            return {}
+        return self._pooled.by_row(self._copies[2 if self._step.logprobs else 1].numpy())
 
     def _prompt_logprobs(self) -> dict[int, list[Logprobs]]:
         requests = self._step.decisions.prompt_logprobs
@@ -121,11 +136,13 @@ class ResultReader:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._last_copy: torch.cuda.Event | None = None
 
-    def start(self, step: StepTensors, sampled: Sampled, prompt_logprobs: list[torch.Tensor]) -> PendingStep:
+    def start(self, computed: Computed, sampled: Sampled) -> PendingStep:
         """Starts the copies of what the current stream computes."""
-        sources = [sampled.token_ids, *([] if sampled.logprobs is None else [sampled.logprobs]), *prompt_logprobs]
+        step, pooled = computed.step, computed.pooled
+        sources = [sampled.token_ids, *([] if sampled.logprobs is None else [sampled.logprobs])]
+        sources += [*([] if pooled is None else [pooled.values]), *computed.prompt_logprobs]
         if self._stream is None:
-            return PendingStep(step, [], sources, None)
+            return PendingStep(step, [], sources, None, pooled)
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             copies = [
@@ -134,7 +151,7 @@ class ResultReader:
             ]
             self._last_copy = torch.cuda.Event()
             self._last_copy.record()
-        return PendingStep(step, sources, copies, self._last_copy)
+        return PendingStep(step, sources, copies, self._last_copy, pooled)
 
     def protect_outputs(self) -> None:
         """Makes the current stream wait for the last copy: a graph is about to overwrite its static outputs."""

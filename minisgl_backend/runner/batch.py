@@ -16,8 +16,10 @@ import torch
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.kernels.sampling.layout import NUM_PARAMS
+from minisgl_backend.request import PoolingParams
 from minisgl_backend.runner.graphs.pieces import piece_size
 from minisgl_backend.runner.graphs.single_prompt import PromptLayout, PromptTensors
+from minisgl_backend.runner.pooling import PooledChunk, named_tokens, pooled_chunks
 from minisgl_backend.runner.row_table import RowTable, RowUpdates
 from minisgl_backend.runner.staging import Staged, Staging
 from minisgl_backend.sampling.metadata import NOTHING, SamplingInputs, SamplingMetadata, SamplingRows
@@ -64,6 +66,7 @@ class HostBatch:
     num_sampled: int
     checked_rows: tuple[int, ...]
     decisions: StepDecisions
+    pooled: tuple[PooledChunk, ...]
     needs: SamplingMetadata  # NOTHING on ranks that do not sample
     penalised: tuple[PenaltyReset, ...]
 
@@ -80,8 +83,11 @@ class StepTensors:
     decode: DecodeInputs | None
     token_rows: torch.Tensor | None  # int32 [num_tokens], prefill first; None: decode's are all
     token_positions: torch.Tensor | None  # int32 [num_tokens]
-    # int32 [num_sampled + num_checked] lines of the hidden states, those that sample first; None: all of them
+    # int32 [num_sampled + num_checked + pooled states] lines of the hidden states, those that sample first, then those
+    # that are checked; None: all of them
     logits_indices: torch.Tensor | None
+    pooled: tuple[PooledChunk, ...]
+    pooled_tokens: torch.Tensor | None  # int32  pooling.named_tokens; None: no chunk asks about any
     cleared_pages: torch.Tensor | None  # int32 [num_cleared]
     sampling: SamplingInputs
     waits_for_masks: bool  # its tokens are sampled once grammars have said what they allow
@@ -106,6 +112,7 @@ class BatchBuilder:
     def __init__(self, table: RowTable, sampling: SamplingRows) -> None:
         self._table = table
         self._sampling = sampling
+        self._poolings: dict[int, PoolingParams] = {}  # by row, where there is one
         self._prompts = PromptLayout(table.page_size, table.page_table.shape[1])
         self.staging = Staging(table.max_rows, table.device)
 
@@ -127,6 +134,9 @@ class BatchBuilder:
                 self._sampling.admit(admitted)
             except Exception as error:
                 raise RowError(admitted.row, error) from error
+            self._poolings.pop(admitted.row, None)
+            if admitted.pooling is not None:
+                self._poolings[admitted.row] = admitted.pooling
         penalised = tuple(
             PenaltyReset(admitted.row, len(admitted.token_ids), admitted.prompt_len)
             for admitted in plan.admitted
@@ -139,7 +149,7 @@ class BatchBuilder:
                 for row, length in decoding
                 if (prompt_len := self._sampling.penalised_prompt(row))
             )
-        if prompt_sizes and self._prompts.serves(plan):
+        if prompt_sizes and self._prompts.serves(plan) and not plan.prefill[0].pools:
             needs = self._sampling.metadata_of(plan, _sampled_of_prompt(plan)[0])
             prompt_size = piece_size(len(plan.prefill[0].token_ids), prompt_sizes)
             if prompt_size and not needs.prompt_logprobs:  # for which all lines of the hidden states are needed
@@ -184,6 +194,7 @@ class BatchBuilder:
             num_sampled=len(rows),
             checked_rows=() if chunk.samples else (chunk.row,),
             decisions=decisions,
+            pooled=(),
             needs=needs,
             penalised=penalised,
         )
@@ -200,10 +211,15 @@ class BatchBuilder:
         rows, positions, lines = sampled
         arrays = _update_arrays(plan, self._sampling.vocab_size)
         checked_rows: tuple[int, ...] = ()
+        pooled: tuple[PooledChunk, ...] = ()
         if prefill is not None:
             ends_inside = np.array([not chunk.samples for chunk in plan.prefill], dtype=bool)
             checked_rows = tuple(prefill.rows[ends_inside].tolist())
             checked = prefill.cu_seqlens[1:][ends_inside] - 1
+            states: list[Int32Array] = []
+            if any(chunk.pools for chunk in plan.prefill):
+                pooled, states = pooled_chunks(plan, self._poolings, prefill.cu_seqlens[:-1])
+                arrays |= _named(pooled)
             token_rows, token_positions = expand(prefill.rows, prefill.starts, prefill.lengths)
             arrays |= {
                 "token_rows": np.concatenate([token_rows, plan.decode_rows]),
@@ -213,7 +229,7 @@ class BatchBuilder:
                 "cu_seqlens": prefill.cu_seqlens,
                 "sampled_rows": rows,
                 "sampled_positions": positions,
-                "logits_indices": np.concatenate([lines, checked]),
+                "logits_indices": np.concatenate([lines, checked, *states]),
             }
         arrays |= needs.arrays
         decode_rows, decode_lengths = self._padded(plan, decisions.graph_size)
@@ -226,6 +242,7 @@ class BatchBuilder:
             num_sampled=len(rows),
             checked_rows=checked_rows,
             decisions=decisions,
+            pooled=pooled,
             needs=needs,
             penalised=penalised,
         )
@@ -249,6 +266,8 @@ class BatchBuilder:
             token_rows=arrays.get("token_rows"),
             token_positions=arrays.get("token_positions"),
             logits_indices=arrays.get("logits_indices"),
+            pooled=host.pooled,
+            pooled_tokens=arrays.get("pooled_tokens"),
             cleared_pages=arrays.get("cleared_pages"),
             sampling=self._sampling.inputs_of(host.needs, rows, positions, arrays),
             waits_for_masks=host.needs.waits_for_masks,
@@ -275,6 +294,8 @@ class BatchBuilder:
             token_rows=None,
             token_positions=None,
             logits_indices=None,
+            pooled=(),
+            pooled_tokens=None,
             cleared_pages=None,
             sampling=self._sampling.inputs_of(host.needs, arrays["sampled_rows"], arrays["sampled_positions"], arrays),
             waits_for_masks=host.needs.waits_for_masks,
@@ -383,6 +404,11 @@ def _sampled_of_prompt(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
     if not chunk.samples:
         return EMPTY, EMPTY
     return np.array([chunk.row], dtype=np.int32), np.array([chunk.end], dtype=np.int32)
+
+
+def _named(pooled: tuple[PooledChunk, ...]) -> dict[str, Int32Array]:
+    tokens = named_tokens(pooled)
+    return {"pooled_tokens": tokens} if len(tokens) else {}
 
 
 def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:

@@ -25,6 +25,7 @@ from minisgl_backend.runner.async_output import Computed, PendingStep, ResultRea
 from minisgl_backend.runner.batch import BatchBuilder, HostBatch, StepTensors
 from minisgl_backend.runner.graphs.pieces import PiecewiseRunner
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
+from minisgl_backend.runner.pooling import Pooled, pool
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import MaskStaging
 from minisgl_backend.sampling import logprobs
@@ -40,6 +41,8 @@ class Model(Protocol):
     def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor: ...
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
+
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
     def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor: ...
 
@@ -257,11 +260,22 @@ class ModelRunner:
         if step.logits_indices is not None and self._logits_indices(step) is None:
             hidden = hidden[step.logits_indices]  # else they are all that there is
         logits = self._model.logits(hidden[: step.num_sampled]) if step.num_sampled else None
-        sound = None
+        sound, end_of_checked = None, step.num_sampled + len(step.checked_rows)
         if step.checked_rows and self._tp.rank == 0:
             # NaN in a chunk's keys and values is NaN in the hidden state of its last token, which sees all.
-            sound = torch.isfinite(hidden[step.num_sampled :]).all(dim=1).to(torch.int32)
-        return Computed(step, logits, None, sound, prompt_logprobs)
+            sound = torch.isfinite(hidden[step.num_sampled : end_of_checked]).all(dim=1).to(torch.int32)
+        pooled = self._pooled(step, hidden[end_of_checked:]) if step.pooled else None
+        return Computed(step, logits, None, sound, prompt_logprobs, pooled)
+
+    def _pooled(self, step: StepTensors, states: torch.Tensor) -> Pooled | None:
+        return pool(
+            step.pooled,
+            states,
+            step.pooled_tokens,
+            logits=self._model.logits,
+            scores=self._model.scores,
+            is_rank_0=self._tp.rank == 0,
+        )
 
     def _sample(self, computed: Computed, masks: GrammarMasks | None) -> PendingStep:
         """What is left of a step whose logits are being computed."""
@@ -269,7 +283,7 @@ class ModelRunner:
         if computed.sound is not None:
             checked = torch.stack([torch.zeros_like(computed.sound), computed.sound])
             sampled = dataclasses.replace(sampled, token_ids=torch.cat([sampled.token_ids, checked], dim=1))
-        return self._reader.start(computed.step, sampled, list(computed.prompt_logprobs))
+        return self._reader.start(computed, sampled)
 
     def _sample_rows(self, computed: Computed, masks: GrammarMasks | None) -> Sampled:
         step, logits, token_ids = computed.step, computed.logits, computed.token_ids

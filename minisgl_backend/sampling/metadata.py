@@ -15,7 +15,7 @@ from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.sampling.logits_processors import TokenRules
 from minisgl_backend.sampling.params import flags_of
 from minisgl_backend.sampling.penalties import PenaltyCounts
-from minisgl_backend.step import AdmittedRow, PromptLogprobsRequest, StepPlan
+from minisgl_backend.step import AdmittedRow, PromptLogprobsRequest, StepPlan, Wants
 
 GrammarMasks = tuple[Int32Array, Int32Array]  # result indices [k], bits [k, ceil(vocab_size / 32)]
 
@@ -152,7 +152,7 @@ class SamplingRows:
             top = int(self._prompt_logprobs[chunk.row])
             # The hidden state of position p predicts position p + 1, which must still be the client's prompt.
             count = min(chunk.end, int(self._prompt_len[chunk.row]) - 1) - chunk.start
-            if top != OFF and count > 0:
+            if top != OFF and chunk.wants & Wants.PROMPT_LOGPROBS and count > 0:
                 requests.append(PromptLogprobsRequest(chunk.row, first, chunk.start + 1, count, top))
             first += len(chunk.token_ids)
         return tuple(requests)

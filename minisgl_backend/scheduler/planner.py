@@ -181,8 +181,8 @@ class Planner:
     def _try_start(self, builder: StepPlanBuilder, sequence: Sequence, budget: int) -> int | None:
         """Starts the head of the queue; returns its cached tokens, or None where it cannot or should not start now."""
         running, tokens = self._running, sequence.token_ids
-        # The last token is always computed, since its logits are needed; log-probabilities need all of them.
-        usable = tokens[:-1] if sequence.prompt_logprobs is None else tokens[:0]
+        # The last token is always computed, since its hidden state is needed.
+        usable = tokens[:-1] if sequence.reads_cache else tokens[:0]
         match = running.kv.match(usable, sequence.params.cache_salt)
         cached = len(match.pages) * self._limits.page_size
         too_short = self._chunk_end(cached, len(tokens), budget, builder) == cached

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, NO_INT64, IndexArray, Int32Array, Int64Array
@@ -39,6 +38,7 @@ class RunningSet:
         )
         self.committed = -1  # number of the last committed step
         self.prefilling: list[Sequence] = []  # in order of admission
+        self.awaiting: list[Sequence] = []  # their prompts are planned whole, and no token comes behind them
         self.releasing: list[Sequence] = []
         self._queue = queue
         self._decode_index: IndexArray = np.empty(0, dtype=np.intp)  # rows whose prompt is planned, oldest first
@@ -80,21 +80,22 @@ class RunningSet:
         lease = self.kv.acquire(row, match, len(tokens))
         sequence.admit(row, lease, admission, cached)
         self.prefilling.append(sequence)
-        params = sequence.params
-        if params.prompt_logprobs is not None and sequence.prompt_logprobs is None:
-            params = msgspec.structs.replace(params, prompt_logprobs=None)  # told already, or by a sibling
         pages = self.kv.pages_of(lease).copy()
         builder.write_pages(row, np.arange(len(pages), dtype=np.int32), pages)
-        builder.admit(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached))
+        params, pooling = sequence.params, sequence.pooling
+        builder.admit(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, pooling))
 
     def plan_chunk(self, sequence: Sequence, end: int, step: int, builder: StepPlanBuilder) -> None:
-        """Plans the prompt tokens up to `end`; behind the chunk that ends the prompt the row decodes."""
+        """Plans the prompt tokens up to `end`; behind the chunk that ends the prompt the row decodes, if it samples."""
         row, tokens = sequence.row, sequence.token_ids
         start, is_last = int(self.rows.planned[row]), end == len(tokens)
-        builder.add_chunk(PrefillChunk(row, start, tokens[start:end], is_last))
+        builder.add_chunk(PrefillChunk(row, start, tokens[start:end], sequence.wants(start, end)))
         self.rows.plan_chunk(row, end, step)
         if is_last:
             self.prefilling.remove(sequence)
+            if sequence.pooling is not None:
+                self.awaiting.append(sequence)
+                return
             self._decode_index = np.append(self._decode_index, row)
             self._decode_arrays = None
 
@@ -181,8 +182,8 @@ class RunningSet:
             num_pages = len(self.kv.pages_of(one.lease))
             assert num_pages * page_size >= int(rows.planned[row]), "a planned token has no page"
             assert (one in self.releasing) != active, "a sequence is released when it is not active"
-            lists = [one in self.prefilling, bool((self._decode_index == row).any())]
-            assert sum(lists) == active, "an active sequence either prefills or decodes, another does neither"
+            lists = [one in self.prefilling, one in self.awaiting, bool((self._decode_index == row).any())]
+            assert sum(lists) == active, "an active sequence prefills, awaits or decodes, another does none of it"
         assert len(np.unique(self._decode_index)) == len(self._decode_index), "a row decodes twice"
 
     def _leave(self, sequence: Sequence, *, ended: bool) -> None:
@@ -191,6 +192,8 @@ class RunningSet:
             self.releasing.append(sequence)
             if sequence in self.prefilling:
                 self.prefilling.remove(sequence)
+            elif sequence.pooling is not None:
+                self.awaiting.remove(sequence)
             else:
                 self._decode_index = self._decode_index[self._decode_index != row]
                 self._decode_arrays = None

@@ -220,6 +220,7 @@ class Scheduler:
                 arrival=self._num_arrivals,
                 deadline=request.deadline,
                 admissions_before=self._planner.num_admissions,
+                pooling=request.pooling,
             )
             for index in range(params.n)
         ]
@@ -249,15 +250,32 @@ class Scheduler:
             self._end_with_error(sequence, result.why)
             return
         sequence.add_prompt_logprobs(result.prompt_logprobs.get(chunk.row, ()))
-        if not chunk.samples:
+        if chunk.row in result.pooled:
+            sequence.add_pooled(result.pooled[chunk.row])
+        is_last = chunk.samples if sequence.pooling is None else chunk.end == sequence.prompt_len
+        if not is_last:
             return
         if sequence.state is SequenceState.RUNNING:
             self._running.publish(sequence, chunk.end, self._next_step - 1)
+        if sequence.pooling is not None:
+            self._end_pooled(sequence)
+            return
         detail = self._first_detail(sequence, chunk, result, index)
         if sequence.group is not None and sequence.group.leader is sequence:
             for sibling in sequence.group.open():
                 self._queue.push(sibling)
         self._append_first(sequence, int(result.token_ids[index]), chunk.end, detail)
+
+    def _end_pooled(self, sequence: Sequence) -> None:
+        """The last chunk of a prompt that becomes a vector has been computed."""
+        detail = SequenceDetail(
+            cached_tokens=sequence.cached_tokens,
+            first_planned=sequence.first_planned,
+            first_token=self._clock(),
+            pooled=sequence.take_pooled(),
+        )
+        self._outputs.add(sequence.uid, NO_TOKEN, FinishReason.STOP, detail)
+        self._end(sequence, FinishReason.STOP)
 
     def _append_first(self, sequence: Sequence, token: int, position: int, detail: SequenceDetail | None) -> None:
         """The token that a prompt's last chunk sampled."""
@@ -341,7 +359,7 @@ class Scheduler:
         del self._sequences[sequence.uid]
         group = sequence.group
         if sequence.row >= 0:
-            if reason in (FinishReason.STOP, FinishReason.LENGTH):
+            if reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence.pooling is None:
                 self._admission.saw_answer(int(self._running.rows.total[sequence.row]) - sequence.prompt_len)
             self._running.finish(sequence)
         else:

@@ -8,10 +8,11 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
-from minisgl_backend.arrays import Int32Array
+from minisgl_backend.arrays import Float32Array, Int32Array
 from minisgl_backend.cache.kv_manager import PageLease
-from minisgl_backend.request import SamplingParams
-from minisgl_backend.step import Logprobs
+from minisgl_backend.request import PoolingParams, SamplingParams
+from minisgl_backend.scheduler import pooling as pooled_vectors
+from minisgl_backend.step import Logprobs, Wants
 
 
 class SequenceState(enum.Enum):
@@ -38,6 +39,8 @@ class Sequence:
         "lease",
         "level",
         "params",
+        "pooled",
+        "pooling",
         "prompt_len",
         "prompt_logprobs",
         "row",
@@ -56,10 +59,12 @@ class Sequence:
         arrival: int,
         deadline: float | None,
         admissions_before: int = 0,
+        pooling: PoolingParams | None = None,
     ) -> None:
         self.uid = uid
         self.token_ids = token_ids  # while waiting: all tokens so far; while running: those it was admitted with
         self.params = params  # seed is never None
+        self.pooling = pooling  # not None: it ends with its prompt, which becomes a vector
         self.prompt_len = len(token_ids)
         self.level = level  # 1 is the most urgent
         self.arrival = arrival
@@ -75,11 +80,25 @@ class Sequence:
         self.tells_prompt = False  # of all sequences of its request it tells what is known of their prompt
         self.cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
         self.prompt_logprobs: list[Logprobs] | None = None  # gathered chunk by chunk; None: not asked for, or told
+        self.pooled: Float32Array | None = None  # likewise
 
     @property
     def resumed(self) -> bool:
         """True once the sequence has been admitted before: it only waits because it was preempted."""
         return self.cached_tokens is not None
+
+    @property
+    def reads_cache(self) -> bool:
+        """Whether its prompt may begin with pages of the prefix cache. Log-probabilities and means need all tokens."""
+        return self.prompt_logprobs is None and (self.pooling is None or self.pooling.reads_cache)
+
+    def wants(self, start: int, end: int) -> Wants:
+        """What it asks of the chunk from token `start` to `end`."""
+        is_last = end == len(self.token_ids)
+        if self.pooling is not None:
+            return pooled_vectors.wants(self.pooling, is_first=start == 0, is_last=is_last)
+        wants = Wants.TOKEN if is_last else Wants.NOTHING
+        return wants if self.prompt_logprobs is None else wants | Wants.PROMPT_LOGPROBS
 
     def tell_prompt(self) -> None:
         """Makes this the sequence of its request that tells, and so computes, what is known of the prompt."""
@@ -94,6 +113,7 @@ class Sequence:
             self.cached_tokens = cached_tokens
         if self.prompt_logprobs is not None:
             self.prompt_logprobs.clear()  # a preempted prompt starts again
+        self.pooled = None
 
     def note_planned(self, now: float) -> None:
         """A step with a token of it has been planned; the first time counts."""
@@ -129,6 +149,16 @@ class Sequence:
         """Those of every prompt token but the first, once; () where none are gathered."""
         gathered, self.prompt_logprobs = self.prompt_logprobs, None
         return tuple(gathered[: self.prompt_len - 1]) if gathered else ()  # the runner may add one
+
+    def add_pooled(self, vector: Float32Array) -> None:
+        """What one more chunk of it was asked for, [width]."""
+        self.pooled = vector if self.pooled is None else self.pooled + vector
+
+    def take_pooled(self) -> bytes:
+        """The vector that the whole prompt has become; float32, little-endian."""
+        assert self.pooling is not None, "it becomes a vector"
+        assert self.pooled is not None, "its last chunk has been computed"
+        return pooled_vectors.finish(self.pooling, self.pooled, self.prompt_len).astype("<f4").tobytes()
 
 
 class Group:

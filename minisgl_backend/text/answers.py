@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_backend.request import FinishReason, Request, SamplingParams
+from minisgl_backend.arrays import Float32Array
+from minisgl_backend.request import NO_SAMPLING, FinishReason, PoolingParams, Request, SamplingParams
 from minisgl_backend.step import Logprobs, SequenceDetail
 from minisgl_backend.text.output_processor import OutputProcessor
 from minisgl_backend.text.vocabulary import Vocabulary
@@ -150,3 +151,45 @@ class AnswerStream:
             logprobs=self._logprobs if self.answer.request.params.logprobs is not None else None,
             error=self._error,
         )
+
+
+@dataclass(frozen=True)
+class EmbeddingOutput:
+    """What one prompt has become."""
+
+    embedding: Float32Array  # [width]
+    prompt_token_ids: list[int]
+    num_cached_tokens: int  # prompt tokens that the prefix cache supplied
+
+
+class PooledAnswer:
+    """A prompt that becomes a vector: an answer and its only stream in one."""
+
+    def __init__(self, uid: int, token_ids: list[int], pooling: PoolingParams) -> None:
+        ids = np.array(token_ids, dtype="<i4").tobytes()
+        self.request = Request(uid=uid, token_ids=ids, params=NO_SAMPLING, pooling=pooling)
+        self.uid = uid
+        self.streams = [self]
+        self.token_ids: list[int] = []  # of the answer, which has none
+        self.error = ""
+        self._prompt_ids = token_ids
+        self._vector = b""
+        self._cached_tokens = 0
+
+    @property
+    def answer(self) -> PooledAnswer:
+        return self
+
+    def append(self, token: int, reason: int) -> bool:
+        """One record of the engine; see AnswerStream."""
+        return bool(reason)
+
+    def take_detail(self, detail: SequenceDetail) -> None:
+        """What the engine says beside it."""
+        self._vector = detail.pooled or self._vector
+        self._cached_tokens = detail.cached_tokens or self._cached_tokens
+        self.error = detail.error or self.error
+
+    def output(self) -> EmbeddingOutput:
+        """All of it."""
+        return EmbeddingOutput(np.frombuffer(self._vector, dtype="<f4"), self._prompt_ids, self._cached_tokens)

@@ -11,7 +11,7 @@ from typing import Any
 import tokenizers
 from transformers import AutoTokenizer
 
-from minisgl_backend.errors import ConfigError
+from minisgl_backend.errors import ConfigError, InvalidRequestError
 from minisgl_backend.text.chat_template import ChatTemplate
 from minisgl_backend.text.vocabulary import check_has_tokenizer
 
@@ -81,10 +81,22 @@ class Tokenizer:
             return ids[1:]
         return ids
 
+    def encode_pair(self, first: str, second: str) -> list[int]:
+        """Token ids of two texts, joined as the tokenizer joins pairs, with special tokens."""
+        ids: list[int] = self._tokenizer(first, second, verbose=False)["input_ids"]
+        return ids
+
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of the tokens, special ones included."""
         text = self._tokenizer.decode(list(token_ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return str(text)
+
+    def first_token(self, word: str) -> int:
+        """The id of the token with which the word begins. Raises InvalidRequestError where it has none."""
+        ids = self.encode(word, add_special_tokens=False)
+        if not ids:
+            raise InvalidRequestError(f"{word!r:.60} has no token; allowed: a text with at least one")
+        return ids[0]
 
     def encode_words(self, words: Iterable[str]) -> tuple[tuple[int, ...], ...]:
         """Token ids of each word at the start of a text and after a space: most tokenizers have two for that."""

@@ -10,11 +10,12 @@ import signal
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from minisgl_backend import LLM, SamplingParams
 from minisgl_backend.environment import Environment
-from minisgl_backend.request import Grammar
+from minisgl_backend.request import Grammar, PoolingParams
 from minisgl_backend.sampling.metadata import SamplingRows
 from tests.gauge.harness import BASELINE, expect_short_answers
 from tests.random_requests import RandomAnswer, RandomRequest, ask_core, assert_same, random_requests
@@ -82,6 +83,15 @@ def test_one_option_at_a_time(single: LLM, pair: LLM, name: str) -> None:
     for one, other in zip(expected, found, strict=True):
         assert [c.token_ids for c in one.completions] == [c.token_ids for c in other.completions]
         assert one.finish_reason == other.finish_reason != "error"
+
+
+@pytest.mark.parametrize("kind", ["last", "mean", "cls", "token_logprobs"])
+def test_vectors(single: LLM, pair: LLM, kind: Any) -> None:
+    """Alone, where a lone prompt has a graph of its own, and over chunks."""
+    pooling = PoolingParams(kind=kind, token_ids=(5, 77) if kind == "token_logprobs" else ())
+    for prompts in ([PROMPT], [PROMPT * 30, PROMPT[::-1], PROMPT * 7]):
+        for one, other in zip(*(llm._pooled(prompts, pooling) for llm in (single, pair)), strict=True):
+            np.testing.assert_allclose(one.embedding, other.embedding, atol=1e-4, rtol=1e-4)
 
 
 def test_a_request_that_rank_0_cannot_prepare_leaves_the_ranks_in_step(

@@ -161,6 +161,11 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
 }
 
 
+def make_checkpoint(architecture: str, **options: Any) -> tuple[Any, str]:
+    """A model of any class of transformers in these sizes, and how large its files may be."""
+    return _maker(architecture, **options)()
+
+
 def save_checkpoint(name: str, folder: Path, **changes: Any) -> None:
     """Writes the named checkpoint; its weights are the same in every run, and no norm or bias is trivial.
 

@@ -410,10 +410,10 @@ def test_a_step_that_fails_behind_its_sampling_counts_no_penalty_twice(
     reader: Any = llm.engine.core._runner._reader
     start = reader.start
 
-    def fails_beside_prompts(step: Any, *sampled: Any) -> Any:
-        if step.prefill is not None and step.decode is not None:
+    def fails_beside_prompts(computed: Any, sampled: Any) -> Any:
+        if computed.step.prefill is not None and computed.step.decode is not None:
             raise MemoryError
-        return start(step, *sampled)
+        return start(computed, sampled)
 
     monkeypatch.setattr(reader, "start", fails_beside_prompts)
     prompts = ["Count from 1 to 20.", *(f"prompt number {index}" for index in range(20))]

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import struct
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from minisgl_backend.arrays import Int32Array
+from minisgl_backend.arrays import Float32Array, Int32Array
+from minisgl_backend.request import PoolingParams
 from minisgl_backend.step import StepPlan, StepResult
+
+VECTOR_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class NullStep:
     due: float  # time.monotonic() seconds
     log: BinaryIO | None = None
     unsampled: None = None
+    pooled: dict[int, Float32Array] = field(default_factory=dict)
 
     def result(self) -> StepResult:
         delay = self.due - time.monotonic()
@@ -30,7 +34,26 @@ class NullStep:
             time.sleep(delay)
         if self.log is not None:
             self.log.write(struct.pack("<d", time.monotonic()))
-        return StepResult(self.step, self.token_ids)
+        return StepResult(self.step, self.token_ids, pooled=self.pooled)
+
+
+class NullVectors:
+    """What chunks that are pooled become: vectors of ones, and the log-probability -1 of each token asked about."""
+
+    def __init__(self) -> None:
+        self._widths: dict[int, int] = {}  # by row
+
+    def of(self, plan: StepPlan) -> dict[int, Float32Array]:
+        """Plans come in order."""
+        self._widths.update((one.row, _width(one.pooling)) for one in plan.admitted)
+        return {chunk.row: self._vector(self._widths[chunk.row]) for chunk in plan.prefill if chunk.pools}
+
+    def _vector(self, num_tokens: int) -> Float32Array:
+        return np.full(num_tokens, -1.0, np.float32) if num_tokens else np.ones(VECTOR_WIDTH, np.float32)
+
+
+def _width(pooling: PoolingParams | None) -> int:
+    return 0 if pooling is None else len(pooling.token_ids)
 
 
 class NullRunner:
@@ -47,6 +70,7 @@ class NullRunner:
         self._token_ids = np.ascontiguousarray(token_ids, dtype=np.int32)
         self._interval = 1.0 / rate if rate > 0 else 0.0
         self._due = 0.0  # when the last step is through
+        self._vectors = NullVectors()
         self._log: BinaryIO | None = None if log_file is None else log_file.open("wb", buffering=0)
 
     def prepare(self, plan: StepPlan) -> StepPlan:
@@ -66,4 +90,4 @@ class NullRunner:
         tokens = self._token_ids.take(ends, mode="wrap")
         if self._interval:
             self._due = max(self._due, time.monotonic()) + self._interval
-        return NullStep(batch.step, tokens, self._due, self._log)
+        return NullStep(batch.step, tokens, self._due, self._log, pooled=self._vectors.of(batch))

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.runner.stand_ins.null import NullStep
+from minisgl_backend.runner.stand_ins.null import NullStep, NullVectors
 from minisgl_backend.step import StepPlan
 
 
@@ -25,6 +25,7 @@ class ScriptedRunner:
         self._scripts = [np.ascontiguousarray(script, dtype=np.int32) for script in scripts]
         self._interval = 1.0 / rate if rate > 0 else 0.0
         self._due = 0.0
+        self._vectors = NullVectors()
         self._rows: dict[int, tuple[Int32Array, int]] = {}  # row -> its script, the prompt's length
 
     def prepare(self, plan: StepPlan) -> StepPlan:
@@ -39,7 +40,7 @@ class ScriptedRunner:
         tokens = np.array([self._token(row, end) for row, end in ends], dtype=np.int32)
         if self._interval:
             self._due = max(self._due, time.monotonic()) + self._interval
-        return NullStep(batch.step, tokens, self._due)
+        return NullStep(batch.step, tokens, self._due, pooled=self._vectors.of(batch))
 
     def sample(self, pending: NullStep, masks: object) -> None:
         raise RuntimeError("a scripted step has its tokens already")

@@ -21,7 +21,7 @@ from minisgl_backend.request import MAX_LOGPROBS, SamplingParams
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.device import free_bytes
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
-from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
 from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
 
@@ -168,7 +168,7 @@ def worst_plans(max_running: int, max_prefill: int, max_seq_len: int) -> tuple[S
         tokens = np.zeros(max(length, 1), dtype=np.int32)
         admitted.append(AdmittedRow(row, row, _WORST_PARAMS, len(tokens), tokens, 0))
         if row < num_chunks:
-            chunks.append(PrefillChunk(row, 0, tokens, samples=True))
+            chunks.append(PrefillChunk(row, 0, tokens, Wants.TOKEN))
             left -= length
     mixed = padding_plan(tuple(admitted), tuple(chunks), np.arange(num_chunks, max_running, dtype=np.int32))
     return mixed, padding_plan((), (), np.arange(max_running, dtype=np.int32))
@@ -185,7 +185,7 @@ def prompt_plan(token_ids: Int32Array, max_running: int, max_seq_len: int, *, be
     prompts = prompts[: max_running - beside]
     rows = [*prompts, *[np.zeros(1, dtype=np.int32)] * beside]
     admitted = tuple(AdmittedRow(row, row, PLAIN_PARAMS, len(ids), ids, 0) for row, ids in enumerate(rows))
-    chunks = tuple(PrefillChunk(row, 0, ids, samples=False) for row, ids in enumerate(prompts))
+    chunks = tuple(PrefillChunk(row, 0, ids, Wants.NOTHING) for row, ids in enumerate(prompts))
     return padding_plan(admitted, chunks, np.arange(len(prompts), len(rows), dtype=np.int32))
 
 
@@ -193,7 +193,7 @@ def health_check_plan(max_running: int) -> StepPlan:
     """A health-check step, which disturbs no other: a prompt of one token in the padding row."""
     token = np.zeros(1, dtype=np.int32)
     admitted = AdmittedRow(max_running, 0, PLAIN_PARAMS, 1, token, 0)
-    chunk = PrefillChunk(max_running, 0, token, samples=True)
+    chunk = PrefillChunk(max_running, 0, token, Wants.TOKEN)
     return padding_plan((admitted,), (chunk,), np.zeros(0, dtype=np.int32))
 
 

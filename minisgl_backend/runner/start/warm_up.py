@@ -23,7 +23,7 @@ from minisgl_backend.runner.graphs.whole import graph_sizes
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.compiling import compiles_ahead, compiling_ahead
 from minisgl_backend.runner.start.memory import LARGEST_DEFAULT_GRAPH, PLAIN_PARAMS, padding_plan, prompt_plan
-from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 
 log = logging.getLogger(__name__)
 
@@ -134,4 +134,4 @@ def _plan(prompt_tokens: int, decoding: int, params: SamplingParams = PLAIN_PARA
     decode_rows = np.arange(1, 1 + decoding, dtype=np.int32)
     admitted = [AdmittedRow(0, 0, params, prompt_tokens, prompt, 0)]
     admitted += [AdmittedRow(row, row, PLAIN_PARAMS, 1, one, 0) for row in decode_rows.tolist()]
-    return padding_plan(tuple(admitted), (PrefillChunk(0, 0, prompt, samples=True),), decode_rows)
+    return padding_plan(tuple(admitted), (PrefillChunk(0, 0, prompt, Wants.TOKEN),), decode_rows)

@@ -7,8 +7,8 @@ import dataclasses
 import numpy as np
 
 from minisgl_backend.ipc.plan_codec import pack_step, unpack_step
-from minisgl_backend.request import Grammar, SamplingParams
-from minisgl_backend.step import AdmittedRow, PrefillChunk, PromptLogprobsRequest, StepDecisions, StepPlan
+from minisgl_backend.request import Grammar, PoolingParams, SamplingParams
+from minisgl_backend.step import AdmittedRow, PrefillChunk, PromptLogprobsRequest, StepDecisions, StepPlan, Wants
 
 
 def ints(*values: int) -> np.ndarray:
@@ -28,11 +28,11 @@ PARAMS = SamplingParams(
 def test_round_trip() -> None:
     plan = StepPlan(
         step=41,
-        admitted=(AdmittedRow(2, 1 << 60, PARAMS, 3, ints(5, 6, 7), 2),),
+        admitted=(AdmittedRow(2, 1 << 60, PARAMS, 3, ints(5, 6, 7), 2, PoolingParams(kind="mean", dimensions=7)),),
         page_rows=ints(2, 2),
         page_columns=ints(0, 1),
         page_ids=ints(9, 8),
-        prefill=(PrefillChunk(2, 2, ints(7), True), PrefillChunk(3, 0, ints(1, 2), False)),
+        prefill=(PrefillChunk(2, 2, ints(7), Wants.TOKEN), PrefillChunk(3, 0, ints(1, 2), Wants.STATE_SUM)),
         decode_rows=ints(0, 1),
         decode_lengths=ints(10, 11),
         decode_uids=np.array([1 << 50, 4], dtype=np.int64),
@@ -56,11 +56,11 @@ def test_round_trip() -> None:
         assert len(getattr(plan, name)), f"{name}: only what is there can be lost"
         assert getattr(copy, name).dtype == getattr(plan, name).dtype
         assert getattr(copy, name).tolist() == getattr(plan, name).tolist()
-    assert copy.admitted[0].params == PARAMS
+    assert (copy.admitted[0].params, copy.admitted[0].pooling) == (PARAMS, plan.admitted[0].pooling)
     assert copy.admitted[0].token_ids.tolist() == [5, 6, 7]
-    assert [(c.row, c.start, c.token_ids.tolist(), c.samples) for c in copy.prefill] == [
-        (2, 2, [7], True),
-        (3, 0, [1, 2], False),
+    assert [(c.row, c.start, c.token_ids.tolist(), c.wants) for c in copy.prefill] == [
+        (2, 2, [7], Wants.TOKEN),
+        (3, 0, [1, 2], Wants.STATE_SUM),
     ]
 
 

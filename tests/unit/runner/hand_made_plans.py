@@ -10,7 +10,7 @@ import numpy as np
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner.async_output import UnsampledStep
 from minisgl_backend.runner.model_runner import ModelRunner
-from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
+from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from tests.sampling_cases import OPTIONS
 
 # Among them they need each of SAMPLING_GRAPHS, where the vocabulary is large enough for a search.
@@ -32,12 +32,14 @@ class Driver:
     tokens: dict[int, list[int]] = field(default_factory=dict)  # by row, the host's view
     computed: dict[int, int] = field(default_factory=dict)  # by row: tokens in the cache
     pages: dict[int, int] = field(default_factory=dict)  # by row: pages it owns
+    wants: dict[int, Wants] = field(default_factory=dict)  # by row: of each chunk
     pending: list[AdmittedRow] = field(default_factory=list)
 
     def admit(self, row: int, tokens: list[int], params: SamplingParams, prompt_len: int | None = None) -> None:
         """The row's sequence starts with the next plan."""
         ids = np.array(tokens, dtype=np.int32)
         self.tokens[row], self.computed[row], self.pages[row] = list(tokens), 0, 0
+        self.wants[row] = Wants.NOTHING if params.prompt_logprobs is None else Wants.PROMPT_LOGPROBS
         self.pending.append(
             AdmittedRow(
                 row=row, uid=row, params=params, prompt_len=prompt_len or len(tokens), token_ids=ids, cached_len=0
@@ -51,7 +53,8 @@ class Driver:
             start = self.computed[row]
             end = start + count
             ids = np.array(self.tokens[row][start:end], dtype=np.int32)
-            chunks.append(PrefillChunk(row=row, start=start, token_ids=ids, samples=end == len(self.tokens[row])))
+            wants = self.wants[row] | (Wants.TOKEN if end == len(self.tokens[row]) else Wants.NOTHING)
+            chunks.append(PrefillChunk(row=row, start=start, token_ids=ids, wants=wants))
             self.computed[row] = end
             pages += self._grow(row)
         for row in decode:

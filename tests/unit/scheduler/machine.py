@@ -13,13 +13,14 @@ import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from minisgl_backend.request import FinishReason, Grammar, Request
+from minisgl_backend.request import FinishReason, Grammar, PoolingParams, Request
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan, StepResult
-from tests.fakes import FakeRunner, Records, expected_answer, make_request
+from tests.fakes import FakeRunner, Records, expected_answer, expected_vector, make_request
 
 EOS = (0,)
+POOLINGS = [None] * 6 + [PoolingParams(kind=kind) for kind in ("last", "mean", "cls")]
 VOCAB_SIZE = 11
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
 PARAMS = st.fixed_dictionaries(
@@ -33,6 +34,7 @@ PARAMS = st.fixed_dictionaries(
         "prompt_logprobs": st.sampled_from([None, None, None, 0]),
         "grammar": st.sampled_from([None, None, None, Grammar(kind="json")]),
         "deadline": st.sampled_from([None, None, None, 5.0, 20.0]),
+        "pooling": st.sampled_from(POOLINGS),
     }
 )
 
@@ -62,6 +64,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         params = dict(params)
         if params["max_tokens"] is not None:
             params["min_tokens"] = min(early, params["max_tokens"])
+        if params["pooling"] is not None:
+            params.update(n=1, prompt_logprobs=None)
         request = make_request(self.next_uid, tokens[: self.scheduler.max_length - 1], **params)
         self.next_uid += request.params.n
         self.scheduler.add(request)
@@ -133,6 +137,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             answer, reason = expected_answer(request, self.scheduler.max_length, EOS, VOCAB_SIZE)
             for uid in range(request.uid, request.uid + request.params.n):
                 self.compare(uid, answer, reason)
+            if request.pooling is not None:
+                told = [detail.pooled for detail in self.records.details.get(request.uid, []) if detail.pooled]
+                assert told == [expected_vector(request)] or (request.uid in self.disturbed and not told)
 
     def compare(self, uid: int, answer: list[int], reason: FinishReason) -> None:
         tokens = self.records.tokens.get(uid, [])

@@ -11,7 +11,7 @@ from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import LPM_PATIENCE
 from minisgl_backend.scheduler.scheduler import Scheduler
-from minisgl_backend.step import Backlog
+from minisgl_backend.step import Backlog, Wants
 from tests.fakes import FakeRunner, Loop, expected_answer, fake_logprobs, make_request
 
 EOS = (7,)
@@ -260,8 +260,8 @@ def test_what_is_known_of_a_prompt_is_told_and_counted_once(prompt_tokens: int, 
     assert loop.records.details[1][0].cached_tokens == 0
     stats = loop.scheduler.stats()
     assert (stats.total_prompt_tokens, stats.total_cached_tokens) == (prompt_tokens, 0)
-    asked = [admitted.params.prompt_logprobs for plan in loop.runner.plans for admitted in plan.admitted]
-    assert asked.count(0) == 1, "computed by one sequence alone"
+    asked = {chunk.row for plan in loop.runner.plans for chunk in plan.prefill if chunk.wants & Wants.PROMPT_LOGPROBS}
+    assert len(asked) == 1, "computed by one sequence alone"
 
 
 @pytest.mark.parametrize("overlap", [False, True])

@@ -14,7 +14,7 @@ from hypothesis.stateful import run_state_machine_as_test
 
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.limits import SchedulerLimits
-from tests.unit.scheduler.machine import EOS, SchedulerMachine
+from tests.unit.scheduler.machine import EOS, POOLINGS, SchedulerMachine
 
 
 def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
@@ -120,5 +120,6 @@ def random_params(rng: random.Random, now: float) -> dict[str, Any]:
         "logprobs": rng.choice([None, None, 1]),
         "prompt_logprobs": rng.choice([None, None, None, 0]),
         "grammar": rng.choice([None] * 5 + [Grammar(kind="json")]),
+        "pooling": rng.choice(POOLINGS),
         "deadline": rng.choice([None] * 8 + [now + 5.0, now + 50.0]),
     }

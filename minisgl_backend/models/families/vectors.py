@@ -1,0 +1,48 @@
+"""Checkpoints of the served families that do not generate: sequence classifiers, and models without an output
+projection."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.weights.names import TensorNames
+
+_CAUSAL, _CLASSIFIER, _BASE = "ForCausalLM", "ForSequenceClassification", "Model"
+_BASE_NAMES = TensorNames(prefixes=tuple((f"{name}.", f"model.{name}.") for name in ("layers", "embed_tokens", "norm")))
+
+
+def find_family(architecture: str, families: Mapping[str, Family]) -> Family | None:
+    """The family with this name in config.json's `architectures`, or the one that is made of its ...ForCausalLM."""
+    if architecture in families:
+        return families[architecture]
+    for suffix, variant in ((_CLASSIFIER, _classifier), (_BASE, _base_model)):
+        if architecture.endswith(suffix):
+            stem = architecture.removesuffix(suffix).removesuffix("Text")  # Gemma 3's
+            family = families.get(stem + _CAUSAL)
+            return None if family is None else variant(family)
+    return None
+
+
+def _classifier(family: Family) -> Family:
+    """`score` in place of the output projection, transformers' GenericForSequenceClassification."""
+
+    def read(keys: Keys) -> DecoderConfig:
+        labels = keys.get("id2label", {0: "", 1: ""})
+        num_labels = keys.integer("num_labels", len(labels))
+        return replace(family.read(keys), num_labels=num_labels, generates=False)
+
+    return replace(family, read=read)
+
+
+def _base_model(family: Family) -> Family:
+    """Nothing behind the last norm, whose checkpoints' names have no "model." before them."""
+
+    def read(keys: Keys) -> DecoderConfig:
+        return replace(family.read(keys), generates=False)
+
+    names = family.tensor_names
+    return replace(family, read=read, tensor_names=replace(names, prefixes=(*names.prefixes, *_BASE_NAMES.prefixes)))

@@ -1,0 +1,72 @@
+"""How a checkpoint's texts become embeddings: the files of sentence-transformers, where it has them.
+
+modules.json lists what follows one another: a Transformer, a Pooling (its folder's config.json says of which kind) and
+perhaps a Normalize.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.json_files import read_json, read_json_list
+from minisgl_backend.request import PoolingKind
+
+_MODULES = "modules.json"
+_KINDS: Mapping[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "cls"}
+_FLAGS = {  # of sentence-transformers before 6
+    "pooling_mode_cls_token": "cls",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_max_tokens": "max",
+    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
+    "pooling_mode_weightedmean_tokens": "weightedmean",
+    "pooling_mode_lasttoken": "lasttoken",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingDefaults:
+    """What an embedding of this model is, unless a request says otherwise."""
+
+    kind: PoolingKind = "last"
+    normalize: bool = True
+    is_embedding_model: bool = False  # its files say how, so that texts are compared by their embeddings
+    not_served: str = ""  # why its embeddings are not: they would be others than its files say
+
+    @classmethod
+    def load(cls, folder: Path) -> EmbeddingDefaults:
+        """From the files of a model folder; the last token's hidden state, normalized, where it has none."""
+        if not (folder / _MODULES).exists():
+            return cls()
+        try:
+            return cls._of_modules(folder, read_json_list(folder / _MODULES))
+        except ConfigError as error:
+            return cls(not_served=str(error))
+
+    @classmethod
+    def _of_modules(cls, folder: Path, modules: Sequence[Any]) -> EmbeddingDefaults:
+        kind: PoolingKind = "mean"
+        normalize = False
+        for module in modules:
+            kind_of_module = str(module.get("type", "")).rsplit(".", 1)[-1] if isinstance(module, dict) else ""
+            if kind_of_module == "Pooling":
+                path = folder / str(module.get("path", "")) / "config.json"
+                kind = _kind(path, read_json(path))
+            elif kind_of_module == "Normalize":
+                normalize = True
+            elif kind_of_module != "Transformer":
+                raise ConfigError(
+                    f"{folder / _MODULES} has a module {module!r:.100}; allowed: Transformer, Pooling, Normalize"
+                )
+        return cls(kind=kind, normalize=normalize, is_embedding_model=True)
+
+
+def _kind(path: Path, config: Mapping[str, Any]) -> PoolingKind:
+    modes = config.get("pooling_mode") or [mode for flag, mode in _FLAGS.items() if config.get(flag)] or ["mean"]
+    modes = [modes] if isinstance(modes, str) else list(modes)
+    if len(modes) != 1 or modes[0] not in _KINDS:
+        raise ConfigError(f"{path}: the pooling is {', '.join(map(str, modes))}; allowed: one of {', '.join(_KINDS)}")
+    return _KINDS[modes[0]]
