@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from benchmarks.gpu import offline_load
 from benchmarks.model_shapes import SHAPES
-from minisgl_backend.layers.config import LayerConfig, MoeConfig
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig
 from minisgl_backend.models.config import ModelConfig
 
 BYTES_PER_VALUE = 2  # bfloat16
@@ -110,7 +110,7 @@ def _shared_parameters(layer: LayerConfig, hidden_size: int) -> int:
     if isinstance(mlp, MoeConfig):
         rows += mlp.num_experts + 3 * mlp.shared_intermediate_size  # the router
     else:
-        rows += 3 * mlp.intermediate_size
+        rows += (3 if isinstance(mlp, MlpConfig) else 2) * mlp.intermediate_size
     return rows * hidden_size
 
 

@@ -134,9 +134,11 @@ def activate_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tenso
 
 
 def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
-    """A `layers.config.Activation` of each element; the same shape."""
+    """A `layers.config.UngatedActivation` of each element; the same shape."""
     if activation == "silu":
         return F.silu(x)
+    if activation == "relu2":
+        return F.relu(x).square()
     return F.gelu(x, approximate={"gelu": "none", "gelu_tanh": "tanh"}[activation])
 
 

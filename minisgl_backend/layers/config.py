@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal["silu", "gelu", "gelu_tanh"]  # of the gate; gelu_tanh is transformers' gelu_pytorch_tanh
+UngatedActivation = Literal["silu", "gelu", "gelu_tanh", "relu2"]  # relu2: relu(x) ** 2 (So et al., 2021: Primer)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +68,16 @@ class MlpConfig:
 
     intermediate_size: int
     activation: Activation = "silu"
-    bias: bool = False
+    bias: bool = False  # of all three
+
+
+@dataclass(frozen=True, kw_only=True)
+class UngatedMlpConfig:
+    """The MLP without a gate: down(activation(up(x)))."""
+
+    intermediate_size: int
+    activation: UngatedActivation
+    bias: bool = False  # of both
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +112,7 @@ class LayerConfig:
     """One decoder layer: attention, then an MLP, each added to the residual stream; or both at once, of one norm."""
 
     attention: AttentionConfig
-    mlp: MlpConfig | MoeConfig
+    mlp: MlpConfig | UngatedMlpConfig | MoeConfig
     norm: NormConfig
     # Of attention and MLP: of their input, their output, or both; "parallel": one norm whose output is the input of
     # both (Wang and Komatsuzaki, 2021: GPT-J).

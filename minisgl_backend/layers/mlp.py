@@ -1,11 +1,12 @@
-"""The gated MLP: down(activation(gate(x)) * up(x)) (SwiGLU and GeGLU, Shazeer 2020)."""
+"""The gated MLP, down(activation(gate(x)) * up(x)) (SwiGLU and GeGLU, Shazeer 2020), and the one without a gate."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from minisgl_backend.layers.config import MlpConfig
+from minisgl_backend.kernels.torch_ops import activate
+from minisgl_backend.layers.config import MlpConfig, UngatedMlpConfig
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import SublayerNorms
 from minisgl_backend.layers.residual import Residual
@@ -18,8 +19,8 @@ class GatedMLP(nn.Module):
         self._activation = config.activation
         intermediate_size = config.intermediate_size
         outputs = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, False, layer_context)
-        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, "down_proj", False, layer_context)
+        self.gate_up_proj = ColumnParallelLinear(hidden_size, outputs, config.bias, layer_context)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, "down_proj", config.bias, layer_context)
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
         """To be called when all weights are loaded, with the o_proj before this and its own norms; nothing to do."""
@@ -36,3 +37,30 @@ class GatedMLP(nn.Module):
     def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
         """x, added_to [num_tokens, hidden_size] -> added_to plus this rank's part of mlp(x)."""
         return self.down_proj.part(self.gate_up_proj.of(x, activation=self._activation), added_to)
+
+
+class UngatedMLP(nn.Module):
+    """down(activation(up(x))). The activation is a kernel of torch's, which computes in float32."""
+
+    def __init__(self, config: UngatedMlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
+        super().__init__()
+        self._activation = config.activation
+        size = config.intermediate_size
+        self.up_proj = ColumnParallelLinear(hidden_size, {"up_proj": size}, config.bias, layer_context)
+        self.down_proj = RowParallelLinear(size, hidden_size, "down_proj", config.bias, layer_context)
+
+    def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
+        """As in `GatedMLP`."""
+
+    def takes_o_proj(self, num_tokens: int) -> bool:
+        """As in `GatedMLP`."""
+        return False
+
+    def forward(self, residual: Residual, norms: SublayerNorms) -> Residual:
+        """The residual stream plus mlp(norm(residual)), [num_tokens, hidden_size]."""
+        residual, up = self.up_proj(residual, norms.before)
+        return self.down_proj(residual, activate(up, self._activation), norms)
+
+    def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
+        """x, added_to [num_tokens, hidden_size] -> added_to plus this rank's part of mlp(x)."""
+        return self.down_proj.part(activate(self.up_proj.of(x), self._activation), added_to)

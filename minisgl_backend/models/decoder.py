@@ -10,10 +10,10 @@ from torch import nn
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.attention import SelfAttention
-from minisgl_backend.layers.config import LayerConfig, MlpConfig, RopeConfig
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RopeConfig, UngatedMlpConfig
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
-from minisgl_backend.layers.mlp import GatedMLP
+from minisgl_backend.layers.mlp import GatedMLP, UngatedMLP
 from minisgl_backend.layers.moe import MoeMLP
 from minisgl_backend.layers.norm import SublayerNorms, make_norm
 from minisgl_backend.layers.pooling import ClassificationHead
@@ -32,11 +32,7 @@ class DecoderLayer(nn.Module):
         super().__init__()
         self._tp = layer_context.tp
         self.self_attn = SelfAttention(layer.attention, hidden_size, index, cos_sin, layer_context.at("self_attn"))
-        self.mlp = (
-            GatedMLP(layer.mlp, hidden_size, layer_context.at("mlp"))
-            if isinstance(layer.mlp, MlpConfig)
-            else MoeMLP(layer.mlp, hidden_size, layer_context.at("mlp"))
-        )
+        self.mlp = _mlp(layer.mlp, hidden_size, layer_context.at("mlp"))
         names = _NORM_NAMES[layer.norms]
         norms = {
             name: make_norm(hidden_size, layer.norm, name, layer_context)
@@ -65,6 +61,16 @@ class DecoderLayer(nn.Module):
             micro_batches, self._attention_norms, positions, ctx, logits_indices, defers_o_proj=defers
         )
         return tuple([self.mlp(one, self._mlp_norms) for one in micro_batches])
+
+
+def _mlp(
+    mlp: MlpConfig | UngatedMlpConfig | MoeConfig, hidden_size: int, layer_context: LayerContext
+) -> GatedMLP | UngatedMLP | MoeMLP:
+    if isinstance(mlp, MlpConfig):
+        return GatedMLP(mlp, hidden_size, layer_context)
+    if isinstance(mlp, UngatedMlpConfig):
+        return UngatedMLP(mlp, hidden_size, layer_context)
+    return MoeMLP(mlp, hidden_size, layer_context)
 
 
 class ParallelDecoderLayer(DecoderLayer):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, NormConfig
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, NormConfig, UngatedMlpConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class DecoderConfig:
             sizes = {"num_attention_heads": layer.attention.num_q_heads}
             if size % layer.attention.num_kv_heads:
                 sizes["num_key_value_heads"] = layer.attention.num_kv_heads
-            if isinstance(layer.mlp, MlpConfig):
+            if isinstance(layer.mlp, (MlpConfig, UngatedMlpConfig)):
                 sizes["intermediate_size"] = layer.mlp.intermediate_size
             else:
                 sizes["moe_intermediate_size"] = layer.mlp.intermediate_size
@@ -96,5 +96,7 @@ def _rows_per_token(layer: LayerConfig) -> int:
     heads = 2 * (attention.num_q_heads + attention.num_kv_heads) * attention.head_dim
     if isinstance(mlp, MlpConfig):
         return heads + 3 * mlp.intermediate_size
+    if isinstance(mlp, UngatedMlpConfig):
+        return heads + 2 * mlp.intermediate_size
     experts = 3 * mlp.intermediate_size * mlp.experts_per_token + mlp.num_experts
     return heads + experts + 3 * mlp.shared_intermediate_size + mlp.shared_gate

@@ -53,7 +53,7 @@ def _maker(architecture: str, shard_size: str = "5GB", **options: Any) -> Callab
 CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "llama": _maker("LlamaForCausalLM"),
     "llama-llama3-tied": _maker("LlamaForCausalLM", tie_word_embeddings=True, rope_scaling=dict(_LLAMA3_ROPE)),
-    "llama-bias-mha": _maker("LlamaForCausalLM", attention_bias=True, num_key_value_heads=4),
+    "llama-bias-mha": _maker("LlamaForCausalLM", attention_bias=True, mlp_bias=True, num_key_value_heads=4),
     "mistral": _maker("MistralForCausalLM", sliding_window=None, head_dim=32),
     "mistral-window": _maker("MistralForCausalLM", sliding_window=24),
     "qwen2-windows-above": _maker("Qwen2ForCausalLM", use_sliding_window=True, sliding_window=24, max_window_layers=1),
@@ -154,6 +154,19 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     ),
     "ernie4_5_moe": _maker(
         "Ernie4_5_MoeForCausalLM", head_dim=32, moe_intermediate_size=32, moe_num_experts=6, moe_k=2
+    ),
+    "arcee": _maker("ArceeForCausalLM", mlp_bias=True),
+    "nemotron": _maker("NemotronForCausalLM", head_dim=32),
+    "starcoder2": _maker("Starcoder2ForCausalLM", sliding_window=24),
+    "olmoe": _maker("OlmoeForCausalLM", num_experts=6, num_experts_per_tok=2),
+    "granitemoe": _maker(
+        "GraniteMoeForCausalLM",
+        attention_multiplier=0.1,
+        residual_multiplier=0.4,
+        embedding_multiplier=3.0,
+        logits_scaling=2.0,
+        num_local_experts=6,
+        num_experts_per_tok=2,
     ),
     "exaone4": _maker("Exaone4ForCausalLM", sliding_window=24, layer_types=_SLIDES),
     "exaone4-full": _maker("Exaone4ForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from minisgl_backend.models.families import (
+    arcee,
     cohere,
     cohere2,
     dots1,
@@ -16,13 +17,16 @@ from minisgl_backend.models.families import (
     glm4,
     glm4_moe,
     granite,
+    granitemoe,
     llama,
     minimax_m2,
     ministral,
     mistral,
     mixtral,
+    nemotron,
     olmo2,
     olmo3,
+    olmoe,
     phi3,
     qwen2,
     qwen2_moe,
@@ -30,10 +34,12 @@ from minisgl_backend.models.families import (
     qwen3_moe,
     seed_oss,
     smollm3,
+    starcoder2,
 )
 from minisgl_backend.models.families.common import Family
 
 FAMILIES: Mapping[str, Family] = {  # by the name in config.json's `architectures`
+    "ArceeForCausalLM": arcee.FAMILY,
     "Cohere2ForCausalLM": cohere2.FAMILY,
     "CohereForCausalLM": cohere.FAMILY,
     "Dots1ForCausalLM": dots1.FAMILY,
@@ -46,13 +52,16 @@ FAMILIES: Mapping[str, Family] = {  # by the name in config.json's `architecture
     "Glm4ForCausalLM": glm4.FAMILY,
     "Glm4MoeForCausalLM": glm4_moe.FAMILY,
     "GraniteForCausalLM": granite.FAMILY,
+    "GraniteMoeForCausalLM": granitemoe.FAMILY,
     "LlamaForCausalLM": llama.FAMILY,
     "MiniMaxM2ForCausalLM": minimax_m2.FAMILY,
     "MinistralForCausalLM": ministral.FAMILY,
     "MistralForCausalLM": mistral.FAMILY,
     "MixtralForCausalLM": mixtral.FAMILY,
+    "NemotronForCausalLM": nemotron.FAMILY,
     "Olmo2ForCausalLM": olmo2.FAMILY,
     "Olmo3ForCausalLM": olmo3.FAMILY,
+    "OlmoeForCausalLM": olmoe.FAMILY,
     "Phi3ForCausalLM": phi3.FAMILY,
     "Qwen2ForCausalLM": qwen2.FAMILY,
     "Qwen2MoeForCausalLM": qwen2_moe.FAMILY,
@@ -60,4 +69,5 @@ FAMILIES: Mapping[str, Family] = {  # by the name in config.json's `architecture
     "Qwen3MoeForCausalLM": qwen3_moe.FAMILY,
     "SeedOssForCausalLM": seed_oss.FAMILY,
     "SmolLM3ForCausalLM": smollm3.FAMILY,
+    "Starcoder2ForCausalLM": starcoder2.FAMILY,
 }

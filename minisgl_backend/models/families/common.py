@@ -6,7 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from minisgl_backend.layers.config import Activation, AttentionConfig, LayerConfig, MlpConfig, NormConfig, RopeConfig
+from minisgl_backend.layers.config import (
+    Activation,
+    AttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    NormConfig,
+    RopeConfig,
+    UngatedActivation,
+    UngatedMlpConfig,
+)
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.rope import read_rope, stretched
@@ -43,10 +52,20 @@ def attention(keys: Keys, **more: Any) -> AttentionConfig:
     )
 
 
-def mlp(keys: Keys, activation_key: str = "hidden_act") -> MlpConfig:
+def mlp(keys: Keys, activation_key: str = "hidden_act", *, bias: bool = False) -> MlpConfig:
     """The dense MLP."""
-    activation = keys.choice(activation_key, tuple(_ACTIVATIONS))
-    return MlpConfig(intermediate_size=keys.integer("intermediate_size"), activation=_ACTIVATIONS[activation])
+    activation = _ACTIVATIONS[keys.choice(activation_key, tuple(_ACTIVATIONS))]
+    return MlpConfig(intermediate_size=keys.integer("intermediate_size"), activation=activation, bias=bias)
+
+
+def ungated_mlp(keys: Keys, activation: str, *, bias: bool) -> UngatedMlpConfig:
+    """The dense MLP without a gate; `activation`: what an absent hidden_act means."""
+    activations: Mapping[str, UngatedActivation] = {**_ACTIVATIONS, "gelu_new": "gelu_tanh", "relu2": "relu2"}
+    return UngatedMlpConfig(
+        intermediate_size=keys.integer("intermediate_size"),
+        activation=activations[keys.choice("hidden_act", tuple(activations), activation)],
+        bias=bias,
+    )
 
 
 def norm(keys: Keys, eps: float = 1e-6, **more: Any) -> NormConfig:

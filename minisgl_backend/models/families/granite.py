@@ -9,7 +9,6 @@ from minisgl_backend.models.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
-    keys.choice("mlp_bias", (False,))
     bias = keys.boolean("attention_bias", False)
     layer = LayerConfig(
         attention=attention(
@@ -19,7 +18,7 @@ def read(keys: Keys) -> DecoderConfig:
             output_bias=bias,
             scale=keys.number("attention_multiplier", 1.0),
         ),
-        mlp=mlp(keys),
+        mlp=mlp(keys, bias=keys.boolean("mlp_bias", False)),
         norm=norm(keys),
         residual_multiplier=keys.number("residual_multiplier", 1.0),
     )

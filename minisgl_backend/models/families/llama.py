@@ -21,7 +21,6 @@ from minisgl_backend.models.keys import Keys, refuse
 def read(keys: Keys) -> DecoderConfig:
     num_layers = keys.integer("num_hidden_layers")
     layer_types(keys, num_layers, allowed=(FULL,))
-    keys.choice("mlp_bias", (False,))
     bias = keys.boolean("attention_bias", False)
     layer = LayerConfig(
         attention=attention(
@@ -30,7 +29,7 @@ def read(keys: Keys) -> DecoderConfig:
             qkv_bias=bias,
             output_bias=bias,
         ),
-        mlp=mlp(keys),
+        mlp=mlp(keys, bias=keys.boolean("mlp_bias", False)),
         norm=norm(keys),
     )
     if outgrows(keys, layer.attention.rope, size := window(keys, None)):

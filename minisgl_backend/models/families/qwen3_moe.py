@@ -33,8 +33,8 @@ def _window(keys: Keys, rope: RopeConfig | None) -> int | None:
     return None if FULL in types else size
 
 
-def experts(keys: Keys) -> MoeConfig:
-    """The routed experts of Qwen's mixtures."""
+def experts(keys: Keys, size_key: str = "moe_intermediate_size") -> MoeConfig:
+    """The routed experts of Qwen's mixtures. size_key: of their intermediate size."""
     num_experts = keys.integer("num_experts", keys.get("num_local_experts"))  # renamed in transformers 5
     experts_per_token = keys.integer("num_experts_per_tok")
     if experts_per_token > num_experts:
@@ -43,7 +43,7 @@ def experts(keys: Keys) -> MoeConfig:
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
-        intermediate_size=keys.integer("moe_intermediate_size"),
+        intermediate_size=keys.integer(size_key),
         router=RouterConfig(renormalize=keys.boolean("norm_topk_prob", False)),
     )
 

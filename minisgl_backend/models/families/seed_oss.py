@@ -9,14 +9,13 @@ from minisgl_backend.models.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
-    keys.choice("mlp_bias", (False,))
     layer = LayerConfig(
         attention=attention(
             keys,
             qkv_bias=keys.boolean("attention_bias", True),
             output_bias=keys.boolean("attention_out_bias", False),
         ),
-        mlp=mlp(keys),
+        mlp=mlp(keys, bias=keys.boolean("mlp_bias", False)),
         norm=norm(keys),
     )
     return decoder(keys, [layer] * keys.integer("num_hidden_layers"))

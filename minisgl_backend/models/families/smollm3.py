@@ -11,7 +11,6 @@ from minisgl_backend.models.rope import read_rope
 
 def read(keys: Keys) -> DecoderConfig:
     num_layers = keys.integer("num_hidden_layers")
-    keys.choice("mlp_bias", (False,))
     bias = keys.boolean("attention_bias", False)
     size = window(keys, None) if keys.boolean("use_sliding_window", False) else None
     keys.without_effect("sliding_window")
@@ -32,7 +31,7 @@ def read(keys: Keys) -> DecoderConfig:
                 rope=rope if has_rope else None,
                 window=size if kind == SLIDING else None,
             ),
-            mlp=mlp(keys),
+            mlp=mlp(keys, bias=keys.boolean("mlp_bias", False)),
             norm=norm(keys),
         )
         for kind, has_rope in zip(types, rotated, strict=True)

@@ -14,7 +14,14 @@ from ranks import on_ranks
 from minisgl_backend.attention.base import PrefillInputs
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig, NormConfig, RopeConfig
+from minisgl_backend.layers.config import (
+    AttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    NormConfig,
+    RopeConfig,
+    UngatedMlpConfig,
+)
 from minisgl_backend.layers.context import EagerContext
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual, join
@@ -61,6 +68,11 @@ LAYERS = {
     "layer norms, after": dataclasses.replace(PLAIN, norm=LAYER_NORM, norms="after"),
     "parallel": dataclasses.replace(PLAIN, norms="parallel", residual_multiplier=0.5),
     "parallel, layer norm": dataclasses.replace(PLAIN, norm=LAYER_NORM, norms="parallel"),
+    "MLP biases": dataclasses.replace(PLAIN, mlp=MlpConfig(intermediate_size=64, bias=True)),
+    "no gate": dataclasses.replace(PLAIN, mlp=UngatedMlpConfig(intermediate_size=64, activation="relu2", bias=True)),
+    "no gate, parallel": dataclasses.replace(
+        PLAIN, mlp=UngatedMlpConfig(intermediate_size=64, activation="gelu_tanh"), norms="parallel"
+    ),
     "sinks": with_attention(sinks=True, output_bias=True),
 }  # fmt: skip
 
@@ -112,6 +124,9 @@ def reference(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tens
 
     def mlp(x: torch.Tensor) -> torch.Tensor:
         act = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda y: F.gelu(y, approximate="tanh")}
+        act["relu2"] = lambda y: F.relu(y) ** 2
+        if isinstance(layer.mlp, UngatedMlpConfig):
+            return linear(act[layer.mlp.activation](linear(x, "mlp.up_proj")), "mlp.down_proj")
         gate = act[layer.mlp.activation](linear(x, "mlp.gate_proj"))
         return linear(gate * linear(x, "mlp.up_proj"), "mlp.down_proj")
 
@@ -189,6 +204,10 @@ def weights(layer: LayerConfig) -> dict[str, torch.Tensor]:
         found |= {f"self_attn.{name}_proj.bias": random(len(found[f"self_attn.{name}_proj.weight"])) for name in "qkv"}
     if a.output_bias:
         found["self_attn.o_proj.bias"] = random(HIDDEN)
+    if layer.mlp.bias:
+        found |= {f"mlp.{name}_proj.bias": random(size) for name in ("gate", "up")} | {
+            "mlp.down_proj.bias": random(HIDDEN)
+        }
     names = ("input", "post_attention", "pre_feedforward", "post_feedforward")
     found |= {f"{name}_layernorm.weight": random(HIDDEN) + 1 for name in names}
     return found | {f"{name}_layernorm.bias": random(HIDDEN) for name in names}
