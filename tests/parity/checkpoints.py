@@ -168,6 +168,12 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         num_local_experts=6,
         num_experts_per_tok=2,
     ),
+    "glm": _maker("GlmForCausalLM", head_dim=32, pad_token_id=0),
+    "gemma": _maker("GemmaForCausalLM", head_dim=32, pad_token_id=0),
+    "solar_open": _maker("SolarOpenForCausalLM", head_dim=32, pad_token_id=0, attention_bias=True, **_ROUTED),
+    "exaone_moe": _maker(
+        "ExaoneMoeForCausalLM", sliding_window=24, layer_types=_SLIDES, num_shared_experts=2, n_group=2, **_MOE
+    ),
     "exaone4": _maker("Exaone4ForCausalLM", sliding_window=24, layer_types=_SLIDES),
     "exaone4-full": _maker("Exaone4ForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3),
     "ministral": _maker("MinistralForCausalLM", head_dim=32, sliding_window=24, layer_types=_SLIDES),

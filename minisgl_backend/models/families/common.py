@@ -54,16 +54,22 @@ def attention(keys: Keys, **more: Any) -> AttentionConfig:
 
 def mlp(keys: Keys, activation_key: str = "hidden_act", *, bias: bool = False) -> MlpConfig:
     """The dense MLP."""
-    activation = _ACTIVATIONS[keys.choice(activation_key, tuple(_ACTIVATIONS))]
-    return MlpConfig(intermediate_size=keys.integer("intermediate_size"), activation=activation, bias=bias)
+    return MlpConfig(
+        intermediate_size=keys.integer("intermediate_size"), activation=activation(keys, activation_key), bias=bias
+    )
 
 
-def ungated_mlp(keys: Keys, activation: str, *, bias: bool) -> UngatedMlpConfig:
-    """The dense MLP without a gate; `activation`: what an absent hidden_act means."""
+def activation(keys: Keys, key: str = "hidden_act") -> Activation:
+    """Of gated MLPs."""
+    return _ACTIVATIONS[keys.choice(key, tuple(_ACTIVATIONS))]
+
+
+def ungated_mlp(keys: Keys, default: str, *, bias: bool) -> UngatedMlpConfig:
+    """The dense MLP without a gate; `default`: what an absent hidden_act means."""
     activations: Mapping[str, UngatedActivation] = {**_ACTIVATIONS, "gelu_new": "gelu_tanh", "relu2": "relu2"}
     return UngatedMlpConfig(
         intermediate_size=keys.integer("intermediate_size"),
-        activation=activations[keys.choice("hidden_act", tuple(activations), activation)],
+        activation=activations[keys.choice("hidden_act", tuple(activations), default)],
         bias=bias,
     )
 

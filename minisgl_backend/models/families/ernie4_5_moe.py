@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
+from minisgl_backend.models.families.common import Family, activation, attention, decoder, mlp, norm
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.rope import read_rope
 from minisgl_backend.weights.names import SHARED_EXPERTS, Stored, TensorNames
@@ -42,7 +42,7 @@ def _mixture(keys: Keys) -> MoeConfig:
         num_experts=num_experts,
         experts_per_token=experts_per_token,
         intermediate_size=size,
-        activation=mlp(keys).activation,
+        activation=activation(keys),
         router=RouterConfig(correction_bias=True, in_float32=True),
         shared_intermediate_size=size * keys.integer("moe_num_shared_experts", 2, least=0),
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RouterConfig
 from minisgl_backend.models.description import DecoderConfig
-from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
+from minisgl_backend.models.families.common import Family, activation, attention, decoder, mlp, norm
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.rope import read_rope
 from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
@@ -23,11 +23,25 @@ def read(keys: Keys) -> DecoderConfig:
 
 
 def mlps(keys: Keys, dense: int, *, norm_topk_prob: bool = True) -> list[MlpConfig | MoeConfig]:
-    """Dense MLPs in the first layers, `dense` of them where first_k_dense_replace is absent, then mixtures with the
-    router of DeepSeek-V3 (DeepSeek-AI, 2024). norm_topk_prob: what an absent key means."""
-    num_experts, num_groups = keys.integer("n_routed_experts"), keys.integer("n_group", 1)
+    """Dense MLPs in the first layers, `dense` of them where first_k_dense_replace is absent, then mixtures."""
+    num_dense = keys.integer("first_k_dense_replace", dense, least=0)
+    mixture = routed_experts(keys, norm_topk_prob=norm_topk_prob)
+    return [mlp(keys) if layer < num_dense else mixture for layer in range(keys.integer("num_hidden_layers"))]
+
+
+def routed_experts(
+    keys: Keys,
+    *,
+    count_key: str = "n_routed_experts",
+    shared_key: str = "n_shared_experts",
+    norm_topk_prob: bool = True,
+    scaling: float = 1.0,
+) -> MoeConfig:
+    """Mixtures with the router of DeepSeek-V3 (DeepSeek-AI, 2024). count_key, shared_key: of the numbers of experts;
+    norm_topk_prob, scaling: what absent keys mean."""
+    num_experts, num_groups = keys.integer(count_key), keys.integer("n_group", 1)
     if num_experts % num_groups or (num_groups > 1 and num_experts // num_groups < 2):
-        refuse("n_group", num_groups, f"a divisor of n_routed_experts ({num_experts}), for 2 experts or more in each")
+        refuse("n_group", num_groups, f"a divisor of {count_key} ({num_experts}), for 2 experts or more in each")
     groups_per_token = keys.integer("topk_group", 1)
     if groups_per_token > num_groups:
         refuse("topk_group", groups_per_token, f"1 to n_group ({num_groups})")
@@ -38,24 +52,23 @@ def mlps(keys: Keys, dense: int, *, norm_topk_prob: bool = True) -> list[MlpConf
         )
     keys.choice("scoring_func", ("sigmoid",))
     keys.choice("topk_method", ("noaux_tc",))
-    mixture = MoeConfig(
+    size = keys.integer("moe_intermediate_size")
+    return MoeConfig(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
-        intermediate_size=keys.integer("moe_intermediate_size"),
-        activation=mlp(keys).activation,
+        intermediate_size=size,
+        activation=activation(keys),
         router=RouterConfig(
             scores="sigmoid",
             renormalize=keys.boolean("norm_topk_prob", norm_topk_prob),
             correction_bias=True,
             num_groups=num_groups,
             groups_per_token=groups_per_token,
-            scaling=keys.number("routed_scaling_factor", 1.0),
+            scaling=keys.number("routed_scaling_factor", scaling),
             in_float32=True,
         ),
-        shared_intermediate_size=keys.integer("moe_intermediate_size") * keys.integer("n_shared_experts", 1),
+        shared_intermediate_size=size * keys.integer(shared_key, 1, least=0),
     )
-    num_dense = keys.integer("first_k_dense_replace", dense, least=0)
-    return [mlp(keys) if layer < num_dense else mixture for layer in range(keys.integer("num_hidden_layers"))]
 
 
 FAMILY = Family(model_type="glm4_moe", read=read, tensor_names=TensorNames(stored=SHARED_EXPERTS))
