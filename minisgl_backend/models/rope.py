@@ -16,6 +16,7 @@ _ORIGINAL = "original_max_position_embeddings"
 _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: required, optional
     "default": ((), ("factor", _ORIGINAL)),
     "linear": (("factor",), (_ORIGINAL,)),
+    "dynamic": (("factor",), (_ORIGINAL,)),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), (_ORIGINAL,)),
     "yarn": (
         ("factor",),
@@ -72,7 +73,8 @@ def make_rope(values: Mapping[str, Any], theta: Any, max_position: int, rotary_d
     for key in values:
         if key not in required + optional:
             refuse(key, values[key], f"absent for rope type {rope_type}")
-    if rope_type == "default":
+    # dynamic stretches, anew with each token, what is longer than max_position_embeddings: here nothing is.
+    if rope_type in ("default", "dynamic"):
         return RopeConfig(theta=float(theta), rotary_dim=rotary_dim)
     original = int(values.pop(_ORIGINAL, max_position))
     if rope_type == "longrope":

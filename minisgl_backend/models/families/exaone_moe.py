@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from minisgl_backend.layers.config import LayerConfig, MoeConfig
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import FULL, SLIDING, Family, attention, decoder, layer_types, mlp, norm
 from minisgl_backend.models.families.common import window as read_window
@@ -31,7 +31,7 @@ def read(keys: Keys) -> DecoderConfig:
         )
         for slides in (False, True)
     }
-    mlps = {"dense": mlp(keys), "sparse": _experts(keys)}
+    mlps: dict[str, MlpConfig | MoeConfig] = {"dense": mlp(keys), "sparse": _experts(keys)}
     layers = [
         LayerConfig(attention=heads[kind == SLIDING], mlp=mlps[sparse], norm=norm(keys, eps=1e-5))
         for kind, sparse in zip(types, _mlp_types(keys, num_layers), strict=True)

@@ -7,9 +7,13 @@ import json
 from typing import Any
 
 import pytest
+import torch
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.config import RopeConfig
+from minisgl_backend.layers.rotary import default_frequencies
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.families import FAMILIES
 
@@ -61,6 +65,18 @@ def test_original_positions_of_phi3_where_config_json_has_none() -> None:
     meant = CONFIG_MAPPING["phi3"](max_position_embeddings=131072, rope_parameters=dict(rope)).rope_parameters
     assert read is not None
     assert read.original_max_position == meant["original_max_position_embeddings"] == 4096
+
+
+def test_a_dynamic_rope_is_none_within_the_context() -> None:
+    """As transformers has it; beyond max_position_embeddings nothing is served."""
+    dynamic = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 20000.0}
+    read = ModelConfig.from_dicts(default(LLAMA, rope_parameters=dynamic), {})
+    assert read.layers[0].attention.rope == RopeConfig(theta=20000.0)
+    assert read.max_position == default(LLAMA)["max_position_embeddings"]
+    meant, _ = ROPE_INIT_FUNCTIONS["dynamic"](CONFIG_MAPPING["llama"](rope_parameters=dynamic), None, seq_len=2048)
+    torch.testing.assert_close(meant, default_frequencies(128, 20000.0))
+    with pytest.raises(ConfigError, match="alpha"):
+        ModelConfig.from_dicts(default(LLAMA, rope_parameters={**dynamic, "alpha": 1000.0}), {})
 
 
 @pytest.mark.parametrize(
@@ -119,7 +135,7 @@ ALTERED: list[tuple[str, str, Any]] = [
     (LLAMA, "is_encoder_decoder", True),
     (MISTRAL, "attention_bias", True),
     (MISTRAL, "num_local_experts", 8),
-    (MISTRAL, "rope_parameters", {"rope_type": "dynamic", "factor": 2.0}),
+    (MISTRAL, "rope_parameters", {"rope_type": "mrope", "factor": 2.0}),
     (QWEN2, "attention_bias", True),
     (QWEN2, "use_mrope", True),
     (QWEN2, "scale_emb", 12),
