@@ -10,6 +10,7 @@ UInt8Array = npt.NDArray[np.uint8]
 Float32Array = npt.NDArray[np.float32]
 Int32Array = npt.NDArray[np.int32]
 Int64Array = npt.NDArray[np.int64]
+Float64Array = npt.NDArray[np.float64]
 IndexArray = npt.NDArray[np.intp]  # what NumPy indexes with, without a conversion
 
 NO_INT32: Int32Array = np.empty(0, dtype=np.int32)

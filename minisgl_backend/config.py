@@ -103,6 +103,21 @@ def _backend_names(value: str) -> bool:
     return value == "auto" or (len(parts) <= 2 and all(part in BACKENDS for part in parts))
 
 
+def read_weights(text: str) -> dict[str, float] | None:
+    """Of `tenant_weights`, by name; None: it is wrong."""
+    weights: dict[str, float] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, _, number = part.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            return None
+        if not name or name in weights or not 0 < weight <= 1000:
+            return None
+        weights[name] = weight
+    return weights
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """The user's settings, checked one by one at construction (ConfigError), not yet against a model or machine."""
@@ -199,6 +214,26 @@ class EngineConfig:
         "order of the queue: first come first served, or longest cached prefix first",
         ", ".join(POLICIES),
         POLICIES.__contains__,
+    )
+    fair_shares: bool = _option(
+        False,
+        "tenants share the engine fairly, whose names requests bring along (`tenant`, or `--tenants` of the endpoint): "
+        "who was served least goes first, and who has more than its share of a full batch gives way to who has less "
+        "than half of it",
+        "true or false",
+    )
+    tenant_weights: str = _option(
+        "",
+        "with fair_shares: the shares of some tenants, as `NAME=WEIGHT,NAME=WEIGHT`; all others have 1",
+        "NAME=WEIGHT, more of them after commas; weights above 0 and at most 1000",
+        lambda value: read_weights(value) is not None,
+    )
+    max_waiting_requests_per_tenant: int | None = _option(
+        None,
+        "with fair_shares: requests of one tenant in the queue; one more is answered UNAVAILABLE; unset: half of "
+        "max_waiting_requests",
+        "1 or more",
+        _positive,
     )
     tp: int = _option(
         1,

@@ -27,6 +27,7 @@ MAX_LOGPROBS = 20
 MAX_POOLED_TOKENS = 256
 MAX_SEQUENCES_PER_REQUEST = 64
 MAX_GRAMMAR_BYTES = 65536
+MAX_TENANT_NAME = 64
 MAX_TAG_TOKENS = 64  # of one tag of thoughts
 MAX_CACHE_SALT_BYTES = 1024
 SEED_RANGE = 2**64
@@ -240,6 +241,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # 0: the default level; otherwise 1 is the most urgent, as in Triton
     deadline: float | None = None  # time.monotonic() seconds after which the request is dropped
     request_id: str = ""  # the client's own id, for logs
+    tenant: str = ""  # whose request it is, where the engine is shared fairly; at most MAX_TENANT_NAME characters
 
 
 def check_prompt(

@@ -169,8 +169,8 @@ class FakeRunner:
 
 
 def make_request(uid: int, prompt: Sequence[int], **params: object) -> Request:
-    """A request; `priority`, `deadline` and `pooling` go to it, everything else to its sampling parameters."""
-    outer = {name: params.pop(name) for name in ("priority", "deadline", "pooling") if name in params}
+    """A request; `priority`, `deadline`, `pooling` and `tenant` go to it, all else to its sampling parameters."""
+    outer = {name: params.pop(name) for name in ("priority", "deadline", "pooling", "tenant") if name in params}
     token_ids = np.array(prompt, dtype="<i4").tobytes()
     return Request(uid=uid, token_ids=token_ids, params=SamplingParams(**params), **outer)  # type: ignore[arg-type]
 

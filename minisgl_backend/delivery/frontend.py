@@ -123,6 +123,7 @@ class EngineFront:
             priority=spec.priority,
             deadline=spec.deadline,
             request_id=spec.request_id,
+            tenant=spec.tenant,
         )
         try:
             self.client.submit(request)

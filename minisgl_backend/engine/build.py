@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.config import EngineConfig
+from minisgl_backend.config import EngineConfig, read_weights
 from minisgl_backend.engine.core import EngineCore
 from minisgl_backend.engine.followers import Followers, LeaderRunner
 from minisgl_backend.engine.open_device import OpenedDevice
@@ -314,6 +314,9 @@ def _scheduler_limits(
         cache_type=config.cache_type,
         record_cache_changes=config.kv_events_endpoint is not None,
         schedule_policy=config.schedule_policy,
+        fair_shares=config.fair_shares,
+        tenant_weights=tuple((read_weights(config.tenant_weights) or {}).items()),
+        max_waiting_requests_per_tenant=config.max_waiting_requests_per_tenant,
         eos_token_ids=model.eos_token_ids,
     )
 

@@ -17,6 +17,7 @@ from minisgl_backend.errors import CapacityError, EngineDeadError, InvalidReques
 from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.ipc.messages import Rejected
 from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.scheduler.fairness import TenantStats
 from minisgl_backend.scheduler.outputs import SequenceOutputs
 from minisgl_backend.step import RowError, StepPlan, StepResult, StepStats
 
@@ -156,6 +157,10 @@ class EngineCore:
     def stats(self) -> StepStats:
         """Counters after the last commit."""
         return self._scheduler.stats()
+
+    def tenant_stats(self) -> dict[str, TenantStats]:
+        """By name; {} where shares are not fair."""
+        return self._scheduler.tenant_stats()
 
     @property
     def num_compiling(self) -> int:

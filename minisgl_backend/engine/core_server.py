@@ -167,7 +167,8 @@ class CoreServer:
         values["total_cancelled_late"] = float(self._cancellations.num_late)
         seconds = self._cancellations.seconds
         counts = HistogramCounts(counts=tuple(seconds.counts), sum=seconds.sum)
-        return Stats(values=values, histograms={"cancellation_seconds": counts})
+        tenants = {name: dataclasses.asdict(stats) for name, stats in self._core.tenant_stats().items()}
+        return Stats(values=values, histograms={"cancellation_seconds": counts}, tenants=tenants)
 
 
 def to_message(outputs: SequenceOutputs, entries: Entries = ALL) -> Outputs:

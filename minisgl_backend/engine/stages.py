@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.scheduler.fairness import TenantStats
 from minisgl_backend.scheduler.outputs import SequenceOutputs
 from minisgl_backend.step import SequenceDetail, StepPlan, StepResult, StepStats
 
@@ -57,3 +58,5 @@ class StepScheduler(Protocol):
     def take_cache_changes(self) -> list[CacheChange]: ...
 
     def stats(self) -> StepStats: ...
+
+    def tenant_stats(self) -> dict[str, TenantStats]: ...

@@ -228,7 +228,7 @@ class Grammars:
             thoughts = self._thoughts.get(uid)
             if thoughts is not None and (opening := thoughts.opening) is not None:
                 bit = np.uint32(1 << opening % 32)
-                thoughts.offered = not words[line, opening // 32] & bit
+                thoughts.offer(is_new=not words[line, opening // 32] & bit)
                 words[line, opening // 32] |= bit
 
     def advance(self, plan: StepPlan, result: StepResult) -> None:

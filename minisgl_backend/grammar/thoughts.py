@@ -13,7 +13,7 @@ from minisgl_backend.request import ThinkingTags
 class ThinkingBudget:
     """Follows one sequence token by token."""
 
-    __slots__ = ("_forced", "_inside", "_latest", "_left", "_offers", "_tags", "_waits", "offered")
+    __slots__ = ("_forced", "_inside", "_latest", "_left", "_offered", "_offers", "_tags", "_waits")
 
     def __init__(self, tags: ThinkingTags, budget: int, *, has_grammar: bool) -> None:
         self._tags = tags
@@ -21,7 +21,7 @@ class ThinkingBudget:
         self._inside = tags.is_open
         self._waits = has_grammar  # for the thoughts' end
         self._offers = has_grammar and not tags.is_open  # the first token may open them
-        self.offered = False  # that token is none of the grammar's
+        self._offered = False  # that token is none of the grammar's
         self._forced: tuple[int, ...] = ()  # the tokens that must come next
         self._latest: deque[int] = deque(maxlen=max(len(tags.opening), len(tags.closing)))
         if self._inside and not self._left:
@@ -41,6 +41,10 @@ class ThinkingBudget:
     def opening(self) -> int | None:
         """A token that may come beside what the grammar allows: it opens the thoughts."""
         return self._tags.opening[0] if self._offers else None
+
+    def offer(self, *, is_new: bool) -> None:
+        """`opening` may be the next token; `is_new`: the grammar would not have allowed it."""
+        self._offered = is_new
 
     def accept(self, token: int) -> bool:
         """Follows the sampled token. Returns whether it is one of the answer behind the thoughts."""
@@ -73,7 +77,7 @@ class ThinkingBudget:
 
     def _begin(self, token: int) -> bool:
         """The first token of an answer whose grammar waits for thoughts that may come."""
-        if not (self.offered and token == self._tags.opening[0]):
+        if not (self._offered and token == self._tags.opening[0]):
             self._offers = False
             return True
         self._forced = self._tags.opening[1:]

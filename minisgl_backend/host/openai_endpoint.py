@@ -5,7 +5,6 @@ This process owns the socket, so that connections wait for a worker that is bein
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import importlib.util
 import json
@@ -19,15 +18,15 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.option_arguments import tcp_port_or_none
 from minisgl_backend.parsers.names import REASONING_PARSERS, TOOL_PARSERS
 from minisgl_backend.process.spawn import start_child
 from minisgl_backend.process.stop_signals import on_stop_signals
 
 SETTINGS_VARIABLE = "MINISGL_OPENAI_SETTINGS"  # not on a command line, where everybody could read the keys
+
+TENANTS = ("none", "key", "user")
 
 _WORKER = "minisgl_backend.openai.worker"
 _PACKAGES = ("fastapi", "uvicorn", "tritonclient")
@@ -51,6 +50,7 @@ class EndpointSettings:
     workers: int = 1
     served_model_names: tuple[str, ...] = ()  # (): as the server calls its model
     api_keys: tuple[str, ...] = ()  # (): nobody is asked for one
+    tenants: str = "none"  # what of a request says whose it is; see TENANTS
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     allowed_origins: tuple[str, ...] = ()  # of pages in browsers (CORS); (): only the endpoint's own
@@ -79,6 +79,7 @@ class EndpointSettings:
         if self.workers < 1:
             raise ConfigError(f"--openai-workers is {self.workers}; allowed: 1 or more")
         for option, value, allowed in (
+            ("--tenants", self.tenants, TENANTS),
             ("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS),
             ("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS),
         ):
@@ -237,108 +238,6 @@ class OpenAIEndpoint:
         environment = {SETTINGS_VARIABLE: self._settings.to_json()}
         fd = self._socket.fileno()
         return start_child(_WORKER, [str(fd)], fds=(fd,), tied=True, environment=environment)
-
-
-def add_endpoint_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the endpoint, for the server's command line; `endpoint_of` reads them."""
-    group = parser.add_argument_group("OpenAI-compatible endpoint", "docs/openai.md")
-    default = EndpointSettings()
-    group.add_argument(
-        "--openai-port",
-        type=tcp_port_or_none,
-        default=default.port,
-        metavar="PORT",
-        help="0: no endpoint [%(default)s]",
-    )
-    group.add_argument(
-        "--openai-workers", type=int, default=1, metavar="N", help="processes, for many streams at once [%(default)s]"
-    )
-    add_serving_options(group)
-
-
-def add_serving_options(group: Any) -> None:
-    """Those options that the endpoint has in whatever way it is started."""
-    group.add_argument(
-        "--served-model-name", nargs="+", metavar="NAME", help="what clients call the model [the model's name]"
-    )
-    group.add_argument(
-        "--api-key", nargs="+", metavar="KEY", help="keys that clients need one of; also MINISGL_API_KEY [none]"
-    )
-    group.add_argument(
-        "--tool-call-parser", choices=TOOL_PARSERS, default="auto", help="how the model writes tool calls [%(default)s]"
-    )
-    group.add_argument(
-        "--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how it marks its thoughts [%(default)s]"
-    )
-    group.add_argument("--ssl-certfile", default="", metavar="FILE", help="serves https with this certificate")
-    group.add_argument("--ssl-keyfile", default="", metavar="FILE", help="and its key")
-    group.add_argument(
-        "--allowed-origins", nargs="+", metavar="ORIGIN", help="whose pages browsers let in (CORS); *: all [none]"
-    )
-    group.add_argument(
-        "--max-body-bytes", type=int, default=EndpointSettings().max_body_bytes, metavar="N", help="[%(default)s]"
-    )
-    group.add_argument(
-        "--response-store-bytes",
-        type=int,
-        default=EndpointSettings().response_store_bytes,
-        metavar="N",
-        help="of responses that are kept for previous_response_id; 0: none are [%(default)s]",
-    )
-    group.add_argument(
-        "--files-dir",
-        metavar="DIR",
-        help="where files and batches are kept [minisgl/files-PORT in XDG_STATE_HOME or ~/.local/state]",
-    )
-    group.add_argument(
-        "--max-files-bytes",
-        type=int,
-        default=EndpointSettings().max_files_bytes,
-        metavar="N",
-        help="of all of them; 0: no files and no batches [%(default)s]",
-    )
-    group.add_argument(
-        "--max-batch-requests",
-        type=int,
-        default=EndpointSettings().max_batch_requests,
-        metavar="N",
-        help="requests of batches at a time, below all others by priority [%(default)s]",
-    )
-    group.add_argument(
-        "--ignore-unknown-fields",
-        action="store_true",
-        help="requests may have fields that this server does not know; the log names each once [refused by name]",
-    )
-
-
-def endpoint_of(
-    values: Mapping[str, Any], *, host: str, grpc_address: str, metrics_address: str
-) -> EndpointSettings | None:
-    """The settings that the options come to; None for port 0. Raises ConfigError."""
-    if not values["openai_port"]:
-        return None
-    settings = EndpointSettings(
-        host=host,
-        port=values["openai_port"],
-        grpc_address=grpc_address,
-        metrics_address=metrics_address,
-        workers=values["openai_workers"],
-        served_model_names=tuple(values["served_model_name"] or ()),
-        api_keys=api_keys_of(values["api_key"]),
-        tool_call_parser=values["tool_call_parser"],
-        reasoning_parser=values["reasoning_parser"],
-        allowed_origins=tuple(values["allowed_origins"] or ()),
-        ssl_certfile=values["ssl_certfile"],
-        ssl_keyfile=values["ssl_keyfile"],
-        max_body_bytes=values["max_body_bytes"],
-        ignore_unknown_fields=values["ignore_unknown_fields"],
-        response_store_bytes=values["response_store_bytes"],
-        files_folder=values["files_dir"] or default_files_folder(values["openai_port"]),
-        max_files_bytes=values["max_files_bytes"],
-        max_batch_requests=values["max_batch_requests"],
-    )
-    settings.check()
-    return settings
 
 
 def serve_until_signal(settings: EndpointSettings, say: Callable[[str], None]) -> None:

@@ -18,7 +18,8 @@ from typing import Any
 
 import minisgl_backend
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.openai_endpoint import EndpointSettings, add_endpoint_options, endpoint_of
+from minisgl_backend.host.endpoint_options import add_endpoint_options, endpoint_of
+from minisgl_backend.host.openai_endpoint import EndpointSettings
 from minisgl_backend.host.option_arguments import add_engine_options, given_parameters, tcp_port, tcp_port_or_none
 from minisgl_backend.host.option_parser import OptionParser, YamlMissing, set_defaults_from_file
 from minisgl_backend.host.repository import DEMO_MODEL

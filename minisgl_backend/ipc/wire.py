@@ -47,6 +47,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     priority: int = 0
     deadline: float | None = None  # time.monotonic() seconds
     request_id: str = ""
+    tenant: str = ""
     stop: bool = False  # no prompt: what runs under this request_id ends with what it has
 
 

@@ -253,6 +253,7 @@ def create_app(settings: EndpointSettings) -> FastAPI:
         docs_url=None,
         redoc_url=None,
     )
+    app.state.tenants = settings.tenants
     add_error_answers(app)
     # The last one added is the first one asked.
     if settings.ignore_unknown_fields:

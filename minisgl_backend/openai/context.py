@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
 import uuid
 
@@ -10,6 +11,7 @@ from fastapi import Request
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import Sampling
 from minisgl_backend.openai.triton import RequestContext
+from minisgl_backend.request import MAX_TENANT_NAME
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACE_HEADERS = ("traceparent", "tracestate")
@@ -19,8 +21,26 @@ def context_of(request: Request, body: Sampling) -> RequestContext:
     traces = ((name, request.headers.get(name)) for name in _TRACE_HEADERS)
     # gRPC metadata is printable ASCII; anything else would end the call here.
     return RequestContext(
-        request_id_of(request, body), tuple((n, v) for n, v in traces if v and v.isascii() and v.isprintable())
+        request_id_of(request, body),
+        tuple((n, v) for n, v in traces if v and v.isascii() and v.isprintable()),
+        tenant_of(request, body),
     )
+
+
+def tenant_of(request: Request, body: Sampling) -> str:
+    """Whose request it is, by the option --tenants; "": nobody's in particular.
+
+    Users whose name the engine would not take as it is are told apart by its hash.
+    """
+    if request.app.state.tenants == "key":
+        return str(getattr(request.state, "tenant", ""))
+    if request.app.state.tenants != "user":
+        return ""
+    user = body.safety_identifier or body.user or (body.metadata or {}).get("user_id") or ""
+    name = str(user)
+    if len(name) <= MAX_TENANT_NAME and name.isascii() and name.isprintable():
+        return name
+    return "user-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def request_id_of(request: Request, body: Sampling | None = None) -> str:

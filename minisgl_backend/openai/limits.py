@@ -82,18 +82,22 @@ class ApiKeys:
         is_open = scope["type"] != "http" or _is_open(scope["path"]) or scope["method"] == "OPTIONS"
         is_open = is_open or INSIDE in scope
         given = "" if is_open else _given_key(Headers(scope=scope))
-        if is_open or self._is_known(given):
+        number = 0 if is_open else self._find(given)
+        if number:
+            scope.setdefault("state", {})["tenant"] = f"key-{number}"
+        if is_open or number:
             await self._app(scope, receive, send)
             return
         wrong = "the API key is none of this server's" if given else "this server needs an API key"
         error = ApiError(401, f"{wrong}; allowed: Authorization: Bearer KEY", code="invalid_api_key")
         await refuse(error, scope, receive, send)
 
-    def _is_known(self, header: str) -> bool:
+    def _find(self, header: str) -> int:
+        """Which key it is, counted from 1; 0: none."""
         scheme, _, key = header.partition(" ")
         given = key.strip().encode()
         found = [secrets.compare_digest(given, known) for known in self._keys]  # all of them: time tells nothing
-        return scheme.lower() == "bearer" and any(found)
+        return found.index(True) + 1 if scheme.lower() == "bearer" and any(found) else 0
 
 
 def _given_key(headers: Headers) -> str:

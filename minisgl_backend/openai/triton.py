@@ -83,6 +83,7 @@ class RequestContext:
 
     request_id: str
     metadata: tuple[tuple[str, str], ...] = ()
+    tenant: str = ""  # whose request it is, where the engine is shared fairly
 
 
 @dataclass(slots=True)
@@ -215,7 +216,9 @@ class TritonServer:
 
         `figures`: its last response tells the server's figures of the request.
         """
-        returned = {**_RETURNED, "return_final_perf_metrics": True} if figures else _RETURNED
+        returned: dict[str, Any] = {**_RETURNED, "return_final_perf_metrics": True} if figures else _RETURNED
+        if context.tenant:
+            returned = {**returned, "tenant": context.tenant}
         message = _message(_ENSEMBLE, prompt, {**returned, **sampling}, context.request_id, names)
         message.parameters["triton_enable_empty_final_response"].bool_param = True
         call = self._infer_stream(message.SerializeToString(), metadata=context.metadata or None)

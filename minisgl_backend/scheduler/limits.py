@@ -23,5 +23,8 @@ class SchedulerLimits:
     cache_type: str = "radix"
     record_cache_changes: bool = False  # they are taken all the time
     schedule_policy: str = "fcfs"
+    fair_shares: bool = False  # between tenants
+    tenant_weights: tuple[tuple[str, float], ...] = ()  # by name; of all others 1
+    max_waiting_requests_per_tenant: int | None = None  # None: half of max_waiting_requests
     eos_token_ids: tuple[int, ...] = ()
     sparse_step_sizes: tuple[int, ...] = ()  # ascending: what a step that is as long as the first should be cut to

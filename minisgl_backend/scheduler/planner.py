@@ -9,6 +9,7 @@ import numpy as np
 
 from minisgl_backend.arrays import BoolArray, IndexArray
 from minisgl_backend.scheduler.admission import AdmissionControl, Forecast
+from minisgl_backend.scheduler.fairness import FairShares
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import ends_early, limit_of
@@ -31,8 +32,15 @@ class Planner:
     """Makes plans. Changes the running set and takes from the queue; both belong to the scheduler."""
 
     def __init__(
-        self, limits: SchedulerLimits, running: RunningSet, queue: WaitingQueue, admission: AdmissionControl
+        self,
+        limits: SchedulerLimits,
+        running: RunningSet,
+        queue: WaitingQueue,
+        admission: AdmissionControl,
+        shares: FairShares | None = None,
     ) -> None:
+        """`shares`: of tenants, where they are fair; `queue` is theirs then."""
+        self._shares = shares
         self._limits = limits
         self._running = running
         self._queue = queue
@@ -50,6 +58,8 @@ class Planner:
         """The step with this number, or None when nothing can run now."""
         builder = StepPlanBuilder()
         self._admits = True
+        if self._shares is not None:
+            self._make_way(self._shares)
         if self._limits.mixed_prefill_length == 0:  # no mixed batches: prefill first
             self._plan_prefill(builder, self._limits.max_prefill_length, step)
             if builder.empty:
@@ -137,6 +147,27 @@ class Planner:
         self._running.preempt(victim)
         self._running.release_finished()
 
+    def _make_way(self, shares: FairShares) -> None:
+        """Preempts for a tenant that has less than its share, where it waits for a row or for pages."""
+        running = self._running
+        if not self._queue.num_tokens or running.releasing:
+            return
+        self._begin_round()
+        victims = shares.victims(running.active())
+        head = self._queue.head()
+        if not victims or head is None:
+            return
+        # Each of them is for one sequence like the head; those that there is room for need none.
+        self._forecast, pages, fitting = None, running.kv.pages_for(len(head.token_ids)), 0
+        while fitting < min(len(victims), running.rows.num_free) and self._fits(head, pages, pages * fitting):
+            fitting += 1
+        if fitting:
+            self._refused_at = (-1, -1)
+        for victim in victims[fitting:]:
+            self.num_preemptions += 1
+            running.preempt(victim)
+        running.release_finished()
+
     def _plan_prefill(self, builder: StepPlanBuilder, budget: int, step: int) -> None:
         """Chunked prefill: goes on with prompts that have begun, then admits, while the budget lasts."""
         running = self._running
@@ -165,7 +196,7 @@ class Planner:
 
     def _admit(self, builder: StepPlanBuilder, budget: int, step: int) -> None:
         running = self._running
-        self._queue.begin_round(self.num_admissions)
+        self._begin_round()
         self._forecast = None
         while budget > 0 and running.rows.num_free:
             sequence = self._queue.head()
@@ -177,6 +208,11 @@ class Planner:
             end = self._chunk_end(start, len(sequence.token_ids), budget, builder)
             running.plan_chunk(sequence, end, step, builder)
             budget -= end - start
+
+    def _begin_round(self) -> None:
+        if self._shares is not None:
+            self._shares.note_running(self._running.active())
+        self._queue.begin_round(self.num_admissions)
 
     def _try_start(self, builder: StepPlanBuilder, sequence: Sequence, budget: int) -> int | None:
         """Starts the head of the queue; returns its cached tokens, or None where it cannot or should not start now."""
@@ -196,12 +232,15 @@ class Planner:
             self.prompt_tokens += sequence.prompt_len
             self.cached_tokens += cached
         running.start(sequence, match, self.num_admissions, builder)
+        if self._shares is not None:
+            self._shares.note_admitted(sequence.tenant, sequence.row, len(tokens) - cached, self.num_admissions)
         self.num_admissions += 1
         return cached
 
-    def _fits(self, sequence: Sequence, new_pages: int) -> bool:
-        """Whether pages for the prompt are there now, and the expected growth of all can probably be met later."""
-        available = self._running.kv.num_available
+    def _fits(self, sequence: Sequence, new_pages: int, promised: int = 0) -> bool:
+        """Whether pages for the prompt are there now, and the expected growth of all can probably be met later.
+        `promised`: pages that go to others."""
+        available = self._running.kv.num_available - promised
         if new_pages > available:
             return False
         if not self._running.num_active:

@@ -10,6 +10,7 @@ import random
 import time
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 import msgspec
 import numpy as np
@@ -19,10 +20,11 @@ from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import SEED_RANGE, FinishReason, Request, SamplingParams, check_prompt
 from minisgl_backend.scheduler.admission import AdmissionControl
+from minisgl_backend.scheduler.fairness import FairShares, TenantStats
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, SequenceOutputs
 from minisgl_backend.scheduler.planner import Planner
-from minisgl_backend.scheduler.policy import DEFAULT_LEVEL, QUEUES
+from minisgl_backend.scheduler.policy import DEFAULT_LEVEL, QUEUES, WaitingQueue
 from minisgl_backend.scheduler.running import RunningSet
 from minisgl_backend.scheduler.sequence import Group, Sequence, SequenceState
 from minisgl_backend.step import PrefillChunk, SequenceDetail, StepPlan, StepResult, StepStats
@@ -48,10 +50,12 @@ class Scheduler:
         self._limits = limits
         self._clock = clock
         self._seeds = random.Random(seed)
-        self._queue = QUEUES[limits.schedule_policy](self._cached_tokens)
+        new_queue = partial(QUEUES[limits.schedule_policy], self._cached_tokens)
+        self._shares = FairShares(limits, new_queue) if limits.fair_shares else None
+        self._queue: WaitingQueue = new_queue() if self._shares is None else self._shares.queue
         self._running = RunningSet(limits, self._queue)
         self._admission = AdmissionControl()
-        self._planner = Planner(limits, self._running, self._queue, self._admission)
+        self._planner = Planner(limits, self._running, self._queue, self._admission, self._shares)
         self._outputs = OutputCollector()
         self._sequences: dict[int, Sequence] = {}  # all that have not ended, by uid
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, uid); may hold sequences that have ended
@@ -90,7 +94,8 @@ class Scheduler:
             raise CapacityError(
                 f"{len(self._new_requests)} requests are waiting, all that max_waiting_requests allows; try again later"
             )
-        sequences = self._make_sequences(request, token_ids)
+        tenant = 0 if self._shares is None else self._shares.enter(request.tenant, params.n)
+        sequences = self._make_sequences(request, token_ids, tenant)
         for sequence in sequences:
             self._sequences[sequence.uid] = sequence
             if sequence.deadline is not None:
@@ -177,6 +182,10 @@ class Scheduler:
             total_preempted=planner.num_preemptions,
         )
 
+    def tenant_stats(self) -> dict[str, TenantStats]:
+        """By name; {} where shares are not fair."""
+        return {} if self._shares is None else self._shares.stats()
+
     def check(self) -> None:
         """Raises AssertionError unless every law holds. Slow; for tests and debugging."""
         self._running.check()
@@ -208,7 +217,7 @@ class Scheduler:
         check_prompt("the prompt", token_ids, max_seq_len=self.max_length, limited_by=limited_by)
         return token_ids
 
-    def _make_sequences(self, request: Request, token_ids: Int32Array) -> list[Sequence]:
+    def _make_sequences(self, request: Request, token_ids: Int32Array, tenant: int) -> list[Sequence]:
         params = request.params
         seed = params.seed if params.seed is not None else self._seeds.randrange(SEED_RANGE)
         return [
@@ -221,6 +230,7 @@ class Scheduler:
                 deadline=request.deadline,
                 admissions_before=self._planner.num_admissions,
                 pooling=request.pooling,
+                tenant=tenant,
             )
             for index in range(params.n)
         ]
@@ -282,6 +292,8 @@ class Scheduler:
         reason = self._running.rows.append_one(sequence, position, token)
         self._outputs.add(sequence.uid, token, reason, detail)
         self._generated_tokens += 1
+        if self._shares is not None:
+            self._shares.note_sampled([sequence.row])
         self._last_decode_tokens += 1
         if reason:
             self._end(sequence, reason)
@@ -315,6 +327,8 @@ class Scheduler:
             rows, uids, lengths, tokens = rows[kept], uids[kept], lengths[kept], tokens[kept]
         reasons = state.append(rows, lengths, tokens)
         self._generated_tokens += len(rows)
+        if self._shares is not None:
+            self._shares.note_sampled(rows)
         self._last_decode_tokens += len(rows)
         start = self._outputs.add_run(uids, tokens, reasons)
         if result.logprobs:
@@ -357,6 +371,8 @@ class Scheduler:
         """Everything that follows from an end but its record."""
         self._ended[reason] += 1
         del self._sequences[sequence.uid]
+        if self._shares is not None:
+            self._shares.leave(sequence.tenant)
         group = sequence.group
         if sequence.row >= 0:
             if reason in (FinishReason.STOP, FinishReason.LENGTH) and sequence.pooling is None:

@@ -46,6 +46,7 @@ class Sequence:
         "row",
         "state",
         "tells_prompt",
+        "tenant",
         "token_ids",
         "uid",
     )
@@ -60,6 +61,7 @@ class Sequence:
         deadline: float | None,
         admissions_before: int = 0,
         pooling: PoolingParams | None = None,
+        tenant: int = 0,
     ) -> None:
         self.uid = uid
         self.token_ids = token_ids  # while waiting: all tokens so far; while running: those it was admitted with
@@ -76,6 +78,7 @@ class Sequence:
         self.lease: PageLease | None = None
         self.admission = -1  # -1: not running
         self.group: Group | None = None
+        self.tenant = tenant  # the number of whoever it belongs to, where shares are fair
         self.failed = False  # a step of it has failed: its pages may hold NaN
         self.tells_prompt = False  # of all sequences of its request it tells what is known of their prompt
         self.cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission

@@ -16,7 +16,15 @@ from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
 from minisgl_backend.models.config import GenerationDefaults, ModelConfig
 from minisgl_backend.parsers.thinking import TAIL, thinking_tags
-from minisgl_backend.request import GRAMMAR_KINDS, MAX_PRIORITY, SCALAR_FIELDS, Grammar, SamplingParams, check_prompt
+from minisgl_backend.request import (
+    GRAMMAR_KINDS,
+    MAX_PRIORITY,
+    MAX_TENANT_NAME,
+    SCALAR_FIELDS,
+    Grammar,
+    SamplingParams,
+    check_prompt,
+)
 from minisgl_backend.serving.fields import ALIASES, Fields, collect_fields, json_object, json_value, shown
 
 if TYPE_CHECKING:  # the engine front needs this module, but not the libraries behind the tokenizer
@@ -86,7 +94,12 @@ class RequestCodec:
         if not 0 <= priority <= MAX_PRIORITY:
             raise InvalidRequestError(f"priority is {priority}; allowed: 0 (default), or 1 (first) to {MAX_PRIORITY}")
         spec = EngineRequest(
-            params=params, options=options, priority=priority, deadline=deadline, request_id=request_id
+            params=params,
+            options=options,
+            priority=priority,
+            deadline=deadline,
+            request_id=request_id,
+            tenant=_tenant(fields),
         )
         return np.asarray(prompt_ids, dtype=np.int32), spec
 
@@ -285,6 +298,15 @@ def _refuse_what_is_not_served(fields: Mapping[str, Any]) -> None:
         raise InvalidRequestError("use_beam_search is true; allowed: false (this server has no beam search)")
     if fields.get("detokenize") is False:
         raise InvalidRequestError("detokenize is false; allowed: true")
+
+
+def _tenant(fields: Mapping[str, Any]) -> str:
+    name: str = fields.get("tenant", "")
+    if len(name) > MAX_TENANT_NAME or not (name.isascii() and name.isprintable()):
+        raise InvalidRequestError(
+            f"tenant is {shown(name)}; allowed: at most {MAX_TENANT_NAME} printable ASCII characters"
+        )
+    return name
 
 
 def _num_bytes(given: Any) -> int:

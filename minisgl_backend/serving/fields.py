@@ -49,6 +49,7 @@ _JSON_FIELDS = {
     "detokenize": "bool",
     "thinking_token_budget": "int",
     "reasoning_parser": "str",
+    "tenant": "str",
     "spaces_between_special_tokens": "bool",
 }
 

@@ -84,6 +84,20 @@ _COUNTERS = (
 )
 
 
+_TENANT_REQUESTS = "minisgl_tenant_requests"
+_TENANT_REQUESTS_HELP = "Sequences of a tenant by state; with fair_shares"
+_TENANT_GAUGES = (
+    _Series(_TENANT_REQUESTS, _TENANT_REQUESTS_HELP, "num_running", (("state", "running"),)),
+    _Series(_TENANT_REQUESTS, _TENANT_REQUESTS_HELP, "num_waiting", (("state", "waiting"),)),
+)
+_TENANT_COUNTERS = (
+    _Series("minisgl_tenant_prompt_tokens_total", "Prompt tokens computed for a tenant", "total_prompt_tokens"),
+    _Series("minisgl_tenant_generated_tokens_total", "Tokens sampled for a tenant", "total_generated_tokens"),
+)
+MAX_TENANT_LABELS = 64  # tenants that have series of their own; all others share one
+OTHER_TENANTS = "others"
+
+
 class MetricsReporter:
     """The leader among the fronts reports the engine, each front its own latencies.
 
@@ -154,6 +168,7 @@ class _EngineMetrics:
         }
         self._up = _metric(families, _UP, pb_utils.MetricFamily.GAUGE)
         self._usage = _metric(families, _USAGE, pb_utils.MetricFamily.GAUGE)
+        self._tenants = _TenantMetrics(families, pause)
         self._cores = [_CoreMetrics(families, core) for core in range(num_cores if num_cores > 1 else 0)]
         self._shown: dict[_Series, float] = {}
         help = "From the finding that a client has left to the return of its sequence's pages"
@@ -172,6 +187,8 @@ class _EngineMetrics:
         if total := sum(stats.values.get("pages_total", 0.0) for stats in cores if stats):
             leased = sum(stats.values["pages_leased"] for stats in cores if stats)
             self._show(_USAGE, self._usage, round(leased / total, 3))
+        if any(stats is not None and stats.tenants for stats in cores):
+            self._tenants.report(cores)
         self._show_cores(cores)
         self._show(_UP, self._up, 1.0)
 
@@ -190,6 +207,60 @@ class _EngineMetrics:
             self._pause()
             gauge.set(value)
             self._shown[series] = value
+
+
+class _TenantMetrics:
+    """Series by tenant, made when one is first heard of. The names are clients', so there are only so many labels."""
+
+    def __init__(self, families: dict[str, Any], pause: Pause) -> None:
+        self._families = families
+        self._pause = pause
+        self._shown: dict[_Series, float] = {}
+        self._gauges: dict[str, list[tuple[_Series, Any]]] = {}
+        self._counters: dict[str, list[tuple[_Series, _Counter]]] = {}
+
+    def report(self, cores: Sequence[Stats | None]) -> None:
+        if not self._gauges:
+            self._add(OTHER_TENANTS)
+        for name in sorted({name for stats in cores if stats is not None for name in stats.tenants}):
+            if name and name not in self._gauges and len(self._gauges) <= MAX_TENANT_LABELS:
+                self._add(name)
+        for label in self._gauges:
+            self._report(label, [None if stats is None else self._of(label, stats) for stats in cores])
+
+    def _of(self, label: str, stats: Stats) -> dict[str, float]:
+        """What a core says of all tenants that have this label."""
+        if label != OTHER_TENANTS:
+            return stats.tenants.get(label, {})
+        found: dict[str, float] = {}
+        for name, values in stats.tenants.items():
+            if name not in self._gauges:
+                for key, value in values.items():
+                    found[key] = found.get(key, 0.0) + value
+        return found
+
+    def _report(self, label: str, cores: Sequence[dict[str, float] | None]) -> None:
+        for series, counter in self._counters[label]:
+            counter.follow([None if one is None else one.get(series.value) for one in cores])
+        for series, gauge in self._gauges[label]:
+            value = sum(one.get(series.value, 0.0) for one in cores if one is not None)
+            if self._shown.get(series) != value:
+                self._pause()
+                gauge.set(value)
+                self._shown[series] = value
+
+    def _add(self, label: str) -> None:
+        def labelled(series: _Series) -> _Series:
+            return replace(series, labels=(("tenant", label), *series.labels))
+
+        gauge, counter = pb_utils.MetricFamily.GAUGE, pb_utils.MetricFamily.COUNTER
+        self._gauges[label] = [
+            (series, _metric(self._families, series, gauge)) for series in map(labelled, _TENANT_GAUGES)
+        ]
+        self._counters[label] = [
+            (series, _Counter(_metric(self._families, series, counter), self._pause))
+            for series in map(labelled, _TENANT_COUNTERS)
+        ]
 
 
 class _CoreMetrics:

@@ -40,7 +40,7 @@ def written(
         token = one.forced
         if token is None:
             token = rest.pop(0)
-            one.offered = True
+            one.offer(is_new=True)
         one.accept(token)
         found.append(token)
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -20,6 +21,7 @@ from tritonclient.grpc import service_pb2
 
 from benchmarks.served import free_ports
 from minisgl_backend.host.openai_endpoint import EndpointSettings, OpenAIEndpoint
+from minisgl_backend.openai.limits import ApiKeys
 
 TRACE = f"00-{'ab' * 16}-{'cd' * 8}-01"
 PATHS: dict[str, dict[str, Any]] = {
@@ -71,7 +73,11 @@ def listener() -> Iterator[tuple[Listener, int]]:
     server.start()
     (port,) = free_ports(1)
     settings = EndpointSettings(
-        port=port, grpc_address=f"127.0.0.1:{grpc_port}", served_model_names=("one",), reasoning_parser="none"
+        port=port,
+        grpc_address=f"127.0.0.1:{grpc_port}",
+        served_model_names=("one",),
+        reasoning_parser="none",
+        tenants="user",
     )
     endpoint = OpenAIEndpoint(settings)
     yield found, port
@@ -126,6 +132,9 @@ def test_what_is_no_header_of_grpc_is_left_out(listener: tuple[Listener, int]) -
         ),
         ("/v1/completions", {"min_p": 0.5, "ignore_eos": True}, {"min_p": 0.5, "ignore_eos": True, "max_tokens": 16}),
         ("/v1/responses", {"max_output_tokens": 7, "stop": ["x"]}, {"max_tokens": 7, "stop": ["x"]}),
+        ("/v1/chat/completions", {"user": "ada"}, {"tenant": "ada"}),
+        ("/v1/chat/completions", {"user": "ada", "safety_identifier": "b"}, {"tenant": "b"}),
+        ("/v1/completions", {"user": "Zoë"}, {"tenant": "user-c6a12698582fc110"}),
     ],
 )
 def test_options(listener: tuple[Listener, int], path: str, values: dict[str, Any], sent: dict[str, Any]) -> None:
@@ -137,6 +146,24 @@ def test_options(listener: tuple[Listener, int], path: str, values: dict[str, An
         options = json.loads(packed.contents.bytes_contents[0])
         assert sent.items() <= options.items()
         assert options["stream"] is True
+
+
+def test_a_tenant_may_be_the_place_of_the_key() -> None:
+    async def ask_with(key: str) -> Any:
+        seen: dict[str, Any] = {}
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            seen.update(scope)
+
+        async def send(message: Any) -> None:
+            seen.update(message)
+
+        scope = {"type": "http", "path": "/v1/completions", "method": "POST", "headers": [(b"x-api-key", key.encode())]}
+        await ApiKeys(app, ("one", "two"))(scope, lambda: None, send)  # type: ignore[arg-type, return-value]
+        return seen.get("state", {}).get("tenant"), seen.get("status")
+
+    asked = [asyncio.run(ask_with(key)) for key in ("one", "two", "three")]
+    assert [tenant for tenant, _ in asked] == ["key-1", "key-2", None]
 
 
 def raw(port: int, head: str, body: bytes = b"") -> bytes:

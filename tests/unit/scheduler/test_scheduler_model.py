@@ -85,6 +85,7 @@ def long_run(seed: int, num_events: int) -> None:
         mixed_prefill_length=rng.choice([0, 1, 3, 8, 50]),
         cache_type=rng.choice(["radix", "radix", "naive"]),
         schedule_policy=rng.choice(["fcfs", "lpm"]),
+        fair_shares=seed % 3 == 0,
     )
     machine_class = type("Machine", (SchedulerMachine,), {"bounds": bounds, "careless": rng.random() < 0.7})
     machine: SchedulerMachine = machine_class()
@@ -93,7 +94,8 @@ def long_run(seed: int, num_events: int) -> None:
         event = rng.random()
         if event < 0.15:
             stem = rng.choice(stems)[: rng.randrange(60)]
-            machine.add([*stem, rng.randrange(3)], random_params(rng, machine.now), early=rng.randrange(4))
+            params = {**random_params(rng, machine.now), "tenant": "abc"[machine.next_uid % 3]}
+            machine.add([*stem, rng.randrange(3)], params, early=rng.randrange(4))
         elif event < 0.20 and machine.next_uid:
             recent = rng.randrange(max(0, machine.next_uid - 12), machine.next_uid)
             if event < 0.19:

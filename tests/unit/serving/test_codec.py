@@ -224,6 +224,14 @@ def test_thoughts_are_bounded_by_the_tags_of_the_models_format(codec: RequestCod
         decode(codec, sampling_parameters='{"thinking_token_budget": -2}')
 
 
+def test_a_tenant_is_a_short_name(codec: RequestCodec) -> None:
+    assert decode(codec).tenant == ""
+    assert decode(codec, sampling_parameters='{"tenant": "ada"}').tenant == "ada"
+    for name in ("x" * 65, "Zoë"):
+        with pytest.raises(InvalidRequestError, match="allowed: at most 64 printable ASCII characters"):
+            decode(codec, sampling_parameters=json.dumps({"tenant": name}))
+
+
 def test_bad_words_with_and_without_a_space(codec: RequestCodec, tokenizer: Tokenizer) -> None:
     words = decode(codec, bad_words=["blue"]).params.bad_words_token_ids
     expected = {tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("blue", " blue")}

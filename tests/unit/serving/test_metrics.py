@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from minisgl_backend.delivery.responder import LatencyRecorder
@@ -93,6 +94,30 @@ def stats_of(generated: float, running: float, cancelled: int = 0) -> Any:
     counts[0] = cancelled
     seconds = HistogramCounts(counts=tuple(counts), sum=0.001 * cancelled)
     return Stats(values=values, histograms={"cancellation_seconds": seconds})
+
+
+def test_tenants_have_series_of_their_own_as_long_as_they_are_few(reporter: Any, page: Page) -> None:
+    engine = reporter._engine
+
+    def of_tenants(*names: str) -> Any:
+        keys = ("num_running", "num_waiting", "total_prompt_tokens", "total_generated_tokens")
+        tenants = {name: dict(zip(keys, (1.0, 2.0, 30.0, 40.0), strict=True)) for name in names}
+        return msgspec.structs.replace(stats_of(0, 0), tenants=tenants)
+
+    engine.report([stats_of(0, 0), stats_of(0, 0)])
+    assert not any("tenant" in family for family in page.families)
+    engine.report([of_tenants("a", ""), of_tenants("a")])
+    assert page.values["minisgl_tenant_generated_tokens_total", "a"] == 80
+    assert page.values["minisgl_tenant_requests", "a", "waiting"] == 4
+    assert page.values["minisgl_tenant_prompt_tokens_total", "others"] == 30
+    engine.report([of_tenants("", *(f"t{number:03}" for number in range(100))), stats_of(0, 0)])
+    labels = {key[1] for key in page.values if key[0] == "minisgl_tenant_requests"}
+    assert len(labels) == 65
+    assert page.values["minisgl_tenant_requests", "a", "running"] == 0
+    assert page.values["minisgl_tenant_requests", "others", "running"] == 38
+    del engine
+    reporter.start()
+    reporter.stop()
 
 
 def test_figures_of_several_cores_are_summed_and_no_restart_takes_any_back(reporter: Any, page: Page) -> None:
