@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -53,6 +53,14 @@ def read_rope(
         values[_ORIGINAL] = keys.integer(_ORIGINAL)
     rope = make_rope(values, theta, keys.integer("max_position_embeddings"), int(head_dim * part))
     return replace(rope, rotary_dim=rope.rotary_dim if part != 1 else None, interleaved=interleaved)
+
+
+def by_layer_type(keys: Keys, types: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """rope_parameters where it has a set of values for each layer type; of a type that it leaves out, none."""
+    given, types = keys.mapping("rope_parameters"), tuple(types)
+    if any(kind not in types or not isinstance(values, (dict, type(None))) for kind, values in given.items()):
+        refuse("rope_parameters", given, f"a JSON object each for {' and '.join(types)}, and nothing else")
+    return {kind: {k: v for k, v in (given.get(kind) or {}).items() if v is not None} for kind in types}
 
 
 def make_rope(values: Mapping[str, Any], theta: Any, max_position: int, rotary_dim: int) -> RopeConfig:

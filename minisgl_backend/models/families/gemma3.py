@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 from minisgl_backend.layers.config import RopeConfig
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import FULL, SLIDING, Family, layer_types, norm
 from minisgl_backend.models.families.gemma2 import DEFAULTS, every, gemma
 from minisgl_backend.models.keys import Keys
-from minisgl_backend.models.rope import make_rope
+from minisgl_backend.models.rope import by_layer_type, make_rope
 from minisgl_backend.weights.names import TensorNames
 
 
@@ -23,19 +20,17 @@ def read(keys: Keys) -> DecoderConfig:
 
 def _ropes(keys: Keys) -> dict[str, RopeConfig]:
     """By layer type: rope_parameters has a set for each; in transformers 4 they were spread over three keys."""
-    given = keys.mapping("rope_parameters")
     thetas = {
         FULL: keys.number("rope_theta", 1_000_000.0),
         SLIDING: keys.number("rope_local_base_freq", 10_000.0),
     }
-    scaling: Mapping[str, Any] = keys.mapping("rope_scaling")
+    scaling = {FULL: keys.mapping("rope_scaling")}
+    positions, head_dim = keys.integer("max_position_embeddings"), keys.integer("head_dim")
     ropes = {}
-    for kind, theta in thetas.items():
-        values = {**(given.get(kind) or {}), **(scaling if kind == FULL else {})}
-        values = {key: value for key, value in values.items() if value is not None}
-        theta = values.pop("rope_theta", theta)
-        positions, head_dim = keys.integer("max_position_embeddings"), keys.integer("head_dim")
-        ropes[kind] = make_rope(values, theta, positions, head_dim)
+    for kind, given in by_layer_type(keys, thetas).items():
+        values = {**given, **{key: value for key, value in scaling.get(kind, {}).items() if value is not None}}
+        own_theta = values.pop("rope_theta", thetas[kind])
+        ropes[kind] = make_rope(values, own_theta, positions, head_dim)
     return ropes
 
 

@@ -16,7 +16,7 @@ from minisgl_backend.models.families.common import (
     window,
 )
 from minisgl_backend.models.keys import Keys, refuse
-from minisgl_backend.models.rope import make_rope
+from minisgl_backend.models.rope import by_layer_type, make_rope
 
 _THETA = 500_000.0
 
@@ -53,18 +53,16 @@ def read(keys: Keys) -> DecoderConfig:
 def _ropes(keys: Keys, head_dim: int) -> dict[str, RopeConfig]:
     """By layer type: rope_parameters has a set for each. The rope_scaling of transformers 4 is that of layers without a
     window."""
-    given = keys.mapping("rope_parameters")
-    if any(kind not in (FULL, SLIDING) or not isinstance(given[kind], (dict, type(None))) for kind in given):
-        refuse("rope_parameters", given, f"a JSON object each for {FULL} and {SLIDING}, and nothing else")
-    theta = keys.number("rope_theta", _THETA)
-    if theta != _THETA and "rope_theta" not in (given.get(SLIDING) or {}):
+    given, theta = by_layer_type(keys, (FULL, SLIDING)), keys.number("rope_theta", _THETA)
+    if theta != _THETA and "rope_theta" not in given[SLIDING]:
         # transformers 4 takes it for all layers, 5 for those without a window alone.
         refuse("rope_theta", theta, f"{_THETA}, or a rope_theta for each of the layer types in rope_parameters")
+    given[FULL] |= {key: value for key, value in keys.mapping("rope_scaling").items() if value is not None}
+    positions = keys.integer("max_position_embeddings")
     ropes = {}
-    for kind, scaling in ((FULL, keys.mapping("rope_scaling")), (SLIDING, {})):
-        values = {key: value for key, value in {**(given.get(kind) or {}), **scaling}.items() if value is not None}
+    for kind, values in given.items():
         own_theta = values.pop("rope_theta", theta)
-        ropes[kind] = make_rope(values, own_theta, keys.integer("max_position_embeddings"), head_dim)
+        ropes[kind] = make_rope(values, own_theta, positions, head_dim)
     return ropes
 
 

@@ -156,6 +156,8 @@ ALTERED: list[tuple[str, str, Any]] = [
     (MIXTRAL, "hidden_act", "relu2"),
     (OLMO2, "clip_qkv", 8.0),
     (OLMO2, "layer_types", ["sliding_attention"] * 32),
+    (GEMMA3, "rope_parameters", {"full_attention": 3}),
+    (GEMMA3, "rope_parameters", {"rope_type": "default", "rope_theta": 10.0}),
     (OLMO3, "clip_qkv", 8.0),
     (OLMO3, "layer_types", ["chunked_attention"] * 32),
     (OLMO3, "sliding_window", None),
