@@ -23,6 +23,7 @@ BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
 CACHE_TYPES = ("radix", "naive")
 POLICIES = ("fcfs", "lpm")
 RUNNERS = ("model", "null")
+MODEL_IMPLS = ("auto", "native", "transformers")
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,13 @@ class EngineConfig:
         "network, or `demo` for the model that comes with the project",
         "a folder, a hub id or `demo`",
         lambda value: bool(value.strip()),
+    )
+    model_impl: str = _option(
+        "auto",
+        "code that runs the model: a family of this project (native), or transformers' own classes with this engine's "
+        "attention, KV cache and sampling; auto: native where there is such a family, else transformers",
+        ", ".join(MODEL_IMPLS),
+        MODEL_IMPLS.__contains__,
     )
     dtype: str = _option(
         "auto",
@@ -285,7 +293,9 @@ class EngineConfig:
     )
     dummy_weights: bool = _option(False, "random weights, for benchmarks", "true or false", internal=True)
     trust_remote_code: bool = _option(
-        False, "let the tokenizer run Python code found in the model folder", "true or false"
+        False,
+        "let the tokenizer, and a model that runs through transformers, use Python code found in the model folder",
+        "true or false",
     )
     idle_cpus: str = _option(
         "auto",

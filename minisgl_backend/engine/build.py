@@ -33,6 +33,7 @@ from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.grammar.jobs import Limits
 from minisgl_backend.grammar.tokenizer_info import TokenizerSource
 from minisgl_backend.ipc.messages import Welcome
+from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.process.liveness import Heartbeat
@@ -99,7 +100,7 @@ def build_engine(
     with contextlib.ExitStack() as undo:
         undo.callback(heartbeat.close)
         model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
-        model = ModelConfig.load(model_dir)
+        model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
         compilers = _grammar_compilers(config, model_dir, model, owns_process)
         undo.callback(compilers.close)
         if config.runner == "null":
@@ -149,7 +150,7 @@ def resolve_options(config: EngineConfig, environment: Environment) -> tuple[Run
     from minisgl_backend.runner.start.resolve import resolve
 
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
-    model = ModelConfig.load(model_dir)
+    model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
     return resolve(config, model_dir, model, DeviceFacts.detect(), environment), model
 
 

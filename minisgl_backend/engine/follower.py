@@ -20,7 +20,7 @@ from minisgl_backend.engine.followers import HOST, LENGTH
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.ipc.plan_codec import unpack_step
-from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.process.liveness import Heartbeat, Sign
 from minisgl_backend.process.spawn import TIED, begin_child, log_to_stderr
@@ -81,7 +81,7 @@ def _build(
     config: EngineConfig, environment: Environment, options: argparse.Namespace, heartbeat: Heartbeat
 ) -> ModelRunner:
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
-    model = ModelConfig.load(model_dir)
+    model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
     runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment, dp_rank=options.dp_rank)
     device = device_of_rank(runtime.device, runtime.device_index(options.rank))
     tp = TensorParallel.connect(

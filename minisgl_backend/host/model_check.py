@@ -13,7 +13,7 @@ from pathlib import Path
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.settings import read_engine_config, read_parameters
-from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.folder import DEMO
 from minisgl_backend.process.memory import free_host_bytes
 from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
@@ -39,7 +39,7 @@ def check_repository(repository: Path, free: Callable[[], int] = free_host_bytes
 def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes) -> None:
     """The same for a model whose folder is there; `config.model` names it."""
     folder = Path(config.model)
-    model = ModelConfig.load(folder)
+    model = load_model_config(folder, config.model_impl, trust_remote_code=config.trust_remote_code)
     model.max_seq_len(config.max_seq_len_override)
     check_tokenizer(folder, trust_remote_code=config.trust_remote_code)
     if config.runner == "null":

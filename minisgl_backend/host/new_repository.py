@@ -13,7 +13,7 @@ from minisgl_backend.host.option_parser import OptionParser
 from minisgl_backend.host.repository import render_repository
 from minisgl_backend.host.triton_server import check_ascii, is_plain_path
 from minisgl_backend.installation import model_repository
-from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.folder import DEMO, find_model_dir
 
 
@@ -81,7 +81,8 @@ def _check_target(target: Path) -> None:
 
 def _check_model(config: EngineConfig) -> None:
     if config.model == DEMO or Path(config.model).is_dir():
-        ModelConfig.load(find_model_dir(config.model)).check_tensor_parallel(config.tp)
+        folder, trusted = find_model_dir(config.model), config.trust_remote_code
+        load_model_config(folder, config.model_impl, trust_remote_code=trusted).check_tensor_parallel(config.tp)
 
 
 if __name__ == "__main__":

@@ -36,6 +36,7 @@ class ModelConfig(DecoderConfig):
     """One model, checked: an instance exists only for what this engine computes correctly."""
 
     architecture: str
+    implementation: str = "native"  # or "transformers": its own classes run the model
     dtype: str  # float32, float16 or bfloat16: the format the model was saved in
     eos_token_ids: tuple[int, ...]  # those of config.json, of generation_config.json and of the tokenizer
     bos_token_id: int | None
@@ -88,6 +89,14 @@ class ModelConfig(DecoderConfig):
             tensor_names=family.tensor_names,
             unknown_keys=check_unread(keys, family.model_type),
         )
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Raises ConfigError unless the model splits over `size` ranks."""
+        if self.implementation != "native" and size > 1:
+            raise ConfigError(
+                f"tp is {size}; allowed: 1 for {self.architecture}, which runs through transformers' code (model_impl)"
+            )
+        super().check_tensor_parallel(size)
 
     def max_seq_len(self, override: int | None = None) -> int:
         """The longest sequence, prompt and answer, in tokens; `override` is the option max_seq_len_override.

@@ -18,7 +18,7 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.host.settings import is_demo, read_engine_config
 from minisgl_backend.ipc.wire import Codec
-from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.folder import DEMO
 from minisgl_backend.parsers.thinking import TAIL
 from minisgl_backend.process.spawn import log_to_stderr
@@ -42,7 +42,7 @@ class TritonPythonModel:
             log_to_stderr("tokenizer", Environment.read().log_level)
             config = read_engine_config(repository)
             settings = CodecSettings.of_model(
-                ModelConfig.load(config.model),
+                load_model_config(config.model, config.model_impl, trust_remote_code=config.trust_remote_code),
                 config.max_seq_len_override,
                 apply_chat_template=_flag(parameters, "apply_chat_template", is_demo(config, repository)),
                 exclude_input_in_output=_flag(parameters, "exclude_input_in_output", True),

@@ -38,6 +38,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "kv_events_topic": (5, None),
     "disable_pynccl": ("yes", 1, None),
     "dummy_weights": ("maybe", 0),
+    "model_impl": ("vllm", True),
     "trust_remote_code": ("no", 2),
     "idle_cpus": ("awake", True),
     "runner": ("vllm",),

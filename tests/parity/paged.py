@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -11,7 +12,8 @@ from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.layers.context import EagerContext
 from minisgl_backend.models.build import attention_spec, build_model
-from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.choose import load_model_config
+from minisgl_backend.models.fallback.build import build_fallback
 from minisgl_backend.tensor_parallel import TensorParallel
 from tests.specs import make_pool
 
@@ -29,9 +31,10 @@ class PagedModel:
         tp: TensorParallel | None = None,
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
+        model_impl: str = "native",
     ) -> None:
         tp = tp or TensorParallel.single()
-        config = ModelConfig.load(folder)
+        config = load_model_config(folder, model_impl)
         self.device = torch.device(device)
         self.spec = attention_spec(
             config,
@@ -42,7 +45,10 @@ class PagedModel:
             dtype=dtype,
             device=self.device,
         )
-        self.model = build_model(config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp)
+        if model_impl == "transformers":
+            self.model: Any = build_fallback(config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len)
+        else:
+            self.model = build_model(config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp)
         num_pages = max_rows * self.spec.max_pages_per_row
         self.pool = make_pool(self.spec, num_pages)
         self.model.bind_attention(self.spec, self.pool)

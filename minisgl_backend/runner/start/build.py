@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.pieces import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.graphs.whole import CudaGraphRunner, EagerGraphRunner, GraphRunner, graph_sizes
-from minisgl_backend.runner.model_runner import ModelRunner
+from minisgl_backend.runner.model_runner import Model, ModelRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.start.compiling import name_kernels
 from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
@@ -125,16 +126,7 @@ def _load(
     """All that does not depend on the number of pages, and what makes a runner with a given number of them; it takes
     the captures of ModelRunner, too."""
     config, dtype = runtime.config, getattr(torch, runtime.dtype)
-    model = build_model(
-        model_config,
-        runtime.model_dir,
-        dtype=dtype,
-        device=device,
-        max_seq_len=runtime.max_seq_len,
-        tp=tp,
-        dummy_weights=config.dummy_weights,
-        on_progress=progress.weights,
-    )
+    model = _build_model(runtime, model_config, device, tp, progress)
     spec = attention_spec(
         model_config,
         tp_size=tp.size,
@@ -176,6 +168,35 @@ def _load(
         )
 
     return spec, attention, runner_with
+
+
+def _build_model(
+    runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
+) -> Model:
+    config, dtype, max_seq_len = runtime.config, getattr(torch, runtime.dtype), runtime.max_seq_len
+    if model_config.implementation == "native":
+        return build_model(
+            model_config,
+            runtime.model_dir,
+            dtype=dtype,
+            device=device,
+            max_seq_len=max_seq_len,
+            tp=tp,
+            dummy_weights=config.dummy_weights,
+            on_progress=progress.weights,
+        )
+    from minisgl_backend.models.fallback.build import build_fallback  # imports transformers, which no family needs
+
+    return build_fallback(
+        model_config,
+        Path(runtime.model_dir),
+        dtype=dtype,
+        device=device,
+        max_seq_len=max_seq_len,
+        dummy_weights=config.dummy_weights,
+        trust_remote_code=config.trust_remote_code,
+        on_progress=progress.weights,
+    )
 
 
 def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: AttentionPair) -> tuple[int, ...]:

@@ -1,0 +1,65 @@
+"""Which code runs a model folder: a native family of this project, or transformers' own classes (`model_impl`)."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from pathlib import Path
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.json_files import read_json
+
+log = logging.getLogger(__name__)
+
+# Of another module, so that a native model needs neither torch nor transformers.
+_FALLBACK = "minisgl_backend.models.fallback.describe"
+
+
+def load_model_config(
+    model_dir: str | Path, model_impl: str = "auto", *, trust_remote_code: bool = False
+) -> ModelConfig:
+    """What a model folder says, for the implementation that `model_impl` asks for; auto prefers the native family.
+
+    Raises ConfigError naming what is not served, by which of the two and why.
+    """
+    folder = Path(model_dir)
+    if model_impl == "transformers":
+        return _through_transformers(folder, trust_remote_code)
+    try:
+        return ModelConfig.load(folder)
+    except ConfigError as error:
+        if model_impl == "native" or not _may_fall_back(folder):
+            raise
+        native = error
+    try:
+        config = _through_transformers(folder, trust_remote_code)
+    except ConfigError as error:
+        raise ConfigError(f"{native}. Nor does it run through transformers' code: {error}") from None
+    log.warning(
+        "%s runs through transformers' own code (model_impl), without this engine's kernels for norms, products and "
+        "experts, since no native family serves it: %s",
+        config.architecture,
+        native,
+    )
+    return config
+
+
+def _through_transformers(folder: Path, trust_remote_code: bool) -> ModelConfig:
+    try:
+        describe = importlib.import_module(_FALLBACK).describe
+    except ImportError as error:  # an old transformers, or none
+        raise ConfigError(f"model_impl is 'transformers', which cannot be imported here: {error}") from error
+    config: ModelConfig = describe(folder, trust_remote_code=trust_remote_code)
+    return config
+
+
+def _may_fall_back(folder: Path) -> bool:
+    """Whether it is worth the seconds that transformers takes: whatever it could not serve either is refused before."""
+    config = read_json(folder / "config.json")
+    refused = ("quantization_config", "compression_config", "is_encoder_decoder")
+    return (
+        isinstance(config.get("model_type"), str)
+        and not any(config.get(key) for key in refused)
+        and not (folder / "adapter_config.json").exists()
+    )

@@ -1,0 +1,143 @@
+"""Builds a model of transformers on its device, with the weights of its checkpoint."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PreTrainedModel
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.fallback import attention, describe
+from minisgl_backend.models.fallback.independence import mixes_tokens
+from minisgl_backend.models.fallback.module import TransformersCausalLM, base_name
+from minisgl_backend.models.fallback.probe import attention_calls, refusal
+from minisgl_backend.models.fallback.source import Source, UnservedError, find_source, reasons
+from minisgl_backend.models.json_files import read_json
+from minisgl_backend.process.progress import Progress
+from minisgl_backend.weights.shards import some
+
+log = logging.getLogger(__name__)
+
+# What checkpoints with encoders call the text model.
+_TEXT_NAMES = {r"^(model\.)?language_model\.(model\.)?(?!lm_head)": "model.", r"^language_model\.lm_head": "lm_head"}
+
+
+def build_fallback(
+    config: ModelConfig,
+    folder: Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_seq_len: int,
+    dummy_weights: bool = False,
+    trust_remote_code: bool = False,
+    on_progress: Progress | None = None,
+) -> TransformersCausalLM:
+    """Raises ConfigError naming tensors that are missing or of another shape than config.json says, or what the model
+    does that no batch allows."""
+    source = find_source(folder, read_json(folder / "config.json"), trust_remote_code=trust_remote_code)
+    probed = describe.build_on_meta(source, dtype)
+    base = base_name(probed)
+    if base is None or config.implementation != "transformers":
+        raise RuntimeError("describe() refuses such models")
+    sinks = [call.sinks for call in attention_calls(probed, getattr(probed, base))]
+    del probed
+    attention.register()
+    model = _load(source, None if dummy_weights else folder, dtype, device)
+    total = sum(parameter.nbytes for parameter in model.parameters())
+    if on_progress is not None:
+        on_progress(total, total)
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    _fix_rope(model, max_seq_len)
+    if mixes_tokens(model, getattr(model, base), config.vocab_size):
+        reason = UnservedError(
+            "mixes tokens outside of attention, so that sequences in a batch would change each other"
+        )
+        raise refusal(source.name, reason)
+    return TransformersCausalLM(model.eval(), base, sinks)
+
+
+def _load(source: Source, folder: Path | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    """`folder`: None: random weights, as transformers initialises them."""
+    transformers.utils.logging.disable_progress_bar()
+    options: dict[str, Any] = {}
+    if source.model_class._can_set_experts_implementation():
+        options["experts_implementation"] = "grouped_mm" if device.type == "cuda" else "eager"
+    if device.type != "cpu" and importlib.util.find_spec("accelerate") is not None:
+        options["device_map"] = {"": device}  # each tensor goes there once it is read
+    if source.is_part:
+        options["key_mapping"] = _TEXT_NAMES
+    if folder is None:
+        options["state_dict"] = {}
+        torch.manual_seed(0)
+    level = transformers.utils.logging.get_verbosity()
+    transformers.utils.logging.set_verbosity_error()  # what it reports of names is checked here
+    try:
+        with reasons(f"cannot load {source.name}"):
+            loaded: Any = source.model_class.from_pretrained(
+                folder and str(folder),
+                config=source.config,
+                dtype=dtype,
+                attn_implementation=attention.IMPLEMENTATION,
+                output_loading_info=True,
+                local_files_only=True,
+                use_safetensors=True,
+                **options,
+            )
+    finally:
+        transformers.utils.logging.set_verbosity(level)
+    model, report = loaded
+    if folder is not None:
+        _check_names(source, report)
+    moved: PreTrainedModel = model.to(device)
+    return moved
+
+
+def _check_names(source: Source, report: dict[str, Any]) -> None:
+    missing, unexpected = sorted(report["missing_keys"]), sorted(report["unexpected_keys"])
+    mismatched = sorted(str(one[0]) for one in report["mismatched_keys"])
+    if missing or mismatched:
+        what = "lacks" if missing else "has in another shape"
+        found = missing or mismatched
+        raise ConfigError(
+            f"the checkpoint {what} {len(found)} tensors that {source.name} with this config.json has: {some(found)}"
+        )
+    if unexpected and source.is_part:
+        log.warning("%d tensors of the checkpoint are of no use for text and left out", len(unexpected))
+    elif unexpected:
+        raise ConfigError(
+            f"the checkpoint has {len(unexpected)} tensors that {source.name} with this config.json does not have: "
+            f"{some(unexpected)}"
+        )
+
+
+def _fix_rope(model: Any, max_seq_len: int) -> None:
+    """Rope types whose frequencies transformers chooses in each pass, by the longest sequence in it, get those for the
+    longest sequence that is served: others in the batch must not change what a sequence gets."""
+    for module in model.modules():
+        rope_type = getattr(module, "rope_type", None)
+        if isinstance(rope_type, dict):
+            for layer_type, one in rope_type.items():
+                _fix_frequencies(module, one, f"{layer_type}_", module.config.rope_parameters[layer_type], max_seq_len)
+            module.rope_type = dict.fromkeys(rope_type, "default")
+        elif isinstance(rope_type, str) and hasattr(module, "inv_freq"):
+            _fix_frequencies(module, rope_type, "", getattr(module.config, "rope_parameters", None), max_seq_len)
+            module.rope_type = "default"
+
+
+def _fix_frequencies(module: Any, rope_type: str, prefix: str, parameters: Any, max_seq_len: int) -> None:
+    if rope_type != "longrope" or max_seq_len <= parameters["original_max_position_embeddings"]:
+        return
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    frequencies: torch.Tensor = getattr(module, f"{prefix}inv_freq")
+    layer_type = {"layer_type": prefix[:-1]} if prefix else {}
+    long, _ = ROPE_INIT_FUNCTIONS[rope_type](module.config, frequencies.device, seq_len=max_seq_len, **layer_type)
+    frequencies.copy_(long)

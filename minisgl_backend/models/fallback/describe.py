@@ -1,0 +1,161 @@
+"""A model folder as `ModelConfig`, for models that run through transformers' code."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.layers.config import AttentionConfig, LayerConfig, MlpConfig, NormConfig
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.end_tokens import end_tokens, read_end_of_text, token_ids
+from minisgl_backend.models.fallback.module import base_name, logits_head
+from minisgl_backend.models.fallback.probe import (
+    IMPLEMENTATION,
+    NUM_TOKENS,
+    OWN_ATTENTION,
+    Call,
+    attention_calls,
+    refusal,
+    register,
+)
+from minisgl_backend.models.fallback.source import Source, UnservedError, find_source, reasons
+from minisgl_backend.models.generation import GenerationDefaults
+from minisgl_backend.models.json_files import read_json, read_json_if_there
+from minisgl_backend.number_formats import DTYPES
+from minisgl_backend.weights.names import TensorNames
+
+# Where configs have the longest sequence, in tokens; the first that is there.
+_LENGTHS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length", "n_ctx")
+_ANY_LENGTH = 8192  # where a config has none
+# What checkpoints with encoders call the text model, and what it is called on its own.
+_TEXT_PREFIXES = (("language_model.model.", "model."), ("model.language_model.", "model."), ("language_model.", ""))
+
+
+def describe(folder: Path, *, trust_remote_code: bool = False) -> ModelConfig:
+    """Raises ConfigError naming what is not served and why. Needs config.json alone, no weights."""
+    config_json = read_json(folder / "config.json")
+    source = find_source(folder, config_json, trust_remote_code=trust_remote_code)
+    generation = read_json_if_there(folder / "generation_config.json") or {}
+    return describe_source(source, config_json, generation, read_end_of_text(folder))
+
+
+def describe_source(
+    source: Source, config_json: Mapping[str, Any], generation: Mapping[str, Any], tokenizer_eos: int | None = None
+) -> ModelConfig:
+    """The same of what was read."""
+    model = build_on_meta(source)
+    try:
+        base, calls, vocab_size, hidden_size = _probe(model)
+    except UnservedError as error:
+        raise refusal(source.name, error) from error
+    positions = _max_position(source.config)
+    mlp = MlpConfig(intermediate_size=_intermediate_size(getattr(model, base), calls, hidden_size, source.config))
+    described = ModelConfig(
+        architecture=source.name,
+        implementation="transformers",
+        vocab_size=vocab_size,
+        hidden_size=hidden_size,
+        layers=tuple(
+            LayerConfig(attention=_attention(call, positions), mlp=mlp, norm=NormConfig(eps=1e-6)) for call in calls
+        ),
+        norm=NormConfig(eps=1e-6),
+        max_position=positions,
+        tie_word_embeddings=bool(getattr(source.config, "tie_word_embeddings", False)),
+        dtype=_dtype(config_json, source.config),
+        eos_token_ids=end_tokens(config_json, generation, tokenizer_eos, vocab_size),
+        bos_token_id=next(iter(token_ids("config.json: bos_token_id", config_json.get("bos_token_id"))), None),
+        generation=GenerationDefaults.read(generation),
+        tensor_names=TensorNames(prefixes=_TEXT_PREFIXES if source.is_part else ()),
+    )
+    described.check()
+    return described
+
+
+def build_on_meta(source: Source, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """The modules without weights, for `probe`."""
+    register()
+    model_class, config = source.model_class, copy.deepcopy(source.config)
+    experts = {"experts_implementation": IMPLEMENTATION} if model_class._can_set_experts_implementation() else {}
+    with reasons(f"cannot build {source.name} from this config.json"), torch.device("meta"):
+        try:
+            model: PreTrainedModel = model_class._from_config(
+                config, attn_implementation=IMPLEMENTATION, dtype=dtype, **experts
+            )
+        except KeyError as error:
+            if error.args != (IMPLEMENTATION,):
+                raise
+            raise refusal(source.name, UnservedError(OWN_ATTENTION)) from error
+    return model.eval()
+
+
+def _probe(model: PreTrainedModel) -> tuple[str, list[Call], int, int]:
+    """The decoder's name, its calls of attention, sizes of the vocabulary and of hidden states."""
+    if getattr(model, "_is_stateful", False) or any(isinstance(one, nn.Conv1d) for one in model.modules()):
+        raise UnservedError("keeps another state than keys and values (it is recurrent)")
+    base = base_name(model)
+    if base is None:
+        raise UnservedError("has no decoder apart from its output projection")
+    with reasons(f"cannot run {type(model).__name__}"):
+        calls = attention_calls(model, getattr(model, base))
+        hidden_size = int(model.config.hidden_size)
+        hidden = torch.zeros(1, NUM_TOKENS, hidden_size, device="meta")
+        logits = logits_head(model, base)(inputs_embeds=hidden, use_cache=False).logits
+    return base, calls, logits.shape[-1], hidden_size
+
+
+def _attention(call: Call, max_position: int) -> AttentionConfig:
+    window = call.window if call.window is not None and call.window < max_position else None
+    return AttentionConfig(
+        num_q_heads=call.num_q_heads,
+        num_kv_heads=call.num_kv_heads,
+        head_dim=call.head_dim,
+        rope=None,  # the module rotates
+        window=window,
+        scale=call.scale,
+        soft_cap=call.soft_cap,
+        sinks=call.sinks is not None,
+    )
+
+
+def _max_position(config: PreTrainedConfig) -> int:
+    """The longest sequence in tokens: YaRN's factor makes it longer than max_position_embeddings."""
+    found = [value for name in _LENGTHS if isinstance(value := getattr(config, name, None), int) and value > 0]
+    longest = found[0] if found else _ANY_LENGTH
+    rope = getattr(config, "rope_parameters", None) or {}
+    if isinstance(rope, dict) and rope.get("rope_type") == "yarn" and rope.get("original_max_position_embeddings"):
+        longest = max(longest, int(rope["factor"] * rope["original_max_position_embeddings"]))
+    return longest
+
+
+def _dtype(config_json: Mapping[str, Any], config: PreTrainedConfig) -> str:
+    saved = config_json.get("dtype") or config_json.get("torch_dtype") or config.dtype or "float32"
+    name = str(saved).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ConfigError(f"config.json: dtype is {name!r}; allowed: {', '.join(DTYPES)}")
+    return name
+
+
+def _intermediate_size(base: nn.Module, calls: list[Call], hidden_size: int, config: PreTrainedConfig) -> int:
+    """Of gated MLPs with as many weights for each token as the layers have besides attention."""
+    embeddings = {id(module.weight) for module in base.modules() if isinstance(module, nn.Embedding)}
+    weights = sum(
+        parameter.numel() * (_share_of_experts(config, parameter.shape[0]) if parameter.dim() == 3 else 1)
+        for parameter in base.parameters()
+        if parameter.dim() >= 2 and id(parameter) not in embeddings
+    )
+    heads = sum(2 * (call.num_q_heads + call.num_kv_heads) * call.head_dim for call in calls)
+    return max(1, int(weights / hidden_size - heads) // (3 * len(calls)))
+
+
+def _share_of_experts(config: PreTrainedConfig, num_experts: int) -> float:
+    """Of those that a layer has, how many a token takes."""
+    names = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk", "moe_k")
+    taken = next((value for name in names if isinstance(value := getattr(config, name, None), int)), num_experts)
+    return min(1.0, taken / num_experts)

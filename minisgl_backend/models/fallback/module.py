@@ -1,0 +1,95 @@
+"""A CausalLM of transformers as the runner knows models: one ragged batch in, hidden states and logits out."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.models.fallback.attention import AttentionCalls
+
+
+class _Output(MoeModelOutputWithPast):
+    """Whatever else a class may ask its decoder for is None."""
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+class _Hidden(nn.Module):
+    """Takes the decoder's place where only the output projection is to run: gives back what it gets."""
+
+    @property
+    def decoder(self) -> _Hidden:
+        """OPT's decoder is within its model."""
+        return self
+
+    def forward(self, *_: Any, inputs_embeds: torch.Tensor | None = None, **__: Any) -> _Output:
+        return _Output(last_hidden_state=inputs_embeds)
+
+
+def base_name(model: PreTrainedModel) -> str | None:
+    """The name of the decoder in `model`, which computes hidden states; None: it has none."""
+    for name in (model.base_model_prefix, "model", "transformer"):
+        if isinstance(getattr(model, name, None) if name else None, nn.Module):
+            return name
+    return None
+
+
+def logits_head(model: PreTrainedModel, base: str) -> PreTrainedModel:
+    """The same model, with the same parameters, without its decoder: from `inputs_embeds`, which are hidden states, to
+    logits, with all that its class does to them."""
+    head = copy.copy(model)
+    head.__dict__["_modules"] = {**model._modules, base: _Hidden()}
+    return head
+
+
+class TransformersCausalLM(nn.Module):
+    """All tokens of a step are one row of transformers' batch, with positions; attention alone knows sequences."""
+
+    def __init__(self, model: PreTrainedModel, base: str, sinks: Sequence[str | None]) -> None:
+        """`base`: the name of the decoder in `model`; sinks: by call of attention, the parameter that holds them."""
+        super().__init__()
+        self.model = model
+        self._base: nn.Module = getattr(model, base)
+        self._head = (logits_head(model, base),)  # in a tuple: its parameters are the model's
+        self._calls = AttentionCalls(model)
+        self._sinks = tuple(sinks)
+
+    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """input_ids and positions int [num_tokens] -> hidden states after the final norm, at `ctx.logits_indices`."""
+        self._calls.begin(ctx)
+        outputs = self._base(
+            input_ids=input_ids[None].long(), position_ids=positions[None].long(), use_cache=False, return_dict=True
+        )
+        hidden: torch.Tensor = outputs[0][0]
+        return hidden if ctx.logits_indices is None else hidden[ctx.logits_indices]
+
+    def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
+        """From now on attention reads and writes this pool."""
+        layers = []
+        for index, name in enumerate(self._sinks):
+            sinks = None if name is None else self.model.get_parameter(name).detach().float().flatten()
+            layers.append(spec.layer(index, pool.layer(index), sinks))
+        self._calls.bind(layers)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """hidden [num_sampled, hidden_size] -> [num_sampled, vocab_size]."""
+        logits: torch.Tensor = self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
+        return logits
+
+    def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As `logits`."""
+        return self.logits(hidden)
+
+    def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
+        """Products are torch's: there are no kernels to choose."""

@@ -1,0 +1,195 @@
+"""What a model of transformers asks of attention, seen in a forward pass on the meta device, which computes nothing.
+
+Config keys would not tell: each modeling file reads its own, and passes scale, window, soft cap and sinks as it likes.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.fallback.source import UnservedError
+
+IMPLEMENTATION = "minisgl_probe"
+NUM_TOKENS = 5
+OWN_ATTENTION = "computes attention itself, outside of transformers' attention interface"
+_OWN_MASK = "masks attention in a way of its own"
+_SEEN = 1 << 17  # positions over which a mask is looked at: longer windows are taken for none
+_PATTERN, _KEY = "_minisgl_pattern", "_minisgl_recorder"  # attributes of masks and modules
+
+# Of the options that attention functions get, those that change nothing of what is computed here.
+_WITHOUT_EFFECT = frozenset(
+    "position_ids use_cache output_attentions output_hidden_states output_router_logits is_causal cache_position "
+    "deterministic target_dtype token_type_ids return_dict".split()
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of attention in a forward pass."""
+
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int  # of queries and keys
+    window: int | None
+    scale: float
+    soft_cap: float | None
+    sinks: str | None  # the parameter that holds them, by its name in the model
+
+
+@dataclass(frozen=True)
+class _Pattern:
+    """What a mask lets a token see."""
+
+    window: int | None
+
+
+class _Recorder:
+    def __init__(self, model: nn.Module) -> None:
+        self.calls: list[Call] = []
+        self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
+        for module in model.modules():
+            setattr(module, _KEY, self)
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        softcap: float | None = None,
+        s_aux: torch.Tensor | None = None,
+        dropout: float = 0.0,
+        **options: Any,
+    ) -> tuple[torch.Tensor, None]:
+        others = sorted(name for name, given in options.items() if given is not None and name not in _WITHOUT_EFFECT)
+        if others:
+            raise UnservedError(f"passes {', '.join(others)} to attention")
+        if options.get("is_causal") is False or getattr(module, "is_causal", True) is False:
+            raise UnservedError("attends to later tokens (it is no decoder)")
+        if dropout:
+            raise UnservedError("drops attention out")
+        if isinstance(scaling, torch.Tensor):
+            raise UnservedError("computes the scale of attention anew in each step")
+        if query.shape[0] != 1 or key.shape[2] != query.shape[2]:
+            raise UnservedError("attends to keys that are not those of its tokens")
+        if value.shape[1] != key.shape[1] or value.shape[-1] > key.shape[-1] or query.shape[-1] != key.shape[-1]:
+            raise UnservedError("has values of another shape than its keys")
+        head_dim = query.shape[-1]
+        self.calls.append(
+            Call(
+                num_q_heads=query.shape[1],
+                num_kv_heads=key.shape[1],
+                head_dim=head_dim,
+                window=_window(attention_mask, sliding_window),
+                scale=float(scaling if scaling is not None else head_dim**-0.5),
+                soft_cap=float(softcap) if softcap else None,
+                sinks=self._sinks(s_aux, query.shape[1]),
+            )
+        )
+        _, heads, tokens, _ = query.shape
+        return query.new_zeros(1, tokens, heads, value.shape[-1]), None
+
+    def _sinks(self, sinks: torch.Tensor | None, num_q_heads: int) -> str | None:
+        if sinks is None:
+            return None
+        name = self._parameters.get(id(sinks))
+        if name is None or sinks.numel() != num_q_heads:
+            raise UnservedError("computes attention sinks anew in each step")
+        return name
+
+
+def _window(mask: torch.Tensor | None, sliding_window: int | None) -> int | None:
+    """What the mask says counts, as in transformers' own attention: the option is for kernels without masks."""
+    if mask is None:
+        return sliding_window
+    pattern: _Pattern | None = getattr(mask, _PATTERN, None)
+    if pattern is None:
+        raise UnservedError(_OWN_MASK)
+    return pattern.window
+
+
+def _mask(*, q_length: int, kv_length: int, mask_function: Any, device: torch.device, **_: Any) -> torch.Tensor:
+    """Stands for a mask and says what it lets a token see."""
+    mask = torch.zeros(1, 1, q_length, kv_length, device=device)
+    setattr(mask, _PATTERN, _Pattern(_pattern_window(mask_function)))
+    return mask
+
+
+def _pattern_window(mask_function: Any) -> int | None:
+    zero, positions = torch.tensor(0), torch.arange(_SEEN)
+    sizes = set()
+    for position in (_SEEN - 1, _SEEN * 5 // 8 + 3):
+        try:
+            seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(position), positions)).expand(_SEEN)
+        except (NotImplementedError, RuntimeError) as error:  # it is made from values, as where each chunk begins
+            raise UnservedError(f"{_OWN_MASK}, as in chunks") from error
+        size = int(seen.sum())
+        if bool(seen[position + 1 :].any()):
+            raise UnservedError("attends to later tokens (it is no decoder)")
+        if not bool(seen[position + 1 - size : position + 1].all()):
+            raise UnservedError(_OWN_MASK)
+        sizes.add(None if size == position + 1 else size)
+    if len(sizes) > 1:
+        raise UnservedError("attends in chunks")
+    return sizes.pop()
+
+
+def attention_calls(model: nn.Module, base: nn.Module) -> list[Call]:
+    """In the order of a forward pass. `model` is on the meta device, with IMPLEMENTATION for attention and experts.
+
+    Raises UnservedError for what the engine cannot do for it.
+    """
+    recorder = _Recorder(model)
+    accepted = inspect.signature(base.forward).parameters
+    if "position_ids" not in accepted:
+        raise UnservedError("takes no position_ids")
+    tokens = torch.zeros(1, NUM_TOKENS, dtype=torch.long, device="meta")
+    inputs: Mapping[str, Any] = {
+        "position_ids": tokens,
+        "attention_mask": torch.ones_like(tokens),  # without one, transformers looks for packed sequences
+        "use_cache": False,
+    }
+    with torch.inference_mode():
+        try:
+            base(input_ids=tokens, **{name: given for name, given in inputs.items() if name in accepted})
+        except (NotImplementedError, RuntimeError) as error:
+            if "meta" not in str(error):
+                raise
+            raise UnservedError("looks at values of tensors on its way, as of what each expert gets") from error
+    if not recorder.calls:
+        raise UnservedError(OWN_ATTENTION)
+    return recorder.calls
+
+
+def _attend(module: nn.Module, *args: Any, **options: Any) -> tuple[torch.Tensor, None]:
+    recorder: _Recorder = getattr(module, _KEY)
+    return recorder.attend(module, *args, **options)
+
+
+def _experts(module: nn.Module, hidden: torch.Tensor, *_: Any) -> torch.Tensor:
+    return torch.zeros_like(hidden)
+
+
+def register() -> None:
+    """Makes IMPLEMENTATION known to transformers."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, _mask)
+    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, _experts)
+
+
+def refusal(architecture: str, error: UnservedError) -> ConfigError:
+    """For a model that the engine cannot run through transformers."""
+    return ConfigError(f"config.json: {architecture} is not served through transformers' code: it {error}")

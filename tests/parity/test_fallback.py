@@ -1,0 +1,108 @@
+"""Types of transformers that run through its own code: logits of tiny random checkpoints against transformers, float32.
+
+Prompts cross chunks, pages and windows (24 tokens), one continues from a cached prefix, decode runs beside prefill.
+"""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from minisgl_backend import LLM
+from tests.parity.checkpoints import save_tokenizer
+from tests.parity.decoder_types import SERVED, VOCAB_SIZE, save_type
+from tests.parity.paged import PagedModel
+
+TOLERANCE = 1e-4  # of the largest logit
+# Learned positions; values narrower than keys; sinks and windows; multipliers, parallel blocks and NoPE layers; soft
+# caps, natively served; two attentions a layer.
+EVERY_RUN = ("gpt2", "deepseek_v3", "gpt_oss", "cohere2", "gemma2", "diffllama")
+
+
+class Reference:
+    """A checkpoint in transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        model_class: Any = transformers.AutoModelForCausalLM
+        self.model = model_class.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+
+    @torch.inference_mode()
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """[len(tokens), vocab_size]."""
+        logits: torch.Tensor = self.model(torch.tensor([tokens])).logits[0].float()
+        return logits
+
+    def check(self, logits: torch.Tensor, tokens: list[int]) -> None:
+        """`logits` are those of the last of `tokens`."""
+        expected = self.logits(tokens)[-len(logits) :]
+        assert logits.shape == expected.shape
+        assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
+
+
+def _tokens(count: int, seed: int) -> list[int]:
+    generator = random.Random(seed)
+    return [generator.randrange(3, VOCAB_SIZE) for _ in range(count)]
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [pytest.param(name, marks=[] if name in EVERY_RUN else [pytest.mark.full]) for name in sorted(SERVED)],
+)
+def test_logits(model_type: str, tmp_path: Path) -> None:
+    save_type(model_type, tmp_path)
+    reference = Reference(tmp_path)
+    paged = PagedModel(tmp_path, page_size=16, model_impl="transformers")
+    prompts = {1: _tokens(100, 4), 2: _tokens(60, 5)}
+    for begin, end in ((0, 33), (33, 34), (34, 60), (60, 100)):  # chunks
+        chunks = {row: tokens[begin:end] for row, tokens in prompts.items() if begin < len(tokens)}
+        for row, logits in paged.step(chunks, {}).items():
+            reference.check(logits, prompts[row][:end])
+    paged.share_prefix(1, 4, num_pages=4)
+    steps: list[tuple[dict[int, list[int]], dict[int, int]]] = [
+        ({4: _tokens(30, 6)}, {1: 7, 2: 8}),  # a cached prefix beside decode
+        ({}, {4: 9, 1: 10, 2: 11}),
+    ]
+    for prefill, decode in steps:
+        for row, logits in paged.step(prefill, decode).items():
+            reference.check(logits, paged.tokens[row])
+
+
+@torch.inference_mode()
+def _greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], list[float]]:
+    """The most likely continuation with its log-probabilities."""
+    tokens: list[int] = []
+    found: list[float] = []
+    for _ in range(count):
+        logprobs = model(torch.tensor([prompt + tokens])).logits[0, -1].float().log_softmax(-1)
+        tokens.append(int(logprobs.argmax()))
+        found.append(float(logprobs[tokens[-1]]))
+    return tokens, found
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    ["cohere2", *[pytest.param(name, marks=pytest.mark.full) for name in sorted(SERVED) if name != "cohere2"]],
+)
+def test_the_whole_engine(model_type: str, tmp_path: Path) -> None:
+    """Greedy tokens and log-probabilities with chunked prefill, a prefix cache, and too few pages for all sequences at
+    once, so that some are preempted."""
+    save_type(model_type, tmp_path)
+    save_tokenizer(tmp_path)
+    reference, count = Reference(tmp_path).model, 16
+    shared = _tokens(40, 1)
+    prompts = [_tokens(5, 2), shared + _tokens(20, 3), shared + _tokens(60, 4), _tokens(90, 5)]
+    expected = [_greedy(reference, prompt, count) for prompt in prompts]
+    limits: dict[str, Any] = {"page_size": 16, "num_pages": 14, "max_running_requests": 4, "max_seq_len_override": 128}
+    chunks: dict[str, Any] = {"max_prefill_length": 24, "mixed_prefill_length": 8}
+    with LLM(str(tmp_path), dtype="float32", model_impl="transformers", **limits, **chunks) as llm:
+        for _ in range(2):  # again with every prompt cached
+            outputs = llm.generate(prompts, temperature=0.0, max_tokens=count, ignore_eos=True, logprobs=1)
+            assert [output.token_ids for output in outputs] == [tokens for tokens, _ in expected]
+            for output, (_, wanted) in zip(outputs, expected, strict=True):
+                assert output.logprobs is not None
+                assert [one.logprob for one in output.logprobs] == pytest.approx(wanted, abs=1e-3)

@@ -1,0 +1,120 @@
+"""`model_impl`: which code runs a folder, and how what neither runs is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.choose import load_model_config
+from tests.parity.decoder_types import small_config
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "eos_token_id": 2,
+}
+
+
+def _folder(path: Path, config: dict[str, Any]) -> Path:
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
+def _of_type(path: Path, model_type: str, architecture: str, **changes: Any) -> Path:
+    config = small_config(model_type, **changes)
+    config.architectures = [architecture]
+    config.save_pretrained(path)
+    return path
+
+
+def test_native_is_preferred_and_needs_no_torch(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, LLAMA)
+    program = (
+        "import sys; from minisgl_backend.models.choose import load_model_config; "
+        f"print(load_model_config({str(folder)!r}).implementation, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["native", "False"]
+
+
+def test_native_families_run_through_transformers_where_asked(tmp_path: Path) -> None:
+    config = load_model_config(_folder(tmp_path, LLAMA), "transformers")
+    assert (config.implementation, config.num_layers, config.head_dim, config.max_position) == (
+        "transformers",
+        2,
+        8,
+        128,
+    )
+    with pytest.raises(ConfigError, match="tp is 2; allowed: 1 for LlamaForCausalLM, which runs through transformers"):
+        config.check_tensor_parallel(2)
+
+
+def test_auto_falls_back_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = _of_type(tmp_path, "cohere2", "Cohere2ForCausalLM")
+    with caplog.at_level(logging.WARNING):
+        config = load_model_config(folder)
+    assert config.implementation == "transformers"
+    assert [layer.attention.window for layer in config.layers] == [24, 24, 24]
+    assert "Cohere2ForCausalLM runs through transformers' own code" in caplog.text
+    assert "architectures is" in caplog.text
+    with pytest.raises(ConfigError, match="architectures"):
+        load_model_config(folder, "native")
+
+
+def test_what_neither_serves_is_refused_with_both_reasons(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, {**LLAMA, "architectures": ["NoSuchForCausalLM"], "model_type": "no_such"})
+    with pytest.raises(
+        ConfigError, match=r'NoSuch.*Nor .*model_type is "no_such", which transformers .* does not have'
+    ):
+        load_model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture", "reason"),
+    [
+        ("bloom", "BloomForCausalLM", "takes no position_ids"),
+        ("bert", "BertLMHeadModel", r"attends to later tokens \(it is no decoder\)"),
+        ("mamba", "MambaForCausalLM", "keep another state than keys and values"),
+        ("doge", "DogeForCausalLM", "masks attention in a way of its own"),
+        ("bart", "BartForCausalLM", "is_encoder_decoder is true"),
+        (
+            "openai-gpt",
+            "OpenAIGPTLMHeadModel",
+            "computes attention itself, outside of transformers' attention interface",
+        ),
+        ("llama4_text", "Llama4ForCausalLM", "masks attention in a way of its own, as in chunks"),
+        ("falcon", "FalconForCausalLM", "computes attention itself, outside of transformers' attention interface"),
+    ],
+)
+def test_what_the_engine_cannot_do_is_refused_by_name(
+    model_type: str, architecture: str, reason: str, tmp_path: Path
+) -> None:
+    folder = _of_type(tmp_path, model_type, architecture)
+    with pytest.raises(ConfigError, match=reason):
+        load_model_config(folder, "transformers")
+
+
+def test_code_of_a_folder_needs_consent(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, {**LLAMA, "model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig"}})
+    with pytest.raises(ConfigError, match="Python code for it, which runs with trust_remote_code"):
+        load_model_config(folder, "transformers")
+
+
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
+    folder = _folder(tmp_path, {**LLAMA, "quantization_config": {"quant_method": "awq", "bits": 4}})
+    with pytest.raises(ConfigError, match=r"quantization_config is .*awq"):
+        load_model_config(folder, "transformers")
