@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from minisgl_backend.models.fallback.probe import (
 from minisgl_backend.models.fallback.source import Source, UnservedError, find_source, reasons
 from minisgl_backend.models.generation import GenerationDefaults
 from minisgl_backend.models.json_files import read_json, read_json_if_there
+from minisgl_backend.models.pooling import EmbeddingDefaults
 from minisgl_backend.number_formats import DTYPES
 from minisgl_backend.weights.names import TensorNames
 
@@ -43,7 +45,8 @@ def describe(folder: Path, *, trust_remote_code: bool = False) -> ModelConfig:
     config_json = read_json(folder / "config.json")
     source = find_source(folder, config_json, trust_remote_code=trust_remote_code)
     generation = read_json_if_there(folder / "generation_config.json") or {}
-    return describe_source(source, config_json, generation, read_end_of_text(folder))
+    described = describe_source(source, config_json, generation, read_end_of_text(folder))
+    return dataclasses.replace(described, embedding=EmbeddingDefaults.load(folder))
 
 
 def describe_source(

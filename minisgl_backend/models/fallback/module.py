@@ -87,6 +87,10 @@ class TransformersCausalLM(nn.Module):
         logits: torch.Tensor = self._head[0](inputs_embeds=hidden[None], use_cache=False).logits[0]
         return logits
 
+    def scores(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Classifiers are none of transformers' causal language models."""
+        raise RuntimeError("a request for scores is refused where there is no head")
+
     def decode_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """As `logits`."""
         return self.logits(hidden)

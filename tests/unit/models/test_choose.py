@@ -64,12 +64,12 @@ def test_native_families_run_through_transformers_where_asked(tmp_path: Path) ->
 
 
 def test_auto_falls_back_and_says_why(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    folder = _of_type(tmp_path, "cohere2", "Cohere2ForCausalLM")
+    folder = _of_type(tmp_path, "modernbert-decoder", "ModernBertDecoderForCausalLM")
     with caplog.at_level(logging.WARNING):
         config = load_model_config(folder)
     assert config.implementation == "transformers"
-    assert [layer.attention.window for layer in config.layers] == [24, 24, 24]
-    assert "Cohere2ForCausalLM runs through transformers' own code" in caplog.text
+    assert len({layer.attention.window for layer in config.layers}) == 2
+    assert "ModernBertDecoderForCausalLM runs through transformers' own code" in caplog.text
     assert "architectures is" in caplog.text
     with pytest.raises(ConfigError, match="architectures"):
         load_model_config(folder, "native")
