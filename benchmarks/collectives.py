@@ -83,12 +83,14 @@ def _ends(tp: TensorParallel, device: torch.device, hidden: int, vocab: int) -> 
     from minisgl_backend.kernels.triton_ops import TritonOps
     from minisgl_backend.layers.embedding import ParallelLMHead
     from minisgl_backend.layers.weights import LayerContext
+    from minisgl_backend.weights.methods import WeightMethods
 
     ops = TritonOps(device)
-    place = LayerContext(device=device, dtype=torch.bfloat16, ops=ops, tp=tp)
+    methods = WeightMethods.all_plain(ops, dtype=torch.bfloat16, device=device)
+    place = LayerContext(device=device, dtype=torch.bfloat16, ops=ops, tp=tp, methods=methods)
     head = ParallelLMHead(vocab, hidden, "lm_head", place, None)
-    head.weight.data.normal_(0.0, 0.02)
-    ops.prepare_linear([head.weight], LOGITS_ROWS)
+    head.method.weight.data.normal_(0.0, 0.02)
+    head.method.prepare([head.method], LOGITS_ROWS)
     tp.share_logits(max(LOGITS_ROWS), vocab, torch.bfloat16)
     shares = tp.logits_columns(1, 0, 1) is not None
     results = {}
@@ -97,7 +99,7 @@ def _ends(tp: TensorParallel, device: torch.device, hidden: int, vocab: int) -> 
         tokens = torch.zeros(2, count, dtype=torch.int32, device=device)
 
         def product(x: torch.Tensor = x) -> None:
-            ops.linear(x, head.weight)
+            head.method.apply_weights(x)
 
         def by_nccl(x: torch.Tensor = x, tokens: torch.Tensor = tokens) -> None:
             head(x)

@@ -17,18 +17,19 @@ from minisgl_backend.kernels.attention.decode import (
 )
 from minisgl_backend.kernels.linear.small_rows import MAX_ROWS
 from minisgl_backend.kernels.sampling.launch import SamplingWorkspace, sample_plain
-from minisgl_backend.kernels.triton_ops import LARGEST_OUT, TritonOps
+from minisgl_backend.kernels.triton_ops import LARGEST_OUT, TritonOps, TritonPlainKernels
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.sampling.params import encode_params
 
 
-class PolicyOps(TritonOps):
-    """TritonOps with another rule for which products take the small kernels."""
+class PolicyKernels(TritonPlainKernels):
+    """TritonPlainKernels with another rule for which products take the small kernels."""
 
     def __init__(self, policy: str, pdl: bool) -> None:
-        super().__init__(torch.device("cuda"), ChainShape.hidden)
+        ops = TritonOps(torch.device("cuda"), ChainShape.hidden)
+        ops.has_pdl = pdl
+        super().__init__(ops, torch.device("cuda"))
         self._policy = policy
-        self.pdl = pdl
 
     def _is_small(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool, normed: bool
@@ -89,14 +90,15 @@ class Chain:
         line = torch.from_numpy(encode_params(SamplingParams(temperature=0.6, seed=1), shape.vocab).copy())
         self.params = line.repeat(batch, 1).to(device)
 
-    def step(self, ops: TritonOps) -> torch.Tensor:
+    def step(self, plain: TritonPlainKernels) -> torch.Tensor:
         """The sampled tokens."""
-        pdl = ops.pdl and self.batch <= 64
+        ops = plain.ops
+        pdl = ops.has_pdl and self.batch <= 64
         cut = decode_shape(self.batch, self.shape.kv_heads, self.shape.heads // self.shape.kv_heads)
         x = self.x.clone()  # products add to the residual in place
         for layer, (qkv_weight, o_weight, gate_up_weight, down_weight) in enumerate(self.stack):
             k, v = self.pool[layer]
-            qkv = ops.linear(x, qkv_weight, norm_weight=self.norm, eps=1e-6)
+            qkv = plain.linear(x, qkv_weight, norm_weight=self.norm, eps=1e-6)
             norm, scale = self.head_norm, self.shape.dim**-0.5
             where = (k, v, self.rows, self.lengths, self.table, self.attention, cut, scale)
             if rotation_pays(self.batch, self.shape.kv_heads):
@@ -106,10 +108,10 @@ class Chain:
                     qkv, norm, norm, self.cos_sin, self.positions, self.slots, k, v, self.shape.heads, 1e-6
                 )  # fmt: skip
                 attended = decode_attention(q, *where, None, pdl)
-            x = ops.linear(attended.flatten(1), o_weight, residual=x)
-            gated = ops.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, activation="silu")
-            x = ops.linear(gated, down_weight, residual=x)
-        logits = ops.linear(ops.rms_norm(x, self.norm, 1e-6), self.lm_head)
+            x = plain.linear(attended.flatten(1), o_weight, residual=x)
+            gated = plain.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, activation="silu")
+            x = plain.linear(gated, down_weight, residual=x)
+        logits = plain.linear(ops.rms_norm(x, self.norm, 1e-6), self.lm_head)
         return sample_plain(logits, self.rows, self.positions, self.params, self.sampling, pdl)
 
 
@@ -120,7 +122,7 @@ def bench_chain(results: dict[str, dict], profile: bool) -> None:
         for policy, pdl in (("cublas", False), ("rule", False), ("rule", True), ("all", True)):
             if policy == "all" and batch > 64:
                 continue
-            step = functools.partial(chain.step, PolicyOps(policy, pdl))
+            step = functools.partial(chain.step, PolicyKernels(policy, pdl))
             us = time_graph([step])
             key = f"chain 0.6B batch {batch} {policy} pdl {int(pdl)}"
             results[key] = {"ms": round(us / 1000, 3)}

@@ -13,7 +13,7 @@ import triton
 
 from benchmarks.kernels.timing import Timer, random_weights, time_graph
 from minisgl_backend.kernels.linear.small_rows import LinearShape, LinearWorkspace, linear, linear_shape
-from minisgl_backend.kernels.triton_ops import TritonOps
+from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
 # (name, size_out, size_in, norm, residual, gated) of one decoder layer
 QWEN3_06B = [
@@ -97,7 +97,7 @@ def bench_linear(results: dict[str, dict], tune: bool, timer: Timer) -> None:
 def bench_shards(results: dict[str, dict]) -> None:
     """The products of QWEN3_32B_SHARDS, without norm and residual: as they are chosen, by our kernel, by cuBLAS."""
     device = torch.device("cuda")
-    ops, workspace = TritonOps(device), LinearWorkspace(device)
+    ops, workspace = TritonPlainKernels(TritonOps(device), device), LinearWorkspace(device)
     rows_of = (1, 2, 4, 8, 16, 24, 32, 64)
     for name, size_out, size_in, gated in QWEN3_32B_SHARDS:
         weight_rows = size_out * (2 if gated else 1)
@@ -129,7 +129,8 @@ def bench_moe(results: dict[str, dict]) -> None:
     TB/s counts the weights of all experts that are picked.
     """
     experts, k, hidden, size = 128, 8, 2048, 768
-    ops = TritonOps(torch.device("cuda"))
+    device = torch.device("cuda")
+    ops = TritonPlainKernels(TritonOps(device), device)
     router = torch.randn(experts, hidden, device="cuda").bfloat16() * 0.05
     norm = torch.ones(hidden, device="cuda").bfloat16()
     weights = (random_weights(experts, 2 * size, hidden), random_weights(experts, hidden, size))

@@ -1,4 +1,4 @@
-"""Which implementation of `Ops` a device gets: the one place that knows them all."""
+"""Which implementation of `Ops` and of `PlainKernels` a device gets: the one place that knows them all."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import importlib.util
 import torch
 
 from minisgl_backend.kernels.cpu.library import cpu_library
-from minisgl_backend.kernels.cpu.ops import CpuOps
+from minisgl_backend.kernels.cpu.ops import CpuOps, CpuPlainKernels
 from minisgl_backend.kernels.ops import Ops
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
 
 def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mixture: bool = False) -> Ops:
@@ -26,8 +27,20 @@ def select_ops(device: torch.device, hidden_size: int, dtype: torch.dtype, is_mi
     return TorchOps()
 
 
+def select_plain_kernels(ops: Ops, device: torch.device) -> PlainKernels:
+    """Those that go with the `Ops` of a device."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+
+        if isinstance(ops, TritonOps):
+            return TritonPlainKernels(ops, device)
+    if isinstance(ops, CpuOps):
+        return CpuPlainKernels(ops)
+    return TorchPlainKernels(ops)
+
+
 def mixture_token_counts(device: torch.device, num_experts: int, experts_per_token: int) -> tuple[int, ...]:
-    """From each of these numbers of tokens on, `Ops.mixture` launches kernels that fewer tokens did not need."""
+    """From each of these numbers of tokens on, a mixture of experts launches kernels that fewer tokens did not need."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return ()
     from minisgl_backend.kernels.moe.grouped import token_counts

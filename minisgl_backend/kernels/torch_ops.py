@@ -1,4 +1,5 @@
-"""Every function of `Ops` in plain torch, for any device: what CPU serving runs and what kernels are tested against."""
+"""Every function of `Ops` and of `PlainKernels` in plain torch, for any device: what CPU serving runs and what kernels
+are tested against."""
 
 from __future__ import annotations
 
@@ -6,30 +7,12 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kv.layout import ONE, KVScales
 
 
 class TorchOps(Ops):
-    """The contracts are those of `Ops`. `moe` synchronises with the device unless `has_grouped_products`."""
-
-    def linear(
-        self,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        bias: torch.Tensor | None = None,
-        residual: torch.Tensor | None = None,
-        activation: str | None = None,
-    ) -> torch.Tensor:
-        if norm_weight is not None:
-            x = self.rms_norm(x, norm_weight, eps)
-        if residual is None:
-            out = F.linear(x, weight, bias)
-            return out if activation is None else activate_mul(out, activation)
-        out = torch.addmm(residual, x, weight.t())
-        return out if bias is None else out + bias
+    """The contracts are those of `Ops`."""
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
@@ -71,6 +54,29 @@ class TorchOps(Ops):
         store_tokens(k_cache, k, slots, scales.k)
         store_tokens(v_cache, v, slots, scales.v)
         return q
+
+
+class TorchPlainKernels(PlainKernels):
+    """The contracts are those of `PlainKernels`. `moe` synchronises with the device unless `has_grouped_products`."""
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        if norm_weight is not None:
+            x = self.ops.rms_norm(x, norm_weight, eps)
+        if residual is None:
+            out = F.linear(x, weight, bias)
+            return out if activation is None else activate_mul(out, activation)
+        out = torch.addmm(residual, x, weight.t())
+        return out if bias is None else out + bias
 
     def route(
         self, logits: torch.Tensor, experts_per_token: int, renormalize: bool

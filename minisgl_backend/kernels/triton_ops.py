@@ -1,4 +1,4 @@
-"""`Ops` on a GPU: Triton-language kernels where they beat a chain of library calls, cuBLAS elsewhere.
+"""`Ops` and `PlainKernels` on a GPU: the Triton language where it beats a chain of library calls, cuBLAS elsewhere.
 
 Which GEMM takes which kernel was measured on an H200 with benchmarks/kernels; with which algorithm cuBLAS does it is
 measured at start, for the row counts of decode steps and for some of prompts.
@@ -22,7 +22,7 @@ from minisgl_backend.kernels.moe import few_tokens as moe_few
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.moe import one_token as moe_one
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.layout import ONE, KVScales
 
 # Numbers of a gated weight from which on our kernel, with the activation but without the norm, is faster than two.
@@ -33,17 +33,57 @@ LEAST_VOCABULARY_IN = 2048  # inputs of a GEMM with a vocabulary, one row, that 
 
 
 class TritonOps(TorchOps):
-    """The contracts are those of `Ops`. One object a device: it owns the workspace of split GEMMs."""
+    """The contracts are those of `Ops`."""
 
     def __init__(self, device: torch.device, hidden_size: int | None = None) -> None:
         """`hidden_size`: of a dense model that is to be computed, where it is known: small ones are launched otherwise,
         see carveout.py."""
-        properties = torch.cuda.get_device_properties(device)
-        self.pdl = properties.major >= 9
-        self._num_sms = properties.multi_processor_count
-        self._has_room = shared_memory(device) >= LARGEST
-        if self.pdl and hidden_size is not None and hidden_size <= LARGEST_HIDDEN:
+        self.has_pdl = torch.cuda.get_device_properties(device).major >= 9
+        if self.has_pdl and hidden_size is not None and hidden_size <= LARGEST_HIDDEN:
             prefer_shared_memory()
+
+    def pdl(self, x: torch.Tensor) -> bool:
+        """At large batch a kernel that starts early takes room from the one that still runs."""
+        return self.has_pdl and x.shape[0] <= small_linear.MAX_ROWS
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return fused.rms_norm(x, weight, eps, self.pdl(x), out)
+
+    def add_norm(
+        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
+    ) -> torch.Tensor:
+        return fused.add_norm(hidden, x, weight, eps, multiplier, self.pdl(x))
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        num_q_heads: int,
+        eps: float,
+        scales: KVScales = ONE,
+    ) -> torch.Tensor:
+        return fused.rope_store(
+            qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, self.pdl(qkv), scales
+        )
+
+
+class TritonPlainKernels(TorchPlainKernels):
+    """The contracts are those of `PlainKernels`. One object a device: it owns the workspace of split GEMMs."""
+
+    ops: TritonOps
+
+    def __init__(self, ops: TritonOps, device: torch.device) -> None:
+        super().__init__(ops)
+        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._has_room = shared_memory(device) >= LARGEST
         self._workspace = small_linear.LinearWorkspace(device)
         self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "products.json")
 
@@ -65,39 +105,35 @@ class TritonOps(TorchOps):
         if not (gated and bias is not None) and self._is_small(x, weight, residual, gated, norm_weight is not None):
             return small_linear.linear(
                 x, weight, self._workspace, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual,
-                activation=activation, pdl=self._pdl(x),
+                activation=activation, pdl=self.ops.pdl(x),
             )  # fmt: skip
         if norm_weight is None and bias is None and residual is None and not gated and self._is_long(x, weight):
             shape = small_linear.long_shape(weight.shape[0], weight.shape[1], self._num_sms)
-            return small_linear.linear(x, weight, self._workspace, shape=shape, pdl=self._pdl(x))
+            return small_linear.linear(x, weight, self._workspace, shape=shape, pdl=self.ops.pdl(x))
         if norm_weight is not None:
-            x = self.rms_norm(x, norm_weight, eps)
+            x = self.ops.rms_norm(x, norm_weight, eps)
         if bias is None and (out := self._tuned.linear(x, weight, residual)) is not None:
-            return out if activation is None else fused.activate_mul(out, activation, self._pdl(x))
+            return out if activation is None else fused.activate_mul(out, activation, self.ops.pdl(x))
         if residual is not None:
             # In place: torch would copy the residual first, a kernel more.
             out = residual.addmm_(x, weight.t())
             return out if bias is None else out.add_(bias)
         out = F.linear(x, weight, bias)
-        return out if activation is None else fused.activate_mul(out, activation, self._pdl(x))
+        return out if activation is None else fused.activate_mul(out, activation, self.ops.pdl(x))
 
     def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
         # Of a vocabulary ours was not tried there: its programs write two numbers each, and `out` may be far away.
         if len(weight) <= LARGEST_OUT and self._is_small(x, weight, None, False, False):
             if x.shape[0] == 1:
-                small_linear.linear(x, weight, self._workspace, pdl=self._pdl(x), out=out)
+                small_linear.linear(x, weight, self._workspace, pdl=self.ops.pdl(x), out=out)
             else:
                 out.copy_(self.linear(x, weight))  # these kernels write rows that touch
         elif not self._tuned.linear_into(x, weight, out):
             torch.mm(x, weight.t(), out=out)
 
-    def _pdl(self, x: torch.Tensor) -> bool:
-        """At large batch a kernel that starts early takes room from the one that still runs."""
-        return self.pdl and x.shape[0] <= small_linear.MAX_ROWS
-
     def _moe_pdl(self, x: torch.Tensor) -> bool:
         """Sorting pairs is a chain of tiny kernels, which leave room for one that starts early."""
-        return self.pdl and x.shape[0] <= moe.MAX_PDL_TOKENS
+        return self.ops.has_pdl and x.shape[0] <= moe.MAX_PDL_TOKENS
 
     def _is_small(
         self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool, normed: bool
@@ -125,36 +161,8 @@ class TritonOps(TorchOps):
         in a chain of Qwen3-32B's kernels over two ranks; alone, cuBLAS is as fast. Behind attention, which has fewer
         inputs than outputs, cuBLAS was faster by 12 us."""
         rows, size_out, size_in = x.shape[0], *weight.shape
-        serves = self.pdl and self._has_room and x.stride(1) == 1 and x.element_size() == 2
+        serves = self.ops.has_pdl and self._has_room and x.stride(1) == 1 and x.element_size() == 2
         return serves and rows <= 16 and size_out <= size_in and size_out * size_in >= LARGE_LONG
-
-    def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return fused.rms_norm(x, weight, eps, self._pdl(x), out)
-
-    def add_norm(
-        self, hidden: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, eps: float, multiplier: float = 1.0
-    ) -> torch.Tensor:
-        return fused.add_norm(hidden, x, weight, eps, multiplier, self._pdl(x))
-
-    def rope_store(
-        self,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        num_q_heads: int,
-        eps: float,
-        scales: KVScales = ONE,
-    ) -> torch.Tensor:
-        return fused.rope_store(
-            qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, self._pdl(qkv), scales
-        )
 
     def route(
         self, logits: torch.Tensor, experts_per_token: int, renormalize: bool
@@ -172,8 +180,9 @@ class TritonOps(TorchOps):
         activation: str = "silu",
     ) -> torch.Tensor:
         return moe.moe(
-            x, expert_ids, expert_weights, gate_up, down, residual, activation, tma=self.pdl, pdl=self._moe_pdl(x)
-        )
+            x, expert_ids, expert_weights, gate_up, down, residual, activation, tma=self.ops.has_pdl,
+            pdl=self._moe_pdl(x),
+        )  # fmt: skip
 
     def mixture(
         self,
@@ -192,12 +201,12 @@ class TritonOps(TorchOps):
         if moe_one.serves(x, router):
             return moe_one.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
-                residual=residual, activation=activation, pdl=self._pdl(x),
+                residual=residual, activation=activation, pdl=self.ops.pdl(x),
             )  # fmt: skip
         if moe_few.serves(x, router):
             return moe_few.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, self._workspace, norm_weight=norm_weight,
-                eps=eps, residual=residual, activation=activation, pdl=self._pdl(x),
+                eps=eps, residual=residual, activation=activation, pdl=self.ops.pdl(x),
             )  # fmt: skip
         return super().mixture(
             x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
@@ -224,7 +233,7 @@ class TritonOps(TorchOps):
         eps: float,
         activation: str = "silu",
     ) -> torch.Tensor:
-        pdl = self._pdl(x)
+        pdl = self.ops.pdl(x)
         hidden, logits = early_router.output_and_logits(x, o_proj, residual, early, experts_per_token, pdl=pdl)
         return moe_one.experts(
             hidden, logits, gate_up, down, renormalize, divided=False, norm_weight=norm_weight, eps=eps,

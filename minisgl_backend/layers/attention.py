@@ -95,8 +95,7 @@ class SelfAttention(WeightedLayer):
             residual, qkv = self.qkv_proj(micro_batches[0], norms.before)
             settled: MicroBatches = (residual,)
         else:  # attention takes one tensor, of which each micro-batch has its rows
-            weight = self.qkv_proj.weight
-            qkv = torch.empty((len(positions), len(weight)), dtype=weight.dtype, device=weight.device)
+            qkv = self.qkv_proj.empty_outputs(len(positions))
             rows = qkv.split([one.num_tokens for one in micro_batches])
             pairs = zip(micro_batches, rows, strict=True)
             settled = tuple(self.qkv_proj.into(one, norms.before, out) for one, out in pairs)
@@ -104,7 +103,7 @@ class SelfAttention(WeightedLayer):
         if logits_indices is not None:
             attended, settled = attended[logits_indices], (join(settled).at(logits_indices),)
         if defers_o_proj(len(attended)):
-            return (join(settled).deferring(attended, self.o_proj.weight),)
+            return (join(settled).deferring(attended, self.o_proj.method),)
         if self._tp.size == 1:
             return (self.o_proj(settled[0], attended, norms),)
         sizes = self._tp.micro_batches(len(attended))

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.weights.method import LinearOutput, LinearSpec
 from minisgl_backend.weights.parts import WeightPart
 
 
@@ -32,7 +34,7 @@ class Embedding(WeightedLayer):
         return [WeightPart(name=f"{self._name}.weight", shape=tuple(self.weight.shape), target=self.weight)]
 
 
-class ParallelLMHead(WeightedLayer):
+class ParallelLMHead(nn.Module):
     """Hidden states to logits. `tied` shares the embedding's weight: each rank uses its rows of it."""
 
     def __init__(
@@ -40,21 +42,19 @@ class ParallelLMHead(WeightedLayer):
     ) -> None:
         super().__init__()
         self._layer_context = layer_context
-        self._name = layer_context.name(name)
         self._vocab_size = vocab_size
         self._rows_per_rank = -(-vocab_size // layer_context.tp.size)  # the last rank's share may be smaller
         self._start = min(layer_context.tp.rank * self._rows_per_rank, vocab_size)
         rows = min(self._rows_per_rank, vocab_size - self._start)
-        self._is_tied = tied is not None
-        if tied is None:
-            self.weight = layer_context.parameter(rows, hidden_size)
-        else:
-            # A plain view and no parameter of its own: it is filled with the embedding.
-            self.__dict__["weight"] = tied.weight.data[self._start : self._start + rows]
+        output = LinearOutput(name=layer_context.name(name), size=vocab_size, start=self._start, local=rows)
+        self.method = layer_context.methods.plain_linear(
+            LinearSpec(outputs=(output,), input_size=hidden_size, local_inputs=hidden_size),
+            None if tied is None else tied.weight.data[self._start : self._start + rows],
+        )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """hidden [num_tokens, hidden_size] -> logits [num_tokens, vocab_size], on every rank."""
-        logits = self._layer_context.ops.linear(hidden, self.weight)
+        logits = self.method.apply_weights(hidden)
         tp = self._layer_context.tp
         if tp.size == 1:
             return logits
@@ -69,15 +69,9 @@ class ParallelLMHead(WeightedLayer):
         """As `forward`, of a decode step (see `TensorParallel.logits_columns`); but ranks other than 0 may get
         [num_tokens, 0]."""
         tp = self._layer_context.tp
-        columns = tp.logits_columns(len(hidden), self._start, len(self.weight))
+        columns = tp.logits_columns(len(hidden), self._start, self.method.spec.shape[0])
         if columns is None:
             return self(hidden)
         if columns.shape[1]:
-            self._layer_context.ops.linear_into(hidden, self.weight, columns)
+            self.method.apply_into(hidden, columns)
         return tp.collect_logits(len(hidden))
-
-    def weight_parts(self) -> list[WeightPart]:
-        if self._is_tied:
-            return []
-        shape = (self._vocab_size, self.weight.shape[1])
-        return [WeightPart(name=f"{self._name}.weight", shape=shape, target=self.weight, start=self._start)]

@@ -15,6 +15,7 @@ from minisgl_backend.layers.norm import RMSNorm, SublayerNorms
 from minisgl_backend.layers.residual import Residual
 from minisgl_backend.layers.router import Router
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.weights.method import ExpertsSpec
 from minisgl_backend.weights.parts import WeightPart
 
 
@@ -39,7 +40,7 @@ class SharedExpert(nn.Module):
 
     def __init__(self, config: MoeConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
-        self._layer_context, size = layer_context, config.shared_intermediate_size
+        size = config.shared_intermediate_size
         self._activation = config.activation
         inner = layer_context.at("shared_expert")
         outputs = {"gate_proj": size, "up_proj": size}
@@ -49,25 +50,34 @@ class SharedExpert(nn.Module):
 
     def forward(self, x: torch.Tensor, residual: torch.Tensor | None) -> torch.Tensor:
         """x, residual [num_tokens, hidden_size] -> residual + this rank's part of the MLP."""
-        linear = self._layer_context.ops.linear
-        gated = linear(x, self.gate_up_proj.weight, activation=self._activation)
+        gated = self.gate_up_proj.of(x, activation=self._activation)
         if self.gate is None:
-            return linear(gated, self.down_proj.weight, residual=residual)
-        out = linear(gated, self.down_proj.weight) * self.gate(x)
+            return self.down_proj.part(gated, residual)
+        out = self.down_proj.part(gated, None) * self.gate(x)
         return out if residual is None else out + residual
 
 
-class MoeMLP(WeightedLayer):
-    """All experts of a layer are in two weights; how checkpoints store them is `weights.names`' concern."""
+class MoeMLP(nn.Module):
+    """The experts of all ranks; how checkpoints store them is `weights.names`' concern."""
 
     def __init__(self, config: MoeConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
-        self._layer_context = layer_context
-        self._config = config
-        local = config.intermediate_size // layer_context.tp.size
+        self._tp = tp = layer_context.tp
+        local = config.intermediate_size // tp.size
         self.router = Router(config, hidden_size, layer_context.at("gate"))
-        self.gate_up = layer_context.parameter(config.num_experts, 2 * local, hidden_size)
-        self.down = layer_context.parameter(config.num_experts, hidden_size, local)
+        self.experts = layer_context.methods.experts(
+            ExpertsSpec(
+                name=layer_context.name("experts"),
+                num_experts=config.num_experts,
+                experts_per_token=config.experts_per_token,
+                hidden_size=hidden_size,
+                intermediate_size=config.intermediate_size,
+                start=tp.rank * local,
+                local=local,
+                activation=config.activation,
+                renormalize=config.router.renormalize,
+            )
+        )
         self.shared_expert = (
             SharedExpert(config, hidden_size, layer_context) if config.shared_intermediate_size else None
         )
@@ -76,9 +86,8 @@ class MoeMLP(WeightedLayer):
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
         """To be called when all weights are loaded, with the o_proj before this and its own norms."""
-        plain = self._layer_context.tp.size == 1 and o_proj.bias is None and norms.adds_as_is
-        if self._is_fused and plain and isinstance(norms.before, RMSNorm):
-            self._early = self._layer_context.ops.early_router(self.router.weight, norms.before.weight, o_proj.weight)
+        if self._is_fused and self._tp.size == 1 and norms.adds_as_is and isinstance(norms.before, RMSNorm):
+            self._early = self.experts.early_router(self.router.method.weight, norms.before.weight, o_proj.method)
 
     def takes_o_proj(self, num_tokens: int) -> bool:
         """Whether this MLP runs the preceding o_proj itself (deferred), at this token count."""
@@ -86,22 +95,20 @@ class MoeMLP(WeightedLayer):
 
     def forward(self, residual: Residual, norms: SublayerNorms) -> Residual:
         """The residual stream plus experts(norm(residual)), [num_tokens, hidden_size]."""
-        norm, config = norms.before, self._config
+        norm = norms.before
         if (deferred := residual.deferred_o_proj) is not None:
             assert self._early is not None, "takes_o_proj says so"
             assert norm is not None, "derive_weights looks"
             hidden, x, o_proj = deferred
             return residual.become(
-                self._layer_context.ops.o_proj_and_mixture(
-                    x, o_proj, hidden, self._early, self.gate_up, self.down, config.experts_per_token,
-                    config.router.renormalize, norm_weight=norm.weight, eps=norm.eps, activation=config.activation,
-                )
-            )  # fmt: skip
-        if self._layer_context.tp.size == 1 and self._is_fused:
+                self.experts.apply_with_o_proj(x, o_proj, hidden, self._early, norm_weight=norm.weight, eps=norm.eps)
+            )
+        if self._tp.size == 1 and self._is_fused:
             residual, x, norm = residual.before_gemm(norm)
+            router, apply_routed = self.router.method.weight, self.experts.apply_routed
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return residual.plus(
-                lambda added_to: self._mixture(x, norm_weight=weight, eps=eps, residual=added_to), norms
+                lambda added_to: apply_routed(x, router, norm_weight=weight, eps=eps, residual=added_to), norms
             )
         residual, x = residual.settled(norm)
         return residual.plus(lambda added_to: self.part(x, added_to), norms)
@@ -111,43 +118,6 @@ class MoeMLP(WeightedLayer):
         if self.shared_expert is not None:
             residual = self.shared_expert(x, residual)
         if self.router.is_fused:
-            return self._mixture(x, residual=residual)
+            return self.experts.apply_routed(x, self.router.method.weight, residual=residual)
         ids, shares = self.router(x)
-        return self._layer_context.ops.moe(x, ids, shares, self.gate_up, self.down, residual, self._config.activation)
-
-    def _mixture(
-        self,
-        x: torch.Tensor,
-        *,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """x [num_tokens, hidden_size] -> the same; the keywords are those of `Ops.mixture`."""
-        return self._layer_context.ops.mixture(
-            x, self.router.weight, self.gate_up, self.down, self._config.experts_per_token,
-            self._config.router.renormalize, norm_weight=norm_weight, eps=eps, residual=residual,
-            activation=self._config.activation,
-        )  # fmt: skip
-
-    def weight_parts(self) -> list[WeightPart]:
-        num_experts, hidden_size, local = self.down.shape
-        context, start = self._layer_context, self._layer_context.tp.rank * local
-        size = self._config.intermediate_size
-        up_shape, down_shape = (num_experts, size, hidden_size), (num_experts, hidden_size, size)
-        gate, up = self.gate_up[:, :local], self.gate_up[:, local:]
-        return [
-            WeightPart(
-                name=context.name(f"experts.{name}.weight"),
-                shape=shape,
-                target=target,
-                dim=dim,
-                start=start,
-                experts=True,
-            )
-            for name, shape, target, dim in (
-                ("gate_proj", up_shape, gate, 1),
-                ("up_proj", up_shape, up, 1),
-                ("down_proj", down_shape, self.down, 2),
-            )
-        ]
+        return self.experts.apply_experts(x, ids, shares, residual)

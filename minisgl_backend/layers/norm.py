@@ -1,4 +1,4 @@
-"""RMSNorm and LayerNorm, and where sublayers have them. GEMMs that follow an RMSNorm apply it (`Ops.linear`)."""
+"""RMSNorm and LayerNorm, and where sublayers have them. GEMMs that follow an RMSNorm apply it (`LinearMethod`)."""
 
 from __future__ import annotations
 

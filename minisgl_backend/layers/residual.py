@@ -13,6 +13,7 @@ from minisgl_backend.tensor_parallel import AllReduce, TensorParallel
 
 if TYPE_CHECKING:
     from minisgl_backend.kernels.collectives.copy_engines import Sent
+    from minisgl_backend.weights.method import LinearMethod
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Residual:
     _norms: SublayerNorms | None = None  # what is done to the output; None: it is added as it is
     _sent: Sent | None = None
     _wait: Callable[[], object] | None = None
-    _deferred: tuple[torch.Tensor, torch.Tensor] | None = None
+    _deferred: tuple[torch.Tensor, LinearMethod] | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -78,13 +79,12 @@ class Residual:
         out = output(hidden if tp.rank == 0 else None)  # the hidden states must enter the sum once
         return Residual(out, tp, self._all_reduce, _wait=tp.begin_all_reduce(out))
 
-    def deferring(self, x: torch.Tensor, o_proj: torch.Tensor) -> Residual:
-        """This one, which is settled, plus a GEMM that the next sublayer runs: x [num_tokens, size_in], o_proj
-        [hidden_size, size_in]."""
+    def deferring(self, x: torch.Tensor, o_proj: LinearMethod) -> Residual:
+        """This one, which is settled, plus a GEMM that the next sublayer runs, of x [num_tokens, size_in]."""
         return Residual(self._hidden, self._tp, self._all_reduce, _deferred=(x, o_proj))
 
     @property
-    def deferred_o_proj(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    def deferred_o_proj(self) -> tuple[torch.Tensor, torch.Tensor, LinearMethod] | None:
         """Hidden states, x and o_proj, if that GEMM is left to who asks; `become` takes the new hidden states."""
         return None if self._deferred is None else (self._hidden, *self._deferred)
 

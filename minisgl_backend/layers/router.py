@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from minisgl_backend.layers.config import MoeConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.weights.method import LinearOutput, LinearSpec
 from minisgl_backend.weights.parts import WeightPart
 
 _BEST_OF_GROUP = 2  # a group's score is the sum of those of so many experts, where there is a correction bias
@@ -19,26 +19,26 @@ class Router(WeightedLayer):
         super().__init__()
         self._config = config.router
         self._experts_per_token = config.experts_per_token
-        self._layer_context = layer_context
-        # Ops multiply in the model's number format.
-        self._linear = F.linear if self._config.in_float32 else layer_context.ops.linear
-        dtype = torch.float32 if self._config.in_float32 else None
-        self.weight = layer_context.parameter(config.num_experts, hidden_size, dtype=dtype)
-        biased, corrected = self._config.bias, self._config.correction_bias
-        self.bias = layer_context.parameter(config.num_experts) if biased else None
+        self._correction_name = layer_context.name("e_score_correction_bias")
+        num_experts, corrected = config.num_experts, self._config.correction_bias
+        output = LinearOutput(name=layer_context.path, size=num_experts, start=0, local=num_experts)
+        self.method = layer_context.methods.plain_linear(
+            LinearSpec(outputs=(output,), input_size=hidden_size, local_inputs=hidden_size, bias=self._config.bias),
+            dtype=torch.float32 if self._config.in_float32 else None,
+        )
         self.correction_bias = layer_context.parameter(config.num_experts, dtype=torch.float32) if corrected else None
 
     @property
     def is_fused(self) -> bool:
-        """Whether `Ops.mixture` is the whole router: shares by softmax over all experts, of which the best count."""
+        """Whether `apply_routed` of the experts is all of it: shares by softmax over all experts, the best count."""
         config = self._config
         is_simple = config.scores == "softmax" and config.num_groups == 1 and config.scaling == 1.0
-        return is_simple and not config.in_float32 and self.bias is None and self.correction_bias is None
+        return is_simple and not (config.in_float32 or config.bias or config.correction_bias)
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [num_tokens, hidden_size] -> ids int64 and shares float32, both [num_tokens, experts_per_token]."""
         config = self._config
-        logits = self._linear(x.to(self.weight.dtype), self.weight, bias=self.bias).float()
+        logits = self.method.apply_weights(x.to(self.method.weight.dtype)).float()
         scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
         choice = scores if self.correction_bias is None else scores + self.correction_bias
         if config.num_groups > 1:
@@ -58,9 +58,7 @@ class Router(WeightedLayer):
         return groups.masked_fill(~chosen.unsqueeze(-1), -torch.inf).flatten(-2)
 
     def weight_parts(self) -> list[WeightPart]:
-        found = {"weight": self.weight, "bias": self.bias, "e_score_correction_bias": self.correction_bias}
-        return [
-            WeightPart(name=self._layer_context.name(name), shape=tuple(parameter.shape), target=parameter)
-            for name, parameter in found.items()
-            if parameter is not None
-        ]
+        if self.correction_bias is None:
+            return []
+        shape = tuple(self.correction_bias.shape)
+        return [WeightPart(name=self._correction_name, shape=shape, target=self.correction_bias)]

@@ -10,9 +10,10 @@ from torch import nn
 
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.tensor_parallel import TensorParallel
-from minisgl_backend.weights.parts import WeightPart
+from minisgl_backend.weights.layer import WeightedLayer, empty_parameter
+from minisgl_backend.weights.methods import WeightMethods
 
-_NOISE = 0.02  # standard deviation, about that of weights before their training
+__all__ = ["LayerContext", "WeightedLayer"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +24,7 @@ class LayerContext:
     dtype: torch.dtype
     ops: Ops
     tp: TensorParallel
+    methods: WeightMethods  # of linear layers and experts, by their paths
     path: str = ""  # names of modules with dots between them: model.layers.3.mlp
 
     def at(self, name: str) -> LayerContext:
@@ -35,24 +37,4 @@ class LayerContext:
 
     def parameter(self, *shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
         """An uninitialised weight that never needs gradients; `dtype`: where it is not the model's."""
-        return nn.Parameter(torch.empty(shape, dtype=dtype or self.dtype, device=self.device), requires_grad=False)
-
-
-class WeightedLayer(nn.Module):
-    """A module with parameters. All of them are filled through `weight_parts`, each element exactly once."""
-
-    def weight_parts(self) -> list[WeightPart]:
-        """What the layer needs of a checkpoint."""
-        raise NotImplementedError
-
-    def fill_with_noise(self, generator: torch.Generator) -> None:
-        """Random weights of a plausible size in place of those of a checkpoint."""
-        for parameter in self.parameters(recurse=False):
-            if parameter.dim() == 1:
-                parameter.data.fill_(1.0)
-            else:
-                parameter.data.normal_(0.0, _NOISE, generator=generator)
-
-    def gemm_weights(self) -> list[torch.Tensor]:
-        """The weights of `Ops.linear` in this layer that may have a kernel chosen for them before a capture."""
-        return []
+        return empty_parameter(*shape, dtype=dtype or self.dtype, device=self.device)

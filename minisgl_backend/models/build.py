@@ -21,6 +21,7 @@ from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.files import Checkpoint
 from minisgl_backend.weights.kv_scales import is_kv_scale
 from minisgl_backend.weights.loader import load_weights
+from minisgl_backend.weights.methods import WeightMethods
 from minisgl_backend.weights.parts import WeightPart, check_filled
 
 log = logging.getLogger(__name__)
@@ -49,7 +50,8 @@ def build_model(
     tp = tp or TensorParallel.single()
     config.check_tensor_parallel(tp.size)
     ops = ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.mixture is not None)
-    layer_context = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp)
+    methods = WeightMethods.all_plain(ops, dtype=dtype, device=device)
+    layer_context = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
     checkpoint = None if dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
     if checkpoint is not None and config.tie_word_embeddings and not _is_tied(checkpoint):
         config = dataclasses.replace(config, tie_word_embeddings=False)

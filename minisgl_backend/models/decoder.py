@@ -19,8 +19,9 @@ from minisgl_backend.layers.norm import SublayerNorms, make_norm
 from minisgl_backend.layers.pooling import ClassificationHead
 from minisgl_backend.layers.residual import MicroBatches, Residual, join
 from minisgl_backend.layers.rotary import rope_table
-from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.layers.weights import LayerContext
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.weights.method import LinearMethod, process_weights_after_loading
 
 
 class DecoderLayer(nn.Module):
@@ -156,7 +157,7 @@ class CausalLM(nn.Module):
     def __init__(self, config: ModelConfig, layer_context: LayerContext, max_seq_len: int) -> None:
         super().__init__()
         self.config = config
-        self._ops, self._tp = layer_context.ops, layer_context.tp
+        self._tp = layer_context.tp
         # Layers with the same rope share a table.
         tables: dict[tuple[RopeConfig | None, int], torch.Tensor] = {
             (a.rope, a.head_dim): rope_table(a.rope, a.head_dim, max_seq_len, layer_context.device)
@@ -215,6 +216,7 @@ class CausalLM(nn.Module):
 
     def derive_weights(self) -> None:
         """What layers compute from weights: to be called when all of them are loaded."""
+        process_weights_after_loading(self)
         for module in self.modules():
             if isinstance(module, DecoderLayer):
                 module.derive_weights()
@@ -222,14 +224,14 @@ class CausalLM(nn.Module):
     def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
         """Lets the products choose their kernels for decode steps of these sizes, and for prompts of up to `longest`
         tokens a step; to be called before a capture."""
-        by_shape: dict[torch.Size, list[torch.Tensor]] = {}
-        for module in self.modules():
-            for weight in module.gemm_weights() if isinstance(module, WeightedLayer) else []:
-                by_shape.setdefault(weight.shape, []).append(weight)
+        alike: dict[tuple[type, tuple[int, int]], list[LinearMethod]] = {}
+        for module in self.model.modules():
+            if isinstance(module, LinearMethod):
+                alike.setdefault((type(module), module.spec.shape), []).append(module)
         longest_micro_batch = self._tp.longest_micro_batch(longest)
-        for weights in by_shape.values():
-            self._ops.prepare_linear(weights, batch_sizes, longest_micro_batch)
-        self._ops.prepare_linear([self.lm_head.weight], batch_sizes)
+        for methods in alike.values():
+            methods[0].prepare(methods, batch_sizes, longest_micro_batch)
+        self.lm_head.method.prepare([self.lm_head.method], batch_sizes)
 
 
 def rehearsal(config: ModelConfig) -> tuple[int, ...]:

@@ -84,10 +84,10 @@ def test_an_algorithm_of_another_library_is_not_used(tmp_path):
 
 
 def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
-    from minisgl_backend.kernels.triton_ops import TritonOps
+    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    ops = TritonOps(DEVICE)
+    ops = TritonPlainKernels(TritonOps(DEVICE), DEVICE)
     down, gate_up = weights_of(5120, 8192, torch.bfloat16), weights_of(16384, 5120, torch.bfloat16)
     ops.prepare_linear(down, ROWS, 4096)
     ops.prepare_linear(gate_up, ROWS, 4096)
@@ -119,10 +119,10 @@ def test_ops_use_the_choices_under_graphs_and_outside(tmp_path, monkeypatch):
 
 def test_results_whose_rows_are_apart(tmp_path, monkeypatch):
     """As ranks write their columns of logits: of 151,936 tokens the second half begins at a multiple of 128 bytes."""
-    from minisgl_backend.kernels.triton_ops import TritonOps
+    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    ops, size_out, size_in = TritonOps(DEVICE), 75968, 1024
+    ops, size_out, size_in = TritonPlainKernels(TritonOps(DEVICE), DEVICE), 75968, 1024
     weights = weights_of(size_out, size_in, torch.bfloat16)
     ops.prepare_linear(weights, ROWS)
     for rows in ROWS:

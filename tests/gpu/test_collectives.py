@@ -121,12 +121,13 @@ def test_sums_are_those_of_nccl(size: int, hidden: int, dtype: torch.dtype) -> N
 
 def races(tp: Any, device: torch.device, sleeper: int) -> None:
     """Captured chains of a product and a sum, in any order, with eager sums between, while one rank is late."""
-    from minisgl_backend.kernels.triton_ops import TritonOps
+    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
     hidden, dtype = 1024, torch.bfloat16
     torch.manual_seed(3)
     tp.share_memory(hidden, dtype, 0)
     ops = TritonOps(device)
+    kernels = TritonPlainKernels(ops, device)
     weight = 1.0 + torch.rand(hidden, device=device).to(dtype)
     own = torch.Generator(device).manual_seed(tp.rank)
     products = [
@@ -137,7 +138,7 @@ def races(tp: Any, device: torch.device, sleeper: int) -> None:
         state = x.clone()
         normed = ops.rms_norm(state, weight, EPS)
         for product in products:
-            state, normed = sums(ops.linear(normed, product), state, weight, EPS)
+            state, normed = sums(kernels.linear(normed, product), state, weight, EPS)
         return torch.cat([state, normed])
 
     def plain(
@@ -268,6 +269,7 @@ def logits_to_rank_0(tp: Any, device: torch.device, vocab_size: int, dtype: torc
     from minisgl_backend.kernels.triton_ops import TritonOps
     from minisgl_backend.layers.embedding import ParallelLMHead
     from minisgl_backend.layers.weights import LayerContext
+    from minisgl_backend.weights.methods import WeightMethods
 
     hidden = 1024
     inputs = torch.Generator(device).manual_seed(9)  # the same on all ranks
@@ -275,15 +277,17 @@ def logits_to_rank_0(tp: Any, device: torch.device, vocab_size: int, dtype: torc
     tp.share_logits(max(LOGITS_ROWS), vocab_size, dtype)
     assert tp.logits_columns(1, 0, 1) is not None
     assert tp.logits_columns(max(LOGITS_ROWS) + 1, 0, 1) is None
-    place = LayerContext(device=device, dtype=dtype, ops=TritonOps(device), tp=tp)
+    ops = TritonOps(device)
+    methods = WeightMethods.all_plain(ops, dtype=dtype, device=device)
+    place = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
     head = ParallelLMHead(vocab_size, hidden, "lm_head", place, None)
-    (part,) = head.weight_parts()
+    (part,) = head.method.weight_parts()
     for start in range(0, vocab_size, 8192):  # a row of the vocabulary is the same on whichever rank it lies
         lines = torch.randint(-1, 2, (8192, hidden), device=device, generator=inputs).to(dtype)
         first, last = max(start, part.start), min(start + 8192, part.start + len(part.target), vocab_size)
         if first < last:
             part.target.data[first - part.start : last - part.start] = lines[first - start : last - start]
-    place.ops.prepare_linear([head.weight], LOGITS_ROWS)
+    head.method.prepare([head.method], LOGITS_ROWS)
     norm = torch.ones(hidden, device=device, dtype=dtype)
 
     def end_of_step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -52,7 +52,7 @@ class Layers:
 
     def __init__(self, heads: Heads, dtype: torch.dtype, batch: int, *, pdl: bool) -> None:
         from minisgl_backend.kernels.attention.decode import DecodeWorkspace
-        from minisgl_backend.kernels.triton_ops import TritonOps
+        from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
         def weight(rows: int, columns: int) -> torch.Tensor:
             return (torch.randn(rows, columns, device="cuda") / columns**0.5).to(dtype)
@@ -60,8 +60,9 @@ class Layers:
         torch.manual_seed(1)
         device = torch.device("cuda")
         self.heads, self.pdl = heads, pdl
-        self.ops = TritonOps(device)
-        self.ops.pdl = pdl
+        ops = TritonOps(device)
+        ops.has_pdl = pdl
+        self.plain = TritonPlainKernels(ops, device)
         self.workspace = DecodeWorkspace(batch + 3, heads.q, heads.kv, heads.dim, device)
         sizes = ((heads.size, HIDDEN), (HIDDEN, heads.q * heads.dim), (2 * INNER, HIDDEN), (HIDDEN, INNER))
         self.weights = [[weight(*size) for size in sizes] for _ in range(LAYERS)]
@@ -76,14 +77,14 @@ class Layers:
         shape = decode_shape(len(step.rows), self.heads.kv, self.heads.q // self.heads.kv, 132)
         hidden = step.hidden.clone()
         for layer, (qkv_weight, o_weight, gate_up, down) in enumerate(self.weights):
-            qkv = self.ops.linear(hidden, qkv_weight, norm_weight=self.norms[0], eps=EPS)
+            qkv = self.plain.linear(hidden, qkv_weight, norm_weight=self.norms[0], eps=EPS)
             attended = rotating_decode_attention(
                 qkv, *self.head_norms, self.cos_sin, step.cache[layer, 0], step.cache[layer, 1], step.rows,
                 step.kv_lens, step.table, self.workspace, shape, self.heads.dim**-0.5, EPS, pdl=self.pdl,
             )  # fmt: skip
-            hidden = self.ops.linear(attended.flatten(1), o_weight, residual=hidden)
-            inner = self.ops.linear(hidden, gate_up, norm_weight=self.norms[1], eps=EPS, activation="silu")
-            hidden = self.ops.linear(inner, down, residual=hidden)
+            hidden = self.plain.linear(attended.flatten(1), o_weight, residual=hidden)
+            inner = self.plain.linear(hidden, gate_up, norm_weight=self.norms[1], eps=EPS, activation="silu")
+            hidden = self.plain.linear(inner, down, residual=hidden)
         return hidden
 
 

@@ -16,6 +16,14 @@ def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
     return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
+def triton_kernels():
+    """Of plain weights."""
+    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+
+    device = torch.device("cuda")
+    return TritonPlainKernels(TritonOps(device), device)
+
+
 def dense_attention(q, k_cache, v_cache, row_pages, kv_len, scale):
     """q [tokens, heads, dim] are the last tokens of kv_len; float64 reference."""
     page_size = k_cache.shape[2]
@@ -139,25 +147,21 @@ def test_small_linear_vector(rows, size_out, size_in, pdl):
 @pytest.mark.parametrize(("size_out", "size_in"), [(5120, 5120), (5120, 12800)])
 def test_long_products(rows, size_out, size_in):
     """With weights that are on their way before their inputs are."""
-    from minisgl_backend.kernels.triton_ops import TritonOps
-
     torch.manual_seed(rows)
-    ops, norm = TritonOps(torch.device("cuda")), torch.ones(size_in, device="cuda").bfloat16()
+    ops, norm = triton_kernels(), torch.ones(size_in, device="cuda").bfloat16()
     weight = torch.randn(size_out, size_in, device="cuda").bfloat16() / math.sqrt(size_in)
     assert ops._is_long(torch.empty(rows, size_in, device="cuda").bfloat16(), weight)
     for _ in range(20):
         states = torch.randn(rows, size_in, device="cuda").bfloat16()
-        x = ops.rms_norm(states, norm, 1e-6)
+        x = ops.ops.rms_norm(states, norm, 1e-6)
         found = ops.linear(x, weight)
         assert relative(found, x.double() @ weight.double().T) < 5e-3
 
 
 @pytest.mark.parametrize("rows", [33, 64])
 def test_gated_products_of_many_rows(rows):
-    from minisgl_backend.kernels.triton_ops import TritonOps
-
     torch.manual_seed(rows)
-    ops, x = TritonOps(torch.device("cuda")), torch.randn(rows, 5120, device="cuda").bfloat16()
+    ops, x = triton_kernels(), torch.randn(rows, 5120, device="cuda").bfloat16()
     weight = torch.randn(25600, 5120, device="cuda").bfloat16() / 72
     assert ops._is_small(x, weight, None, True, False)
     gate, up = (x.double() @ weight.double().T).chunk(2, 1)
@@ -167,19 +171,20 @@ def test_gated_products_of_many_rows(rows):
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 200])
 def test_fused_chains_match_torch(rows):
-    from minisgl_backend.kernels.torch_ops import TorchOps
-    from minisgl_backend.kernels.triton_ops import TritonOps
+    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
     torch.manual_seed(rows)
     device = torch.device("cuda")
     triton_ops, torch_ops = TritonOps(device), TorchOps()
+    plain, torch_plain = TritonPlainKernels(triton_ops, device), TorchPlainKernels(torch_ops)
     heads, kv_heads, dim, page_size = 8, 4, 64, 16
     x = torch.randn(rows, 512, device=device).bfloat16()
     weight = torch.randn(512, device=device).bfloat16()
     assert relative(triton_ops.rms_norm(x, weight, 1e-6), torch_ops.rms_norm(x, weight, 1e-6)) < 4e-3
     gate_up = torch.randn(3000, 512, device=device).bfloat16() * 0.05
     options = {"norm_weight": weight, "eps": 1e-6, "activation": "silu"}
-    assert relative(triton_ops.linear(x, gate_up, **options), torch_ops.linear(x, gate_up, **options)) < 1e-2
+    assert relative(plain.linear(x, gate_up, **options), torch_plain.linear(x, gate_up, **options)) < 1e-2
     qkv = torch.randn(rows, (heads + 2 * kv_heads) * dim, device=device).bfloat16()
     norms = [torch.randn(dim, device=device).bfloat16() for _ in range(2)]
     cos_sin = torch.randn(4096, dim, device=device)
@@ -200,7 +205,7 @@ def test_fused_chains_match_torch(rows):
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
 def test_moe_matches_torch(tokens, tma):
     from minisgl_backend.kernels.moe.grouped import moe
-    from minisgl_backend.kernels.torch_ops import TorchOps
+    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
     torch.manual_seed(tokens)
     experts, k, hidden, size = 32, 4, 512, 192
@@ -209,7 +214,9 @@ def test_moe_matches_torch(tokens, tma):
     weights = torch.rand(tokens, k, device="cuda")
     gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.05
     down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05
-    ref = TorchOps().moe(*(t.double() for t in (x,)), ids, weights.double(), gate_up.double(), down.double())
+    ref = TorchPlainKernels(TorchOps()).moe(
+        *(t.double() for t in (x,)), ids, weights.double(), gate_up.double(), down.double()
+    )
     if tma and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs tensor memory access")
     assert relative(moe(x, ids, weights, gate_up, down, tma=tma), ref) < 1e-2
@@ -218,8 +225,7 @@ def test_moe_matches_torch(tokens, tma):
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_mixture_matches_torch(tokens, dtype):
-    from minisgl_backend.kernels.torch_ops import TorchOps
-    from minisgl_backend.kernels.triton_ops import TritonOps
+    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
     torch.manual_seed(tokens)
     experts, k, hidden, size = 128, 8, 2048, 768
@@ -234,7 +240,7 @@ def test_mixture_matches_torch(tokens, dtype):
     down = torch.randn(experts, hidden, size, device="cuda").to(dtype) * 0.03
     arguments = (x, router, gate_up, down, k, True)
     more = {"norm_weight": norm.to(dtype), "eps": 1e-6, "residual": residual}
-    ops, reference = TritonOps(torch.device("cuda")), TorchOps().mixture(*arguments, **more)
+    ops, reference = triton_kernels(), TorchPlainKernels(TorchOps()).mixture(*arguments, **more)
     for _ in range(3):  # each launch may overlap the one before
         assert relative(ops.mixture(*arguments, **more), reference) < 2e-2
 
@@ -243,8 +249,6 @@ def test_mixture_matches_torch(tokens, dtype):
 @pytest.mark.parametrize("experts", [8, 60, 128])
 def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, experts):
     """A chain of layers as one graph, replayed with other tokens each time, against launches that wait for others."""
-    from minisgl_backend.kernels.triton_ops import TritonOps
-
     torch.manual_seed(experts)
     k, hidden, size = 4, 1024, 256
     layers = [
@@ -256,8 +260,8 @@ def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, expert
         for _ in range(4)
     ]
     norm = torch.rand(hidden, device="cuda").bfloat16() + 0.5
-    ops, patient = TritonOps(torch.device("cuda")), TritonOps(torch.device("cuda"))
-    patient.pdl = False
+    ops, patient = triton_kernels(), triton_kernels()
+    patient.ops.has_pdl = False
 
     def chain(by, x):
         for router, gate_up, down in layers:
@@ -278,8 +282,7 @@ def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, expert
 
 @pytest.mark.parametrize("renormalize", [True, False])
 def test_a_router_beside_the_product_before_matches_torch(renormalize):
-    from minisgl_backend.kernels.torch_ops import TorchOps
-    from minisgl_backend.kernels.triton_ops import TritonOps
+    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
     torch.manual_seed(0)
     experts, k, hidden, size_in, size = 128, 8, 2048, 4096, 768
@@ -293,7 +296,7 @@ def test_a_router_beside_the_product_before_matches_torch(renormalize):
     gate_up = (torch.randn(experts, 2 * size, hidden, device="cuda") * 0.02).bfloat16()
     down = (torch.randn(experts, hidden, size, device="cuda") * 0.03).bfloat16()
     norm = {"norm_weight": norm_weight, "eps": 1e-6}
-    ops, reference = TritonOps(torch.device("cuda")), TorchOps()
+    ops, reference = triton_kernels(), TorchPlainKernels(TorchOps())
     states = reference.linear(x, product, residual=residual)
     expected = reference.mixture(states, router, gate_up, down, k, renormalize, residual=states, **norm)
     early = ops.early_router(router, norm_weight, product)
@@ -304,12 +307,10 @@ def test_a_router_beside_the_product_before_matches_torch(renormalize):
 
 def test_routers_that_start_early_see_what_was_written_before():
     """A chain of layers as one graph, replayed with another token each time, against launches that wait for others."""
-    from minisgl_backend.kernels.triton_ops import TritonOps
-
     torch.manual_seed(0)
     experts, k, hidden, size = 60, 4, 1024, 256
-    ops, patient = TritonOps(torch.device("cuda")), TritonOps(torch.device("cuda"))
-    patient.pdl = False
+    ops, patient = triton_kernels(), triton_kernels()
+    patient.ops.has_pdl = False
     norm = torch.rand(hidden, device="cuda").bfloat16() + 0.5
     layers = []
     for _ in range(4):
@@ -321,7 +322,7 @@ def test_routers_that_start_early_see_what_was_written_before():
 
     def chain(by, x):
         for product, early, gate_up, down in layers:
-            attended = by.rms_norm(x, norm, 1e-6)
+            attended = by.ops.rms_norm(x, norm, 1e-6)
             x = by.o_proj_and_mixture(attended, product, x, early, gate_up, down, k, True, norm_weight=norm, eps=1e-6)
         return x
 
@@ -340,12 +341,12 @@ def test_routers_that_start_early_see_what_was_written_before():
 @pytest.mark.parametrize("experts", [128, 60])
 def test_route_matches_torch(experts):
     from minisgl_backend.kernels.moe.grouped import route
-    from minisgl_backend.kernels.torch_ops import TorchOps
+    from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
     logits = torch.randn(300, experts, device="cuda")
     for renormalize in (True, False):
         ids, weights = route(logits, 8, renormalize)
-        expected_ids, expected_weights = TorchOps().route(logits, 8, renormalize)
+        expected_ids, expected_weights = TorchPlainKernels(TorchOps()).route(logits, 8, renormalize)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected_weights)
     ids, _ = route(torch.full_like(logits, float("nan")), 8, True)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl_backend.kernels.torch_ops import TorchOps, has_grouped_products
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels, has_grouped_products
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -52,8 +52,8 @@ def test_lone_tokens_of_a_mixture_in_bfloat16(tmp_path: Path) -> None:
 @pytest.mark.parametrize("num_tokens", [1, 9, 300])
 def test_experts_in_bfloat16(num_tokens: int) -> None:
     arguments = _moe_arguments(num_tokens)
-    expected = TorchOps().moe(*(t if t.dtype == torch.int64 else t.float() for t in arguments))
-    got = TorchOps().moe(*(t.cuda() for t in arguments)).float().cpu()
+    expected = TorchPlainKernels(TorchOps()).moe(*(t if t.dtype == torch.int64 else t.float() for t in arguments))
+    got = TorchPlainKernels(TorchOps()).moe(*(t.cuda() for t in arguments)).float().cpu()
     assert (got - expected).abs().max() <= 0.02 * expected.abs().max()
 
 
@@ -61,15 +61,15 @@ def test_experts_under_a_cuda_graph() -> None:
     arguments = [t.cuda() for t in _moe_arguments(16)]
     if not has_grouped_products(arguments[0]):
         pytest.skip("this torch or GPU has no grouped products")
-    TorchOps().moe(*arguments)
+    TorchPlainKernels(TorchOps()).moe(*arguments)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = TorchOps().moe(*arguments)
+        out = TorchPlainKernels(TorchOps()).moe(*arguments)
     x, ids, *_ = arguments
     x.copy_(torch.randn_like(x))
     ids.copy_(ids.flip(0))
     graph.replay()
-    torch.testing.assert_close(out, TorchOps().moe(*arguments))
+    torch.testing.assert_close(out, TorchPlainKernels(TorchOps()).moe(*arguments))
 
 
 def _moe_arguments(num_tokens: int) -> list[torch.Tensor]:

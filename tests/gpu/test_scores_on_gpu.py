@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.attention.registry import BACKENDS, Scores, create_attention, import_failure
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.layout import LayerKV
 from tests.gpu.test_attention_backends import Cache, error
 from tests.specs import one_group
@@ -93,13 +93,16 @@ def test_decode_with_rope(batch: int, dim: int, soft_cap: float | None, sinks: b
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
 @pytest.mark.parametrize("rows", [1, 4, 30, 200])
 def test_activations(rows: int, activation: str) -> None:
-    from minisgl_backend.kernels.triton_ops import TritonOps
+    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
-    ops = TritonOps(torch.device("cuda"))
+    device = torch.device("cuda")
+    ops = TritonPlainKernels(TritonOps(device), device)
     x = torch.randn(rows, 1024, device="cuda").bfloat16()
     weight, norm = torch.randn(2 * 3072, 1024, device="cuda").bfloat16() / 32, torch.rand(1024, device="cuda") + 0.5
     found = ops.linear(x, weight, norm_weight=norm, eps=1e-6, activation=activation)
-    expected = TorchOps().linear(x.float(), weight.float(), norm_weight=norm, eps=1e-6, activation=activation)
+    expected = TorchPlainKernels(TorchOps()).linear(
+        x.float(), weight.float(), norm_weight=norm, eps=1e-6, activation=activation
+    )
     assert error(found, expected) < 1e-2
     if rows <= 64:
         router = torch.randn(8, 1024, device="cuda").bfloat16()
@@ -107,7 +110,10 @@ def test_activations(rows: int, activation: str) -> None:
         down = torch.randn(8, 1024, 256, device="cuda").bfloat16() / 16
         found = ops.mixture(x, router, gate_up, down, 2, True, activation=activation)
         weights = (router.float(), gate_up.float(), down.float())
-        assert error(found, TorchOps().mixture(x.float(), *weights, 2, True, activation=activation)) < 3e-2
+        assert (
+            error(found, TorchPlainKernels(TorchOps()).mixture(x.float(), *weights, 2, True, activation=activation))
+            < 3e-2
+        )
 
 
 @pytest.mark.parametrize("rows", [1, 7, 300])

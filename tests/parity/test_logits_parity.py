@@ -53,7 +53,7 @@ def test_whole_prompts(pair: Pair, page_size: int) -> None:
 
 def test_chunked_prompts(pair: Pair) -> None:
     paged = PagedModel(pair.folder, page_size=16)
-    prompts = {1: _tokens(200, 4), 2: _tokens(90, 5)}
+    prompts = {1: _tokens(200, 14), 2: _tokens(90, 15)}
     for begin, end in ((0, 33), (33, 34), (34, 90), (90, 200)):
         chunks = {row: tokens[begin:end] for row, tokens in prompts.items() if begin < len(tokens)}
         for row, logits in paged.step(chunks, {}).items():

@@ -187,7 +187,7 @@ void minisgl_rms_norm(const bf16* x, const bf16* weight, float eps, long rows, l
   for (long row = 0; row < rows; row++) norm_row(x + row * size, weight, eps, size, out + row * size);
 }
 
-// Ops.linear: weight [outputs, size], or [2 * outputs, size] where `gated`; pointers that are null are not used.
+// PlainKernels.linear: weight [outputs, size], or [2 * outputs, size] where `gated`; pointers that are null are not used.
 void minisgl_linear(const bf16* x, const bf16* weight, const bf16* norm_weight, float eps, const bf16* bias,
                     const bf16* residual, int gated, long rows, long size, long outputs, bf16* out) {
   static thread_local std::vector<bf16> normed;

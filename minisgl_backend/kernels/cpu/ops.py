@@ -1,4 +1,5 @@
-"""`Ops` on a CPU that multiplies bfloat16: the compiled kernels of `kernels.cpp` where they serve, torch elsewhere."""
+"""`Ops` and `PlainKernels` on a CPU that multiplies bfloat16: the compiled kernels of `kernels.cpp` where they serve,
+torch elsewhere."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ import ctypes
 
 import torch
 
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.layout import ONE, KVScales
 
 # Rows up to which `kernels.cpp` multiplies: with more, oneDNN (torch's) is as fast, and faster on processors with AMX.
@@ -18,7 +19,63 @@ class CpuOps(TorchOps):
     """The contracts are those of `Ops`. Other number formats than bfloat16 are torch's."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self._library = library
+        self.library = library
+
+    def rms_norm(
+        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        size = x.shape[-1]
+        if out is not None or size % _LANES or not _are_plain(x, weight):
+            return super().rms_norm(x, weight, eps, out)
+        out = torch.empty_like(x)
+        self.library.minisgl_rms_norm(x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr())
+        return out
+
+    def rope_store(
+        self,
+        qkv: torch.Tensor,
+        q_norm: torch.Tensor | None,
+        k_norm: torch.Tensor | None,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        k_cache: torch.Tensor,
+        v_cache: torch.Tensor,
+        num_q_heads: int,
+        eps: float,
+        scales: KVScales = ONE,
+    ) -> torch.Tensor:
+        _, num_kv_heads, page_size, head_dim = k_cache.shape
+        if head_dim % _LANES or not _are_plain(qkv, q_norm, k_norm, k_cache, v_cache) or scales != ONE:
+            return super().rope_store(
+                qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, scales
+            )
+        positions, slots = positions.int().contiguous(), slots.int().contiguous()
+        self.library.minisgl_rope_store(
+            qkv.data_ptr(),
+            _pointer(q_norm),
+            _pointer(k_norm),
+            eps,
+            cos_sin.data_ptr(),
+            positions.data_ptr(),
+            slots.data_ptr(),
+            k_cache.data_ptr(),
+            v_cache.data_ptr(),
+            len(qkv),
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            page_size,
+        )
+        return qkv.view(len(qkv), -1, head_dim)[:, :num_q_heads]
+
+
+class CpuPlainKernels(TorchPlainKernels):
+    """The contracts are those of `PlainKernels`. Other number formats than bfloat16 are torch's."""
+
+    def __init__(self, ops: CpuOps) -> None:
+        super().__init__(ops)
+        self._library = ops.library
 
     def linear(
         self,
@@ -33,7 +90,7 @@ class CpuOps(TorchOps):
     ) -> torch.Tensor:
         rows, size = x.shape
         if norm_weight is not None and norm_weight.dtype != x.dtype:
-            x, norm_weight = self.rms_norm(x, norm_weight, eps), None
+            x, norm_weight = self.ops.rms_norm(x, norm_weight, eps), None
         gated = activation is not None
         fuses = activation in (None, "silu") and not (gated and bias is not None)
         plain = _are_plain(x, weight, norm_weight, bias, residual)
@@ -57,54 +114,6 @@ class CpuOps(TorchOps):
             out.data_ptr(),
         )
         return out
-
-    def rms_norm(
-        self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        size = x.shape[-1]
-        if out is not None or size % _LANES or not _are_plain(x, weight):
-            return super().rms_norm(x, weight, eps, out)
-        out = torch.empty_like(x)
-        self._library.minisgl_rms_norm(x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr())
-        return out
-
-    def rope_store(
-        self,
-        qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        cos_sin: torch.Tensor,
-        positions: torch.Tensor,
-        slots: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        num_q_heads: int,
-        eps: float,
-        scales: KVScales = ONE,
-    ) -> torch.Tensor:
-        _, num_kv_heads, page_size, head_dim = k_cache.shape
-        if head_dim % _LANES or not _are_plain(qkv, q_norm, k_norm, k_cache, v_cache) or scales != ONE:
-            return super().rope_store(
-                qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, scales
-            )
-        positions, slots = positions.int().contiguous(), slots.int().contiguous()
-        self._library.minisgl_rope_store(
-            qkv.data_ptr(),
-            _pointer(q_norm),
-            _pointer(k_norm),
-            eps,
-            cos_sin.data_ptr(),
-            positions.data_ptr(),
-            slots.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
-            len(qkv),
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
-            page_size,
-        )
-        return qkv.view(len(qkv), -1, head_dim)[:, :num_q_heads]
 
 
 def _are_plain(*tensors: torch.Tensor | None) -> bool:

@@ -106,7 +106,7 @@ def mixture(
     activation: str = "silu",
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Ops.mixture`'s, for up to MAX_TOKENS tokens."""
+    """The contract is `PlainKernels.mixture`'s, for up to MAX_TOKENS tokens."""
     (_, hidden, size), k, num_tokens = down.shape, experts_per_token, len(x)
     gate_up_cut, down_cut = few_shapes(num_tokens)
     normed, plan = route(x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)

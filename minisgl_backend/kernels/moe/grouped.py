@@ -30,7 +30,7 @@ MEAN_PAIRS = (12, 24, 48)  # of an expert: up to each of them, another cut is be
 def route(
     logits: torch.Tensor, experts_per_token: int, renormalize: bool, pdl: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The contract is `Ops.route`'s: logits [num_tokens, num_experts] -> ids int64, weights float32, best first."""
+    """As `PlainKernels.route`: logits [num_tokens, num_experts] -> ids int64, weights float32, best first."""
     num_tokens, num_experts = logits.shape
     ids = torch.empty((num_tokens, experts_per_token), dtype=torch.int64, device=logits.device)
     weights = torch.empty((num_tokens, experts_per_token), dtype=torch.float32, device=logits.device)
@@ -128,7 +128,7 @@ def moe(
     shape: MoeShape | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The weighted sum of each token's experts; the contract is `Ops.moe`'s.
+    """The weighted sum of each token's experts; the contract is `PlainKernels.moe`'s.
 
     x [num_tokens, hidden], expert_ids int64 [num_tokens, k], expert_weights float32 [num_tokens, k],
     gate_up [num_experts, 2 * size, hidden], down [num_experts, hidden, size] -> [num_tokens, hidden].

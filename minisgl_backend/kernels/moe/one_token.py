@@ -60,7 +60,7 @@ def mixture(
     activation: str = "silu",
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Ops.mixture`'s, for one token."""
+    """The contract is `PlainKernels.mixture`'s, for one token."""
     (num_experts, hidden, _), k = down.shape, experts_per_token
     logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
     norm_or_x = norm_weight if norm_weight is not None else x

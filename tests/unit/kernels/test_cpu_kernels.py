@@ -17,10 +17,10 @@ from minisgl_backend.engine.build import resolve_options
 from minisgl_backend.environment import Environment
 from minisgl_backend.kernels.cpu import library as library_module
 from minisgl_backend.kernels.cpu.library import cpu_kernels, cpu_library, multiplies_bfloat16
-from minisgl_backend.kernels.cpu.ops import MOST_ROWS, CpuOps
+from minisgl_backend.kernels.cpu.ops import MOST_ROWS, CpuOps, CpuPlainKernels
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.runner.start.device import DeviceFacts
 
 CPU = torch.device("cpu")
@@ -61,8 +61,8 @@ def test_linear(ops: CpuOps, rows: int, kind: str, size: int, outputs: int) -> N
     if "residual" in kind:
         options["residual"] = numbers(rows, outputs)
     exact = {name: one.double() if torch.is_tensor(one) else one for name, one in options.items()}
-    expected = TorchOps().linear(x.double(), weight.double(), **exact)
-    assert_close(ops.linear(x, weight, **options), expected)
+    expected = TorchPlainKernels(TorchOps()).linear(x.double(), weight.double(), **exact)
+    assert_close(CpuPlainKernels(ops).linear(x, weight, **options), expected)
 
 
 def test_what_the_kernels_do_not_serve_is_torchs(ops: CpuOps) -> None:
@@ -72,7 +72,9 @@ def test_what_the_kernels_do_not_serve_is_torchs(ops: CpuOps) -> None:
         (numbers(64, 2).t(), numbers(6, 64)),
         (numbers(0, 64), numbers(6, 64)),
     ):
-        torch.testing.assert_close(ops.linear(x, weight), TorchOps().linear(x, weight))
+        torch.testing.assert_close(
+            CpuPlainKernels(ops).linear(x, weight), TorchPlainKernels(TorchOps()).linear(x, weight)
+        )
     for size in (64, 40):
         x = numbers(3, size)
         assert_close(

@@ -11,7 +11,7 @@ import math
 import pytest
 import torch
 
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -35,7 +35,7 @@ def test_route(experts, k, renormalize):
     logits = torch.randn(5, experts)
     logits[0, : experts - 1] = -200.0  # all but one share underflow: the padding must not be picked
     ids, weights = route(logits, k, renormalize)
-    expected_ids, expected_weights = TorchOps().route(logits, k, renormalize)
+    expected_ids, expected_weights = TorchPlainKernels(TorchOps()).route(logits, k, renormalize)
     torch.testing.assert_close(weights, expected_weights, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(ids[1:], expected_ids[1:])
     assert ids.dtype == torch.int64
@@ -58,7 +58,7 @@ def test_moe(num_tokens, experts, tma, with_residual, monkeypatch):
     size = 192 if tma else 48
     gate_up, down = torch.randn(experts, 2 * size, 64) * 0.1, torch.randn(experts, 64, size) * 0.1
     residual = torch.randn(num_tokens, 64) if with_residual else None
-    expected = TorchOps().moe(x, ids, weights, gate_up, down, residual)
+    expected = TorchPlainKernels(TorchOps()).moe(x, ids, weights, gate_up, down, residual)
     found = moe(x, ids, weights, gate_up, down, residual, tma=tma)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
@@ -69,7 +69,7 @@ def test_moe(num_tokens, experts, tma, with_residual, monkeypatch):
 def test_mixture_of_one_token(experts, k, renormalize, complete):
     """`complete`: with norm and residual."""
     torch.manual_seed(experts)
-    hidden, size, reference = 96, 40, TorchOps()
+    hidden, size, reference = 96, 40, TorchPlainKernels(TorchOps())
     x, router = torch.randn(1, hidden), torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
     more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(1, hidden)}
@@ -83,7 +83,7 @@ def test_mixture_of_one_token(experts, k, renormalize, complete):
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_mixture_whose_router_runs_beside_the_product_before(experts, k, size_in, renormalize):
     torch.manual_seed(experts)
-    hidden, size, reference = 96, 40, TorchOps()
+    hidden, size, reference = 96, 40, TorchPlainKernels(TorchOps())
     x, residual = torch.randn(1, size_in), torch.randn(1, hidden)
     product, router = torch.randn(hidden, size_in) * 0.1, torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
@@ -121,7 +121,7 @@ def test_mixture_of_a_few_tokens(num_tokens, experts, k, renormalize, complete):
     """Planned by the router and behind it, with tiles that are packed and that hold too many choices for it, one an
     expert and several. `complete`: with norm and residual."""
     torch.manual_seed(num_tokens)
-    hidden, size, reference = 96, 40, TorchOps()
+    hidden, size, reference = 96, 40, TorchPlainKernels(TorchOps())
     x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
     gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
     more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(num_tokens, hidden)}
@@ -142,7 +142,7 @@ def test_a_token_that_is_no_number_harms_no_other(num_tokens, poison):
     router, gate_up, down = torch.randn(6, 32), torch.randn(6, 32, 32), torch.randn(6, 32, 16)
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
     arguments, norm = (router, gate_up, down, 2, True), {"norm_weight": torch.ones(32), "eps": 1e-6}
-    expected = TorchOps().mixture(x, *arguments, **norm)
+    expected = TorchPlainKernels(TorchOps()).mixture(x, *arguments, **norm)
     x[1] = poison
     found = moe_few.mixture(x, *arguments, workspace, **norm)
     assert not torch.isfinite(found[1]).any()
@@ -170,7 +170,7 @@ def test_a_packed_tile_is_an_expert_with_the_choice_of_each_of_its_tokens(num_to
     x, router = torch.randn(num_tokens, 32), torch.randn(experts, 32)
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=8)
     _, plan = moe_few.route(x, router, k, True, workspace)
-    ids, weights = TorchOps().route(x @ router.t(), k, True)
+    ids, weights = TorchPlainKernels(TorchOps()).route(x @ router.t(), k, True)
     assert plan.is_packed
     held = {}
     for tile in plan.tiles.tolist():

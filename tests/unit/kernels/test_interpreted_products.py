@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 
 from minisgl_backend.kernels import elementwise as fused
 from minisgl_backend.kernels.linear import small_rows as small_linear
-from minisgl_backend.kernels.triton_ops import TritonOps
+from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
 CPU = torch.device("cpu")
 
@@ -37,7 +37,7 @@ def test_small_linear(num_rows, split):
         shapes.append(small_linear.LinearShape(8, 64, 1, 4, 1, vector=True))
     if num_rows <= small_linear.MAX_SLICED_ROWS:
         shapes.append(small_linear.LinearShape(16, 32, split, 4, 1, slices=8 // min(split, 2)))
-    reference = TorchOps()
+    reference = TorchPlainKernels(TorchOps())
     for shape in shapes:
         for wish in ({}, {"bias": bias, "residual": residual}, {"norm_weight": norm, "eps": 1e-6}):
             expected = reference.linear(x, weight, **{k: v.clone() if k == "residual" else v for k, v in wish.items()})
@@ -59,7 +59,7 @@ def test_weights_that_are_there_before_the_inputs(early, split, gated):
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
     shape = small_linear.LinearShape(16, 64, split, 4, 3, early=early)
     for wish in ({}, {"norm_weight": norm, "eps": 1e-6}):
-        expected = TorchOps().linear(x, weight, activation="silu" if gated else None, **wish)
+        expected = TorchPlainKernels(TorchOps()).linear(x, weight, activation="silu" if gated else None, **wish)
         found = small_linear.linear(x, weight, workspace, activation="silu" if gated else None, shape=shape, **wish)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     assert int(workspace.counters.abs().sum()) == 0
@@ -99,7 +99,7 @@ def test_a_product_without_a_loop_holds_its_inputs_and_fits_a_small_gpu(size_out
 
 def test_which_gated_products_are_small():
     """A shard of Qwen3-32B, whose norm comes before it; not where the norm would be inside, nor smaller weights."""
-    ops = object.__new__(TritonOps)
+    ops = object.__new__(TritonPlainKernels)
     ops._num_sms = 132
 
     def is_small(rows, size_out, size_in, normed):

@@ -94,11 +94,14 @@ class NoLibrary:
 
 def make_ops():
     ops = triton_ops.TritonOps.__new__(triton_ops.TritonOps)
-    ops.pdl, ops._tuned, ops._num_sms, ops._has_room = True, NoLibrary(), 132, True
-    ops._workspace = small_linear.LinearWorkspace(torch.device("cpu"), 512, 8)
-    return ops
+    ops.has_pdl = True
+    plain = triton_ops.TritonPlainKernels.__new__(triton_ops.TritonPlainKernels)
+    plain.ops, plain._tuned, plain._num_sms, plain._has_room = ops, NoLibrary(), 132, True
+    plain._workspace = small_linear.LinearWorkspace(torch.device("cpu"), 512, 8)
+    return plain
 
-ops = make_ops()
+plain = make_ops()
+ops = plain.ops
 bf16 = dict(dtype=torch.bfloat16)
 norm = torch.ones(HIDDEN, **bf16)
 
@@ -108,19 +111,19 @@ def weight(*shape):
 
 def dense(tokens, kv_heads):
     x = torch.empty(tokens, HIDDEN, **bf16)
-    qkv = ops.linear(x, weight((HEADS + 2 * kv_heads) * DIM, HIDDEN), norm_weight=norm, eps=1e-6)
+    qkv = plain.linear(x, weight((HEADS + 2 * kv_heads) * DIM, HIDDEN), norm_weight=norm, eps=1e-6)
     cache = weight(4, kv_heads, PAGE, DIM)
     q = ops.rope_store(qkv, None, None, torch.empty(64, DIM), torch.empty(tokens, dtype=torch.int32),
                        torch.empty(tokens, dtype=torch.int32), cache, cache, HEADS, 1e-6)
-    gated = ops.linear(x, weight(2 * SIZE, HIDDEN), norm_weight=norm, eps=1e-6, activation="silu")
-    return ops.linear(gated, weight(HIDDEN, SIZE), residual=x)
+    gated = plain.linear(x, weight(2 * SIZE, HIDDEN), norm_weight=norm, eps=1e-6, activation="silu")
+    return plain.linear(gated, weight(HIDDEN, SIZE), residual=x)
 
 def mixture(tokens, experts, k):
     x = torch.empty(tokens, HIDDEN, **bf16)
-    ops.mixture(x, weight(experts, HIDDEN), weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE),
+    plain.mixture(x, weight(experts, HIDDEN), weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE),
                 k, True, norm_weight=norm, eps=1e-6, residual=x)
     if tokens == 1:
-        ops.o_proj_and_mixture(x, weight(HIDDEN, HIDDEN), x, weight(experts, 2 * HIDDEN),
+        plain.o_proj_and_mixture(x, weight(HIDDEN, HIDDEN), x, weight(experts, 2 * HIDDEN),
                                 weight(experts, 2 * SIZE, HIDDEN), weight(experts, HIDDEN, SIZE), k, True,
                                 norm_weight=norm, eps=1e-6)
 

@@ -13,7 +13,6 @@ from ranks import on_ranks
 
 from minisgl_backend.attention.base import PrefillInputs
 from minisgl_backend.attention.registry import create_attention
-from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.layers.config import (
     AttentionConfig,
     LayerConfig,
@@ -26,9 +25,10 @@ from minisgl_backend.layers.context import EagerContext
 from minisgl_backend.layers.norm import RMSNorm
 from minisgl_backend.layers.residual import Residual, join
 from minisgl_backend.layers.rotary import rope_table
-from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.layers.weights import WeightedLayer
 from minisgl_backend.models.decoder import decoder_layer
 from minisgl_backend.tensor_parallel import TensorParallel
+from tests.layer_contexts import layer_context
 from tests.specs import make_pool, one_group
 
 CPU = torch.device("cpu")
@@ -152,7 +152,7 @@ def reference(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tens
 
 
 def computed(layer: LayerConfig, w: dict[str, torch.Tensor], hidden: torch.Tensor, tp: TensorParallel) -> torch.Tensor:
-    context = LayerContext(device=CPU, dtype=torch.float32, ops=TorchOps(), tp=tp)
+    context = layer_context(torch.float32, tp)
     table = rope_table(layer.attention.rope, DIM, TOKENS, CPU)
     module = decoder_layer(layer, 0, HIDDEN, table, context)
     for part in (part for one in module.modules() if isinstance(one, WeightedLayer) for part in one.weight_parts()):
@@ -229,7 +229,7 @@ def test_a_layer_computes_what_its_description_says(name: str, size: int) -> Non
 
 def test_offsets_are_added_in_float32() -> None:
     """In bfloat16 1 + 0.001 is 1."""
-    context = LayerContext(device=CPU, dtype=torch.bfloat16, ops=TorchOps(), tp=TensorParallel.single())
+    context = layer_context(torch.bfloat16, TensorParallel.single())
     layer = RMSNorm(HIDDEN, NormConfig(eps=EPS, weight_offset=1.0), "norm", context)
     (part,) = layer.weight_parts()
     part.target.data.copy_(torch.full((HIDDEN,), 0.001).bfloat16())

@@ -19,6 +19,7 @@ from minisgl_backend import tensor_parallel
 from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.tensor_parallel import AllReduce, TensorParallel
+from tests.layer_contexts import layer_context
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
@@ -286,13 +287,10 @@ def test_logits_of_decode_steps_are_rank_0s(size: int) -> None:
 
     def work(tp: TensorParallel) -> list[torch.Tensor]:
         from minisgl_backend.layers.embedding import ParallelLMHead
-        from minisgl_backend.layers.weights import LayerContext
 
-        layer = ParallelLMHead(
-            10, 4, "lm_head", LayerContext(device=CPU, dtype=torch.float32, ops=TorchOps(), tp=tp), None
-        )
+        layer = ParallelLMHead(10, 4, "lm_head", layer_context(torch.float32, tp), None)
         weight = torch.arange(40.0).view(10, 4)
-        (part,) = layer.weight_parts()
+        (part,) = layer.method.weight_parts()
         part.target.copy_(weight[part.start : part.start + len(part.target)])
         gathered = layer.on_rank_0(torch.ones(2, 4))
         tp.__dict__["_peer_logits"] = SharedLogits(tp)
@@ -364,13 +362,10 @@ def test_a_vocabulary_that_does_not_divide(tmp_path: Path) -> None:
 
     def work(tp: TensorParallel) -> torch.Tensor:
         from minisgl_backend.layers.embedding import ParallelLMHead
-        from minisgl_backend.layers.weights import LayerContext
 
-        layer = ParallelLMHead(
-            10, 4, "lm_head", LayerContext(device=CPU, dtype=torch.float32, ops=TorchOps(), tp=tp), None
-        )
+        layer = ParallelLMHead(10, 4, "lm_head", layer_context(torch.float32, tp), None)
         weight = torch.arange(40.0).view(10, 4)
-        (part,) = layer.weight_parts()
+        (part,) = layer.method.weight_parts()
         part.target.copy_(weight[part.start : part.start + len(part.target)])
         return layer(torch.ones(2, 4))
 

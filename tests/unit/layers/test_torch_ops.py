@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
 
 @pytest.mark.parametrize("num_tokens", [1, 7, 40])
@@ -23,7 +23,9 @@ def test_moe(num_tokens: int, experts_per_token: int) -> None:
         for expert, weight in zip(ids[token].tolist(), weights[token], strict=True):
             gate, up = (gate_up[expert] @ x[token]).chunk(2)
             expected[token] += weight * (down[expert] @ (F.silu(gate) * up))
-    torch.testing.assert_close(TorchOps().moe(x, ids, weights, gate_up, down), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        TorchPlainKernels(TorchOps()).moe(x, ids, weights, gate_up, down), expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @pytest.mark.parametrize("bias", [False, True])
@@ -36,7 +38,7 @@ def test_linear(bias: bool, residual: bool, norm: bool) -> None:
     r = torch.randn(5, 6) if residual else None
     normed = x if norm_weight is None else x / (x.square().mean(1, keepdim=True) + 1e-5).sqrt() * norm_weight
     expected = normed @ weight.t() + (0 if b is None else b) + (0 if r is None else r)
-    out = TorchOps().linear(
+    out = TorchPlainKernels(TorchOps()).linear(
         x, weight, norm_weight=norm_weight, eps=1e-5, bias=b, residual=None if r is None else r.clone()
     )
     torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
@@ -45,7 +47,7 @@ def test_linear(bias: bool, residual: bool, norm: bool) -> None:
 def test_gated_linear() -> None:
     x, weight = torch.randn(5, 8), torch.randn(12, 8)
     gate, up = (x @ weight.t()).chunk(2, dim=1)
-    torch.testing.assert_close(TorchOps().linear(x, weight, activation="silu"), F.silu(gate) * up)
+    torch.testing.assert_close(TorchPlainKernels(TorchOps()).linear(x, weight, activation="silu"), F.silu(gate) * up)
 
 
 def test_results_keep_the_number_format() -> None:

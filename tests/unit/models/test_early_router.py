@@ -1,4 +1,4 @@
-"""A lone token's attention leaves its product to the mixture behind it, where the operations serve that."""
+"""A lone token's attention leaves its product to the mixture behind it, where the kernels serve that."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from minisgl_backend.kernels.torch_ops import TorchOps
-from minisgl_backend.models import build
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.weights import methods
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
 
-class EarlyOps(TorchOps):
+class EarlyKernels(TorchPlainKernels):
     """In plain torch, with a note of each call."""
 
     def __init__(self) -> None:
+        super().__init__(TorchOps())
         self.calls = 0
 
     def early_router(
@@ -45,7 +46,7 @@ class EarlyOps(TorchOps):
         hidden = self.linear(x, product, residual=residual)
         scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + eps)
         ids, weights = self.route(logits * scale, experts_per_token, renormalize)
-        return self.moe(self.rms_norm(hidden, norm_weight, eps), ids, weights, gate_up, down, hidden)
+        return self.moe(self.ops.rms_norm(hidden, norm_weight, eps), ids, weights, gate_up, down, hidden)
 
 
 @pytest.mark.parametrize(
@@ -58,8 +59,8 @@ def test_a_lone_token_gets_the_same_logits(
     bias is never left."""
     save_checkpoint(name, tmp_path, **more)
 
-    def logits(ops: TorchOps) -> list[torch.Tensor]:
-        monkeypatch.setattr(build, "select_ops", lambda *args, **kwargs: ops)
+    def logits(kernels: TorchPlainKernels) -> list[torch.Tensor]:
+        monkeypatch.setattr(methods, "select_plain_kernels", lambda *args: kernels)
         paged = PagedModel(tmp_path, page_size=16)
         steps = [
             paged.step({1: [3, 4, 5]}, {}, last_only=True),
@@ -69,8 +70,8 @@ def test_a_lone_token_gets_the_same_logits(
         ]
         return [rows for step in steps for rows in step.values()]
 
-    early = EarlyOps()
-    for found, expected in zip(logits(early), logits(TorchOps()), strict=True):
+    early = EarlyKernels()
+    for found, expected in zip(logits(early), logits(TorchPlainKernels(TorchOps())), strict=True):
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     mixtures = sum(type(module).__name__ == "MoeMLP" for module in PagedModel(tmp_path, page_size=16).model.modules())
     assert early.calls == (0 if more else 2 * mixtures + 1)

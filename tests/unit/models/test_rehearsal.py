@@ -12,12 +12,12 @@ import torch
 
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair
-from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.layers import context
 from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models import build
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import rehearsal
+from minisgl_backend.weights import methods
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
@@ -25,9 +25,9 @@ Launch = tuple[object, ...]
 
 
 class Recorder:
-    """Other operations, with a note of what tells one call's kernels from another's."""
+    """Other operations or kernels, with a note of what tells one call's kernels from another's."""
 
-    def __init__(self, ops: Ops, launches: set[Launch]) -> None:
+    def __init__(self, ops: Any, launches: set[Launch]) -> None:
         self._ops, self._launches = ops, launches
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -63,7 +63,8 @@ def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, m
     save_checkpoint(name, tmp_path, num_hidden_layers=6, **SIX_LAYERS[name])
     launches: set[Launch] = set()
     layers: set[int] = set()
-    select, attend, step = build.select_ops, AttentionPair.attend, context.EagerContext
+    select, select_plain = build.select_ops, methods.select_plain_kernels
+    attend, step = AttentionPair.attend, context.EagerContext
 
     def attending(self: AttentionPair, layer: AttentionLayer, *args: Any) -> torch.Tensor:
         launches.add(("attend", layer.window))
@@ -71,6 +72,7 @@ def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, m
         return attend(self, layer, *args)
 
     monkeypatch.setattr(build, "select_ops", lambda *args, **kwargs: Recorder(select(*args, **kwargs), launches))
+    monkeypatch.setattr(methods, "select_plain_kernels", lambda *args: Recorder(select_plain(*args), launches))
     monkeypatch.setattr(AttentionPair, "attend", attending)
 
     def launched(rehearses: bool) -> set[Launch]:

@@ -1,0 +1,144 @@
+"""What is computed with weights in the model's own number format: the kernels of the format `plain`.
+
+`PlainKernels` is the contract; `torch_ops.TorchPlainKernels` serves it on every device and is the reference that other
+implementations are tested against.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from minisgl_backend.kernels.ops import Ops
+
+
+class PlainKernels(ABC):
+    """GEMMs and mixtures of experts on tensors of one device. Chosen once; weights of the format `plain` hold it.
+
+    Statistics and activations are computed in float32 whatever the format of the tensors is.
+    No method synchronises with the device, except `moe` and `mixture` where their docstrings say so.
+    """
+
+    def __init__(self, ops: Ops) -> None:
+        """ops: of the same device."""
+        self.ops = ops
+
+    @abstractmethod
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        """epilogue(norm(x) @ weight.T): x [num_tokens, size_in], weight [size_out, size_in] -> [num_tokens, size_out].
+
+        norm_weight [size_in]: RMSNorm of x with `eps` first. bias [size_out]. residual [num_tokens, size_out] is
+        added to the result and may be overwritten. activation (layers.config.Activation): weight holds gate rows, then
+        as many up rows, bias likewise; the result is activation(gate) * up, [num_tokens, size_out / 2]; not together
+        with residual.
+        """
+
+    def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+        """x @ weight.T into out [num_tokens, size_out], whose rows may be further apart than size_out numbers.
+
+        `out` may lie in another GPU's memory, if kernels of this one can write there.
+        """
+        out.copy_(self.linear(x, weight))
+
+    def prepare_linear(  # noqa: B027  optional
+        self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0
+    ) -> None:
+        """Chooses how `linear` multiplies with these weights, all of one shape: for these decode row counts, and for
+        prefill up to `longest` rows; may measure it.
+
+        Called once before anything is captured, or not at all: `linear` needs it for speed only.
+        """
+
+    @abstractmethod
+    def route(
+        self, logits: torch.Tensor, experts_per_token: int, renormalize: bool
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token, best first: logits [num_tokens, num_experts] -> (ids, weights).
+
+        ids int64 and weights float32, both [num_tokens, experts_per_token]: the largest shares of the softmax over
+        all experts; `renormalize` makes them add up to 1.
+        """
+
+    @abstractmethod
+    def moe(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        residual: torch.Tensor | None = None,
+        activation: str = "silu",
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts, plus `residual` where given: x [num_tokens, hidden] -> same shape.
+
+        expert_ids int64 and expert_weights [num_tokens, experts_per_token]; gate_up [num_experts, 2 * size, hidden]
+        with gate rows first; down [num_experts, hidden, size]. An expert is down @ (activation(gate) * up).
+        Implementations that need the number of tokens of each expert on the host synchronise and say so.
+        """
+
+    def mixture(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        experts_per_token: int,
+        renormalize: bool,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        activation: str = "silu",
+    ) -> torch.Tensor:
+        """`linear` with the router, `route` and `moe`, of norm(x): x [num_tokens, hidden] -> same shape.
+
+        router [num_experts, hidden]. norm_weight [hidden]: RMSNorm of x with `eps` first. residual [num_tokens, hidden]
+        is added to the result. Synchronises where `moe` does.
+        """
+        if norm_weight is not None:
+            x = self.ops.rms_norm(x, norm_weight, eps)
+        expert_ids, weights = self.route(self.linear(x, router), experts_per_token, renormalize)
+        return self.moe(x, expert_ids, weights, gate_up, down, residual, activation)
+
+    def early_router(
+        self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What `o_proj_and_mixture` needs of these weights, to be made once; None: it does not serve them.
+
+        router [num_experts, hidden], norm_weight [hidden], o_proj [hidden, size_in].
+        """
+        return None
+
+    def o_proj_and_mixture(
+        self,
+        x: torch.Tensor,
+        o_proj: torch.Tensor,
+        residual: torch.Tensor,
+        early: torch.Tensor,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        experts_per_token: int,
+        renormalize: bool,
+        *,
+        norm_weight: torch.Tensor,
+        eps: float,
+        activation: str = "silu",
+    ) -> torch.Tensor:
+        """One token's `linear` with o_proj [hidden, size_in] and the residual, then `mixture` with norm and residual.
+
+        x [1, size_in], residual [1, hidden] -> [1, hidden]. early: `early_router` of these weights.
+        """
+        raise NotImplementedError

@@ -1,0 +1,180 @@
+"""What a weight has to do, whatever its number format: the seam between layers and formats.
+
+As in vLLM's `LinearMethodBase`: a method creates its parameters (its constructor), finishes them when they are loaded
+(`process_weights_after_loading`) and multiplies with them (`apply_weights`). Norm, residual and activation are
+arguments of the multiplication, so that a method may have one kernel for all, or one each.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.weights.layer import WeightedLayer
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearOutput:
+    """Outputs of a linear weight that have a tensor of their own in the checkpoint."""
+
+    name: str  # this project's, in full, without .weight or .bias
+    size: int  # of the whole tensor
+    start: int  # the first one of this rank
+    local: int  # how many this rank has
+    row_order: tuple[int, ...] | None = None  # see WeightPart.row_order
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearSpec:
+    """A linear weight of one rank: outputs of the same input, one after the other."""
+
+    outputs: tuple[LinearOutput, ...]
+    input_size: int  # of the whole tensor
+    input_start: int = 0  # the first input of this rank
+    local_inputs: int
+    bias: bool = False
+    adds_bias: bool = True  # False: another rank does, and the ranks' results are summed
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """[outputs, inputs] of this rank."""
+        return sum(output.local for output in self.outputs), self.local_inputs
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """All experts of a layer: gated MLPs, of which every rank has a slice each."""
+
+    name: str  # this project's, in full: model.layers.0.mlp.experts
+    num_experts: int
+    experts_per_token: int
+    hidden_size: int
+    intermediate_size: int  # of one expert, whole
+    start: int  # the first of these that this rank has
+    local: int  # how many it has
+    activation: str  # layers.config.Activation
+    renormalize: bool  # see `PlainKernels.route`
+
+
+class ApplyWeights(Protocol):
+    def __call__(
+        self,
+        x: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor: ...
+
+
+class LinearMethod(WeightedLayer, ABC):
+    """One linear weight and how it is multiplied with. Its constructor takes a `LinearSpec` and makes the parameters,
+    which `weight_parts` then names.
+
+    apply_weights: epilogue(norm(x) @ weight.T + bias), x [num_tokens, local inputs] -> [num_tokens, local outputs].
+    norm_weight [local inputs]: RMSNorm of x with `eps` first. residual [num_tokens, local outputs] is added to the
+    result and may be overwritten. activation (layers.config.Activation): the weight holds gate rows, then as many up
+    rows; the result is activation(gate) * up, half as wide; not together with residual.
+    """
+
+    spec: LinearSpec
+    apply_weights: ApplyWeights
+
+    def process_weights_after_loading(self) -> None:
+        """Called once, when all parameters are filled: to repack them, or to derive others."""
+
+    @abstractmethod
+    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """`apply_weights` without norm and epilogue into out [num_tokens, local outputs], whose rows may be further
+        apart, and which may lie in another GPU's memory."""
+
+    def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
+        """Chooses kernels for this weight and those `alike` (of its class and shape, itself among them): for these
+        decode row counts, and for prefill up to `longest` rows. Called before anything is captured, or not at all."""
+
+
+class ExpertsMethod(WeightedLayer, ABC):
+    """The weights of all experts of a layer, and how they are multiplied with.
+
+    Its constructor takes an `ExpertsSpec`; x and residual are [num_tokens, hidden_size].
+    """
+
+    spec: ExpertsSpec
+
+    def process_weights_after_loading(self) -> None:
+        """As of `LinearMethod`."""
+
+    @abstractmethod
+    def apply_experts(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The weighted sum of each token's experts, plus `residual` where given; see `PlainKernels.moe`.
+
+        expert_ids int64 and expert_weights, both [num_tokens, experts_per_token].
+        """
+
+    @abstractmethod
+    def apply_routed(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """`apply_experts` of norm(x), by the logits of router [num_experts, hidden_size], plus `residual`."""
+
+    def early_router(
+        self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: LinearMethod
+    ) -> torch.Tensor | None:
+        """What `apply_with_o_proj` needs of these weights, made once; None: it does not serve them."""
+        return None
+
+    def apply_with_o_proj(
+        self,
+        x: torch.Tensor,
+        o_proj: LinearMethod,
+        residual: torch.Tensor,
+        early: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        """One token's o_proj, added to the residual, and `apply_routed` of the sum with norm and residual.
+
+        x [1, inputs of o_proj] -> [1, hidden_size]. early: `early_router` of these weights.
+        """
+        raise NotImplementedError
+
+
+class MethodFactory(ABC):
+    """Makes the methods of one format, which share what is one a device (vLLM's `QuantizationConfig`)."""
+
+    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device) -> None:
+        """dtype: of the model, its activations and its plain weights, whose kernels are `plain`."""
+        self.plain, self.dtype, self.device = plain, dtype, device
+
+    @abstractmethod
+    def linear(self, spec: LinearSpec) -> LinearMethod: ...
+
+    @abstractmethod
+    def experts(self, spec: ExpertsSpec) -> ExpertsMethod: ...
+
+
+def process_weights_after_loading(model: nn.Module) -> None:
+    """Of all weights of a model."""
+    for module in model.modules():
+        if isinstance(module, (LinearMethod, ExpertsMethod)):
+            module.process_weights_after_loading()

@@ -1,0 +1,56 @@
+"""From a module's path to the method of its weight."""
+
+from __future__ import annotations
+
+import importlib
+
+import torch
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.select import select_plain_kernels
+from minisgl_backend.weights.formats import FORMATS, QuantizationConfig
+from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.plain import PlainLinearMethod
+
+
+class WeightMethods:
+    """The methods of one model's weights on one device. Formats that no module has are not imported."""
+
+    def __init__(
+        self, config: QuantizationConfig, plain: PlainKernels, *, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """dtype: of the model. plain: kernels of weights in it."""
+        self._config, self._plain, self._dtype, self._device = config, plain, dtype, device
+        self._factories: dict[str, MethodFactory] = {}
+
+    @classmethod
+    def all_plain(cls, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> WeightMethods:
+        """Of a model without any other format."""
+        return cls(QuantizationConfig(), select_plain_kernels(ops, device), dtype=dtype, device=device)
+
+    def linear(self, spec: LinearSpec) -> LinearMethod:
+        """By the paths of its outputs. Raises ConfigError where these are to have several formats in one weight."""
+        formats = {self._config.format_of(output.name): output.name for output in spec.outputs}
+        if len(formats) > 1:
+            found = ", ".join(f"{path} {name}" for name, path in formats.items())
+            raise ConfigError(f"quantization: {found}; allowed: one format for layers that are multiplied together")
+        return self._factory(next(iter(formats))).linear(spec)
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
+        return self._factory(self._config.format_of(spec.name)).experts(spec)
+
+    def plain_linear(
+        self, spec: LinearSpec, shared: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> PlainLinearMethod:
+        """Of what is plain in every model: LM head, router. shared: see `PlainLinearMethod`. dtype: where it is not
+        the model's."""
+        return PlainLinearMethod(spec, self._plain, dtype or self._dtype, self._device, shared)
+
+    def _factory(self, name: str) -> MethodFactory:
+        if name not in self._factories:
+            module, _, factory = FORMATS[name].factory.partition(":")
+            made = getattr(importlib.import_module(module), factory)
+            self._factories[name] = made(self._plain, self._dtype, self._device)
+        return self._factories[name]

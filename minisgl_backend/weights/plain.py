@@ -1,0 +1,165 @@
+"""The format `plain`: weights in the model's own number format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+
+from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.weights.layer import empty_parameter
+from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.parts import WeightPart
+
+
+class PlainLinearMethod(LinearMethod):
+    def __init__(
+        self,
+        spec: LinearSpec,
+        kernels: PlainKernels,
+        dtype: torch.dtype,
+        device: torch.device,
+        shared: torch.Tensor | None = None,
+    ) -> None:
+        """shared: a weight [outputs, inputs] that another layer owns and loads (tied embeddings)."""
+        super().__init__()
+        self.spec, self._kernels = spec, kernels
+        if shared is None:
+            self.weight = empty_parameter(*spec.shape, dtype=dtype, device=device)
+        else:
+            self.__dict__["weight"] = shared  # a plain attribute, and no parameter of its own
+        self._is_shared = shared is not None
+        self.bias = empty_parameter(spec.shape[0], dtype=dtype, device=device) if spec.bias else None
+        bias = self.bias if spec.adds_bias else None
+        self.apply_weights = partial(kernels.linear, weight=self.weight, bias=bias)  # parameters are filled in place
+
+    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._kernels.linear_into(x, self.weight, out)
+        if self.bias is not None and self.spec.adds_bias:
+            out += self.bias
+
+    def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
+        # A GEMM with a bias stays with torch, which adds it on the way.
+        weights = [one.weight for one in alike if isinstance(one, PlainLinearMethod) and one.bias is None]
+        if weights:
+            self._kernels.prepare_linear(weights, rows, longest)
+
+    def weight_parts(self) -> list[WeightPart]:
+        spec, parts, row = self.spec, [], 0
+        for output in spec.outputs:
+            rows = slice(row, row + output.local)
+            row += output.local
+            if not self._is_shared:
+                parts.append(linear_part(spec, output.name, self.weight[rows]))
+            if self.bias is not None:
+                parts.append(bias_part(spec, output.name, self.bias[rows]))
+        return parts
+
+
+class PlainFactory(MethodFactory):
+    def linear(self, spec: LinearSpec) -> PlainLinearMethod:
+        return PlainLinearMethod(spec, self.plain, self.dtype, self.device)
+
+    def experts(self, spec: ExpertsSpec) -> PlainExpertsMethod:
+        return PlainExpertsMethod(spec, self.plain, self.dtype, self.device)
+
+
+def linear_part(spec: LinearSpec, name: str, target: torch.Tensor) -> WeightPart:
+    """The weight of one of a spec's outputs. Either all its outputs or all its inputs are on this rank."""
+    output = next(one for one in spec.outputs if one.name == name)
+    splits_inputs = spec.local_inputs < spec.input_size
+    return WeightPart(
+        name=f"{name}.weight",
+        shape=(output.size, spec.input_size),
+        target=target,
+        dim=1 if splits_inputs else 0,
+        start=spec.input_start if splits_inputs else output.start,
+        row_order=output.row_order,
+    )
+
+
+def bias_part(spec: LinearSpec, name: str, target: torch.Tensor) -> WeightPart:
+    output = next(one for one in spec.outputs if one.name == name)
+    return WeightPart(
+        name=f"{name}.bias", shape=(output.size,), target=target, start=output.start, row_order=output.row_order
+    )
+
+
+class PlainExpertsMethod(ExpertsMethod):
+    """All experts of a layer are in two weights."""
+
+    def __init__(self, spec: ExpertsSpec, kernels: PlainKernels, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec, self._kernels = spec, kernels
+        self.gate_up = empty_parameter(spec.num_experts, 2 * spec.local, spec.hidden_size, dtype=dtype, device=device)
+        self.down = empty_parameter(spec.num_experts, spec.hidden_size, spec.local, dtype=dtype, device=device)
+
+    def apply_experts(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._kernels.moe(x, expert_ids, expert_weights, self.gate_up, self.down, residual, self.spec.activation)
+
+    def apply_routed(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        spec = self.spec
+        return self._kernels.mixture(
+            x, router, self.gate_up, self.down, spec.experts_per_token, spec.renormalize, norm_weight=norm_weight,
+            eps=eps, residual=residual, activation=spec.activation,
+        )  # fmt: skip
+
+    def early_router(
+        self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: LinearMethod
+    ) -> torch.Tensor | None:
+        if not isinstance(o_proj, PlainLinearMethod) or o_proj.bias is not None:
+            return None
+        return self._kernels.early_router(router, norm_weight, o_proj.weight)
+
+    def apply_with_o_proj(
+        self,
+        x: torch.Tensor,
+        o_proj: LinearMethod,
+        residual: torch.Tensor,
+        early: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        assert isinstance(o_proj, PlainLinearMethod), "early_router looks"
+        spec = self.spec
+        return self._kernels.o_proj_and_mixture(
+            x, o_proj.weight, residual, early, self.gate_up, self.down, spec.experts_per_token, spec.renormalize,
+            norm_weight=norm_weight, eps=eps, activation=spec.activation,
+        )  # fmt: skip
+
+    def weight_parts(self) -> list[WeightPart]:
+        gate, up = self.gate_up[:, : self.spec.local], self.gate_up[:, self.spec.local :]
+        return [
+            experts_part(self.spec, kind, target)
+            for kind, target in (("gate_proj", gate), ("up_proj", up), ("down_proj", self.down))
+        ]
+
+
+def experts_part(spec: ExpertsSpec, kind: str, target: torch.Tensor) -> WeightPart:
+    """One of gate_proj, up_proj and down_proj of all experts."""
+    is_down = kind == "down_proj"
+    outer, inner = (spec.hidden_size, spec.intermediate_size)[:: 1 if is_down else -1]
+    return WeightPart(
+        name=f"{spec.name}.{kind}.weight",
+        shape=(spec.num_experts, outer, inner),
+        target=target,
+        dim=2 if is_down else 1,
+        start=spec.start,
+        experts=True,
+    )
