@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import re
 import resource
 import sys
@@ -26,10 +27,11 @@ from minisgl_backend.grammar.pace import LATE_S, TOO_SLOW
 from minisgl_backend.grammar.translate import translated
 from minisgl_backend.request import Grammar
 
-SENT_FROM_S = 0.02  # what takes longer is sent as JSON, unless that is slower
+SENT_FROM_S = 0.02  # of processor time, over all threads: what takes longer is sent as JSON, unless that is slower
 SECONDS_A_BYTE = 55e-9  # of a compiled grammar: written as JSON and read again
 MOST_BYTES = 512 << 20  # of a compiled grammar
 MORE_BYTES = 3 << 30  # of address space, beyond what the process has once it is ready
+MAX_THREADS = 4  # of one grammar
 PACE_TOKENS = 24  # an answer of so many is tried, none of which may take longer than LATE_S
 READY = b"ready"
 
@@ -56,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         info = xgrammar.TokenizerInfo.deserialize_json(connection.recv_bytes().decode())
         lengths = text_lengths(info)
         # A cache would keep texts without a bound, and make grammars quick here that are not in the engine core.
-        compiler = xgrammar.GrammarCompiler(info, max_threads=1, cache_enabled=False)
+        compiler = xgrammar.GrammarCompiler(info, max_threads=_num_threads(), cache_enabled=False)
         _limit_memory()
         connection.send_bytes(READY)
         while True:
@@ -72,6 +74,11 @@ def _try_library(xgrammar: Any) -> None:
     try_answer(compile_grammar(compiler, Grammar(kind="json_schema", text='{"enum": ["a"]}')), text_lengths(info))
 
 
+def _num_threads() -> int:
+    """What compiles one grammar. Several compilers may work at once, beside the engine core."""
+    return max(1, min(MAX_THREADS, len(os.sched_getaffinity(0)) // 4))
+
+
 def _limit_memory() -> None:
     with open("/proc/self/statm", encoding="ascii") as statm:
         pages = int(statm.read().split()[0])
@@ -84,9 +91,9 @@ def _limit_memory() -> None:
 def _answer(compiler: Any, lengths: Int32Array, grammar: Grammar) -> Answer:
     try:
         plain = translated(grammar)
-        started = time.perf_counter()
+        started = time.process_time()
         compiled = compile_grammar(compiler, plain)
-        seconds, size = time.perf_counter() - started, compiled.memory_size_bytes
+        seconds, size = time.process_time() - started, compiled.memory_size_bytes
         try_answer(compiled, lengths)
         if size > MOST_BYTES:
             raise MemoryError

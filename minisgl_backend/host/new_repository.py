@@ -8,20 +8,21 @@ from pathlib import Path
 
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.option_arguments import add_engine_options, given_parameters
+from minisgl_backend.host.option_arguments import INFER_HELP, add_engine_options, given_parameters
 from minisgl_backend.host.option_parser import OptionParser
-from minisgl_backend.host.repository import render_repository
+from minisgl_backend.host.repository import add_infer_models, render_repository
 from minisgl_backend.host.triton_server import check_ascii, is_plain_path
 from minisgl_backend.installation import model_repository
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.folder import DEMO, find_model_dir
 
 
-def write_repository(target: Path, parameters: Mapping[str, str]) -> None:
+def write_repository(target: Path, parameters: Mapping[str, str], *, infer: bool = False) -> None:
     """A new model repository in `target`, a folder that is empty or does not exist yet.
 
     `parameters` are the engine's, as `parse_options` returns them. They are checked against the model where that is a
-    folder of this machine, and not against the machine, which may be another one than will serve. Raises ConfigError.
+    folder of this machine, and not against the machine, which may be another one than will serve. `infer`: with the
+    model `infer`. Raises ConfigError.
     """
     _check_target(target)
     _check_model(EngineConfig.from_parameters(parameters))
@@ -29,6 +30,8 @@ def write_repository(target: Path, parameters: Mapping[str, str]) -> None:
         target.mkdir(parents=True, exist_ok=True)
         # What stands beside a model's versions is the demo model, which every installation has.
         render_repository(model_repository(), target, parameters, link_folders=False)
+        if infer:
+            add_infer_models(target)
     except OSError as error:
         raise ConfigError(f"--out is {str(target)!r}, which cannot be written: {error.strerror or error}") from None
 
@@ -41,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         parameters = given_parameters(parser, values)
         check_ascii("the model", parameters.get("model", ""))
-        write_repository(target, parameters)
+        write_repository(target, parameters, infer=values["infer"])
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -61,6 +64,7 @@ def init_parser() -> OptionParser:
         allow_abbrev=False,
     )
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="a new folder, or an empty one")
+    parser.add_argument("--infer", action="store_true", help=INFER_HELP)
     add_engine_options(parser)
     return parser
 

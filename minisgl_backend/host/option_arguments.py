@@ -9,6 +9,8 @@ from typing import Any
 from minisgl_backend.config import OPTIONS
 from minisgl_backend.host.repository import parse_options
 
+INFER_HELP = "also the model `infer`: whole answers for Triton's plain infer, by one more process of the server"
+
 
 def add_engine_options(parser: argparse.ArgumentParser) -> None:
     """A flag for every engine option, and the model as the only argument without one; `given_parameters` reads them."""

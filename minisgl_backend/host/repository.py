@@ -11,6 +11,7 @@ from minisgl_backend.config import OPTIONS, EngineConfig
 from minisgl_backend.errors import ConfigError
 
 ENGINE_MODEL = "engine"
+INFER_MODEL, INFER_ENGINE = "infer", "engine_infer"
 DEMO_MODEL = "demo"
 
 
@@ -38,6 +39,27 @@ def render_repository(source: Path, target: Path, parameters: Mapping[str, str],
         _copy_model(model, target / model.name, link_folders)
     config = target / ENGINE_MODEL / "config.pbtxt"
     config.write_text(set_parameters(config.read_text(encoding="utf-8"), parameters), encoding="utf-8")
+
+
+def add_infer_models(repository: Path) -> None:
+    """Makes two models more of those of the repository: `infer` is `ensemble` for whole answers alone, which Triton's
+    plain `infer` may ask since nothing in it is decoupled. Its engine is one more front of the same cores.
+
+    Raises ConfigError where the repository has no ensemble.
+    """
+    ensemble = repository / "ensemble" / "config.pbtxt"
+    if not ensemble.is_file():
+        raise ConfigError(f"repository is {str(repository)!r}; allowed for {INFER_MODEL!r}: one that holds {ensemble}")
+    engine = (repository / ENGINE_MODEL / "config.pbtxt").read_text(encoding="utf-8")
+    engine = engine.replace(f'name: "{ENGINE_MODEL}"', f'name: "{INFER_ENGINE}"')
+    engine = re.sub(r"^(?:model_transaction_policy|parameters|# every) .*\n", "", engine, flags=re.MULTILINE)
+    whole = ensemble.read_text(encoding="utf-8").replace('name: "ensemble"', f'name: "{INFER_MODEL}"')
+    whole = whole.replace(f'model_name: "{ENGINE_MODEL}"', f'model_name: "{INFER_ENGINE}"')
+    whole = re.sub(r'^ *(?:\{ name|input_map \{ key): "stream" .*\n', "", whole, flags=re.MULTILINE)
+    for name, text in ((INFER_ENGINE, engine), (INFER_MODEL, whole)):
+        (repository / name / "1").mkdir(parents=True)
+        (repository / name / "config.pbtxt").write_text(text, encoding="utf-8")
+    shutil.copyfile(repository / ENGINE_MODEL / "1" / "model.py", repository / INFER_ENGINE / "1" / "model.py")
 
 
 def set_parameters(config: str, parameters: Mapping[str, str]) -> str:

@@ -20,7 +20,13 @@ import minisgl_backend
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.endpoint_options import add_endpoint_options, endpoint_of
 from minisgl_backend.host.openai_endpoint import EndpointSettings
-from minisgl_backend.host.option_arguments import add_engine_options, given_parameters, tcp_port, tcp_port_or_none
+from minisgl_backend.host.option_arguments import (
+    INFER_HELP,
+    add_engine_options,
+    given_parameters,
+    tcp_port,
+    tcp_port_or_none,
+)
 from minisgl_backend.host.option_parser import OptionParser, YamlMissing, set_defaults_from_file
 from minisgl_backend.host.repository import DEMO_MODEL
 from minisgl_backend.host.triton_server import ascii_links, check_ascii
@@ -68,6 +74,7 @@ class Arguments:
     endpoint: EndpointSettings | None  # None: no OpenAI-compatible endpoint
     start_timeout: int  # seconds until the first start must have succeeded; 0: no limit
     engine_parameters: dict[str, str]  # options of the engine that were given; empty: the repository as it is
+    infer: bool = False  # with the model `infer`
     node_rank: int = 0  # of a model over several nodes; above 0: this machine serves nobody
 
     @property
@@ -126,7 +133,15 @@ def parse_arguments(arguments: Sequence[str], program: str = "scripts/serve.sh")
     if parameters.get("nodes", "1") != "1":
         read_secret(os.environ)
     node_rank = values["node_rank"] or 0
-    return Arguments(settings, values["health_port"], endpoint, values["start_timeout"], parameters, node_rank)
+    return Arguments(
+        settings,
+        values["health_port"],
+        endpoint,
+        values["start_timeout"],
+        parameters,
+        infer=values["infer"],
+        node_rank=node_rank,
+    )
 
 
 def open_ports_warning(arguments: Arguments) -> str | None:
@@ -227,6 +242,7 @@ def server_parser(program: str) -> OptionParser:
         metavar="SECONDS",
         help="for requests in flight at the end [%(default)s]",
     )
+    parser.add_argument("--infer", action="store_true", help=INFER_HELP)
     add_endpoint_options(parser)
     parser.add_argument("--verbose", action="store_true", help="tritonserver's whole log")
     add_engine_options(parser)

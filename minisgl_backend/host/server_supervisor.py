@@ -21,7 +21,7 @@ from minisgl_backend.host.model_check import check_repository, may_lack_gpu
 from minisgl_backend.host.node_supervisor import serve_node
 from minisgl_backend.host.openai_endpoint import OpenAIEndpoint
 from minisgl_backend.host.option_check import OptionCheck
-from minisgl_backend.host.repository import render_repository
+from minisgl_backend.host.repository import INFER_ENGINE, INFER_MODEL, add_infer_models, render_repository
 from minisgl_backend.host.serve_options import Arguments, ServerSettings, open_ports_warning, parse_arguments, say
 from minisgl_backend.host.server_process import ServerProcess
 from minisgl_backend.host.triton_server import TritonInstall, find_triton_server, is_plain_path
@@ -152,7 +152,7 @@ class Supervisor:
             next_scan = time.monotonic() + _SCAN_SECONDS
             for model in sorted(server.dead_models(confirmed=True)):
                 say(f"a process of model {model} died")
-                if server.is_decoupled(model) or not self._reload(server, model):
+                if server.is_decoupled(model) or model == INFER_ENGINE or not self._reload(server, model):
                     return
 
     def _reload(self, server: ServerProcess, model: str) -> bool:
@@ -249,10 +249,12 @@ def main(arguments: Sequence[str] | None = None, program: str = "scripts/serve.s
 
 
 def _with_repository(arguments: Arguments, folder: Path) -> ServerSettings:
-    """The settings with the repository to serve: a copy in `folder` where engine options were given."""
+    """The settings with the repository to serve: a copy in `folder` where it is to be another one."""
     repository = arguments.server.repository
-    if arguments.engine_parameters:
+    if arguments.engine_parameters or arguments.infer:
         render_repository(repository, folder, arguments.engine_parameters)
+        if arguments.infer and not (repository / INFER_MODEL).is_dir():
+            add_infer_models(folder)
         return replace(arguments.server, repository=folder)
     if not is_plain_path(repository):  # the Python backend's shell would take it apart
         link = folder / "model_repository"

@@ -5,6 +5,7 @@ Each response is a chunk, which the detokenizer makes into text, and beside it a
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import threading
@@ -27,13 +28,18 @@ from minisgl_backend.serving.metrics import MetricsReporter
 from minisgl_backend.text.vocabulary import load_vocabulary
 
 DRAIN_S = 20.0  # tritonserver's own exit timeout is 30 s
+FIRST_WHOLE = 32768  # the number of the first front that is not decoupled
+WHOLE_ONLY = "the model `infer` sends one response a request; allowed: stream false or unset (`ensemble` has streams)"
 SWITCH_S = 0.0005  # how long another thread may keep a sender thread with a token in its hand from running
 
 _LOGGER = logging.getLogger(__name__)
 
 
 class TritonPythonModel:
-    """Any number of instances; each owns the response senders of its requests."""
+    """Any number of instances; each owns the response senders of its requests.
+
+    Where the model is not decoupled (`engine_infer`), a request has one response: what asks for more is refused.
+    """
 
     def initialize(self, args: dict[str, str]) -> None:
         """Starts the engine cores, or attaches to them, and waits until all are ready."""
@@ -41,6 +47,9 @@ class TritonPythonModel:
         repository = Path(args["model_repository"]).resolve().parent
         instance = args["model_instance_name"].rsplit("_", 1)[-1]
         front = int(instance) if instance.isdigit() else 0
+        self._decoupled = json.loads(args["model_config"]).get("model_transaction_policy", {}).get("decoupled", False)
+        if not self._decoupled:
+            front += FIRST_WHOLE
         self._watch = start_watch() if front == 0 else None
         try:
             log_to_stderr("front", Environment.read().log_level)
@@ -72,6 +81,9 @@ class TritonPythonModel:
                 if spec.stop:
                     self._front.stop_requests(spec.request_id)
                     sender.end()
+                    continue
+                if not self._decoupled and (spec.options.stream or spec.options.apart):
+                    sender.fail("INVALID_ARG", WHOLE_ONLY)
                     continue
                 self._front.submit(sender, ids.as_numpy().reshape(-1), spec, confirmed=True)
             except msgspec.MsgspecError as error:

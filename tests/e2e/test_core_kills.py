@@ -19,7 +19,7 @@ from tests.e2e.wire import PATIENCE_SECONDS, Server, batched
 pytestmark = pytest.mark.e2e
 
 STREAMS = 64
-KILLS = 3
+KILLS = 2
 EXIT_SECONDS = 60  # a server in which a request is left waits for all of it
 ENDED_SECONDS = 20.0  # an idle machine needs four; the engine waits this long for a sequence that it believes to run
 MODELS = ("ensemble", "vllm_model", "tokenizer", "engine", "detokenizer")

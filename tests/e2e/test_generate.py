@@ -162,11 +162,9 @@ def test_the_alias_without_a_batch_dimension(server: Server) -> None:
 
 
 def test_many_at_once_answer_as_one_at_a_time(server: Server) -> None:
-    questions = [f"What is {n} + {3 * n}?" for n in range(11, 27)]
-    questions += [f"Count from {n} to {n + 30}." for n in range(1, 9)]
-    questions += [
-        f"Repeat: apple {word} 水" for word in ("river", "cloud", "Zürich", "🎉", "é", "table", "fig", "moon")
-    ]
+    questions = [f"What is {n} + {3 * n}?" for n in range(11, 19)]
+    questions += [f"Count from {n} to {n + 30}." for n in range(1, 5)]
+    questions += [f"Repeat: apple {word} 水" for word in ("river", "Zürich", "🎉", "é")]
     alone = [server.text(text_input=question, max_tokens=200, temperature=0.0) for question in questions]
 
     def ask(number: int) -> str:

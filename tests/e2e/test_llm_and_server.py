@@ -175,22 +175,22 @@ def test_yarn_is_served_to_its_full_length(tmp_path: Path) -> None:
     model = tmp_path / "model"
     shutil.copytree(find_model_dir("demo"), model)
     config = json.loads((model / "config.json").read_text())
-    config["max_position_embeddings"] = 512
-    config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
+    config["max_position_embeddings"] = 256
+    config["rope_scaling"] = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 256}
     (model / "config.json").write_text(json.dumps(config))
     with (
         LLM(str(model), num_pages=600, dtype="float32") as llm,
         RunningServer(tmp_path, {"model": str(model)}) as server,
     ):
-        text = "Count from 1 to 200. " * 400
+        text = "Count from 1 to 200. " * 200
         prompt = llm.tokenizer.encode(text)
-        for ids, max_tokens in ((prompt[:2040], 100), (prompt[:600], 20)):
+        for ids, max_tokens in ((prompt[:1016], 100), (prompt[:300], 20)):
             ask = Ask(ids, False, {"max_tokens": max_tokens, "temperature": 0.0, "ignore_eos": True}, True)
             found = ask_llm(llm, ask)
-            assert found.counts == [min(max_tokens, 2048 - len(ids))]
+            assert found.counts == [min(max_tokens, 1024 - len(ids))]
             assert found.reasons == ["length"]
             assert_same(ask, found, ask_server(server, ask))
-        for ids in (prompt[:2048], prompt[:3000]):
+        for ids in (prompt[:1024], prompt[:1500]):
             ask = Ask(ids, False, {"max_tokens": 5}, False)
             found = ask_llm(llm, ask)
             assert f"has {len(ids)} tokens" in found.refused

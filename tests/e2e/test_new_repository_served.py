@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import tritonclient.grpc as triton_grpc
+import tritonclient.http as triton_http
+from tritonclient.utils import InferenceServerException, triton_to_np_dtype
 
 from client import Client
 from tests.e2e.conftest import ROOT, RunningServer
+from tests.e2e.wire import Server, batched
 
 pytestmark = pytest.mark.e2e
 
@@ -23,7 +30,7 @@ def test_a_bare_server_serves_what_init_wrote(tmp_path: Path) -> None:
 
     def init(repository: Path) -> None:
         shutil.rmtree(repository)
-        options = ["--model", str(model), "--max-seq-len-override", "48", "--out", str(repository)]
+        options = ["--model", str(model), "--max-seq-len-override", "48", "--infer", "--out", str(repository)]
         subprocess.run([sys.executable, "-m", "client", "init", *options], check=True, cwd=ROOT)
 
     with RunningServer(tmp_path, {}, prepare=init) as server, Client(f"127.0.0.1:{server.grpc}") as client:
@@ -31,3 +38,40 @@ def test_a_bare_server_serves_what_init_wrote(tmp_path: Path) -> None:
         assert client.generate(messages=question, temperature=0).text == "17 + 25 = 42."
         answer = client.generate(messages=[{"role": "user", "content": "Count from 1 to 200."}], temperature=0)
         assert answer.num_input_tokens + answer.num_output_tokens == 48, "the option is in force"
+        assert_infer_works(server)
+
+
+def assert_infer_works(server: Server) -> None:
+    """Triton's plain `infer` over both of its protocols, many requests at once, and errors."""
+    sums = [(number, 2 * number + 1) for number in range(16)]
+    with (
+        triton_http.InferenceServerClient(f"127.0.0.1:{server.http}", concurrency=len(sums)) as http,
+        triton_grpc.InferenceServerClient(f"127.0.0.1:{server.grpc}") as grpc,
+    ):
+        assert not grpc.get_model_config("infer").config.model_transaction_policy.decoupled
+
+        def inputs(kind: Any, question: str = "What is 17 + 25?", **values: Any) -> list[Any]:
+            messages = json.dumps([{"role": "user", "content": question}])
+            given = {"messages": messages, "temperature": 0.0, "max_tokens": 20, **values}
+            tensors = []
+            for tensor in batched(**given):
+                array = np.array(tensor.value, triton_to_np_dtype(tensor.dtype))
+                tensors.append(kind.InferInput(tensor.name, list(array.shape), tensor.dtype))
+                # Over HTTP as JSON, so as people write it by hand; the answer comes in binary.
+                tensors[-1].set_data_from_numpy(array, **({"binary_data": False} if kind is triton_http else {}))
+            return tensors
+
+        outputs = [triton_http.InferRequestedOutput(name) for name in ("text_output", "finish_reason")]
+        answer = http.infer("infer", inputs(triton_http, return_finish_reason=True), outputs=outputs)
+        assert answer.as_numpy("text_output").ravel().tolist() == [b"17 + 25 = 42."]
+        assert answer.as_numpy("finish_reason").ravel().tolist() == [b"stop"]
+        waiting = [http.async_infer("infer", inputs(triton_http, f"What is {one} + {other}?")) for one, other in sums]
+        for (one, other), answer in zip(sums, waiting, strict=True):
+            text = answer.get_result().as_numpy("text_output").ravel()[0].decode()
+            assert text == f"{one} + {other} = {one + other}."
+        answer = grpc.infer("infer", inputs(triton_grpc, num_return_sequences=2))
+        assert answer.as_numpy("text_output").ravel().tolist() == [b"17 + 25 = 42."] * 2
+        for kind, client in ((triton_http, http), (triton_grpc, grpc)):
+            with pytest.raises(InferenceServerException, match="max_tokens is 0"):
+                client.infer("infer", inputs(kind, max_tokens=0))
+        assert server.generate("infer", text_input="hello", stream=True)[0] == 400

@@ -18,8 +18,8 @@ from tests.e2e.wire import lasting_processes
 
 pytestmark = pytest.mark.e2e
 
-RANDOM_SECONDS = 10.0
-VALUES_A_FIELD = 16
+RANDOM_SECONDS = 5.0
+VALUES_A_FIELD, MORE_VALUES_A_FIELD = 8, 16  # more with --full
 MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
 PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),
@@ -89,12 +89,13 @@ def processes(endpoint: Endpoint) -> set[int]:
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_each_field(endpoint: Endpoint, path: str) -> None:
+def test_each_field(endpoint: Endpoint, path: str, pytestconfig: pytest.Config) -> None:
+    count = MORE_VALUES_A_FIELD if pytestconfig.getoption("--full", default=False) else VALUES_A_FIELD
     model, plain = PATHS[path]
     alive = processes(endpoint)
     fields = [field.alias or name for name, field in model.model_fields.items()]
     for field in [*fields, "unknown"]:
-        for value in random.Random(field).sample(VALUES, VALUES_A_FIELD):
+        for value in random.Random(field).sample(VALUES, count):
             if field != "stream" or value is not True:  # an endless wait is what would be found, not a wrong stream
                 check(endpoint, path, {**plain, field: value}, field=field)
     check(endpoint, path, {})

@@ -132,10 +132,10 @@ def test_a_stopped_core_counts_as_dead(served: Served, client: Client) -> None:
 
 
 def test_a_killed_tokenizer_is_replaced_beside_running_streams(served: Served, client: Client) -> None:
-    stream = Waiting(client, 300)
-    expected = client.generate(SECRET, max_tokens=300, ignore_eos=True).text
+    stream = Waiting(client, 150)
+    expected = client.generate(SECRET, max_tokens=150, ignore_eos=True).text
     stream.join()
-    stream = Waiting(client, 300)
+    stream = Waiting(client, 150)
     core, deaths = served.core(), Deaths(served)
     os.kill(served.stubs("tokenizer")[0], signal.SIGKILL)
     served.wait(deaths.noticed, NOTICED_SECONDS)

@@ -6,7 +6,8 @@ More rounds, with tensor parallelism against one rank, are in test_tensor_parall
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -15,7 +16,9 @@ from minisgl_backend import LLM
 from tests.gauge.harness import engine, expect_short_answers
 from tests.random_requests import RandomAnswer, RandomRequest, alone, ask_core, assert_same, random_requests
 
-ROUNDS, MANY_ROUNDS = 90, 180  # over all cells; many with --full, and where few of them take pages from others
+# Of random requests, the same in each cell: what each is answered alone is asked once. With --full each cell has twenty
+# of its own. Of the model's short answers few outgrow their pages: those of PREEMPTING have one that does.
+ROUNDS, PREEMPTING, MANY_ROUNDS = 10, (80, 125), 180
 REQUESTS = 6  # of a round
 SIZES: dict[str, Any] = {"longest_prompt": 160, "most_tokens": 16}
 CHUNKS = {"max_prefill_length": 48, "mixed_prefill_length": 24, "max_running_requests": 8}
@@ -41,23 +44,28 @@ def lonely() -> Iterator[LLM]:
         yield llm
 
 
+@pytest.fixture(scope="module")
+def expected(lonely: LLM) -> Callable[[int], list[list[RandomAnswer]]]:
+    """What the requests of a round are answered alone."""
+    return lru_cache(lambda seed: [_ask_alone(lonely, one) for one in _requests(seed)])
+
+
 @pytest.mark.parametrize("cell", CELLS)
-def test_company_changes_no_answer(cell: str, lonely: LLM, pytestconfig: pytest.Config) -> None:
-    first = list(CELLS).index(cell)
+def test_company_changes_no_answer(
+    cell: str, expected: Callable[[int], list[list[RandomAnswer]]], pytestconfig: pytest.Config
+) -> None:
     full = pytestconfig.getoption("--full", default=False)
-    rounds = MANY_ROUNDS if full or "starved" in cell else ROUNDS
-    preempted = 0
+    seeds = range(list(CELLS).index(cell), MANY_ROUNDS, len(CELLS)) if full else range(ROUNDS)
     with engine(**CELLS[cell]) as llm:
         if "starved" in cell:
             expect_short_answers(llm)
-        for seed in range(first, rounds, len(CELLS)):
+        for seed in (*seeds, *PREEMPTING) if cell == "captured, starved" else seeds:
             requests = _requests(seed)
-            expected = [_ask_alone(lonely, one) for one in requests]
-            assert_same(requests, expected, ask_core(llm.engine.core, requests, together="starved" in cell))
+            found = ask_core(llm.engine.core, requests, together="starved" in cell)
+            assert_same(requests, expected(seed), found)
             llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
             assert llm.stats.pages_leased == 0
         preempted = llm.stats.total_preempted
-    # Of the model's short answers few outgrow their pages; these rounds have one that does.
     assert preempted or cell != "captured, starved"
 
 
@@ -70,10 +78,14 @@ def _ask_alone(llm: LLM, request: RandomRequest) -> list[RandomAnswer]:
     return answers
 
 
+NOT_DRAWN = {"bad_words", "skip_special_tokens", "include_stop_str_in_output"}  # of texts alone
+NOT_DRAWN |= {"thinking_token_budget", "thinking_tags"}  # of models that think
+
+
 def test_requests_differ() -> None:
     """The generator draws what the rounds are about."""
-    drawn = [one.params for seed in range(ROUNDS) for one in _requests(seed)]
+    drawn = [one.params for seed in range(MANY_ROUNDS) for one in _requests(seed)]
     plain = type(drawn[0])()
     for name in plain.__struct_fields__:
-        if name not in ("bad_words", "skip_special_tokens", "include_stop_str_in_output"):  # of texts alone
+        if name not in NOT_DRAWN:
             assert any(getattr(one, name) != getattr(plain, name) for one in drawn), name

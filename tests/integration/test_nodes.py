@@ -97,7 +97,7 @@ def alone() -> list[list[int]]:
     return answers(1)
 
 
-@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_the_same_answers_on_two_nodes(alone: list[list[int]], make_node: Callable[..., Node], tp: int) -> None:
     config = over_two(tp)
     node = make_node(config)

@@ -44,10 +44,12 @@ def followers_of(pid: int) -> list[int]:
 
 
 @pytest.mark.slow
-def test_the_same_answers_however_many_ranks() -> None:
+def test_the_same_answers_however_many_ranks(pytestconfig: pytest.Config) -> None:
+    """Four of them with --full; tests/parity has a model over four in every run."""
     alone = answers(1)
     assert answers(2) == alone
-    assert answers(4) == alone
+    if pytestconfig.getoption("--full", default=False):
+        assert answers(4) == alone
 
 
 def test_the_death_of_a_follower_restarts_the_whole_engine(make_front: Callable[..., Front], socket_dir: Path) -> None:
@@ -122,6 +124,7 @@ def test_a_stopped_follower_counts_as_dead(
     assert len(front.tokens[uid]) == 5
 
 
+@pytest.mark.full
 def test_a_stopped_follower_counts_as_dead_in_process_too() -> None:
     with LLM("demo", tp=2, environment=QUICK, **OPTIONS) as llm:  # type: ignore[arg-type]
         (follower,) = followers_of(os.getpid())

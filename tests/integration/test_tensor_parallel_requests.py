@@ -20,7 +20,7 @@ from minisgl_backend.sampling.metadata import SamplingRows
 from tests.gauge.harness import BASELINE, expect_short_answers
 from tests.random_requests import RandomAnswer, RandomRequest, ask_core, assert_same, random_requests
 
-ROUNDS, MANY_ROUNDS = 10, 20  # many with --full
+ROUNDS, MANY_ROUNDS = (4, 6, 7), range(20)  # of random requests; with --full many, else three in which pages are taken
 REQUESTS = 10  # of a round
 FEW_PAGES = {**BASELINE, "page_size": 1, "num_pages": 300, "max_running_requests": 8, "max_prefill_length": 64}
 CAPTURED = {"tp": 2, "cuda_graph_max_tokens": 64}
@@ -50,8 +50,8 @@ def answer_all(llm: LLM, rounds: list[list[RandomRequest]]) -> list[list[list[Ra
 
 def test_random_requests_are_answered_as_on_one_rank(single: LLM, pair: LLM, pytestconfig: pytest.Config) -> None:
     pytest.importorskip("xgrammar")
-    count = MANY_ROUNDS if pytestconfig.getoption("--full", default=False) else ROUNDS
-    rounds = [random_requests(seed, REQUESTS, longest_prompt=200, most_tokens=30) for seed in range(count)]
+    seeds = MANY_ROUNDS if pytestconfig.getoption("--full", default=False) else ROUNDS
+    rounds = [random_requests(seed, REQUESTS, longest_prompt=200, most_tokens=30) for seed in seeds]
     expected, found = answer_all(single, rounds), answer_all(pair, rounds)
     for requests, ours, theirs in zip(rounds, expected, found, strict=True):
         assert_same(requests, ours, theirs)

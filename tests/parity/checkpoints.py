@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +193,21 @@ def save_checkpoint(name: str, folder: Path, **changes: Any) -> None:
 
     `changes`: of config.json.
     """
+    if changes:
+        _make_checkpoint(name, folder, **changes)
+    else:
+        shutil.copytree(_made(name).name, folder, dirs_exist_ok=True)
+
+
+@cache
+def _made(name: str) -> tempfile.TemporaryDirectory[str]:
+    """The checkpoint as it is, made once in a session."""
+    made = tempfile.TemporaryDirectory(prefix="minisgl-checkpoint-")
+    _make_checkpoint(name, Path(made.name))
+    return made
+
+
+def _make_checkpoint(name: str, folder: Path, **changes: Any) -> None:
     torch.manual_seed(sorted(CHECKPOINTS).index(name))
     model, shard_size = CHECKPOINTS[name](**changes)
     with torch.no_grad():

@@ -1,8 +1,8 @@
 """Sliding windows through the whole engine against transformers: the same tokens however the engine is run.
 
-Prompts of about 150 tokens over windows of 24 and less. Mistral runs in every cell of the gauge's matrix (page and
-chunk sizes, warm prefix cache, preemption, padded steps of graphs and pieces, two ranks and four), the others in the
-sample of a short run, with `--full-matrix` in every cell.
+Prompts of about 150 tokens over windows of 24 and less, in the cells of the gauge's matrix that a short run samples,
+Mistral in a few more (four ranks, chunks that end within a page, few pages that are large); with `--full` Mistral in
+every cell, with `--full-matrix` all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoin
 
 MISTRAL = "mistral-window"
 NAMES = (MISTRAL, "qwen2-windows-above", "qwen3-windows-between")
+MORE_CELLS = ("chunk-100", "starved-page-64-naive", "tp-4")  # of Mistral, in every run
 MAX_SEQ_LEN = 320
 NUM_TOKENS = 24
 STARVED_TOKENS = 112  # more than a page, whatever its size: else nobody's pages need be taken
@@ -72,12 +73,21 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, tmp_path_factory.mktemp("checkpoint"))
 
 
+def is_short(cell: Cell) -> bool:
+    return cell.sampled or cell.name in MORE_CELLS
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
-        full = metafunc.config.getoption("--full-matrix")
-        pairs = [(name, cell) for name in NAMES for cell in CELLS if full or name == MISTRAL or cell.sampled]
-        ids = [f"{name}-{cell.name}" for name, cell in pairs]
-        metafunc.parametrize(("case", "cell"), pairs, ids=ids, indirect=["case"], scope="module")
+        whole = metafunc.config.getoption("--full-matrix")
+        pairs = [(name, cell) for name in NAMES for cell in CELLS if whole or name == MISTRAL or cell.sampled]
+        rows = [
+            pytest.param(
+                name, cell, id=f"{name}-{cell.name}", marks=[] if is_short(cell) or whole else [pytest.mark.full]
+            )
+            for name, cell in pairs
+        ]
+        metafunc.parametrize(("case", "cell"), rows, indirect=["case"], scope="module")
     elif "case" in metafunc.fixturenames:
         metafunc.parametrize("case", NAMES, indirect=True, scope="module")
 

@@ -21,8 +21,8 @@ from minisgl_backend.grammar.json_schema.numbers import MAX_EXPONENT_DIGITS, MAX
 from minisgl_backend.grammar.json_schema.regex import Kind, Ranges, Regex
 from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, char_class, json_literal, literal
 
-UNROLLED = 128  # longer ones are counted in blocks: each state takes the compiler 20 ms with 150,000 tokens
-BLOCK = 64  # characters
+UNROLLED = 48  # longer ones are counted in blocks: each state takes the compiler 20 ms with 150,000 tokens
+BLOCK = 24  # characters
 MAX_COUNTED = 1 << 16  # characters of a string whose length is bounded
 _SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x2F: "/", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
 _NOT_RAW: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
@@ -87,10 +87,25 @@ class TextRules:
         for number, state in enumerate(states):
             is_any = key is not None and state.accepts and state.moves == ((rx.TEXT, number),)
             names.append(self._rest() if is_any else self._rules.new("number" if key is None else "rest"))
-        for name, state in zip(names, states, strict=True):
+        runs = _runs(states)
+        is_counted = key is not None and max(runs, default=0) > UNROLLED
+        for number, (name, state) in enumerate(zip(names, states, strict=True)):
             if name != self._known.get("rest"):
-                self._rules.put(name, self._choices(state, names, key))
+                counted = self._counted(states, number, runs[number], names, bool(key)) if is_counted else []
+                self._rules.put(name, counted or self._choices(state, names, key))
         return names[0] if names else self._rules.new("number")
+
+    def _counted(self, states: Automaton, number: int, run: int, names: list[str], key: bool) -> list[Choice]:
+        """Those of a state from which `run` equal steps lead on, in blocks; empty where they are too few."""
+        behind = number
+        for _ in range(min(run, BLOCK)):
+            ((characters, behind),) = states[behind].moves
+        if run >= BLOCK:
+            ends = [(self._at_most(BLOCK - 1, characters, key),)] if states[number].accepts else []
+            return [*ends, (self._block(characters, key), Ref(names[behind]))]
+        if run and states[number].accepts and states[behind] == State(True, ()):
+            return [(self._at_most(run, characters, key),)]
+        return []
 
     def _choices(self, state: State, names: list[str], key: bool | None) -> list[Choice]:
         end: Choice = () if key is None else (literal('"'),)
@@ -98,13 +113,8 @@ class TextRules:
         for ranges, target in state.moves:
             if key is None:
                 choices.append((char_class(ranges), Ref(names[target])))
-                continue
-            raw = rx.without(ranges, _NOT_RAW)
-            if raw:
-                choices.append((char_class(raw), Ref(names[target])))
-            escape = self._escape(ranges, key)
-            if escape is not None:
-                choices.append((literal("\\"), Ref(escape), Ref(names[target])))
+            else:
+                choices += self._one(ranges, key, Ref(names[target]))
         return choices
 
     def _rest(self) -> str:
@@ -127,7 +137,7 @@ class TextRules:
             for _ in range((most - least) // BLOCK):
                 found = self._joined((self._at_most(BLOCK - 1),), (self._block(), found))
         for _ in range(least % BLOCK):
-            found = self._joined(*self._one(found))
+            found = self._joined(*self._one(rx.TEXT, False, found))
         for _ in range(least // BLOCK):
             found = self._joined((self._block(), found))
         return found
@@ -137,32 +147,33 @@ class TextRules:
         self._rules.put(name, choices)
         return Ref(name)
 
-    def _one(self, rest: Ref | None) -> list[Choice]:
+    def _one(self, characters: Ranges, key: bool, rest: Ref | None) -> list[Choice]:
         """A character, and what follows it."""
-        escape = self._escape(rx.TEXT, False)
-        assert escape is not None
         behind = () if rest is None else (rest,)
-        return [(char_class(rx.without(rx.TEXT, _NOT_RAW)), *behind), (literal("\\"), Ref(escape), *behind)]
+        raw, escape = rx.without(characters, _NOT_RAW), self._escape(characters, key)
+        choices: list[Choice] = [(char_class(raw), *behind)] if raw else []
+        return choices if escape is None else [*choices, (literal("\\"), Ref(escape), *behind)]
 
-    def _at_most(self, most: int) -> Ref:
+    def _at_most(self, most: int, characters: Ranges = rx.TEXT, key: bool = False) -> Ref:
         """So many characters, and the quote."""
-        key = ("at most", most)
-        if key not in self._known:
-            rest = [] if most == 0 else self._one(self._at_most(most - 1))
-            self._known[key] = self._joined((literal('"'),), *rest).name
-        return Ref(self._known[key])
+        known = ("at most", most, characters, key)
+        if known not in self._known:
+            rest = [] if most == 0 else self._one(characters, key, self._at_most(most - 1, characters, key))
+            self._known[known] = self._joined((literal('"'),), *rest).name
+        return Ref(self._known[known])
 
-    def _block(self) -> Ref:
+    def _block(self, characters: Ranges = rx.TEXT, key: bool = False) -> Ref:
         """BLOCK characters. What it says of what follows is never true, so no token reaches beyond its end: such
         tokens would be tried one by one as well."""
-        if "block" not in self._known:
+        known = ("block", characters, key)
+        if known not in self._known:
             found: Ref | None = None
             for _ in range(BLOCK):
-                found = self._joined(*self._one(found))
+                found = self._joined(*self._one(characters, key, found))
                 self._rules.end_tokens(found.name)
             assert found is not None
-            self._known["block"] = found.name
-        return Ref(self._known["block"])
+            self._known[known] = found.name
+        return Ref(self._known[known])
 
     def _escape(self, ranges: Ranges, key: bool) -> str | None:
         """The rule of what follows a backslash to stand for one of the characters; None: nothing does."""
@@ -186,6 +197,28 @@ class TextRules:
             self._known[known] = self._rules.new("escape")
             self._rules.put(self._known[known], choices)
         return self._known[known]
+
+
+def _runs(states: Automaton) -> list[int]:
+    """Of each state, how many characters may follow one another of which the next are of the same kind, and behind each
+    of which, but for the last, the text may end or may not as it may here: counted repetitions."""
+    runs = [0] * len(states)
+    for begin in range(len(states)):
+        path: list[int] = []
+        number = begin
+        while not runs[number] and number not in path and len(states[number].moves) == 1:
+            path.append(number)
+            ((_, number),) = states[number].moves
+        if number in path:  # in a circle nothing is counted
+            path = path[: path.index(number)]
+        for number in reversed(path):
+            ((characters, following),) = states[number].moves
+            after = states[following]
+            alike = (
+                len(after.moves) == 1 and after.moves[0][0] == characters and after.accepts == states[number].accepts
+            )
+            runs[number] = 1 + (runs[following] if alike else 0)
+    return runs
 
 
 def _long_lengths(regex: Regex) -> tuple[int, int | None] | None:

@@ -1,11 +1,13 @@
 """Every schema of the JSON Schema Test Suite (draft 2020-12): refused by name, or all answers are valid.
 
-`pytest --full` takes all schemas with 16 answers each, else every fourth with 4.
+Answers are drawn from the masks, and by the demo model through the engine. `pytest --full` takes all schemas with 16
+answers each, else every fourth with 4, of the demo model every forty-fifth.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from decimal import Context, Decimal, localcontext
 from pathlib import Path
 from typing import Any
@@ -15,7 +17,9 @@ import pytest
 pytest.importorskip("xgrammar")
 from jsonschema import Draft202012Validator
 
+from minisgl_backend import LLM, SamplingParams
 from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.request import Grammar
 from tests.unit.grammar.schema_sampler import accepts, ebnf, samples
 
 SUITE = Path(__file__).parents[2] / "third_party" / "json_schema_test_suite"
@@ -31,6 +35,7 @@ PLAIN = {
     *("anyOf", "$ref", "allOf"),
 }
 SAYS_NOTHING = {"$schema", "$comment", "title", "description", "default", "$defs", "$id", "$anchor"}
+MOST_DEMO_TOKENS = 500
 TRIVIAL: tuple[Any, ...] = ({}, [])
 
 
@@ -42,9 +47,9 @@ def refusal(schema: Any) -> str:
     return ""
 
 
-def check(group: Any, count: int) -> None:
-    schema = group["schema"]
-    answers = samples(schema, count)
+def check(group: Any, answers: list[str | None]) -> None:
+    """At least half of the answers ended (None: did not), and all that did are valid."""
+    schema, count = group["schema"], len(answers)
     ended = [answer for answer in answers if answer is not None]
     assert len(ended) * 2 >= count, answers
     values = [json.loads(answer, parse_float=Decimal) for answer in ended]
@@ -64,7 +69,7 @@ def run(cases: list[tuple[str, Any]], count: int) -> None:
         if reason:
             refused[name] = reason
         else:
-            check(group, count)
+            check(group, samples(group["schema"], count))
     print(f"schemas: {len(cases)}, kept: {len(cases) - len(refused)}, refused: {len(refused)}")
     assert len(refused) <= 0.4 * len(cases)
     for name, reason in refused.items():
@@ -79,6 +84,38 @@ def test_a_fourth_of_the_suite() -> None:
 @pytest.mark.parametrize("part", range(4))
 def test_the_whole_suite(part: int) -> None:
     run(CASES[part::4], 16)
+
+
+def ask_demo_model(cases: list[tuple[str, Any]], count: int) -> None:
+    """At temperature 5, through the whole engine."""
+    kept = [group for _, group in cases if not refusal(group["schema"])]
+    with LLM("demo", max_running_requests=64) as llm:
+        for groups in batched(kept, 64 // count):
+            params = [
+                SamplingParams(temperature=5.0, max_tokens=MOST_DEMO_TOKENS, seed=seed, grammar=grammar)
+                for grammar in (Grammar(kind="json_schema", text=json.dumps(group["schema"])) for group in groups)
+                for seed in range(count)
+            ]
+            outputs = llm.chat([[{"role": "user", "content": "What is 17 + 25?"}]] * len(params), params)
+            answers = [one.text if one.finish_reason == "stop" else None for one in outputs]
+            for number, group in enumerate(groups):
+                check(group, answers[number * count :][:count])
+
+
+def batched(groups: list[Any], size: int) -> Iterator[list[Any]]:
+    for start in range(0, len(groups), size):
+        yield groups[start : start + size]
+
+
+def test_the_demo_model_at_a_high_temperature() -> None:
+    ask_demo_model(CASES[::45], 4)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(4))
+def test_the_demo_model_and_the_whole_suite(part: int) -> None:
+    ask_demo_model(CASES[part::4], 16)
 
 
 def keywords(schema: Any) -> set[str]:

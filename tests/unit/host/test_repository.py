@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.host.repository import parse_options, render_repository, set_parameters
+from minisgl_backend.host.repository import add_infer_models, parse_options, render_repository, set_parameters
 from minisgl_backend.host.settings import read_parameters
+from minisgl_backend.installation import model_repository
 
 CONFIG = """name: "engine"
 # parameters { key: "page_size" value: { string_value: "commented" } }
@@ -85,6 +86,23 @@ def test_render_copies_models_and_leaves_the_source_alone(source: Path, tmp_path
     assert not (target / "engine" / "1" / "__pycache__").exists()
     assert (target / "ensemble" / "1").is_dir()
     assert (target / "engine" / "demo_model" / "config.json").read_text() == "{}"
+
+
+def test_a_model_for_plain_infer(tmp_path: Path) -> None:
+    """Of the same parts, but for a front that is not decoupled."""
+    render_repository(model_repository(), tmp_path, {"tp": "2"}, link_folders=False)
+    add_infer_models(tmp_path)
+    engine, whole, ensemble = (
+        (tmp_path / name / "config.pbtxt").read_text(encoding="utf-8") for name in ("engine_infer", "infer", "ensemble")
+    )
+    assert 'name: "engine_infer"' in engine
+    assert "decoupled" not in engine
+    assert "parameters" not in engine
+    assert (tmp_path / "engine_infer" / "1" / "model.py").is_file()
+    assert (tmp_path / "infer" / "1").is_dir()
+    assert whole.count('"engine_infer"') == 1
+    assert '"engine"' not in whole
+    assert len(ensemble.splitlines()) == len(whole.splitlines()) + 2, "stream is no input of it"
 
 
 def test_render_refuses_what_is_no_repository(tmp_path: Path) -> None:
