@@ -1,12 +1,23 @@
 """Activations of gated MLPs in the Triton language, computed in float32: the one place where kernels have them.
 
-`torch_ops.activate` is the reference. ACTIVATION is a name of `layers.config.Activation`.
+`torch_ops.activate_mul` is the reference. ACTIVATION is a name of `layers.config.Activation`.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def gate_mul(gate, up, ACTIVATION: tl.constexpr):
+    """activation(gate) * up. swiglu_oai (gpt-oss): of both clamped at 7, gate * sigmoid(1.702 * gate) * (up + 1)."""
+    if ACTIVATION == "swiglu_oai":
+        gate = tl.minimum(gate, 7.0)
+        up = tl.minimum(tl.maximum(up, -7.0), 7.0)
+        return gate / (1.0 + tl.exp(-1.702 * gate)) * (up + 1.0)
+    else:
+        return activate(gate, ACTIVATION) * up
 
 
 @triton.jit

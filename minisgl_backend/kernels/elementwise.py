@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kv.layout import ONE, KVScales
 
@@ -110,7 +110,7 @@ def _activate_mul_kernel(
     ok = i < size
     gate = tl.load(gate_up_ptr + token * stride + i, mask=ok, other=0.0).to(tl.float32)
     up = tl.load(gate_up_ptr + token * stride + size + i, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + token * size + i, (activate(gate, ACTIVATION) * up).to(out_ptr.dtype.element_ty), mask=ok)
+    tl.store(out_ptr + token * size + i, gate_mul(gate, up, ACTIVATION).to(out_ptr.dtype.element_ty), mask=ok)
 
 
 def combine(

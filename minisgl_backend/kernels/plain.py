@@ -81,11 +81,13 @@ class PlainKernels(ABC):
         down: torch.Tensor,
         residual: torch.Tensor | None = None,
         activation: str = "silu",
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
         """The weighted sum of each token's experts, plus `residual` where given: x [num_tokens, hidden] -> same shape.
 
         expert_ids int64 and expert_weights [num_tokens, experts_per_token]; gate_up [num_experts, 2 * size, hidden]
         with gate rows first; down [num_experts, hidden, size]. An expert is down @ (activation(gate) * up).
+        biases: of gate_up [num_experts, 2 * size], and of down [num_experts, hidden] (None: not added here).
         Implementations that need the number of tokens of each expert on the host synchronise and say so.
         """
 

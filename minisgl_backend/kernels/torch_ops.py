@@ -10,6 +10,8 @@ from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kv.layout import ONE, KVScales
 
+_ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_oai, in all released models
+
 
 class TorchOps(Ops):
     """The contracts are those of `Ops`."""
@@ -95,6 +97,7 @@ class TorchPlainKernels(PlainKernels):
         down: torch.Tensor,
         residual: torch.Tensor | None = None,
         activation: str = "silu",
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
         num_tokens, experts_per_token = expert_ids.shape
         grouped_ids, order = expert_ids.flatten().sort(stable=True)  # (token, choice) pairs grouped by expert
@@ -102,7 +105,7 @@ class TorchPlainKernels(PlainKernels):
         ends = torch.searchsorted(grouped_ids, experts, right=True)  # of each expert's pairs
         grouped = x[torch.div(order, experts_per_token, rounding_mode="floor")]
         out = torch.empty_like(grouped)
-        out[order] = _experts(grouped, ends, gate_up, down, activation)
+        out[order] = _experts(grouped, grouped_ids, ends, gate_up, down, activation, biases or (None, None))
         # Summed by token and not by adding experts up: the result does not depend on the order of arrival.
         out = out.view(num_tokens, experts_per_token, -1).float() * expert_weights.float().unsqueeze(-1)
         summed = out.sum(dim=1)
@@ -134,8 +137,13 @@ def as_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def activate_mul(gate_up: torch.Tensor, activation: str = "silu") -> torch.Tensor:
-    """gate_up [num_tokens, 2 * size] -> activation(first half) * second half, [num_tokens, size]."""
+    """gate_up [num_tokens, 2 * size] -> activation(first half) * second half, [num_tokens, size].
+
+    swiglu_oai: of both clamped, gate * sigmoid(alpha * gate) * (up + 1)."""
     gate, up = gate_up.chunk(2, dim=-1)
+    if activation == "swiglu_oai":
+        gate, up = gate.float().clamp(max=_LIMIT), up.float().clamp(-_LIMIT, _LIMIT)
+        return (gate * torch.sigmoid(_ALPHA * gate) * (up + 1.0)).to(gate_up.dtype)
     return (activate(gate.float(), activation) * up.float()).to(gate_up.dtype)
 
 
@@ -149,19 +157,30 @@ def activate(x: torch.Tensor, activation: str) -> torch.Tensor:
 
 
 def _experts(
-    x: torch.Tensor, ends: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, activation: str
+    x: torch.Tensor,
+    ids: torch.Tensor,
+    ends: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: str,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
 ) -> torch.Tensor:
-    """Each expert's gated MLP of its own lines of x [num_pairs, hidden]: x[ends[expert - 1] : ends[expert]]."""
+    """Each expert's gated MLP of its own lines of x [num_pairs, hidden]: x[ends[expert - 1] : ends[expert]], whose
+    experts are `ids`."""
+    inner, outer = biases
     if has_grouped_products(x):
         offsets = ends.int()
-        gated = activate_mul(F.grouped_mm(x, gate_up.transpose(1, 2), offs=offsets), activation)
-        return F.grouped_mm(gated, down.transpose(1, 2), offs=offsets)
+        out = F.grouped_mm(x, gate_up.transpose(1, 2), offs=offsets)
+        gated = activate_mul(out if inner is None else out + inner[ids], activation)
+        out = F.grouped_mm(gated, down.transpose(1, 2), offs=offsets)
+        return out if outer is None else out + outer[ids]
     out = torch.empty_like(x)
     start = 0
     for expert, end in enumerate(ends.tolist()):
         if end > start:
-            gated = activate_mul(F.linear(x[start:end], gate_up[expert]), activation)
-            out[start:end] = F.linear(gated, down[expert])
+            added = None if inner is None else inner[expert]
+            gated = activate_mul(F.linear(x[start:end], gate_up[expert], added), activation)
+            out[start:end] = F.linear(gated, down[expert], None if outer is None else outer[expert])
         start = end
     return out
 

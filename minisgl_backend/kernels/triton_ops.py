@@ -178,10 +178,11 @@ class TritonPlainKernels(TorchPlainKernels):
         down: torch.Tensor,
         residual: torch.Tensor | None = None,
         activation: str = "silu",
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
         return moe.moe(
             x, expert_ids, expert_weights, gate_up, down, residual, activation, tma=self.ops.has_pdl,
-            pdl=self._moe_pdl(x),
+            pdl=self._moe_pdl(x), biases=biases,
         )  # fmt: skip
 
     def mixture(

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Activation = Literal["silu", "gelu", "gelu_tanh"]  # of the gate; gelu_tanh is transformers' gelu_pytorch_tanh
+# Of the gate; gelu_tanh is transformers' gelu_pytorch_tanh, swiglu_oai clamps the up half too (`gate_mul`).
+Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
 UngatedActivation = Literal["silu", "gelu", "gelu_tanh", "relu2"]  # relu2: relu(x) ** 2 (So et al., 2021: Primer)
 
 
@@ -103,6 +104,7 @@ class MoeConfig:
     intermediate_size: int  # of one expert
     router: RouterConfig
     activation: Activation = "silu"
+    bias: bool = False  # of gate, up and down of every expert (gpt-oss)
     shared_intermediate_size: int = 0  # of an MLP that every token takes besides; 0: there is none
     shared_gate: bool = False  # its result is multiplied by the sigmoid of a product with the input (Qwen2-MoE)
 

@@ -75,13 +75,16 @@ class MoeMLP(nn.Module):
                 start=tp.rank * local,
                 local=local,
                 activation=config.activation,
+                bias=config.bias,
+                adds_bias=tp.rank == 0,
                 renormalize=config.router.renormalize,
             )
         )
         self.shared_expert = (
             SharedExpert(config, hidden_size, layer_context) if config.shared_intermediate_size else None
         )
-        self._is_fused = self.router.is_fused and self.shared_expert is None
+        self._routes = self.router.is_fused and not config.bias  # whether the experts' method has the router inside
+        self._is_fused = self._routes and self.shared_expert is None
         self._early: torch.Tensor | None = None
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
@@ -117,7 +120,7 @@ class MoeMLP(nn.Module):
         """x, residual [num_tokens, hidden_size] -> residual + this rank's part of all experts that a token takes."""
         if self.shared_expert is not None:
             residual = self.shared_expert(x, residual)
-        if self.router.is_fused:
+        if self._routes:
             return self.experts.apply_routed(x, self.router.method.weight, residual=residual)
         ids, shares = self.router(x)
         return self.experts.apply_experts(x, ids, shares, residual)

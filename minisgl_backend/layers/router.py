@@ -26,19 +26,29 @@ class Router(WeightedLayer):
             LinearSpec(outputs=(output,), input_size=hidden_size, local_inputs=hidden_size, bias=self._config.bias),
             dtype=torch.float32 if self._config.in_float32 else None,
         )
+        simple = self._is_simple and not corrected
+        self._route = layer_context.methods.kernels.route if simple else None
         self.correction_bias = layer_context.parameter(config.num_experts, dtype=torch.float32) if corrected else None
 
     @property
     def is_fused(self) -> bool:
         """Whether `apply_routed` of the experts is all of it: shares by softmax over all experts, the best count."""
         config = self._config
-        is_simple = config.scores == "softmax" and config.num_groups == 1 and config.scaling == 1.0
-        return is_simple and not (config.in_float32 or config.bias or config.correction_bias)
+        return self._is_simple and not (config.in_float32 or config.bias or config.correction_bias)
+
+    @property
+    def _is_simple(self) -> bool:
+        """Whether the shares are those of a softmax over all experts, or over the best."""
+        config = self._config
+        return config.scores == "softmax" and config.num_groups == 1 and config.scaling == 1.0
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """x [num_tokens, hidden_size] -> ids int64 and shares float32, both [num_tokens, experts_per_token]."""
         config = self._config
-        logits = self.method.apply_weights(x.to(self.method.weight.dtype)).float()
+        logits = self.method.apply_weights(x.to(self.method.weight.dtype))
+        if self._route is not None:
+            return self._route(logits, self._experts_per_token, config.renormalize)
+        logits = logits.float()
         scores = logits.softmax(-1) if config.scores == "softmax" else logits.sigmoid()
         choice = scores if self.correction_bias is None else scores + self.correction_bias
         if config.num_groups > 1:

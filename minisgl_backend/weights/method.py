@@ -59,6 +59,8 @@ class ExpertsSpec:
     start: int  # the first of these that this rank has
     local: int  # how many it has
     activation: str  # layers.config.Activation
+    bias: bool = False  # of gate, up and down
+    adds_bias: bool = True  # of down; False: another rank does, and the ranks' results are summed
     renormalize: bool  # see `PlainKernels.route`
 
 

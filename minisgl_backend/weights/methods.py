@@ -30,6 +30,11 @@ class WeightMethods:
         """Of a model without any other format."""
         return cls(QuantizationConfig(), select_plain_kernels(ops, device), dtype=dtype, device=device)
 
+    @property
+    def kernels(self) -> PlainKernels:
+        """Of tensors in the model's number format."""
+        return self._plain
+
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """By the paths of its outputs. Raises ConfigError where these are to have several formats in one weight."""
         formats = {self._config.format_of(output.name): output.name for output in spec.outputs}

@@ -94,6 +94,13 @@ class PlainExpertsMethod(ExpertsMethod):
         self.spec, self._kernels = spec, kernels
         self.gate_up = empty_parameter(spec.num_experts, 2 * spec.local, spec.hidden_size, dtype=dtype, device=device)
         self.down = empty_parameter(spec.num_experts, spec.hidden_size, spec.local, dtype=dtype, device=device)
+        self.gate_up_bias: torch.Tensor | None = None
+        self.down_bias: torch.Tensor | None = None
+        self._biases: tuple[torch.Tensor, torch.Tensor | None] | None = None
+        if spec.bias:
+            self.gate_up_bias = empty_parameter(spec.num_experts, 2 * spec.local, dtype=dtype, device=device)
+            self.down_bias = empty_parameter(spec.num_experts, spec.hidden_size, dtype=dtype, device=device)
+            self._biases = (self.gate_up_bias, self.down_bias if spec.adds_bias else None)  # filled in place
 
     def apply_experts(
         self,
@@ -102,7 +109,9 @@ class PlainExpertsMethod(ExpertsMethod):
         expert_weights: torch.Tensor,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return self._kernels.moe(x, expert_ids, expert_weights, self.gate_up, self.down, residual, self.spec.activation)
+        return self._kernels.moe(
+            x, expert_ids, expert_weights, self.gate_up, self.down, residual, self.spec.activation, self._biases
+        )
 
     def apply_routed(
         self,
@@ -145,10 +154,17 @@ class PlainExpertsMethod(ExpertsMethod):
 
     def weight_parts(self) -> list[WeightPart]:
         gate, up = self.gate_up[:, : self.spec.local], self.gate_up[:, self.spec.local :]
-        return [
+        parts = [
             experts_part(self.spec, kind, target)
             for kind, target in (("gate_proj", gate), ("up_proj", up), ("down_proj", self.down))
         ]
+        if self.gate_up_bias is not None and self.down_bias is not None:
+            gate, up = self.gate_up_bias[:, : self.spec.local], self.gate_up_bias[:, self.spec.local :]
+            parts += [
+                experts_bias_part(self.spec, kind, target)
+                for kind, target in (("gate_proj", gate), ("up_proj", up), ("down_proj", self.down_bias))
+            ]
+        return parts
 
 
 def experts_part(spec: ExpertsSpec, kind: str, target: torch.Tensor) -> WeightPart:
@@ -161,5 +177,18 @@ def experts_part(spec: ExpertsSpec, kind: str, target: torch.Tensor) -> WeightPa
         target=target,
         dim=2 if is_down else 1,
         start=spec.start,
+        experts=True,
+    )
+
+
+def experts_bias_part(spec: ExpertsSpec, kind: str, target: torch.Tensor) -> WeightPart:
+    """As `experts_part`, of the biases. That of down_proj is whole on every rank."""
+    is_down = kind == "down_proj"
+    return WeightPart(
+        name=f"{spec.name}.{kind}.bias",
+        shape=(spec.num_experts, spec.hidden_size if is_down else spec.intermediate_size),
+        target=target,
+        dim=1,
+        start=0 if is_down else spec.start,
         experts=True,
     )

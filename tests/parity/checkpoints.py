@@ -177,6 +177,17 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "exaone_moe": _maker(
         "ExaoneMoeForCausalLM", sliding_window=24, layer_types=_SLIDES, num_shared_experts=2, n_group=2, **_MOE
     ),
+    "gpt_oss": _maker(
+        "GptOssForCausalLM",
+        head_dim=32,
+        pad_token_id=0,
+        sliding_window=24,
+        layer_types=_SLIDES,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        rope_parameters={**_YARN_ROPE, "truncate": False},
+        attn_implementation="eager",
+    ),
     "exaone4": _maker("Exaone4ForCausalLM", sliding_window=24, layer_types=_SLIDES),
     "exaone4-full": _maker("Exaone4ForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3),
     "ministral": _maker("MinistralForCausalLM", head_dim=32, sliding_window=24, layer_types=_SLIDES),
@@ -217,6 +228,8 @@ def _make_checkpoint(name: str, folder: Path, **changes: Any) -> None:
         for name, values in (*model.named_parameters(), *model.named_buffers()):
             if name.endswith("e_score_correction_bias"):
                 values.copy_(torch.randn_like(values) * 0.2)
+            elif name.endswith("_proj_bias"):  # of all experts
+                values.copy_(torch.randn_like(values))
     model.save_pretrained(folder, max_shard_size=shard_size)
 
 

@@ -32,7 +32,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
@@ -289,7 +289,7 @@ def _vector_kernel(
     if BIAS:
         acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = activate(acc, ACTIVATION) * acc_up
+        acc = gate_mul(acc, acc_up, ACTIVATION)
     if RESIDUAL:
         acc += added
     tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=out_ok)
@@ -367,7 +367,7 @@ def _sliced_kernel(
     if BIAS:
         acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = activate(acc, ACTIVATION) * acc_up
+        acc = gate_mul(acc, acc_up, ACTIVATION)
     address = r[None, :] * SIZE_OUT + o[:, None]
     ok = r_ok[None, :] & o_ok[:, None]
     if RESIDUAL:
@@ -486,7 +486,7 @@ def _linear_kernel(
     if BIAS:
         acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
     if GATED:
-        acc = activate(acc, ACTIVATION) * acc_up
+        acc = gate_mul(acc, acc_up, ACTIVATION)
     address = r[None, :] * SIZE_OUT + o[:, None]
     ok = r_ok[None, :] & o_ok[:, None]
     if RESIDUAL:

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
@@ -359,7 +359,7 @@ def _few_product_kernel(
         acc = tl.dot(x, w, acc, input_precision="ieee")
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (SLOTS, 2, TILE_OUT)), (0, 2, 1)))
-        acc = activate(gate, ACTIVATION) * up
+        acc = gate_mul(gate, up, ACTIVATION)
     else:
         pair_weight = tl.load(pair_weights_ptr + pair, mask=s_ok, other=0.0)
         acc = acc * pair_weight[:, None]

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.moe import few_tokens as moe_few
@@ -127,6 +127,7 @@ def moe(
     tma: bool = False,
     shape: MoeShape | None = None,
     pdl: bool = False,
+    biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
 ) -> torch.Tensor:
     """The weighted sum of each token's experts; the contract is `PlainKernels.moe`'s.
 
@@ -144,10 +145,11 @@ def moe(
     result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)  # by pair; of many tokens, in sorted order
     ids, weights = expert_ids.contiguous(), expert_weights.contiguous()
     shared = shared_memory(x.device)
+    inner, outer = biases or (None, None)
     if tma and moe_wide.serves(x, gate_up, down, pairs, shared):
         tiles = align(ids, num_experts, moe_wide.TILE_PAIRS)
-        moe_wide.gate_up_product(x, gate_up, activated, tiles, k, activation)
-        moe_wide.down_product(activated, down, result, tiles)
+        moe_wide.gate_up_product(x, gate_up, activated, tiles, k, activation, bias=inner)
+        moe_wide.down_product(activated, down, result, tiles, bias=outer)
         return combine(result, k, residual, place=tiles.place, weights=weights)
     shape = shape or moe_shape(pairs, num_experts, x.element_size(), shared)
     tiles = align(ids, num_experts, shape.tile_pairs, pdl)
@@ -155,27 +157,27 @@ def moe(
     arguments = (tiles.order, tiles.expert, tiles.first, tiles.end, weights)
     tile_out, tile_in, num_warps, num_stages = shape.gate_up
     _grouped_kernel[(count, triton.cdiv(size, tile_out))](
-        x, gate_up, activated, *arguments, x.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden,
-        TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=True, ACTIVATION=activation,
-        num_warps=num_warps,
-        num_stages=num_stages, **pdl_options(pdl),
+        x, gate_up, activated, gate_up if inner is None else inner, *arguments, x.stride(0),
+        K=k, SIZE_OUT=size, SIZE_IN=hidden, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
+        GATED=True, ACTIVATION=activation, BIAS=inner is not None, num_warps=num_warps, num_stages=num_stages,
+        **pdl_options(pdl),
     )  # fmt: skip
     tile_out, tile_in, num_warps, num_stages = shape.down
     _grouped_kernel[(count, triton.cdiv(hidden, tile_out))](
-        activated, down, result, *arguments, activated.stride(0), K=k, SIZE_OUT=hidden, SIZE_IN=size,
-        TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=False, ACTIVATION=None,
-        num_warps=num_warps,
-        num_stages=num_stages, **pdl_options(pdl),
+        activated, down, result, down if outer is None else outer, *arguments, activated.stride(0),
+        K=k, SIZE_OUT=hidden, SIZE_IN=size, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
+        GATED=False, ACTIVATION=None, BIAS=outer is not None, num_warps=num_warps, num_stages=num_stages,
+        **pdl_options(pdl),
     )  # fmt: skip
     return combine(result, k, residual, pdl)
 
 
 @triton.jit
 def _grouped_kernel(
-    x_ptr, weight_ptr, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, pair_weight_ptr, x_stride,
+    x_ptr, weight_ptr, out_ptr, bias_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, pair_weight_ptr, x_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
     TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: activation(x @ gate.T) * (x @ up.T), read by token and written in sorted order. Else: read in sorted
     order, written by pair and multiplied by the pair's weight."""
@@ -211,9 +213,11 @@ def _grouped_kernel(
         x = tl.load(x_rows + j[None, :], mask=i_ok[:, None] & j_ok[None, :], other=0.0)
         w = tl.load(weight_rows + j[:, None], mask=j_ok[:, None] & column_ok[None, :], other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias_ptr + weight_row, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (TILE_PAIRS, 2, TILE_OUT)), (0, 2, 1)))
-        acc = activate(gate, ACTIVATION) * up
+        acc = gate_mul(gate, up, ACTIVATION)
         target = i
     else:
         acc = acc * tl.load(pair_weight_ptr + pair, mask=i_ok, other=0.0).to(tl.float32)[:, None]

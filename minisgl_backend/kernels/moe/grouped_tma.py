@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.moe.align import Tiles
 from minisgl_backend.kernels.shared_memory import LARGEST
 
@@ -64,36 +64,47 @@ def gate_up_product(
     k: int,
     activation: str = "silu",
     cut: WideShape = GATE_UP,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """out[i] = activation(gate @ x) * (up @ x) of the token and the expert of the i-th pair in sorted order.
 
-    x [num_tokens, hidden], weight [num_experts, 2 * size, hidden], out [num_tokens * k, size].
+    x [num_tokens, hidden], weight [num_experts, 2 * size, hidden], out [num_tokens * k, size],
+    bias [num_experts, 2 * size].
     """
     num_experts, rows, hidden = weight.shape
     size = rows // 2
     descriptor = _descriptor(weight.view(num_experts * rows, hidden), cut.tile_out, cut.tile_in)
     _gate_up_kernel[(_programs(x.device, tiles.expert.numel() * triton.cdiv(size, cut.tile_out)),)](
-        x, descriptor, out, tiles.order, tiles.expert, tiles.first, tiles.end, tiles.used, x.stride(0),
-        K=k, SIZE_OUT=size, SIZE_IN=hidden, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in,
-        ACTIVATION=activation, num_warps=cut.num_warps, num_stages=cut.num_stages,
+        x, descriptor, out, out if bias is None else bias, tiles.order, tiles.expert, tiles.first, tiles.end,
+        tiles.used, x.stride(0), K=k, SIZE_OUT=size, SIZE_IN=hidden, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out,
+        TILE_IN=cut.tile_in, ACTIVATION=activation, BIAS=bias is not None, num_warps=cut.num_warps,
+        num_stages=cut.num_stages,
     )  # fmt: skip
 
 
 def down_product(
-    activated: torch.Tensor, weight: torch.Tensor, out: torch.Tensor, tiles: Tiles, cut: WideShape = DOWN
+    activated: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    tiles: Tiles,
+    cut: WideShape = DOWN,
+    *,
+    bias: torch.Tensor | None = None,
 ) -> None:
     """out = down @ activated, both in sorted order: neither pairs nor their weights are looked up here, where that
     would take a tenth of the time.
 
-    activated [num_pairs, size], weight [num_experts, hidden, size], out [num_pairs, hidden].
+    activated [num_pairs, size], weight [num_experts, hidden, size], out [num_pairs, hidden], bias [num_experts,
+    hidden].
     """
     num_experts, hidden, size = weight.shape
     descriptor = _descriptor(weight.view(num_experts * hidden, size), cut.tile_out, cut.tile_in)
     values = _descriptor(activated, TILE_PAIRS, cut.tile_in)
     _down_kernel[(_programs(out.device, tiles.expert.numel() * triton.cdiv(hidden, cut.tile_out)),)](
-        values, descriptor, out, tiles.expert, tiles.first, tiles.end, tiles.used,
+        values, descriptor, out, out if bias is None else bias, tiles.expert, tiles.first, tiles.end, tiles.used,
         SIZE_OUT=hidden, SIZE_IN=size, TILE_PAIRS=TILE_PAIRS, TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in,
-        num_warps=cut.num_warps, num_stages=cut.num_stages,
+        BIAS=bias is not None, num_warps=cut.num_warps, num_stages=cut.num_stages,
     )  # fmt: skip
 
 
@@ -113,9 +124,9 @@ def _programs(device: torch.device, tasks: int) -> int:
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, weight, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, used_ptr, x_stride,
+    x_ptr, weight, out_ptr, bias_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, used_ptr, x_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
-    TILE_IN: tl.constexpr, ACTIVATION: tl.constexpr,
+    TILE_IN: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = (SIZE_OUT + TILE_OUT - 1) // TILE_OUT
     tasks = tl.load(used_ptr) * columns
@@ -126,21 +137,21 @@ def _gate_up_kernel(
         first, end = tl.load(first_ptr + tile), tl.load(end_ptr + tile)
         if end - first > TILE_PAIRS // 2:
             _gate_up_tile(
-                x_ptr, weight, out_ptr, order_ptr, x_stride, gate_row, column, first, end,
-                K, SIZE_OUT, SIZE_IN, TILE_PAIRS, TILE_OUT, TILE_IN, ACTIVATION,
+                x_ptr, weight, out_ptr, bias_ptr, order_ptr, x_stride, gate_row, column, first, end,
+                K, SIZE_OUT, SIZE_IN, TILE_PAIRS, TILE_OUT, TILE_IN, ACTIVATION, BIAS,
             )  # fmt: skip
         else:  # the last tile of an expert
             _gate_up_tile(
-                x_ptr, weight, out_ptr, order_ptr, x_stride, gate_row, column, first, end,
-                K, SIZE_OUT, SIZE_IN, TILE_PAIRS // 2, TILE_OUT, TILE_IN, ACTIVATION,
+                x_ptr, weight, out_ptr, bias_ptr, order_ptr, x_stride, gate_row, column, first, end,
+                K, SIZE_OUT, SIZE_IN, TILE_PAIRS // 2, TILE_OUT, TILE_IN, ACTIVATION, BIAS,
             )  # fmt: skip
 
 
 @triton.jit
 def _gate_up_tile(
-    x_ptr, weight, out_ptr, order_ptr, x_stride, gate_row, column, first, end,
+    x_ptr, weight, out_ptr, bias_ptr, order_ptr, x_stride, gate_row, column, first, end,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
-    TILE_IN: tl.constexpr, ACTIVATION: tl.constexpr,
+    TILE_IN: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     i = first + tl.arange(0, TILE_PAIRS)
     i_ok = i < end
@@ -154,17 +165,21 @@ def _gate_up_tile(
         w_up = weight.load([gate_row + SIZE_OUT, start])
         gate = tl.dot(x, w_gate.T, gate, input_precision="ieee")
         up = tl.dot(x, w_up.T, up, input_precision="ieee")
-    result = activate(gate, ACTIVATION) * up
     o = column + tl.arange(0, TILE_OUT)
+    if BIAS:
+        b = bias_ptr + gate_row + tl.arange(0, TILE_OUT)
+        gate += tl.load(b, mask=o < SIZE_OUT, other=0.0).to(tl.float32)[None, :]
+        up += tl.load(b + SIZE_OUT, mask=o < SIZE_OUT, other=0.0).to(tl.float32)[None, :]
+    result = gate_mul(gate, up, ACTIVATION)
     address = i.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
     tl.store(out_ptr + address, result.to(out_ptr.dtype.element_ty), mask=i_ok[:, None] & (o < SIZE_OUT)[None, :])
 
 
 @triton.jit
 def _down_kernel(
-    values, weight, out_ptr, expert_ptr, first_ptr, end_ptr, used_ptr,
+    values, weight, out_ptr, bias_ptr, expert_ptr, first_ptr, end_ptr, used_ptr,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
-    TILE_IN: tl.constexpr,
+    TILE_IN: tl.constexpr, BIAS: tl.constexpr,
 ):  # fmt: skip
     columns: tl.constexpr = (SIZE_OUT + TILE_OUT - 1) // TILE_OUT
     tasks = tl.load(used_ptr) * columns
@@ -180,5 +195,9 @@ def _down_kernel(
             acc = tl.dot(x, w.T, acc, input_precision="ieee")
         i = first + tl.arange(0, TILE_PAIRS)
         o = column + tl.arange(0, TILE_OUT)
+        if BIAS:
+            acc += tl.load(bias_ptr + row + tl.arange(0, TILE_OUT), mask=o < SIZE_OUT, other=0.0).to(tl.float32)[
+                None, :
+            ]
         address = i.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
         tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=(i < end)[:, None] & (o < SIZE_OUT)[None, :])

@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import pdl_options
 
 MAX_EXPERTS = 256  # which one program ranks
@@ -222,7 +222,7 @@ def _gate_up_kernel(
         up = tl.load(at + SIZE_OUT * SIZE_IN, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
         gate_sum = tl.sum(gate * x[None, :], 1) * scale
         up_sum = tl.sum(up * x[None, :], 1) * scale
-        result = activate(gate_sum, ACTIVATION) * up_sum
+        result = gate_mul(gate_sum, up_sum, ACTIVATION)
         tl.store(out_ptr + choice * SIZE_OUT + o, result.to(out_ptr.dtype.element_ty), mask=o_ok)
 
 

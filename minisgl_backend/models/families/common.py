@@ -66,7 +66,13 @@ def activation(keys: Keys, key: str = "hidden_act") -> Activation:
 
 def ungated_mlp(keys: Keys, default: str, *, bias: bool) -> UngatedMlpConfig:
     """The dense MLP without a gate; `default`: what an absent hidden_act means."""
-    activations: Mapping[str, UngatedActivation] = {**_ACTIVATIONS, "gelu_new": "gelu_tanh", "relu2": "relu2"}
+    activations: Mapping[str, UngatedActivation] = {
+        "silu": "silu",
+        "gelu": "gelu",
+        "gelu_pytorch_tanh": "gelu_tanh",
+        "gelu_new": "gelu_tanh",
+        "relu2": "relu2",
+    }
     return UngatedMlpConfig(
         intermediate_size=keys.integer("intermediate_size"),
         activation=activations[keys.choice("hidden_act", tuple(activations), default)],

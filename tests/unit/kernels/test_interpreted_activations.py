@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels, activate_mul
 
 if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
@@ -26,6 +26,15 @@ def test_elementwise(activation: str) -> None:
     gate_up = torch.cat([torch.linspace(-20, 20, 400), torch.randn(400)]).view(1, 800)
     expected = REFERENCES[activation](gate_up[:, :400]) * gate_up[:, 400:]
     torch.testing.assert_close(fused.activate_mul(gate_up, activation), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_swiglu_oai() -> None:
+    """gpt-oss: of both halves clamped, against transformers' words for it."""
+    gate_up = torch.cat([torch.linspace(-20, 20, 400), torch.randn(400) * 8]).view(1, 800)
+    gate, up = gate_up[:, :400].clamp(max=7.0), gate_up[:, 400:].clamp(-7.0, 7.0)
+    expected = (up + 1) * (gate * torch.sigmoid(gate * 1.702))
+    torch.testing.assert_close(fused.activate_mul(gate_up, "swiglu_oai"), expected, atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(activate_mul(gate_up, "swiglu_oai"), expected)
 
 
 @pytest.mark.parametrize("activation", ["gelu", "gelu_tanh"])

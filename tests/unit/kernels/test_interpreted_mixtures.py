@@ -63,6 +63,23 @@ def test_moe(num_tokens, experts, tma, with_residual, monkeypatch):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("num_tokens", "tma"), [(5, False), (40, True)])
+@pytest.mark.parametrize("adds_outer", [False, True])
+def test_moe_with_biases(num_tokens, tma, adds_outer, monkeypatch):
+    """As of gpt-oss; of ranks but the first, that of down is not added."""
+    monkeypatch.setattr(moe_wide, "serves", lambda *arguments: True)
+    torch.manual_seed(num_tokens)
+    experts, hidden, size = 3, 64, 160 if tma else 40
+    x, weights = torch.randn(num_tokens, hidden), torch.rand(num_tokens, 2)
+    ids = torch.stack([torch.randperm(experts)[:2] for _ in range(num_tokens)])
+    gate_up, down = torch.randn(experts, 2 * size, hidden), torch.randn(experts, hidden, size) * 0.1
+    biases = (torch.randn(experts, 2 * size), torch.randn(experts, hidden) if adds_outer else None)
+    found = moe(x, ids, weights, gate_up, down, activation="swiglu_oai", tma=tma, biases=biases)
+    reference = TorchPlainKernels(TorchOps())
+    expected = reference.moe(x, ids, weights, gate_up, down, activation="swiglu_oai", biases=biases)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("experts", "k"), [(8, 2), (5, 3), (60, 8)])
 @pytest.mark.parametrize("renormalize", [False, True])
 @pytest.mark.parametrize("complete", [False, True])

@@ -55,12 +55,12 @@ def linear(capability, limit, rows, size_out, size_in):
                   TILE_IN=cut.tile_in, EARLY=0, NORM=False, BIAS=False, RESIDUAL=True, GATED=False, ACTIVATION=None,
                   PDL=False)
 
-def grouped(capability, limit, number, pairs, gated):
+def grouped(capability, limit, number, pairs, gated, biased=0):
     shape = moe.moe_shape(128 * pairs, 128, 2 if number == "bf16" else 4, limit)
     tile_out, tile_in, num_warps, num_stages = shape.gate_up if gated else shape.down
     return shared(moe._grouped_kernel, capability, number, num_warps, num_stages, K=8, SIZE_OUT=768 if gated else 2048,
                   SIZE_IN=2048 if gated else 768, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
-                  GATED=bool(gated), ACTIVATION="silu", PDL=False)
+                  GATED=bool(gated), ACTIVATION="swiglu_oai" if biased else "silu", BIAS=bool(biased), PDL=False)
 
 def prefill(capability, limit, head_dim):
     fits = prefill_attention.long_tiles_fit(head_dim, limit)
@@ -102,6 +102,7 @@ OTHERS = [
     *(("grouped", capability, "bf16", 100, 1) for capability in (80, 120)),
     ("grouped", 89, "bf16", 100, 0),
     ("grouped", 90, "fp32", 100, 0),
+    *(("grouped", 90, "bf16", pairs, 1, 1) for pairs in (10, 100)),
     *(("capped", 90, head_dim) for head_dim in (80, 128)),
     ("prefill", 89, 256),
 ]

@@ -60,7 +60,24 @@ COMMAND_R7B: dict[str, Any] = {
     "torch_dtype": "bfloat16", "use_cache": True, "use_embedding_sharing": True, "use_gated_activation": True,
     "use_parallel_block": True, "use_parallel_embedding": True, "vocab_size": 256000,
 }  # fmt: skip
-RELEASED = {"glm-4.5-air": GLM_4_5_AIR, "minimax-m2": MINIMAX_M2, "ernie-4.5": ERNIE_4_5_21B, "r7b": COMMAND_R7B}
+GPT_OSS_20B: dict[str, Any] = {
+    "architectures": ["GptOssForCausalLM"], "attention_bias": True, "attention_dropout": 0.0, "eos_token_id": 200002,
+    "experts_per_token": 4, "head_dim": 64, "hidden_act": "silu", "hidden_size": 2880, "initial_context_length": 4096,
+    "initializer_range": 0.02, "intermediate_size": 2880, "layer_types": ["sliding_attention", "full_attention"] * 12,
+    "max_position_embeddings": 131072, "model_type": "gpt_oss", "num_attention_heads": 64, "num_experts_per_tok": 4,
+    "num_hidden_layers": 24, "num_key_value_heads": 8, "num_local_experts": 32, "output_router_logits": False,
+    "pad_token_id": 199999, "rms_norm_eps": 1e-05, "rope_scaling": {"beta_fast": 32.0, "beta_slow": 1.0,
+    "factor": 32.0, "original_max_position_embeddings": 4096, "rope_type": "yarn", "truncate": False},
+    "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
+    "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 201088,
+}  # fmt: skip
+RELEASED = {
+    "gpt-oss-20b": GPT_OSS_20B,
+    "glm-4.5-air": GLM_4_5_AIR,
+    "minimax-m2": MINIMAX_M2,
+    "ernie-4.5": ERNIE_4_5_21B,
+    "r7b": COMMAND_R7B,
+}
 
 
 @pytest.mark.parametrize("name", RELEASED)
