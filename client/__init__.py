@@ -8,6 +8,7 @@ from .metrics import Metrics, Sample
 from .request import Message, SamplingOptions
 from .results import Choice, Chunk, Result
 from .stream import AsyncTextStream, TextStream
+from .vectors import Embeddings
 
 __all__ = [
     "AsyncClient",
@@ -17,6 +18,7 @@ __all__ = [
     "Chunk",
     "Client",
     "ClientError",
+    "Embeddings",
     "InvalidRequest",
     "Message",
     "Metrics",

@@ -25,6 +25,7 @@ from .chat.conversation import Chat, OpenStream
 from .client import Client
 from .connection import Protocol, parse_url
 from .console import errors_in_one_line, fail, print_table, progress, remark, say_error, write_answer
+from .embed_command import embed
 from .errors import Unavailable
 from .local import add_local_commands
 from .openai_client import OpenAIClient
@@ -56,6 +57,7 @@ def about(
 
 
 add_local_commands(app)
+app.command()(embed)
 
 Url = Annotated[
     str | None,

@@ -6,17 +6,18 @@ import asyncio
 import os
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .connection import METRICS_VARIABLE, Address, parse_url
 from .connection import Protocol as WireProtocol
 from .errors import ClientError, ServerError, Unavailable
 from .metrics import Metrics, fetch_metrics
 from .request import InferenceRequest, Message, SamplingOptions, build_tensors, check_request_id, check_timeout
-from .results import Result
+from .results import Reply, Result
 from .stream import AsyncCall, AsyncTextStream, Call, TextStream
+from .vectors import Embeddings, embedding_fields, embeddings_of, pooling_request, score_fields, scores_of
 
 if TYPE_CHECKING:
     from typing_extensions import Self, Unpack
@@ -66,6 +67,16 @@ class _Settings:
             stream=stream,
             timeout=timeout,
         )
+
+    def pooling(
+        self, fields: Mapping[str, Any], request_id: str | None, timeout: float | None, priority: int
+    ) -> InferenceRequest:
+        """A request to the model `embedding`, whichever the client has for texts."""
+        check_request_id(request_id)
+        request_id = uuid.uuid4().hex if request_id is None else request_id
+        timeout = self.timeout if timeout is None else timeout
+        check_timeout(timeout, request_id)
+        return pooling_request(fields, request_id, timeout, priority)
 
 
 class Client:
@@ -123,6 +134,41 @@ class Client:
         """The answer in pieces, as the model writes it."""
         request = self._settings.request(prompt, messages, True, request_id, timeout, priority, options)
         return TextStream(self._transport.start(request), request.request_id)
+
+    def embed(
+        self,
+        texts: str | Sequence[str] | Sequence[int],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Embeddings:
+        """The embedding of a text, of several, or of the token ids of one. `dimensions`: only the first ones."""
+        fields = embedding_fields(texts, dimensions, normalize)
+        return embeddings_of(self._ask(self._settings.pooling(fields, request_id, timeout, priority)))
+
+    def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> list[float]:
+        """How well each document answers the query."""
+        fields = score_fields(query, documents, instruction)
+        return scores_of(self._ask(self._settings.pooling(fields, request_id, timeout, priority)))
+
+    def _ask(self, request: InferenceRequest) -> Reply | None:
+        """The only response, the call read to its end."""
+        call, found = self._transport.start(request), None
+        while (reply := call.receive()) is not None:
+            found = reply if reply.outputs else found
+        return found
 
     def is_live(self, timeout: float = _HEALTH_TIMEOUT) -> bool:
         """Whether the server answers at all."""
@@ -211,6 +257,41 @@ class AsyncClient:
         """The answer in pieces, as the model writes it; iterate it with `async for`."""
         request = self._settings.request(prompt, messages, True, request_id, timeout, priority, options)
         return AsyncTextStream(self._transport.start(request), request.request_id)
+
+    async def embed(
+        self,
+        texts: str | Sequence[str] | Sequence[int],
+        *,
+        dimensions: int | None = None,
+        normalize: bool | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> Embeddings:
+        """The embedding of a text, of several, or of the token ids of one. `dimensions`: only the first ones."""
+        fields = embedding_fields(texts, dimensions, normalize)
+        return embeddings_of(await self._ask(self._settings.pooling(fields, request_id, timeout, priority)))
+
+    async def score(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        instruction: str | None = None,
+        request_id: str | None = None,
+        timeout: float | None = None,
+        priority: int = 0,
+    ) -> list[float]:
+        """How well each document answers the query."""
+        fields = score_fields(query, documents, instruction)
+        return scores_of(await self._ask(self._settings.pooling(fields, request_id, timeout, priority)))
+
+    async def _ask(self, request: InferenceRequest) -> Reply | None:
+        """The only response, the call read to its end."""
+        call, found = self._transport.start(request), None
+        while (reply := await call.receive()) is not None:
+            found = reply if reply.outputs else found
+        return found
 
     async def is_live(self, timeout: float = _HEALTH_TIMEOUT) -> bool:
         """Whether the server answers at all."""

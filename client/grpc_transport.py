@@ -246,12 +246,13 @@ def _interrupted_by(cancel: Callable[[], object]) -> Iterator[None]:
 
 
 def encode_request(request: InferenceRequest) -> Any:
-    """The ModelInferRequest, each tensor of shape [1, values] since the ensemble has a batch dimension."""
+    """The ModelInferRequest; each tensor is [1, values] where the model has a batch dimension, as the ensemble has."""
     message = kserve.ModelInferRequest(
         model_name=request.model, model_version=request.model_version, id=request.request_id
     )
     for name, tensor in request.tensors.items():
-        _add_tensor(message, name, tensor)
+        shape = [1, len(tensor.values)] if request.batched else [len(tensor.values)]
+        _add_tensor(message, name, tensor, shape)
     message.parameters["triton_enable_empty_final_response"].bool_param = True
     if request.timeout is not None:
         message.parameters["timeout"].int64_param = int(request.timeout * 1e6)  # microseconds
@@ -294,9 +295,9 @@ class _Progress:
         return from_status(error.code().name, error.details() or error.code().name, self._request_id)
 
 
-def _add_tensor(message: Any, name: str, tensor: Tensor) -> None:
+def _add_tensor(message: Any, name: str, tensor: Tensor, shape: list[int]) -> None:
     values = tensor.values
-    infer_input = message.inputs.add(name=name, datatype=tensor.datatype, shape=[1, len(values)])
+    infer_input = message.inputs.add(name=name, datatype=tensor.datatype, shape=shape)
     if tensor.datatype == "BYTES":
         values = tuple(str(value).encode() for value in values)  # type: ignore[misc]
     getattr(infer_input.contents, _CONTENTS_FIELD[tensor.datatype]).extend(values)

@@ -72,6 +72,7 @@ class InferenceRequest:
     tensors: Mapping[str, Tensor]
     stream: bool
     timeout: float | None = None  # seconds for the whole answer
+    batched: bool = True  # the model has a batch dimension
 
 
 # option -> (tensor, datatype). An ensemble may not use one name for an input and an output.

@@ -228,9 +228,9 @@ class LLM:
         texts, model = [documents] if isinstance(documents, str) else list(documents), self.engine.model
         if not texts:
             return []
-        prompts, params = scoring.pair_prompts(model, self.tokenizer, query, texts, instruction)
+        prompts, params = scoring.pair_prompts(model, self.tokenizer, [query], texts, instruction)
         vectors = [output.embedding for output in self._pooled(prompts, params)]
-        return scoring.scores(scoring.scoring_of(model), vectors).tolist()  # type: ignore[no-any-return]
+        return scoring.scores(scoring.scoring_of(model), vectors, 1).tolist()  # type: ignore[no-any-return]
 
     def _pooled(self, prompts: Sequence[list[int]], params: PoolingParams) -> list[EmbeddingOutput]:
         welcome = self.engine.welcome

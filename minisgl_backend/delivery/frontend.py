@@ -14,6 +14,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.delivery.credits import StreamCredits
 from minisgl_backend.delivery.engine_client import EngineClient
 from minisgl_backend.delivery.output_fields import OutputFieldEncoder
+from minisgl_backend.delivery.pooled import PooledRequests
 from minisgl_backend.delivery.prober import PROBE_AFTER_S, Prober
 from minisgl_backend.delivery.responder import Responder
 from minisgl_backend.delivery.stream import Sender, SequenceStream, Stream, append_outputs, streams_of
@@ -71,6 +72,7 @@ class EngineFront:
             on_acknowledged=self._on_acknowledged,
             on_lost=self._on_lost,
         )
+        self._pooled = PooledRequests(self.client)
         self.responder = Responder(
             credits=self.credits,
             abort=self.client.abort,
@@ -98,6 +100,9 @@ class EngineFront:
             self._check(token_ids, spec)
         except (InvalidRequestError, CapacityError) as error:
             sender.fail(status_of(error), str(error))
+            return
+        if spec.poolings:
+            self._pooled.submit(sender, token_ids, spec, self._vocab_size)
             return
         uid = self.client.new_uid(spec.params.n)
         tail = self._vocabulary.tail(token_ids[-PROMPT_TAIL:].tolist())
@@ -138,6 +143,7 @@ class EngineFront:
         for stream in streams_of(self._sequences):
             if stream.spec.request_id == request_id:
                 self.client.abort(stream.uids, FinishReason.STOP)
+        self._pooled.stop(request_id)
 
     def _check(self, token_ids: Int32Array, spec: EngineRequest) -> None:
         """What the tokenizer guarantees and a client of the bare engine may not: it could end the core."""
@@ -150,16 +156,18 @@ class EngineFront:
 
     @property
     def num_streams(self) -> int:
-        return len(streams_of(self._sequences))
+        return len(streams_of(self._sequences)) + len(self._pooled)
 
     def close(self, drain_s: float = 0.0) -> None:
         """Waits up to `drain_s` for what is running, ends the rest with an error, then stops everything."""
         deadline = time.monotonic() + drain_s
-        while self._sequences and time.monotonic() < deadline:
+        while (self._sequences or len(self._pooled)) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._stopping.set()
         for stream in streams_of(self._sequences):
             stream.fail("UNAVAILABLE", SHUTTING_DOWN)
+        self._pooled.fail_all("UNAVAILABLE", SHUTTING_DOWN)
+        self._pooled.close()
         self.responder.close()
         if self._watcher.is_alive():
             self._watcher.join(2.0)
@@ -170,14 +178,19 @@ class EngineFront:
 
     def _on_outputs(self, outputs: Outputs) -> None:
         append_outputs(self._sequences, outputs)
+        self._pooled.take(outputs)
 
     def _on_rejected(self, rejected: Rejected) -> None:
         sequence = self._sequences.get(rejected.uid)
         if sequence is not None:
             error = _REJECTIONS.get(rejected.kind, CapacityError)(rejected.message)
             sequence.stream.fail(status_of(error), rejected.message)
+        else:
+            kind = _REJECTIONS.get(rejected.kind, CapacityError)
+            self._pooled.fail([rejected.uid], status_of(kind(rejected.message)), rejected.message)
 
     def _on_down(self, uids: list[int], reason: str) -> None:
+        self._pooled.fail(uids, "UNAVAILABLE", reason)
         self._fail({uid: sequence for uid in uids if (sequence := self._sequences.get(uid)) is not None}, reason)
 
     def _fail(self, sequences: Mapping[int, SequenceStream], reason: str) -> None:
@@ -253,10 +266,12 @@ class EngineFront:
         if now >= deadline:
             for stream in streams_of(self._sequences):
                 stream.fail("UNAVAILABLE", SHUTTING_DOWN)
-        if not self._sequences:
+            self._pooled.fail_all("UNAVAILABLE", SHUTTING_DOWN)
+        if not self._sequences and not len(self._pooled):
             self._drained.touch(0o600)
 
     def _poll_senders(self) -> None:
+        self._pooled.poll()
         for stream in streams_of(self._sequences):
             if not stream.is_paced and not stream.closed and stream.sender.is_cancelled():
                 self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())

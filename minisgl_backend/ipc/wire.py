@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import UInt8Array
-from minisgl_backend.request import SamplingParams
+from minisgl_backend.request import PoolingParams, SamplingParams
 
 
 class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -27,6 +27,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_logprobs: bool = False
     num_input_tokens: bool = False
     num_output_tokens: bool = False
+    vector_as_text: bool = False  # an embedding is a JSON list in the text, as with vllm_backend
     log_probs: bool = False  # tensorrtllm_backend's cum_log_probs and output_log_probs
     perf_metrics: bool = False  # with every response
     final_perf_metrics: bool = False  # with the last one
@@ -48,6 +49,13 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     deadline: float | None = None  # time.monotonic() seconds
     request_id: str = ""
     tenant: str = ""
+    # Not (): the answer is vectors. input_ids are several prompts then, one behind the other, of these lengths (int32,
+    # little-endian), and each of them becomes what its entry says, or the only one.
+    poolings: tuple[PoolingParams, ...] = ()
+    lengths: bytes = b""
+    scoring: str = ""  # not "": scores are made of the vectors, see text.scoring
+    leads: bool = False  # the others begin as the first prompt does, and wait until it is in the prefix cache
+    num_queries: int = 1  # and of as many queries
     stop: bool = False  # no prompt: what runs under this request_id ends with what it has
 
 

@@ -19,13 +19,13 @@ from starlette.responses import Response
 
 import minisgl_backend
 from minisgl_backend.host.openai_endpoint import EndpointSettings
-from minisgl_backend.openai import anthropic, batches, files, response_routes
+from minisgl_backend.openai import anthropic, batches, files, pooling_routes, response_routes
 from minisgl_backend.openai.answers import Answer, Header
 from minisgl_backend.openai.batch_runner import BatchRunner
 from minisgl_backend.openai.chat import ChatAnswer
 from minisgl_backend.openai.completions import CompletionAnswer, Echo
 from minisgl_backend.openai.context import context_of
-from minisgl_backend.openai.error_answers import add_error_answers
+from minisgl_backend.openai.error_answers import LEFT, add_error_answers
 from minisgl_backend.openai.errors import ApiError, ClientLeft
 from minisgl_backend.openai.in_process import post
 from minisgl_backend.openai.leaving import ClientWatch
@@ -42,10 +42,9 @@ from minisgl_backend.openai.sse import EventStream, encode
 from minisgl_backend.openai.told_once import ToldOnce
 from minisgl_backend.openai.triton import Generation, Prompt, RequestContext, TritonServer
 from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
+from minisgl_backend.openai.vectors import VectorCall, Vectors
 
 log = logging.getLogger(__name__)
-
-_LEFT = 499  # nginx's status for a client that has left; nobody reads it
 
 
 class Endpoint:
@@ -217,12 +216,25 @@ class Endpoint:
             handed_over = True
             return EventStream(first, lines, answer.error_line, watch, headers)
         except ClientLeft:
-            return Response(status_code=_LEFT)
+            return Response(status_code=LEFT)
         finally:
             if not handed_over:
                 watch.close()
                 if not stream:
                     self._num_requests -= 1
+
+    async def vectors(
+        self, request: Request, asked: Mapping[str, Any], context: RequestContext, names: Mapping[str, str]
+    ) -> Vectors:
+        """Raises ApiError, ClientLeft. `asked`: see VectorCall."""
+        self._num_requests += 1
+        call = VectorCall(self.triton, asked, context, names)
+        watch = ClientWatch(request.receive, call.cancel)
+        try:
+            return await call.result()
+        finally:
+            watch.close()
+            self._num_requests -= 1
 
     async def _counted(self, lines: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
         try:
@@ -272,6 +284,7 @@ def create_app(settings: EndpointSettings) -> FastAPI:
     _add_routes(app, endpoint)
     anthropic.add_routes(app, endpoint)
     response_routes.add_routes(app, endpoint, settings)
+    pooling_routes.add_routes(app, endpoint)
     runner = _add_batches(app, settings)
     return app
 

@@ -152,6 +152,7 @@ class BatchWork:
         self._post = post
         self._most_line_bytes = most_line_bytes
         self._told_at = -math.inf
+        self._appending = threading.Lock()
 
     async def run(self, most_at_once: int) -> str:
         """The status that the batch ends with."""
@@ -188,10 +189,10 @@ class BatchWork:
             answer = await self._answer(line)
             if answer is None:
                 if self._end() == "expired":
-                    self._append(self._errors, line, None, _EXPIRED)
+                    await _off_loop(self._append, self._errors, line, None, _EXPIRED)
                 return
             status, response = answer
-            self._append(self._output if status < 400 else self._errors, line, response, None)
+            await _off_loop(self._append, self._output if status < 400 else self._errors, line, response, None)
             await self._tell()
 
     async def _answer(self, line: Line) -> tuple[int, dict[str, Any]] | None:
@@ -209,9 +210,11 @@ class BatchWork:
 
     def _append(self, file: IO[bytes], line: Line, response: Any, error: Any) -> None:
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
-        file.write(encode({**record, "response": response, "error": error}) + b"\n")
-        file.flush()
-        self._counts["completed" if file is self._output else "failed"] += 1
+        text = encode({**record, "response": response, "error": error}) + b"\n"
+        with self._appending:
+            file.write(text)
+            file.flush()
+            self._counts["completed" if file is self._output else "failed"] += 1
 
     async def _tell(self) -> None:
         if time.monotonic() - self._told_at > _TOLD_SECONDS:

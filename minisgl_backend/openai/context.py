@@ -5,19 +5,30 @@ from __future__ import annotations
 import hashlib
 import re
 import uuid
+from typing import Any, Protocol
 
 from fastapi import Request
 
 from minisgl_backend.openai.errors import invalid
-from minisgl_backend.openai.requests.base import Sampling
 from minisgl_backend.openai.triton import RequestContext
 from minisgl_backend.request import MAX_TENANT_NAME
+
+
+class Named(Protocol):
+    """A request that may say its id, by either name, and its user."""
+
+    request_id: str | None
+    rid: str | None
+    user: str | None
+    safety_identifier: str | None
+    metadata: dict[str, Any] | None
+
 
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
-def context_of(request: Request, body: Sampling) -> RequestContext:
+def context_of(request: Request, body: Named) -> RequestContext:
     traces = ((name, request.headers.get(name)) for name in _TRACE_HEADERS)
     # gRPC metadata is printable ASCII; anything else would end the call here.
     return RequestContext(
@@ -27,7 +38,7 @@ def context_of(request: Request, body: Sampling) -> RequestContext:
     )
 
 
-def tenant_of(request: Request, body: Sampling) -> str:
+def tenant_of(request: Request, body: Named) -> str:
     """Whose request it is, by the option --tenants; "": nobody's in particular.
 
     Users whose name the engine would not take as it is are told apart by its hash.
@@ -43,7 +54,7 @@ def tenant_of(request: Request, body: Sampling) -> str:
     return "user-" + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def request_id_of(request: Request, body: Sampling | None = None) -> str:
+def request_id_of(request: Request, body: Named | None = None) -> str:
     """The client's own, where it may be one, else one that is made for the request."""
     if not hasattr(request.state, "request_id"):
         named = None if body is None else body.request_id or body.rid

@@ -11,16 +11,19 @@ from starlette.responses import Response
 
 from minisgl_backend.openai.context import request_id_of
 from minisgl_backend.openai.error_shapes import shaped
-from minisgl_backend.openai.errors import ApiError, invalid
+from minisgl_backend.openai.errors import ApiError, ClientLeft, invalid
 from minisgl_backend.openai.limits import TOO_LARGE
 from minisgl_backend.openai.sse import encode
 from minisgl_backend.openai.validation import from_validation
 
 log = logging.getLogger(__name__)
 
+LEFT = 499  # nginx's status for a client that has left; nobody reads it
+
 
 def add_error_answers(app: FastAPI) -> None:
     app.add_exception_handler(ApiError, _answer_error)
+    app.add_exception_handler(ClientLeft, _answer_nobody)
     app.add_exception_handler(RequestValidationError, _answer_wrong_body)
     app.add_exception_handler(HTTPException, _answer_http_error)
     app.add_exception_handler(RecursionError, _answer_nested_body)
@@ -32,6 +35,10 @@ async def _answer_error(request: Request, error: Exception) -> Response:
     headers = {**error.headers, "x-request-id": request_id_of(request)}
     body = shaped(error, request.url.path, request_id_of(request))
     return Response(encode(body), error.status, headers, media_type="application/json")
+
+
+async def _answer_nobody(request: Request, error: Exception) -> Response:
+    return Response(status_code=LEFT)
 
 
 async def _answer_unforeseen(request: Request, error: Exception) -> Response:

@@ -33,6 +33,7 @@ MAX_FILE_BYTES = 200 << 20  # of one upload, OpenAI's own limit
 PATH = "/v1/files"
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _PURPOSES = ("batch",)
+_TOLD = frozenset(("id", "bytes", "created_at", "filename", "purpose"))
 _MOST_LISTED = 10_000
 _COPY_BYTES = 1 << 20
 _ORPHAN_SECONDS = 3600.0  # since the last byte of a file that clients do not see
@@ -96,7 +97,7 @@ class FileStore:
         return told
 
     def find(self, file_id: str) -> dict[str, Any] | None:
-        return read_json(self._folder / f"{file_id}.json") if _ID.fullmatch(file_id) else None
+        return self._told(self._folder / f"{file_id}.json") if _ID.fullmatch(file_id) else None
 
     def get(self, file_id: str, param: str = "file_id", status: int = 404) -> dict[str, Any]:
         """Raises ApiError where there is none."""
@@ -113,8 +114,20 @@ class FileStore:
         self.data(file_id).unlink(missing_ok=True)
 
     def all(self) -> list[dict[str, Any]]:
-        found = [read_json(path) for path in self._folder.glob("file-*.json")]
+        found = [self._told(path) for path in self._folder.glob("file-*.json")]
         return sorted(filter(None, found), key=lambda file: (file["created_at"], file["id"]))
+
+    @staticmethod
+    def _told(path: Path) -> dict[str, Any] | None:
+        """What is told of a file; None where there is none, or what is told is damaged."""
+        try:
+            found = read_json(path)
+        except ValueError:
+            found = {}
+        if found is None or (isinstance(found, dict) and found.keys() >= _TOLD):
+            return found
+        log.warning("%s is damaged: the file is left out until it is written anew", path)
+        return None
 
     @staticmethod
     def new_id() -> str:

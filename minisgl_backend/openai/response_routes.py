@@ -127,6 +127,7 @@ class Responses:
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 await kept.store.delete(header.id)
+            await kept.store.note_ended(header.id)
             raise
         answer = ResponseAnswer(body, generation, header, parsers[0] if parsers else None, kept.end)
         self._endpoint.start_task(self._compute(kept, answer, generation, header.id))
@@ -147,6 +148,7 @@ class Responses:
             await kept.end(answer.response("failed", failure))
         finally:
             watch.cancel()
+            await kept.store.note_ended(response_id)
 
     @staticmethod
     async def _watch(store: ResponseStore, generation: Generation, response_id: str) -> None:
@@ -175,7 +177,7 @@ class Kept:
                     "the conversation is larger than all that is kept (--response-store-bytes); background needs it"
                 )
                 raise ApiError(413, message, param="input", code="storage_full")
-        except sqlite3.Error as error:
+        except (sqlite3.Error, OSError) as error:
             log.error("response %s cannot be kept: %s", response["id"], error)
             raise ApiError(507, f"the response cannot be kept: {error}", code="storage_full") from None
 

@@ -74,6 +74,8 @@ class ResponseStore:
         if size > self._most_bytes:
             return False
         owner = os.getpid() if running else 0
+        if running:
+            await asyncio.to_thread(self._mark(response["id"]).touch, 0o600)
 
         def write(database: sqlite3.Connection) -> bool:
             values = (size, time.time(), owner, response["id"])
@@ -92,19 +94,27 @@ class ResponseStore:
         """None where it is not kept, or not any more. One whose process has died has failed."""
 
         def read(database: sqlite3.Connection) -> tuple[bytes, bytes, int] | None:
-            database.execute("UPDATE responses SET used = ? WHERE id = ?", (time.time(), response_id))
             found: tuple[bytes, bytes, int] | None = database.execute(
                 "SELECT response, items, owner FROM responses JOIN texts USING (id) WHERE id = ?", (response_id,)
             ).fetchone()
             return found
 
+        used = (time.time(), response_id)
+        with contextlib.suppress(sqlite3.Error):  # a full disk keeps nobody from reading
+            await self._do(lambda database: database.execute("UPDATE responses SET used = ? WHERE id = ?", used))
         row = await self._do(read)
         if row is None:
             return None
         response = msgspec.json.decode(row[0])
         if row[2] and not _is_alive(row[2]):
-            error = {"code": "server_error", "message": "the process that computed this response died"}
-            response |= {"status": "failed", "error": error}
+            response |= _failed("the process that computed this response died")
+        elif row[2] and not self._mark(response_id).exists():
+            row = await self._do(read)  # it may have ended in between
+            if row is None:
+                return None
+            response = msgspec.json.decode(row[0])
+            if row[2]:
+                response |= _failed("the response was computed, and could not be kept")
         return StoredResponse(response, msgspec.json.decode(row[1]))
 
     async def cancel(self, response_id: str) -> None:
@@ -119,6 +129,11 @@ class ResponseStore:
         row = await self._do(lambda database: database.execute(query, (response_id,)).fetchone())
         return row is None or bool(row[0])
 
+    async def note_ended(self, response_id: str) -> None:
+        """It is computed no more, whether or not its end could be kept: a file can be removed from a full disk, too."""
+        with contextlib.suppress(OSError):
+            await asyncio.to_thread(self._mark(response_id).unlink, True)
+
     async def delete(self, response_id: str) -> bool:
         """False where there was none."""
         query = "DELETE FROM responses WHERE id = ?"
@@ -129,6 +144,10 @@ class ResponseStore:
             if self._database is not None:
                 self._database.close()
                 self._database = None
+
+    def _mark(self, response_id: str) -> Path:
+        """A file that is there while a response is computed in the background."""
+        return self._path.with_name(f"{self._path.name}.{response_id}.running")
 
     def _make_room(self, database: sqlite3.Connection) -> None:
         while database.execute("SELECT bytes FROM total").fetchone()[0] > self._most_bytes:
@@ -160,6 +179,10 @@ class ResponseStore:
             database.close()
             raise
         return database
+
+
+def _failed(message: str) -> dict[str, Any]:
+    return {"status": "failed", "error": {"code": "server_error", "message": message}}
 
 
 def _is_alive(process_id: int) -> bool:

@@ -186,7 +186,7 @@ class Generation:
         except grpc.RpcError as error:
             if self._left:
                 raise ClientLeft from None
-            raise from_client_error(_rpc_error(error), self._names) from None
+            raise from_client_error(rpc_error(error), self._names) from None
 
 
 class TritonServer:
@@ -225,6 +225,10 @@ class TritonServer:
         has_special_tokens = sampling.get("skip_special_tokens") is False
         return Generation(call, int(sampling.get("n", 1)), names, has_special_tokens=has_special_tokens)
 
+    def infer(self, message: Any, context: RequestContext) -> Any:
+        """A request that has one response: its call, to be awaited for the response's bytes, or cancelled."""
+        return self._infer(message.SerializeToString(), metadata=context.metadata or None)
+
     async def tokenize(
         self, prompt: Prompt, outputs: Sequence[str], names: Mapping[str, str], sampling: Mapping[str, Any] = {}
     ) -> dict[str, Any]:
@@ -257,7 +261,7 @@ class TritonServer:
         try:
             raw = await self._infer(message.SerializeToString(), timeout=_ASK_SECONDS)
         except grpc.RpcError as error:
-            raise from_client_error(_rpc_error(error), names) from None
+            raise from_client_error(rpc_error(error), names) from None
         response = service_pb2.ModelInferResponse.FromString(raw)
         return {
             output.name: _values(output.datatype, value)
@@ -323,7 +327,7 @@ def _values(datatype: str, raw: bytes) -> list[Any]:
     return values
 
 
-def _rpc_error(error: Any) -> ClientError:
+def rpc_error(error: Any) -> ClientError:
     """What the status that ended a call means; Triton gives its model's errors outside streams as statuses."""
     code, details = error.code(), error.details() or ""
     if code is grpc.StatusCode.CANCELLED:

@@ -26,6 +26,7 @@ from minisgl_backend.request import (
     check_prompt,
 )
 from minisgl_backend.serving.fields import ALIASES, Fields, collect_fields, json_object, json_value, shown
+from minisgl_backend.serving.pooling_codec import PoolingCodec
 
 if TYPE_CHECKING:  # the engine front needs this module, but not the libraries behind the tokenizer
     from minisgl_backend.text.tokenizer import Tokenizer
@@ -44,6 +45,7 @@ class CodecSettings:
     max_seq_len: int  # the engine may allow less, where its memory does not hold so long a sequence
     apply_chat_template: bool = False  # to text_input, where the request does not say
     exclude_input_in_output: bool = True  # where the request does not say
+    generates: bool = True  # else it gives vectors alone
 
     @classmethod
     def of_model(cls, model: ModelConfig, max_seq_len_override: int | None = None, **settings: bool) -> CodecSettings:
@@ -53,6 +55,7 @@ class CodecSettings:
             eos_token_ids=model.eos_token_ids,
             vocab_size=model.vocab_size,
             max_seq_len=model.max_seq_len(max_seq_len_override),
+            generates=model.generates,
             **settings,
         )
 
@@ -60,8 +63,10 @@ class CodecSettings:
 class RequestCodec:
     """Checks and translates requests of one model."""
 
-    def __init__(self, tokenizer: Tokenizer, settings: CodecSettings) -> None:
+    def __init__(self, tokenizer: Tokenizer, settings: CodecSettings, pooling: PoolingCodec | None = None) -> None:
+        """`pooling`: of requests for vectors; None: they are refused."""
         self._tokenizer = tokenizer
+        self._pooling = pooling
         self._settings = settings
 
     def decode(
@@ -81,6 +86,10 @@ class RequestCodec:
         _refuse_what_is_not_served(fields)
         if fields.get("stop_request"):
             return _stop_request(request_id)
+        if (pooled := self._pooled(fields, deadline, request_id)) is not None:
+            return pooled
+        if not self._settings.generates:
+            raise InvalidRequestError("text_input: this model generates no text; allowed: embeddings and scores")
         text = ""
         prompt_ids: Sequence[int] | Int32Array
         if "trtllm_input_ids" in fields:
@@ -102,6 +111,19 @@ class RequestCodec:
             tenant=_tenant(fields),
         )
         return np.asarray(prompt_ids, dtype=np.int32), spec
+
+    def _pooled(
+        self, fields: Mapping[str, Any], deadline: float | None, request_id: str
+    ) -> tuple[Int32Array, EngineRequest] | None:
+        """None where the request asks for tokens."""
+        for name in ("pooling_request", "embedding_request"):
+            if not fields.get(name):
+                continue
+            if self._pooling is None:
+                raise InvalidRequestError(f"{name} is not served: this server has no embeddings")
+            decode = self._pooling.decode if name == "pooling_request" else self._pooling.decode_vllm
+            return decode(fields[name], deadline=deadline, request_id=request_id)
+        return None
 
     def _prompt(self, fields: Mapping[str, Any]) -> tuple[str, list[int]]:
         """The text that `exclude_input_in_output=false` repeats, and the tokens."""

@@ -44,7 +44,7 @@ COMMON_INPUTS = (
     Tensor("add_special_tokens", "BOOL"),
     Tensor("priority", "INT32"),  # Triton's own field of that name does not reach a Python model
     Tensor("image", "STRING", (-1,), "this server has no multimodal models"),
-    Tensor("embedding_request", "STRING", (1,), "this server has no embedding models"),
+    Tensor("embedding_request", "STRING"),  # JSON: the answer is an embedding, as a JSON list
 )
 
 # vllm_model does not declare these: a client of vllm_backend sends them as request parameters, often as strings, which
@@ -119,12 +119,26 @@ TENSORRT_LLM_INPUTS = (
     Tensor("lookahead_verification_set_size", "INT32", (1,), "this server has no speculative decoding"),
 )
 
+# Of the model `embedding`: a list of texts, or the token ids of one; without `query` each becomes a vector, with it a
+# score of how well it answers the query.
+EMBEDDING_INPUTS = (
+    Tensor("input_text", "STRING", (-1,)),
+    Tensor("input_ids", "INT32", (-1,)),
+    Tensor("dimensions", "INT32"),
+    Tensor("normalize", "BOOL"),
+    Tensor("query", "STRING"),
+    Tensor("instruction", "STRING"),
+    Tensor("priority", "INT32"),
+    Tensor("pooling_request", "STRING"),  # JSON: all of it and more, in the form of serving.pooling_codec
+)
+
 # What an ensemble's own inputs become at the tokenizer, so that it knows which API is spoken: see `Ensemble.renamed`.
 RENAMED_INPUTS = (
     Tensor("vllm_text_input", "STRING"),
     Tensor("trtllm_input_ids", "INT32", (-1,)),
     Tensor("stop_request", "BOOL"),
     Tensor("num_responses", "INT32"),
+    Tensor("pooling_request", "STRING"),  # JSON of serving.pooling_codec; from the model `embedding` alone
 )
 
 TEXT_OUTPUTS = (Tensor("text_output", "STRING", (-1,)),)
@@ -157,6 +171,12 @@ DETAIL_OUTPUTS = (
 )
 
 OUTPUTS = TEXT_OUTPUTS + DETAIL_OUTPUTS
+# In place of tokens, where a request asks for vectors.
+VECTOR_OUTPUTS = (
+    Tensor("embedding", "FP32", (-1, -1)),  # one row a prompt
+    Tensor("score", "FP32", (-1,)),  # one a document
+    Tensor("prompt_lengths", "INT32", (-1,)),  # tokens of each prompt
+)
 SEQUENCE_LENGTH = (Tensor("sequence_length", "INT32", (-1,)),)
 
 # Between the models. `spec` and `chunk` are packed structs of ipc.wire.
@@ -228,7 +248,7 @@ ENSEMBLES = (
 )
 
 _ENSEMBLE_NAMES = tuple(ensemble.name for ensemble in ENSEMBLES)
-MODELS = ("tokenizer", "engine", "detokenizer", *_ENSEMBLE_NAMES)
+MODELS = ("tokenizer", "engine", "detokenizer", "embedding", *_ENSEMBLE_NAMES)
 
 _WRITTEN = "# Written by `python -m minisgl_backend.serving.schema --write`"
 _EDITED = _WRITTEN + ", but for the part from instance_group on, which is yours to edit.\n"
@@ -261,9 +281,13 @@ def config_text(model: str, tail: str | None = None) -> str:
     elif model == "engine":
         head = _head(model, 1) + "model_transaction_policy { decoupled: true }\n"
         head += _tensors("input", ENGINE_INPUTS, optional=True) + _tensors(
-            "output", CHUNK + DETAIL_OUTPUTS + SEQUENCE_LENGTH
+            "output", CHUNK + DETAIL_OUTPUTS + SEQUENCE_LENGTH + VECTOR_OUTPUTS
         )
         default = _CPU + "# every engine option is a parameter here\n" + _parameter("model", "demo")
+    elif model == "embedding":
+        head = _head(model, 0) + _tensors("input", EMBEDDING_INPUTS, optional=True)
+        head += _tensors("output", (*VECTOR_OUTPUTS, Tensor("num_cached_tokens", "INT32")))
+        return _WRITTEN + ".\n" + head + _CPU
     else:
         head = _head(model, 1) + _tensors("input", CHUNK) + _tensors("output", TEXT_OUTPUTS + TOKEN_OUTPUTS)
         default = _DETOKENIZER_NOTE + _CPU

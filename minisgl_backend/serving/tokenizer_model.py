@@ -24,6 +24,7 @@ from minisgl_backend.parsers.thinking import TAIL
 from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.serving.codec import CodecSettings, RequestCodec
 from minisgl_backend.serving.fields import shown
+from minisgl_backend.serving.pooling_codec import PoolingCodec
 from minisgl_backend.text.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
@@ -41,8 +42,9 @@ class TritonPythonModel:
         try:
             log_to_stderr("tokenizer", Environment.read().log_level)
             config = read_engine_config(repository)
+            model = load_model_config(config.model, config.model_impl, trust_remote_code=config.trust_remote_code)
             settings = CodecSettings.of_model(
-                load_model_config(config.model, config.model_impl, trust_remote_code=config.trust_remote_code),
+                model,
                 config.max_seq_len_override,
                 apply_chat_template=_flag(parameters, "apply_chat_template", is_demo(config, repository)),
                 exclude_input_in_output=_flag(parameters, "exclude_input_in_output", True),
@@ -50,7 +52,8 @@ class TritonPythonModel:
             tokenizer = Tokenizer(config.model, trust_remote_code=config.trust_remote_code)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
-        self._codec = RequestCodec(tokenizer, settings)
+        pooling = PoolingCodec(tokenizer, model, settings.max_seq_len, enabled=config.enable_embeddings)
+        self._codec = RequestCodec(tokenizer, settings, pooling)
         self._wire = Codec()
         self._tokenizer = tokenizer
         self._info = {

@@ -56,29 +56,38 @@ def embedding_params(
 
 
 def pair_prompts(
-    model: ModelConfig, tokenizer: Tokenizer, query: str, documents: Sequence[str], instruction: str | None = None
+    model: ModelConfig,
+    tokenizer: Tokenizer,
+    queries: Sequence[str],
+    documents: Sequence[str],
+    instruction: str | None = None,
 ) -> tuple[list[list[int]], PoolingParams]:
-    """Prompts whose vectors `scores` takes, with what is to be made of them. Raises InvalidRequestError."""
+    """Prompts whose vectors `scores` takes, with what is to be made of them. Raises InvalidRequestError.
+
+    `queries`: one for all documents, or one for each.
+    """
     way = scoring_of(model)
     if instruction is not None and way != "yes_no":
         raise InvalidRequestError("instruction is given; allowed: only for models that judge by yes and no")
     if way == "cosine":
         params = embedding_params(model, normalize=True)
-        return [tokenizer.encode(text) for text in (query, *documents)], params
+        return [tokenizer.encode(text) for text in (*queries, *documents)], params
+    of_each = queries if len(queries) > 1 else [queries[0]] * len(documents)
+    pairs = list(zip(of_each, documents, strict=True))
     if way == "head":
         if model.num_labels > 2:
-            raise InvalidRequestError(f"documents: this model has {model.num_labels} labels; a score needs 1 or 2")
-        return [tokenizer.encode_pair(query, document) for document in documents], PoolingParams(kind="scores")
+            raise InvalidRequestError(f"documents: this model has {model.num_labels} labels; allowed: 1 or 2")
+        return [tokenizer.encode_pair(*pair) for pair in pairs], PoolingParams(kind="scores")
     token_ids = tuple(tokenizer.first_token(word) for word in ("yes", "no"))
-    texts = [_USER.format(instruction=instruction or INSTRUCTION, query=query, document=text) for text in documents]
+    texts = [_USER.format(instruction=instruction or INSTRUCTION, query=one, document=other) for one, other in pairs]
     return [_judged(tokenizer, text) for text in texts], PoolingParams(kind="token_logprobs", token_ids=token_ids)
 
 
-def scores(way: Scoring, vectors: Sequence[Float32Array]) -> Float32Array:
+def scores(way: Scoring, vectors: Sequence[Float32Array], num_queries: int) -> Float32Array:
     """One score a document, 0 to 1 (cosines: -1 to 1); float32 [num_documents]. `vectors`: of `pair_prompts`."""
     if way == "cosine":
-        query, *documents = vectors
-        return np.array([np.dot(query, document) for document in documents], dtype=np.float32)
+        queries, documents = np.stack(vectors[:num_queries]), np.stack(vectors[num_queries:])
+        return (queries * documents).sum(axis=1, dtype=np.float32)
     lines = np.stack(vectors).astype(np.float64)
     if way == "head" and lines.shape[1] == 1:
         positive, negative = lines[:, 0], np.zeros(len(lines))

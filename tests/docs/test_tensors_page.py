@@ -20,6 +20,7 @@ SECTIONS = {
         *schema.SEQUENCE_LENGTH,
         *(tensor for tensor in OWN.inputs if tensor not in schema.INPUTS),
     ),
+    "embedding": (*schema.EMBEDDING_INPUTS, *schema.VECTOR_OUTPUTS),
     "Between the models": (
         *schema.ENGINE_INPUTS,
         *schema.CHUNK,

@@ -12,6 +12,7 @@ import pytest
 from minisgl_backend.openai.requests.anthropic import CountTokensRequest, MessagesRequest
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
+from minisgl_backend.openai.requests.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from tests.e2e.openai_stack import Endpoint
 from tests.e2e.wire import lasting_processes
@@ -27,6 +28,9 @@ PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 4}),
     "/v1/messages/count_tokens": (CountTokensRequest, {"messages": MESSAGES}),
     "/v1/responses": (ResponsesRequest, {"input": "What is 1 + 2?", "max_output_tokens": 4}),
+    "/v1/embeddings": (EmbeddingRequest, {"input": ["What", "is"]}),
+    "/v1/rerank": (RerankRequest, {"query": "What", "documents": ["is"]}),
+    "/v1/score": (ScoreRequest, {"text_1": "What", "text_2": ["is", "x"]}),
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 VALUES: list[Any] = [

@@ -17,7 +17,7 @@ _NOT_IN_A_LINE = ("stream", "background", "priority")
 
 class BatchRequest(Model):
     input_file_id: str
-    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses"]
+    endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
 

@@ -235,6 +235,17 @@ def test_files_have_a_bound(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "files") == []
 
 
+def test_a_damaged_file_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    folder = Folder(tmp_path)
+    first, second, third = (folder.files.add(io.BytesIO(b"x"), 1, "x", "batch") for _ in range(3))
+    for file, told in ((first, b"{"), (second, b'["id"]')):
+        (tmp_path / "files" / f"{file['id']}.json").write_bytes(told)
+    assert folder.files.all() == [third]
+    assert folder.files.find(first["id"]) is None
+    assert first["id"] in caplog.text
+    assert folder.files.publish(first["id"], "x", "batch") == folder.files.find(first["id"]), "written anew"
+
+
 def test_what_was_never_finished_is_removed(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     kept = folder.files.add(io.BytesIO(b"x"), 1, "x", "batch")["id"]

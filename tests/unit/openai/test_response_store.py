@@ -123,3 +123,39 @@ def test_what_cannot_be_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         assert refused.value.status == 507
 
     asyncio.run(use())
+
+
+def test_one_whose_end_could_not_be_kept_has_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk takes no row, but lets go of a file; any worker tells of it, and reading needs no room."""
+
+    async def use() -> None:
+        store, other = (ResponseStore(tmp_path / "store", 10_000) for _ in range(2))
+        kept, begun = Kept(store, ITEMS), {**response("a"), "status": "in_progress"}
+        await kept.begin(begun)
+        found = await other.find("a")
+        assert found is not None
+        assert found.response["status"] == "in_progress"
+
+        async def full(*arguments: Any, **options: Any) -> bool:
+            raise sqlite3.OperationalError("database or disk is full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "keep", full)
+            assert not await kept.end(response("a"))
+            await store.note_ended("a")
+        for worker in (store, other):
+            found = await worker.find("a")
+            assert found is not None
+            assert found.response["status"] == "failed"
+            assert "could not be kept" in found.response["error"]["message"]
+        await kept.begin({**begun, "id": "b"})
+        assert await kept.end(response("b"))
+        await store.note_ended("b")
+        found = await other.find("b")
+        assert found is not None
+        assert found.response["status"] == "completed"
+        assert not list(tmp_path.glob("*.running"))
+        store.close()
+        other.close()
+
+    asyncio.run(use())

@@ -1,0 +1,34 @@
+"""`minisgl embed`: embeddings of texts, or how well they answer a query."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Any
+
+import typer
+
+from .client import Client
+from .console import errors_in_one_line, write_answer
+
+
+def embed(
+    texts: Annotated[list[str], typer.Argument(help="The texts; - reads one a line from the standard input.")],
+    url: Annotated[
+        str | None,
+        typer.Option(help="Default: MINISGL_URL, else 127.0.0.1:8001, with --protocol http port 8000."),
+    ] = None,
+    protocol: Annotated[str | None, typer.Option(help="grpc (default) or http.")] = None,
+    timeout: Annotated[float | None, typer.Option(help="Seconds for all of them; default: no limit.")] = None,
+    dimensions: Annotated[int | None, typer.Option(help="Of each vector; default: all that the model has.")] = None,
+    query: Annotated[str | None, typer.Option(help="Print a score of each text instead: how well it answers.")] = None,
+) -> None:
+    """Print the embedding of each text as a line of JSON, or with --query its score."""
+    lines = [line.rstrip("\n") for line in sys.stdin] if texts == ["-"] else texts
+    wire: Any = protocol  # the client says what is allowed
+    with errors_in_one_line(), Client(url, wire, timeout=timeout) as client:
+        found: list[Any] = (
+            client.embed(lines, dimensions=dimensions).vectors if query is None else client.score(query, lines)
+        )
+        for one in found:
+            write_answer(json.dumps(one) + "\n")

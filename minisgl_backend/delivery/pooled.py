@@ -1,0 +1,229 @@
+"""Requests whose answers are vectors: a front hands their prompts to the cores and answers once all are there.
+
+One response for all prompts of a request, so that a list of texts costs one pass through the server.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, get_args
+
+import numpy as np
+
+from minisgl_backend.arrays import Float32Array, Int32Array
+from minisgl_backend.delivery.arrays import Arrays, ints
+from minisgl_backend.delivery.stream import Sender
+from minisgl_backend.errors import InvalidRequestError, MinisglError, status_of
+from minisgl_backend.ipc.messages import Outputs
+from minisgl_backend.ipc.wire import Chunk, EngineRequest, Part, TextOptions
+from minisgl_backend.request import FinishReason, Request
+from minisgl_backend.step import SequenceDetail
+from minisgl_backend.text import scoring
+
+# Prompts of one request that a core has at a time: enough for full steps, few enough that others' prompts need not wait
+# for a list of thousands.
+MOST_SEQUENCES = 128
+MOST_TOKENS = 16384
+CANCELLED = "the request was cancelled"
+
+
+class PooledRequest:
+    """One request. Written under the lock of its `PooledRequests`."""
+
+    def __init__(self, sender: Sender, spec: EngineRequest, prompts: Sequence[Int32Array], first_uid: int) -> None:
+        self.sender = sender
+        self.spec = spec
+        self.prompts = prompts
+        self.uids = range(first_uid, first_uid + len(prompts))
+        self.vectors: list[bytes | None] = [None] * len(prompts)
+        self.cached_tokens = 0
+        self.num_sent = 0
+        self.num_done = 0
+        self.tokens_out = 0  # of prompts that a core has
+        self.ended = False
+
+    @property
+    def in_flight(self) -> Iterable[int]:
+        """Uids that a core may have."""
+        return (uid for uid, vector in zip(self.uids[: self.num_sent], self.vectors, strict=False) if vector is None)
+
+    def next_request(self) -> Request | None:
+        """The next prompt for a core; None where it has enough, or all."""
+        index = self.num_sent
+        if self.ended or index == len(self.prompts) or index - self.num_done >= MOST_SEQUENCES:
+            return None
+        if self.spec.leads and index and not self.num_done:
+            return None
+        tokens = self.prompts[index]
+        if self.tokens_out and self.tokens_out + len(tokens) > MOST_TOKENS:
+            return None
+        self.num_sent += 1
+        self.tokens_out += len(tokens)
+        spec = self.spec
+        return Request(
+            uid=self.uids[index],
+            token_ids=tokens.astype("<i4", copy=False).tobytes(),
+            params=spec.params,
+            pooling=spec.poolings[min(index, len(spec.poolings) - 1)],
+            priority=spec.priority,
+            deadline=spec.deadline,
+            request_id=spec.request_id,
+            tenant=spec.tenant,
+        )
+
+    def take(self, uid: int, detail: SequenceDetail) -> bool:
+        """The vector of one prompt. True: it was the last one."""
+        index = uid - self.uids.start
+        self.vectors[index] = detail.pooled
+        self.cached_tokens += detail.cached_tokens or 0
+        self.num_done += 1
+        self.tokens_out -= len(self.prompts[index])
+        return self.num_done == len(self.prompts)
+
+    def answer(self) -> tuple[Chunk, Arrays]:
+        """The only response."""
+        vectors = [np.frombuffer(vector or b"", dtype="<f4") for vector in self.vectors]
+        if self.spec.options.vector_as_text:
+            part = Part(text=json.dumps(vectors[0].tolist()), is_last=True)
+            return Chunk(uid=self.uids.start, number=1, parts=(part,), options=TextOptions()), {}
+        return Chunk(uid=self.uids.start, number=1), self._arrays(vectors)
+
+    def _arrays(self, vectors: Sequence[Float32Array]) -> Arrays:
+        arrays: Arrays = {
+            "prompt_lengths": ints([len(prompt) for prompt in self.prompts]),
+            "num_cached_tokens": ints([self.cached_tokens]),
+        }
+        if self.spec.scoring:
+            arrays["score"] = scoring.scores(self.spec.scoring, vectors, self.spec.num_queries)[None]  # type: ignore[arg-type]
+            return arrays
+        width = max(len(vector) for vector in vectors)
+        rows = np.zeros((1, len(vectors), width), dtype=np.float32)  # choices may be of different numbers
+        for index, vector in enumerate(vectors):
+            rows[0, index, : len(vector)] = vector
+        return {"embedding": rows, **arrays}
+
+
+class PooledRequests:
+    """Those of one front. Thread-safe; answers are sent by a thread of its own."""
+
+    def __init__(self, client: Any) -> None:
+        """`client`: an EngineClient."""
+        self._client = client
+        self._lock = threading.Lock()
+        self._by_uid: dict[int, PooledRequest] = {}
+        self._answering = ThreadPoolExecutor(1, thread_name_prefix="pooled")
+
+    def __len__(self) -> int:
+        """Requests that have not ended."""
+        return len(self._open())
+
+    def submit(self, sender: Sender, token_ids: Int32Array, spec: EngineRequest, vocab_size: int) -> None:
+        """Hands a request to the cores; all that follows, errors included, goes to `sender`. `token_ids`: of all its
+        prompts, one behind the other."""
+        try:
+            prompts = _split(token_ids, spec, vocab_size)
+        except InvalidRequestError as error:
+            sender.fail(status_of(error), str(error))
+            return
+        request = PooledRequest(sender, spec, prompts, self._client.new_uid(len(prompts)))
+        with self._lock:
+            self._by_uid.update(dict.fromkeys(request.uids, request))
+        self._feed(request)
+
+    def take(self, outputs: Outputs) -> None:
+        """Receive thread: the records of a step; those of others mean nothing."""
+        if not self._by_uid:
+            return
+        uids = np.frombuffer(outputs.uids, dtype="<i8").tolist()
+        for index, (uid, reason) in enumerate(zip(uids, outputs.reasons, strict=True)):
+            request = self._by_uid.get(uid)
+            if request is not None and reason:
+                self._take(request, uid, reason, outputs.details.get(index, SequenceDetail()))
+
+    def fail(self, uids: Iterable[int], status: str, message: str) -> None:
+        """Ends the requests that these belong to; unknown uids are ignored."""
+        requests = {id(one): one for uid in uids if (one := self._by_uid.get(uid)) is not None}
+        for request in requests.values():
+            self._fail(request, status, message)
+
+    def fail_all(self, status: str, message: str) -> None:
+        for request in self._open():
+            self._fail(request, status, message)
+
+    def stop(self, request_id: str) -> None:
+        """Ends what runs under this id of its client's: its client has left."""
+        for request in self._open():
+            if request.spec.request_id == request_id:
+                self._fail(request, "CANCELLED", CANCELLED)
+
+    def poll(self) -> None:
+        """Ends the requests whose senders know that their client has left."""
+        for request in self._open():
+            if not request.ended and request.sender.is_cancelled():
+                self._fail(request, "CANCELLED", CANCELLED)
+
+    def close(self) -> None:
+        """What is queued before is still sent."""
+        self._answering.shutdown(wait=True)
+
+    def _open(self) -> list[PooledRequest]:
+        with self._lock:
+            return list({id(one): one for one in self._by_uid.values()}.values())
+
+    def _take(self, request: PooledRequest, uid: int, reason: int, detail: SequenceDetail) -> None:
+        if reason != FinishReason.STOP or not detail.pooled:
+            failure = (detail.status, detail.error) if reason == FinishReason.ERROR else ("CANCELLED", CANCELLED)
+            self._fail(request, *failure)
+            return
+        with self._lock:
+            done = request.take(uid, detail)
+            self._by_uid.pop(uid, None)
+        if done:
+            self._end(request, lambda: request.sender.send(*request.answer(), True))
+        else:
+            self._feed(request)
+
+    def _feed(self, request: PooledRequest) -> None:
+        while True:
+            with self._lock:
+                following = request.next_request()
+            if following is None:
+                return
+            try:
+                self._client.submit(following)
+            except MinisglError as error:
+                self._fail(request, status_of(error), str(error))
+                return
+
+    def _fail(self, request: PooledRequest, status: str, message: str) -> None:
+        uids = list(request.in_flight)
+        if self._end(request, lambda: request.sender.fail(status, message)):
+            self._client.abort(uids, FinishReason.CANCELLED)
+
+    def _end(self, request: PooledRequest, answer: Callable[[], None]) -> bool:
+        """False: it has ended before."""
+        with self._lock:
+            if request.ended:
+                return False
+            request.ended = True
+            for uid in request.uids:
+                self._by_uid.pop(uid, None)
+        self._answering.submit(answer)
+        return True
+
+
+def _split(token_ids: Int32Array, spec: EngineRequest, vocab_size: int) -> list[Int32Array]:
+    """The prompts. Raises InvalidRequestError for what the tokenizer would not have made."""
+    lengths = np.frombuffer(spec.lengths, dtype="<i4")
+    if not len(lengths) or lengths.min() < 1 or int(lengths.sum()) != len(token_ids):
+        raise InvalidRequestError("spec.lengths does not fit input_ids; allowed: the length of each prompt")
+    if len(spec.poolings) not in (1, len(lengths)) or spec.scoring not in ("", *get_args(scoring.Scoring)):
+        raise InvalidRequestError("spec.poolings does not fit; allowed: one, or one for each prompt")
+    if token_ids.min() < 0 or token_ids.max() >= vocab_size:
+        raise InvalidRequestError(f"input_ids holds others than token ids; allowed: 0 to {vocab_size - 1}")
+    for pooling in spec.poolings:
+        pooling.validate(1 << 31, vocab_size)
+    return np.split(token_ids, np.cumsum(lengths[:-1]))

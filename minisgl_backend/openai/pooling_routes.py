@@ -1,0 +1,82 @@
+"""Embeddings, reranking and scores: OpenAI's, Jina's, Cohere's and vLLM's shapes."""
+
+from __future__ import annotations
+
+import base64
+import time
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from minisgl_backend.openai.context import context_of
+from minisgl_backend.openai.requests.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
+from minisgl_backend.openai.sse import encode
+from minisgl_backend.openai.vectors import Vectors, numbers
+
+if TYPE_CHECKING:
+    from minisgl_backend.openai.app import Endpoint
+
+COHERE_PATH = "/v2/rerank"
+
+
+def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
+    @app.post("/v1/embeddings")
+    async def embeddings(request: Request, body: EmbeddingRequest) -> Response:
+        name = await endpoint.admit(body.model)
+        context = context_of(request, body)
+        found = await endpoint.vectors(request, body.asked(), context, body.names())
+        data = [
+            {"object": "embedding", "index": index, "embedding": _shown(row, body.encoding_format)}
+            for index, row in enumerate(found.rows)
+        ]
+        return _answer({"object": "list", "data": data, "model": name, "usage": found.usage}, context.request_id)
+
+    @app.post("/v1/rerank")
+    @app.post("/rerank")
+    @app.post(COHERE_PATH)
+    async def rerank(request: Request, body: RerankRequest) -> Response:
+        name = await endpoint.admit(body.model)
+        context = context_of(request, body)
+        found = await endpoint.vectors(request, body.asked(), context, body.names())
+        is_cohere = request.url.path == COHERE_PATH
+        answer = {
+            "id": f"rerank-{context.request_id}",
+            "model": name,
+            "usage": found.usage,
+            "results": _ranked(body, found, with_documents=not is_cohere),
+        }
+        if is_cohere:
+            tokens = {"input_tokens": found.usage["prompt_tokens"], "output_tokens": 0}
+            answer["meta"] = {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}, "tokens": tokens}
+        return _answer(answer, context.request_id)
+
+    @app.post("/v1/score")
+    @app.post("/score")
+    async def score(request: Request, body: ScoreRequest) -> Response:
+        name = await endpoint.admit(body.model)
+        context = context_of(request, body)
+        found = await endpoint.vectors(request, body.asked(), context, body.names())
+        data = [{"index": index, "object": "score", "score": value} for index, value in enumerate(found.scores)]
+        head = {"id": f"score-{context.request_id}", "object": "list", "created": int(time.time()), "model": name}
+        return _answer({**head, "data": data, "usage": found.usage}, context.request_id)
+
+
+def _shown(row: bytes, encoding_format: str | None) -> str | list[float]:
+    return base64.b64encode(row).decode() if encoding_format == "base64" else numbers(row)
+
+
+def _ranked(body: RerankRequest, found: Vectors, *, with_documents: bool) -> list[dict[str, Any]]:
+    """The best first; of equals the one that came first."""
+    order = sorted(range(len(found.scores)), key=lambda index: -found.scores[index])
+    wanted = with_documents if body.return_documents is None else body.return_documents
+    texts = body.texts
+    results: list[dict[str, Any]] = []
+    for index in order[: body.top_n or None]:
+        document = {"document": {"text": texts[index]}} if wanted else {}
+        results.append({"index": index, **document, "relevance_score": found.scores[index]})
+    return results
+
+
+def _answer(value: dict[str, Any], request_id: str) -> Response:
+    return Response(encode(value), media_type="application/json", headers={"x-request-id": request_id})

@@ -1,0 +1,132 @@
+"""POST /v1/embeddings, /v1/rerank and /v1/score: requests whose answers are vectors or scores."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from minisgl_backend.openai.errors import invalid
+from minisgl_backend.openai.requests.base import Model, TokenIds, is_unicode
+from minisgl_backend.request import MAX_PRIORITY
+
+MAX_INPUTS = 2048
+_MOST_TOKENS = 2**31 - 1
+Inputs = Annotated[list[str], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+Priority = Annotated[int, Field(ge=0, le=MAX_PRIORITY)]
+Truncation = Annotated[int, Field(ge=-1, le=_MOST_TOKENS)]
+
+
+class Pooled(Model):
+    """What all of them take."""
+
+    model: str | None = None
+    truncate_prompt_tokens: Truncation | None = None  # vLLM's: longer prompts are cut there; -1: at the model's limit
+    priority: Priority | None = None
+    cache_salt: str | None = None  # cached prefixes are shared among requests with the same one alone
+    request_id: str | None = None  # as the header X-Request-Id
+    rid: str | None = None
+    # Who asks, with --tenants user; else without a meaning.
+    user: str | None = None
+    safety_identifier: str | None = None
+    metadata: dict[str, Any] | None = None
+
+    def _asked(self) -> dict[str, Any]:
+        if not is_unicode(self.cache_salt):
+            raise invalid("cache_salt", "cache_salt holds a lone surrogate; allowed: Unicode")
+        values = {
+            "most_tokens": self.truncate_prompt_tokens,
+            "priority": self.priority,
+            "cache_salt": self.cache_salt,
+        }
+        return {name: value for name, value in values.items() if value is not None}
+
+
+class EmbeddingRequest(Pooled):
+    """POST /v1/embeddings."""
+
+    input: str | Inputs | TokenIds | Annotated[list[TokenIds], Field(max_length=MAX_INPUTS, fail_fast=True)]
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
+    # Beyond OpenAI.
+    normalize: bool | None = None
+    pooling: Literal["last", "mean", "cls"] | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """As the model `embedding` takes it. Raises ApiError."""
+        given: Sequence[Any] = [self.input] if isinstance(self.input, str) else self.input
+        if not given:
+            raise invalid("input", "input is empty; allowed: a text, token ids, or a list of either")
+        name = "texts"
+        if not isinstance(given[0], str):
+            name, given = "token_ids", [given] if isinstance(given[0], int) else given
+            if any(not -(2**31) <= token < 2**31 for ids in given for token in ids):
+                raise invalid("input", "input has a number that is no token id; allowed: the model's token ids")
+        elif not is_unicode(given):
+            raise invalid("input", "input holds a lone surrogate; allowed: Unicode")
+        values = {"dimensions": self.dimensions, "normalize": self.normalize, "pooling": self.pooling}
+        values = {key: value for key, value in values.items() if value is not None}
+        return {name: given, **values, **self._asked()}
+
+    def names(self) -> dict[str, str]:
+        """What the server calls a field -> what the client did."""
+        return {"texts": "input", "token_ids": "input"}
+
+
+class DocumentObject(Model):
+    text: str
+
+
+Document = str | DocumentObject
+Documents = Annotated[list[Document], Field(min_length=1, max_length=MAX_INPUTS, fail_fast=True)]
+
+
+class RerankRequest(Pooled):
+    """POST /v1/rerank, /rerank and /v2/rerank: Jina's and Cohere's shape."""
+
+    query: str
+    documents: Documents
+    top_n: Annotated[int, Field(ge=0)] | None = None  # 0: all, as vLLM has it
+    return_documents: bool | None = None
+    max_tokens_per_doc: Annotated[int, Field(ge=1, le=_MOST_TOKENS)] | None = None
+    instruction: str | None = None  # what is looked for, for models that judge by yes and no
+
+    @property
+    def texts(self) -> list[str]:
+        return [one if isinstance(one, str) else one.text for one in self.documents]
+
+    def asked(self) -> dict[str, Any]:
+        """As the model `embedding` takes it. Raises ApiError."""
+        for name, value in (("query", self.query), ("documents", self.texts), ("instruction", self.instruction)):
+            if not is_unicode(value):
+                raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
+        values = {"instruction": self.instruction, "most_document_tokens": self.max_tokens_per_doc}
+        values = {key: value for key, value in values.items() if value is not None}
+        return {"queries": [self.query], "documents": self.texts, **values, **self._asked()}
+
+    def names(self) -> dict[str, str]:
+        return {"queries": "query", "most_document_tokens": "max_tokens_per_doc"}
+
+
+class ScoreRequest(Pooled):
+    """POST /v1/score and /score: vLLM's shape; one text against many, or as many against as many."""
+
+    text_1: str | Inputs
+    text_2: str | Inputs
+    instruction: str | None = None
+
+    def asked(self) -> dict[str, Any]:
+        """As the model `embedding` takes it. Raises ApiError."""
+        first = [self.text_1] if isinstance(self.text_1, str) else self.text_1
+        second = [self.text_2] if isinstance(self.text_2, str) else self.text_2
+        if len(first) not in (1, len(second)):
+            raise invalid("text_1", f"text_1 has {len(first)} entries; allowed: 1, or {len(second)} as text_2 has")
+        for name, value in (("text_1", first), ("text_2", second), ("instruction", self.instruction)):
+            if not is_unicode(value):
+                raise invalid(name, f"{name} holds a lone surrogate; allowed: Unicode")
+        instruction = {} if self.instruction is None else {"instruction": self.instruction}
+        return {"queries": first, "documents": second, **instruction, **self._asked()}
+
+    def names(self) -> dict[str, str]:
+        return {"queries": "text_1", "documents": "text_2"}

@@ -1,0 +1,93 @@
+"""What comes back of the server's model `embedding`: vectors, scores, and counts."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import struct
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from tritonclient.grpc import service_pb2
+
+from minisgl_backend.openai.errors import ClientLeft, from_client_error
+from minisgl_backend.openai.triton import RequestContext, TritonServer, rpc_error
+
+_MODEL = "embedding"
+
+
+@dataclass(frozen=True)
+class Vectors:
+    """One answer. Numbers are float32, little-endian, as they came."""
+
+    rows: Sequence[bytes]  # one vector a prompt; [] where scores were asked for
+    scores: Sequence[float]  # one a document
+    prompt_lengths: Sequence[int]  # tokens of each prompt
+    num_cached_tokens: int
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        """OpenAI's counts."""
+        tokens = sum(self.prompt_lengths)
+        details = {"cached_tokens": self.num_cached_tokens}
+        return {"prompt_tokens": tokens, "total_tokens": tokens, "prompt_tokens_details": details}
+
+
+def numbers(row: bytes) -> list[float]:
+    """A vector as Python's numbers."""
+    return array("f", row).tolist()
+
+
+class VectorCall:
+    """A request for vectors on its way. Used by one task; `cancel` by any of the same event loop."""
+
+    def __init__(
+        self, triton: TritonServer, asked: Mapping[str, Any], context: RequestContext, names: Mapping[str, str]
+    ) -> None:
+        """`asked`: a pooling_request of serving.pooling_codec; `names`: what the client called its fields."""
+        if context.tenant:
+            asked = {**asked, "tenant": context.tenant}
+        message = service_pb2.ModelInferRequest(model_name=_MODEL, id=context.request_id)
+        tensor = message.inputs.add(name="pooling_request", datatype="BYTES", shape=[1])
+        tensor.contents.bytes_contents.append(json.dumps(asked, ensure_ascii=False).encode())
+        self._call = triton.infer(message, context)
+        self._names = names
+        self._left = False
+
+    async def result(self) -> Vectors:
+        """Raises ApiError, ClientLeft."""
+        try:
+            raw = await self._call
+        except asyncio.CancelledError:
+            if self._left:
+                raise ClientLeft from None
+            raise
+        except grpc.RpcError as error:
+            raise from_client_error(rpc_error(error), self._names) from None
+        return _vectors(service_pb2.ModelInferResponse.FromString(raw))
+
+    def cancel(self) -> None:
+        """The client has left."""
+        self._left = True
+        self._call.cancel()
+
+
+def _vectors(response: Any) -> Vectors:
+    rows: list[bytes] = []
+    found: dict[str, Sequence[Any]] = {}
+    for output, value in zip(response.outputs, response.raw_output_contents, strict=True):
+        if output.name == "embedding":
+            width = 4 * output.shape[-1]
+            rows = [value[start : start + width] for start in range(0, len(value), width)]
+        else:
+            kind = "f" if output.datatype == "FP32" else "i"
+            found[output.name] = struct.unpack(f"<{len(value) // 4}{kind}", value)
+    return Vectors(
+        rows=rows,
+        scores=found.get("score", ()),
+        prompt_lengths=found["prompt_lengths"],
+        num_cached_tokens=sum(found["num_cached_tokens"]),
+    )

@@ -1,0 +1,214 @@
+"""Requests for vectors: what a client wants of which texts -> prompts and what the engine makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import numpy as np
+
+from minisgl_backend.arrays import Int32Array
+from minisgl_backend.errors import InvalidRequestError
+from minisgl_backend.ipc.wire import EngineRequest, OutputOptions
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.request import MAX_PRIORITY, MAX_TENANT_NAME, NO_SAMPLING, PoolingParams, check_prompt
+from minisgl_backend.serving.fields import shown
+from minisgl_backend.text import scoring
+
+if TYPE_CHECKING:
+    from minisgl_backend.text.tokenizer import Tokenizer
+
+MAX_PROMPTS = 1 << 13  # of one request: each of the most questions with the most choices has some
+MAX_TOKENS = 1 << 22  # of all its prompts together
+_LEAST_TEXT_BYTES = 1 << 20  # that a text may have, or 64 for each token of the context where that is more
+
+
+class PoolingRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """The JSON of the input `pooling_request`. Exactly one of the first four says what becomes a vector."""
+
+    texts: list[str] | None = None
+    token_ids: list[list[int]] | None = None
+    documents: list[str] | None = None  # scored against `query`
+    messages: list[list[dict[str, Any]]] | None = None  # chats, for `choices`
+    queries: list[str] = []  # one for all documents, or one for each
+    most_document_tokens: int | None = None  # longer documents are cut there
+    instruction: str | None = None
+    choices: list[list[str]] | None = (
+        None  # words whose log-probabilities as the next token are asked for, one list each
+    )
+    dimensions: int | None = None
+    normalize: bool | None = None
+    pooling: str | None = None
+    most_tokens: int | None = None  # of a prompt: longer ones are cut there
+    priority: int = 0
+    cache_salt: str | None = None
+    tenant: str = ""
+    suffixes: list[str] = []  # behind each rendered chat; []: none
+    template: dict[str, Any] = {}  # arguments of the chat template
+
+
+class VllmRequest(msgspec.Struct, frozen=True):
+    """vllm_backend's `embedding_request`."""
+
+    input: str | list[int]
+    pooling_params: dict[str, Any] = {}
+
+
+class PoolingCodec:
+    """Checks and translates requests for vectors of one model."""
+
+    def __init__(self, tokenizer: Tokenizer, model: ModelConfig, max_seq_len: int, *, enabled: bool) -> None:
+        self._tokenizer = tokenizer
+        self._model = model
+        self._max_seq_len = max_seq_len
+        self._enabled = enabled
+
+    def decode(self, text: str, *, deadline: float | None, request_id: str) -> tuple[Int32Array, EngineRequest]:
+        """The tokens of all prompts, int32 [num_tokens], and the rest of the request. Raises InvalidRequestError."""
+        request = _decoded("pooling_request", text, PoolingRequest)
+        return self._translate(request, OutputOptions(), deadline, request_id)
+
+    def decode_vllm(self, text: str, *, deadline: float | None, request_id: str) -> tuple[Int32Array, EngineRequest]:
+        """The same of vllm_backend's `embedding_request`, whose answer is a JSON list as text."""
+        given = _decoded("embedding_request", text, VllmRequest)
+        params = {name: value for name, value in given.pooling_params.items() if value is not None}
+        known = {"dimensions": "dimensions", "normalize": "normalize", "use_activation": "normalize"}
+        known["truncate_prompt_tokens"] = "most_tokens"
+        values: dict[str, Any] = {}
+        for name, value in params.items():
+            if name not in known:
+                allowed = ", ".join(known)
+                raise InvalidRequestError(
+                    f"embedding_request has pooling_params.{name}, which is not served; allowed: {allowed}"
+                )
+            values[known[name]] = value
+        values |= {"texts": [given.input]} if isinstance(given.input, str) else {"token_ids": [given.input]}
+        request = _converted("embedding_request", values)
+        return self._translate(request, OutputOptions(vector_as_text=True), deadline, request_id)
+
+    def _translate(
+        self, request: PoolingRequest, options: OutputOptions, deadline: float | None, request_id: str
+    ) -> tuple[Int32Array, EngineRequest]:
+        if not self._enabled:
+            raise InvalidRequestError("enable_embeddings is false; allowed: requests for text")
+        if not 0 <= request.priority <= MAX_PRIORITY:
+            raise InvalidRequestError(f"priority is {request.priority}; allowed: 0 to {MAX_PRIORITY}")
+        if len(request.tenant) > MAX_TENANT_NAME or not (request.tenant.isascii() and request.tenant.isprintable()):
+            raise InvalidRequestError(f"tenant is {shown(request.tenant)}; allowed: {MAX_TENANT_NAME} ASCII characters")
+        params = msgspec.structs.replace(NO_SAMPLING, cache_salt=request.cache_salt)
+        params.validate()
+        prompts, poolings, way = self._prompts(request)
+        ids = np.array([token for prompt in prompts for token in prompt], dtype=np.int32)
+        lengths = np.array([len(prompt) for prompt in prompts], dtype="<i4").tobytes()
+        spec = EngineRequest(
+            params=params,
+            options=options,
+            priority=request.priority,
+            deadline=deadline,
+            request_id=request_id,
+            tenant=request.tenant,
+            poolings=tuple(poolings),
+            lengths=lengths,
+            scoring=way,
+            leads=request.messages is not None,
+            num_queries=max(1, len(request.queries)),
+        )
+        return ids, spec
+
+    def _prompts(self, request: PoolingRequest) -> tuple[list[list[int]], Sequence[PoolingParams], str]:
+        """Prompts, what each becomes (one for all where they are alike), and how scores are made of the vectors."""
+        given = [name for name in ("texts", "token_ids", "documents", "messages") if getattr(request, name) is not None]
+        if len(given) != 1:
+            raise InvalidRequestError(f"{' and '.join(given) or 'texts'}: allowed: exactly one of texts and token_ids")
+        (name,) = given
+        items: Sequence[Any] = getattr(request, name)
+        if not 1 <= len(items) <= MAX_PROMPTS:
+            raise InvalidRequestError(f"{name} is {len(items)} entries; allowed: 1 to {MAX_PROMPTS}")
+        for text in (*(items if name in ("texts", "documents") else ()), *request.queries):
+            self._check_text(name, text)
+        way = ""
+        poolings: Sequence[PoolingParams]
+        if name == "documents":
+            if len(request.queries) not in (1, len(items)):
+                raise InvalidRequestError(f"queries is {len(request.queries)} entries; allowed: 1, or {len(items)}")
+            way = scoring.scoring_of(self._model)
+            documents = [self._cut(text, request.most_document_tokens) for text in items]
+            prompts, pooling = scoring.pair_prompts(
+                self._model, self._tokenizer, request.queries, documents, request.instruction
+            )
+            poolings = [pooling]
+        elif name == "messages":
+            prompts, poolings = self._chats(request)
+        else:
+            prompts = [self._tokenizer.encode(text) for text in items] if name == "texts" else list(items)
+            poolings = [
+                scoring.embedding_params(
+                    self._model, dimensions=request.dimensions, normalize=request.normalize, pooling=request.pooling
+                )
+            ]
+        return self._fitted(name, prompts, request.most_tokens), poolings, way
+
+    def _chats(self, request: PoolingRequest) -> tuple[list[list[int]], Sequence[PoolingParams]]:
+        chats, choices = request.messages or [], request.choices or []
+        if len(chats) != len(choices):
+            raise InvalidRequestError(f"choices is {len(choices)} lists; allowed: one for each of the messages")
+        if not self._model.generates:
+            raise InvalidRequestError("messages: this model generates no token; allowed: others")
+        suffixes = request.suffixes or [""] * len(chats)
+        if len(suffixes) != len(chats):
+            raise InvalidRequestError(f"suffixes is {len(suffixes)} texts; allowed: one for each of the messages")
+        rendered: dict[bytes, str] = {}  # those of one question are the same chat
+        prompts = []
+        for chat, suffix in zip(chats, suffixes, strict=True):
+            key = msgspec.json.encode(chat)
+            if key not in rendered:
+                rendered[key] = self._tokenizer.render(chat, **request.template)
+            prompts.append(self._tokenizer.encode(rendered[key] + suffix, add_special_tokens=False))
+        poolings = [
+            PoolingParams(kind="token_logprobs", token_ids=tuple(self._tokenizer.first_token(word) for word in words))
+            for words in choices
+        ]
+        for pooling in poolings:
+            pooling.validate(self._model.hidden_size, self._model.vocab_size)
+        return prompts, poolings
+
+    def _fitted(self, name: str, prompts: list[list[int]], most: int | None) -> list[list[int]]:
+        """Cut where that was asked for; -1: at the model's limit. Raises InvalidRequestError for what is too long."""
+        if most is not None:
+            if most < 1 and most != -1:
+                raise InvalidRequestError(f"truncate_prompt_tokens is {most}; allowed: 1 or more, or -1")
+            limit = self._max_seq_len - 1 if most == -1 else most
+            prompts = [prompt[:limit] for prompt in prompts]
+        for ids in prompts:
+            check_prompt(name, ids, vocab_size=self._model.vocab_size, max_seq_len=self._max_seq_len)
+        if (total := sum(map(len, prompts))) > MAX_TOKENS:
+            raise InvalidRequestError(f"{name} is {total} tokens together; allowed: at most {MAX_TOKENS}")
+        return prompts
+
+    def _cut(self, text: str, most: int | None) -> str:
+        if most is None or len(ids := self._tokenizer.encode(text, add_special_tokens=False)) <= most:
+            return text
+        return self._tokenizer.decode(ids[:most])
+
+    def _check_text(self, name: str, text: str) -> None:
+        limit = max(_LEAST_TEXT_BYTES, 64 * self._max_seq_len)
+        if len(text) > limit:
+            raise InvalidRequestError(
+                f"{name} has a text of {len(text)} characters; this model cannot take so long a prompt: prompt is too "
+                f"long, this model's maximum context length is {self._max_seq_len} tokens"
+            )
+
+
+def _decoded(name: str, text: str, kind: Any) -> Any:
+    try:
+        return msgspec.json.decode(text, type=kind)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
+        raise InvalidRequestError(f"{name} is {shown(text)}; allowed: a JSON object ({error})") from None
+
+
+def _converted(name: str, values: dict[str, Any]) -> PoolingRequest:
+    try:
+        return msgspec.convert(values, PoolingRequest)
+    except msgspec.MsgspecError as error:
+        raise InvalidRequestError(f"{name} is not valid: {error}") from None

@@ -1,0 +1,1 @@
+from minisgl_backend.serving.embedding_model import TritonPythonModel  # noqa: F401
