@@ -6,6 +6,7 @@ import dataclasses
 import inspect
 import sys
 from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -235,13 +236,18 @@ def check(
         config = read_engine_config(repository)
     # The null runner computes nothing, so that no weights and no device can be wrong for it.
     null = config.runner == "null"
-    runtime, model = resolve_options(EngineConfig(model=config.model) if null else config, Environment.read())
+    if null:
+        trusted = config.trust_remote_code
+        config = EngineConfig(model=config.model, model_impl=config.model_impl, trust_remote_code=trusted)
+    runtime, model = resolve_options(config, Environment.read())
     check_tokenizer(Path(runtime.model_dir), trust_remote_code=config.trust_remote_code)
     if not (null or config.dummy_weights):
         Checkpoint(Path(runtime.model_dir), model.tensor_names)  # reads the headers of the files
         memory = memory_of(runtime, model)
     table = Table("setting", "value")
     table.add_row("architecture", model.architecture)
+    through = "a native family" if model.implementation == "native" else f"transformers {version('transformers')}"
+    table.add_row("runs through", f"{through} (model_impl {config.model_impl})")
     table.add_row("vocabulary", f"{model.vocab_size} tokens")
     for spec in dataclasses.fields(runtime):
         if spec.name != "config":

@@ -12,8 +12,10 @@ import transformers
 from transformers import PreTrainedModel
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.select import select_ops, select_plain_kernels
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.fallback import attention, describe
+from minisgl_backend.models.fallback.fuse import fuse
 from minisgl_backend.models.fallback.independence import mixes_tokens
 from minisgl_backend.models.fallback.module import TransformersCausalLM, base_name
 from minisgl_backend.models.fallback.probe import attention_calls, refusal
@@ -61,7 +63,15 @@ def build_fallback(
             "mixes tokens outside of attention, so that sequences in a batch would change each other"
         )
         raise refusal(source.name, reason)
-    return TransformersCausalLM(model.eval(), base, sinks)
+    ops = select_ops(device, config.hidden_size, dtype)
+    others = fuse(model.eval(), ops, select_plain_kernels(ops, device))
+    if others and device.type == "cuda" and dtype != torch.bfloat16:
+        name = str(dtype).removeprefix("torch.")
+        raise ConfigError(
+            f"dtype is {name}; allowed on a GPU for the experts of {source.name}: bfloat16, in which torch multiplies "
+            "them without waiting for the device"
+        )
+    return TransformersCausalLM(model, base, sinks)
 
 
 def _load(source: Source, folder: Path | None, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
