@@ -16,7 +16,14 @@ from tests.e2e.wire import Server
 pytestmark = pytest.mark.e2e
 
 
-@pytest.fixture(params=["grpc", "http", "openai", "openai chat"])
+@pytest.fixture(
+    params=[
+        "grpc",
+        pytest.param("http", marks=pytest.mark.full),
+        pytest.param("openai", marks=pytest.mark.full),
+        "openai chat",
+    ]
+)
 def target(request: pytest.FixtureRequest, server: Server, endpoint: Endpoint) -> list[str]:
     """The options that name the server."""
     return {

@@ -19,7 +19,7 @@ from minisgl_backend.host.triton_server import find_triton_server
 from minisgl_backend.process.node_options import SECRET
 from tests.integration.test_nodes import LOST_S, Node
 
-pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.e2e, pytest.mark.full]  # tests/integration/test_nodes.py loses nodes in every run
 
 QUESTION = "Count from 1 to 200."
 

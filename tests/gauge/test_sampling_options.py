@@ -101,7 +101,11 @@ def test_prompt_logprobs_are_complete_where_the_prompt_is_cached(llm: LLM, refer
     check_prompt_logprobs(output.prompt_logprobs, prompt, reference_logprobs(reference, prompt))
 
 
-@pytest.mark.parametrize(("overlap", "n"), [(True, 1), (False, 2)], ids=["overlapped", "sequential-siblings"])
+@pytest.mark.parametrize(
+    ("overlap", "n"),
+    [(True, 1), pytest.param(False, 2, marks=pytest.mark.full)],
+    ids=["overlapped", "sequential-siblings"],
+)
 def test_prompt_logprobs_come_once_however_often_it_is_preempted(
     llm: LLM, reference: Any, overlap: bool, n: int
 ) -> None:

@@ -28,6 +28,7 @@ from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoin
 
 MISTRAL = "mistral-window"
 NAMES = (MISTRAL, "qwen2-windows-above", "qwen3-windows-between")
+INTERPRETED = "qwen3-windows-between"  # whose kernels run in every run: with windows and without
 MORE_CELLS = ("chunk-100", "starved-page-64-naive", "tp-4")  # of Mistral, in every run
 MAX_SEQ_LEN = 320
 NUM_TOKENS = 24
@@ -89,7 +90,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         ]
         metafunc.parametrize(("case", "cell"), rows, indirect=["case"], scope="module")
     elif "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", NAMES, indirect=True, scope="module")
+        interpreted = metafunc.function is test_interpreted_kernels
+        rows = [
+            pytest.param(name, marks=[pytest.mark.full] if interpreted and name != INTERPRETED else [])
+            for name in NAMES
+        ]
+        metafunc.parametrize("case", rows, indirect=True, scope="module")
 
 
 def test_the_windows_are_there(case: Case) -> None:
