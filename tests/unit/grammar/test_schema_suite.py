@@ -35,7 +35,7 @@ PLAIN = {
     *("anyOf", "$ref", "allOf"),
 }
 SAYS_NOTHING = {"$schema", "$comment", "title", "description", "default", "$defs", "$id", "$anchor"}
-MOST_DEMO_TOKENS = 500
+MOST_DEMO_TOKENS = 1500
 TRIVIAL: tuple[Any, ...] = ({}, [])
 
 
