@@ -201,9 +201,11 @@ def test_fused_chains_match_torch(rows):
     assert relative(outputs[0][1], outputs[1][1]) < 4e-3
 
 
+@pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("tma", [False, True])
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
-def test_moe_matches_torch(tokens, tma):
+def test_moe_matches_torch(tokens, tma, biased):
+    """biased: as in gpt-oss, with its activation."""
     from minisgl_backend.kernels.moe.grouped import moe
     from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
@@ -214,12 +216,16 @@ def test_moe_matches_torch(tokens, tma):
     weights = torch.rand(tokens, k, device="cuda")
     gate_up = torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.05
     down = torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05
+    biases = (torch.randn(experts, 2 * size, device="cuda").bfloat16(), torch.randn_like(down[..., 0]))
+    activation = "swiglu_oai" if biased else "silu"
     ref = TorchPlainKernels(TorchOps()).moe(
-        *(t.double() for t in (x,)), ids, weights.double(), gate_up.double(), down.double()
-    )
+        x.double(), ids, weights.double(), gate_up.double(), down.double(), activation=activation,
+        biases=(biases[0].double(), biases[1].double()) if biased else None,
+    )  # fmt: skip
     if tma and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs tensor memory access")
-    assert relative(moe(x, ids, weights, gate_up, down, tma=tma), ref) < 1e-2
+    more = {"activation": activation, "biases": biases if biased else None}
+    assert relative(moe(x, ids, weights, gate_up, down, tma=tma, **more), ref) < 1e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 64])

@@ -12,7 +12,11 @@ from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels, has_g
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
-@pytest.mark.parametrize("name", ["llama-bias-mha", "llama-llama3-tied", "qwen2-yarn", "qwen3-yarn", "qwen3_moe"])
+NAMES = ["llama-bias-mha", "llama-llama3-tied", "qwen2-yarn", "qwen3-yarn", "qwen3_moe"]
+NAMES += ["cohere2", "gpt_oss", "nemotron", "glm4_moe-groups", "minimax_m2", "ernie4_5_moe"]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_logits(name: str, tmp_path: Path) -> None:
     from tests.parity.checkpoints import reference_model, save_checkpoint
     from tests.parity.paged import PagedModel

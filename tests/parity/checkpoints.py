@@ -177,6 +177,17 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "exaone_moe": _maker(
         "ExaoneMoeForCausalLM", sliding_window=24, layer_types=_SLIDES, num_shared_experts=2, n_group=2, **_MOE
     ),
+    "stablelm": _maker("StableLmForCausalLM", use_qkv_bias=True),
+    "stablelm-parallel": _maker("StableLmForCausalLM", use_parallel_residual=True),
+    "jais2": _maker("Jais2ForCausalLM"),
+    "granitemoeshared": _maker(
+        "GraniteMoeSharedForCausalLM",
+        attention_multiplier=0.1,
+        residual_multiplier=0.4,
+        shared_intermediate_size=48,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+    ),
     "gpt_oss": _maker(
         "GptOssForCausalLM",
         head_dim=32,

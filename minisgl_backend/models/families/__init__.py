@@ -22,6 +22,8 @@ from minisgl_backend.models.families import (
     gpt_oss,
     granite,
     granitemoe,
+    granitemoeshared,
+    jais2,
     llama,
     minimax_m2,
     ministral,
@@ -39,6 +41,7 @@ from minisgl_backend.models.families import (
     seed_oss,
     smollm3,
     solar_open,
+    stablelm,
     starcoder2,
 )
 from minisgl_backend.models.families.common import Family
@@ -62,6 +65,8 @@ FAMILIES: Mapping[str, Family] = {  # by the name in config.json's `architecture
     "GptOssForCausalLM": gpt_oss.FAMILY,
     "GraniteForCausalLM": granite.FAMILY,
     "GraniteMoeForCausalLM": granitemoe.FAMILY,
+    "GraniteMoeSharedForCausalLM": granitemoeshared.FAMILY,
+    "Jais2ForCausalLM": jais2.FAMILY,
     "LlamaForCausalLM": llama.FAMILY,
     "MiniMaxM2ForCausalLM": minimax_m2.FAMILY,
     "MinistralForCausalLM": ministral.FAMILY,
@@ -79,5 +84,6 @@ FAMILIES: Mapping[str, Family] = {  # by the name in config.json's `architecture
     "SeedOssForCausalLM": seed_oss.FAMILY,
     "SmolLM3ForCausalLM": smollm3.FAMILY,
     "SolarOpenForCausalLM": solar_open.FAMILY,
+    "StableLmForCausalLM": stablelm.FAMILY,
     "Starcoder2ForCausalLM": starcoder2.FAMILY,
 }

@@ -125,7 +125,7 @@ ON_TWO += ["phi3-longrope-partial-window", "mixtral", "qwen2_moe", "olmo2", "gra
 ON_TWO += ["ernie4_5", "exaone4", "ministral", "olmo3-yarn-mha", "seed_oss", "smollm3"]
 ON_TWO += ["cohere", "cohere2", "glm4_moe-groups", "minimax_m2", "ernie4_5_moe", "dots1"]
 ON_TWO += ["arcee", "nemotron", "starcoder2", "olmoe", "granitemoe", "glm", "gemma", "solar_open", "exaone_moe"]
-ON_TWO += ["gpt_oss"]
+ON_TWO += ["gpt_oss", "stablelm", "jais2", "granitemoeshared"]
 ON_FOUR = ["mistral", "qwen2-tied", "qwen3_moe"]  # two KV heads, each on two ranks
 
 

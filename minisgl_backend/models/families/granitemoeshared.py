@@ -1,0 +1,35 @@
+"""Granite 3 with experts and an MLP that every token takes besides."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl_backend.layers.config import MoeConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families import granitemoe
+from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.weights.names import Stored, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    without = granitemoe.read(keys)
+    size = keys.integer("shared_intermediate_size", 1024, least=0)
+    layers = []
+    for layer in without.layers:
+        assert isinstance(layer.mlp, MoeConfig), "all layers of Granite-MoE have experts"
+        layers.append(replace(layer, mlp=replace(layer.mlp, shared_intermediate_size=size)))
+    return replace(without, layers=tuple(layers))
+
+
+FAMILY = Family(
+    model_type="granitemoeshared",
+    read=read,
+    tensor_names=TensorNames(
+        stored=(
+            *granitemoe.FAMILY.tensor_names.stored,
+            Stored(name="shared_mlp.input_linear", of=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
+            Stored(name="shared_mlp.output_linear", of=("mlp.shared_expert.down_proj",)),
+        )
+    ),
+)
