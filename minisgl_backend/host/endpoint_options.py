@@ -48,6 +48,12 @@ def add_serving_options(group: Any) -> None:
     group.add_argument(
         "--reasoning-parser", choices=REASONING_PARSERS, default="auto", help="how it marks its thoughts [%(default)s]"
     )
+    group.add_argument(
+        "--otlp-endpoint",
+        default="",
+        metavar="URL",
+        help="of an OpenTelemetry collector (OTLP over HTTP), which gets the spans of requests [none]",
+    )
     group.add_argument("--ssl-certfile", default="", metavar="FILE", help="serves https with this certificate")
     group.add_argument("--ssl-keyfile", default="", metavar="FILE", help="and its key")
     group.add_argument(
@@ -106,6 +112,7 @@ def endpoint_of(
         tenants=values["tenants"],
         tool_call_parser=values["tool_call_parser"],
         reasoning_parser=values["reasoning_parser"],
+        otlp_endpoint=values["otlp_endpoint"],
         allowed_origins=tuple(values["allowed_origins"] or ()),
         ssl_certfile=values["ssl_certfile"],
         ssl_keyfile=values["ssl_keyfile"],

@@ -53,6 +53,7 @@ class EndpointSettings:
     tenants: str = "none"  # what of a request says whose it is; see TENANTS
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
+    otlp_endpoint: str = ""  # of an OpenTelemetry collector, which gets spans; "": nobody does
     allowed_origins: tuple[str, ...] = ()  # of pages in browsers (CORS); (): only the endpoint's own
     ssl_certfile: str = ""
     ssl_keyfile: str = ""
@@ -85,6 +86,10 @@ class EndpointSettings:
         ):
             if value not in allowed:
                 raise ConfigError(f"{option} is {value!r}; allowed: {', '.join(allowed)}")
+        if self.otlp_endpoint and not self.otlp_endpoint.startswith(("http://", "https://")):
+            raise ConfigError(f"--otlp-endpoint is {self.otlp_endpoint!r}; allowed: a URL, as http://127.0.0.1:4318")
+        if self.otlp_endpoint and not _has_opentelemetry():
+            raise ConfigError("--otlp-endpoint needs OpenTelemetry's packages: pip install 'minisgl-backend[otel]'")
         if bool(self.ssl_certfile) != bool(self.ssl_keyfile):
             raise ConfigError("--ssl-certfile and --ssl-keyfile belong together; one of them is missing")
         for option, value in (("--ssl-certfile", self.ssl_certfile), ("--ssl-keyfile", self.ssl_keyfile)):
@@ -121,6 +126,14 @@ class EndpointSettings:
         host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(self.host, self.host)
         host = f"[{host}]" if ":" in host and not host.startswith("[") else host
         return f"{'https' if self.ssl_certfile else 'http'}://{host}:{self.port}"
+
+
+def _has_opentelemetry() -> bool:
+    try:
+        names = ("opentelemetry.sdk.trace", "opentelemetry.exporter.otlp.proto.http")
+        return all(importlib.util.find_spec(name) is not None for name in names)
+    except ModuleNotFoundError:  # a package that one of them lies in
+        return False
 
 
 def api_keys_of(given: Sequence[str] | None, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:

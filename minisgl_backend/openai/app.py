@@ -40,6 +40,7 @@ from minisgl_backend.openai.requests.messages import Message
 from minisgl_backend.openai.requests.tokenize import DetokenizeRequest, TokenizeRequest
 from minisgl_backend.openai.sse import EventStream, encode
 from minisgl_backend.openai.told_once import ToldOnce
+from minisgl_backend.openai.tracing import TraceRequests, Tracing
 from minisgl_backend.openai.triton import Generation, Prompt, RequestContext, TritonServer
 from minisgl_backend.openai.unknown_fields import IgnoreUnknownFields
 from minisgl_backend.openai.vectors import VectorCall, Vectors
@@ -154,17 +155,21 @@ class Endpoint:
     ) -> tuple[Generation, Sequence[MessageParser] | None]:
         """Sends a chat. `names`: what the client calls the fields that the server knows by another name."""
         prompt = Prompt(messages=_template_messages(body.messages), template_kwargs=body.template_kwargs())
-        functions = {one.function.name: one.function.schema_of_arguments for one in body.offered}
+        functions = {one.name: one.schema_of_arguments for one in body.callable_functions}
         answer_format = await self.model.answer_format(
-            functions if body.choice == "auto" else None,
+            functions or None,
             thoughts=body.wants_thoughts_apart and not (body.must_call and body.thinking_budget is None),
             is_guided=body.is_guided and body.thinking_budget is None,
+            forced=body.must_call,
         )
         sampling, tail = {**body.sampling(), **await self.model.thinking(body)}, ""
         if answer_format.needs_special_tokens:
             sampling["skip_special_tokens"] = False
-        grammar = answer_format.grammar([one.function.name for one in body.offered if one.function.strict])
-        if grammar is not None and not body.is_guided:
+        if body.must_call:
+            grammar = answer_format.forced_grammar(parallel=body.allows_several_calls)
+        else:
+            grammar = answer_format.grammar([one.name for one in body.callable_functions if one.strict])
+        if grammar is not None and (body.must_call or not body.is_guided):
             sampling["guided_decoding"] = {"structural_tag": json.dumps(grammar)}
             names = {**names, "guided_decoding": "tools", "guided_decoding_guide": "tools"}
         if answer_format.depends_on_prompt:
@@ -210,8 +215,11 @@ class Endpoint:
         handed_over = False
         try:
             if not stream:
-                return Response(await answer.whole(), media_type="application/json", headers=headers)
-            lines = self._counted(answer.lines())
+                body = await answer.whole()
+                if context.trace is not None:
+                    context.trace.note_answer(generations)
+                return Response(body, media_type="application/json", headers=headers)
+            lines = self._counted(answer.lines(), generations, context)
             first = await anext(lines)
             handed_over = True
             return EventStream(first, lines, answer.error_line, watch, headers)
@@ -236,12 +244,16 @@ class Endpoint:
             watch.close()
             self._num_requests -= 1
 
-    async def _counted(self, lines: AsyncIterator[bytes]) -> AsyncGenerator[bytes]:
+    async def _counted(
+        self, lines: AsyncIterator[bytes], generations: Sequence[Generation], context: RequestContext
+    ) -> AsyncGenerator[bytes]:
         try:
             async for line in lines:
                 yield line
         finally:
             self._num_requests -= 1
+            if context.trace is not None:
+                context.trace.note_answer(generations)
 
 
 def create_app(settings: EndpointSettings) -> FastAPI:
@@ -255,7 +267,10 @@ def create_app(settings: EndpointSettings) -> FastAPI:
             endpoint.start_task(runner.run(), is_request=False)
         yield
         await endpoint.close()
+        if tracing is not None:
+            tracing.close()
 
+    tracing = Tracing(settings.otlp_endpoint) if settings.otlp_endpoint else None
     app = FastAPI(
         title="minisgl-backend",
         version=minisgl_backend.__version__,
@@ -281,6 +296,8 @@ def create_app(settings: EndpointSettings) -> FastAPI:
             allow_headers=["*"],
             expose_headers=["x-request-id"],
         )
+    if tracing is not None:
+        app.add_middleware(TraceRequests, tracing=tracing)
     _add_routes(app, endpoint)
     anthropic.add_routes(app, endpoint)
     response_routes.add_routes(app, endpoint, settings)

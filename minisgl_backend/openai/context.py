@@ -10,13 +10,15 @@ from typing import Any, Protocol
 from fastapi import Request
 
 from minisgl_backend.openai.errors import invalid
+from minisgl_backend.openai.tracing import RequestTrace
 from minisgl_backend.openai.triton import RequestContext
 from minisgl_backend.request import MAX_TENANT_NAME
 
 
 class Named(Protocol):
-    """A request that may say its id, by either name, and its user."""
+    """A request that may say its model, its id by either name, and its user."""
 
+    model: str | None
     request_id: str | None
     rid: str | None
     user: str | None
@@ -29,6 +31,11 @@ _TRACE_HEADERS = ("traceparent", "tracestate")
 
 
 def context_of(request: Request, body: Named) -> RequestContext:
+    trace: RequestTrace | None = getattr(request.state, "trace", None)
+    if trace is not None:
+        request_id = request_id_of(request, body)
+        trace.note_model(request_id, body.model)
+        return RequestContext(request_id, trace.headers, tenant_of(request, body), trace if trace.is_recorded else None)
     traces = ((name, request.headers.get(name)) for name in _TRACE_HEADERS)
     # gRPC metadata is printable ASCII; anything else would end the call here.
     return RequestContext(

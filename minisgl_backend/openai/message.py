@@ -74,13 +74,14 @@ def message_parsers(
     choice, parallel = request.choice, request.parallel_tool_calls is not False
     found = []
     for _ in range(request.num_choices):
-        thoughts = answer_format.new_thoughts(prompt_tail)
-        if isinstance(choice, NamedTool):
+        thoughts, calls = answer_format.new_thoughts(prompt_tail), answer_format.new_calls()
+        if request.must_call and answer_format.makes_calls:
+            found.append(MessageParser(thoughts, calls, parallel=parallel))
+        elif isinstance(choice, NamedTool):
             found.append(MessageParser(thoughts, ArgumentsParser(choice.function.name), parallel=parallel))
         elif choice == "required":
             found.append(MessageParser(thoughts, CallListParser(), parallel=parallel))
         else:
-            calls = answer_format.new_calls()
             if thoughts is None and calls is None:
                 return None
             found.append(MessageParser(thoughts, calls, parallel=parallel))

@@ -11,7 +11,7 @@ from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.requests.base import Sampling
 from minisgl_backend.openai.triton import ModelInfo, TritonServer
 from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
-from minisgl_backend.parsers.strict import structural_tag
+from minisgl_backend.parsers.strict import StrictCall, structural_tag
 from minisgl_backend.parsers.table import CALLS, THOUGHTS, Format, Functions, find_calls, find_thoughts
 
 _INFO_SECONDS = 10.0  # a server elsewhere may have come back with another model
@@ -71,15 +71,24 @@ class ServedModel:
             for name in await self.names()
         ]
 
-    async def answer_format(self, functions: Functions | None, *, thoughts: bool, is_guided: bool) -> AnswerFormat:
+    async def answer_format(
+        self, functions: Functions | None, *, thoughts: bool, is_guided: bool, forced: bool = False
+    ) -> AnswerFormat:
         """How an answer is taken apart. Raises ApiError where the format of the model's calls is not known.
 
-        `functions` are those that the model may call as it likes, if any; `thoughts`: whether they are told apart;
-        `is_guided`: a grammar holds from the first token on, so that the answer is no thought that was begun before.
+        `functions` are those that the model may call, if any; `thoughts`: whether they are told apart; `is_guided`: a
+        grammar holds from the first token on, so that the answer is no thought that was begun before. `forced`: one of
+        the functions has to be called, in the model's format where a grammar can keep any schema there.
         """
-        calls = None if functions is None else await self._calls()
+        calls = None if functions is None else await self._calls(forced=forced)
         row = await self._thoughts() if thoughts else None
-        return AnswerFormat(calls, row, functions or {}, is_guided=is_guided)
+        if calls is None:
+            return AnswerFormat(None, row, functions or {}, is_guided=is_guided)
+        info = await self.info()
+        strict = calls.strict_form(info.chat_template, info.added_tokens)
+        if forced and not (strict is not None and strict.keeps_json):
+            return AnswerFormat(None, row, functions or {}, is_guided=is_guided)
+        return AnswerFormat(calls, row, functions or {}, strict, is_guided=is_guided)
 
     async def thinking(self, body: Sampling) -> dict[str, Any]:
         """Sampling options of a request that bounds the thoughts.
@@ -91,11 +100,11 @@ class ServedModel:
             return {}
         return {"thinking_token_budget": budget, "reasoning_parser": self._settings.reasoning_parser}
 
-    async def _calls(self) -> Format:
+    async def _calls(self, *, forced: bool) -> Format | None:
         kind = self._settings.tool_call_parser
         info = await self.info()
         found = find_calls(info.chat_template, info.added_tokens) if kind == "auto" else CALLS.get(kind)
-        if found is None:
+        if found is None and not forced:
             raise invalid(
                 "tools",
                 "tools: it is not known how this model writes tool calls (--tool-call-parser says it); allowed: "
@@ -114,8 +123,17 @@ class ServedModel:
 class AnswerFormat:
     """The formats of one request's answer."""
 
-    def __init__(self, calls: Format | None, thoughts: Format | None, functions: Functions, *, is_guided: bool) -> None:
+    def __init__(
+        self,
+        calls: Format | None,
+        thoughts: Format | None,
+        functions: Functions,
+        strict: StrictCall | None = None,
+        *,
+        is_guided: bool,
+    ) -> None:
         self._calls = calls
+        self._strict = strict
         self._thoughts = thoughts
         self._functions = functions
         self._is_guided = is_guided
@@ -131,11 +149,23 @@ class AnswerFormat:
         row = self._thoughts
         return row is not None and row.tags is not None and not row.always_thinks and not self._is_guided
 
+    @property
+    def makes_calls(self) -> bool:
+        """Whether a grammar can make calls in the format."""
+        return self._strict is not None
+
     def grammar(self, strict: Collection[str]) -> dict[str, Any] | None:
         """xgrammar's structural tag that keeps the schemas of these functions; None: the format has none."""
-        if self._calls is None or self._calls.strict is None or not strict:
+        if self._strict is None or not strict:
             return None
-        return structural_tag(self._calls.strict, {n: (schema, n in strict) for n, schema in self._functions.items()})
+        return structural_tag(self._strict, {n: (schema, n in strict) for n, schema in self._functions.items()})
+
+    def forced_grammar(self, *, parallel: bool) -> dict[str, Any] | None:
+        """The same of an answer that has to be calls of its functions; None: it is JSON of another form."""
+        if self._strict is None:
+            return None
+        kept = {name: (schema, True) for name, schema in self._functions.items()}
+        return structural_tag(self._strict, kept, forced=True, parallel=parallel)
 
     def new_thoughts(self, prompt_tail: str) -> ThoughtParser | None:
         """A parser of one choice; None for a model that writes no thoughts. `prompt_tail`: the prompt's end."""

@@ -14,7 +14,7 @@ import logging
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import grpc
 import grpc.aio
@@ -24,6 +24,9 @@ from tritonclient.grpc import service_pb2
 from minisgl_backend.openai.errors import ApiError, ClientLeft, from_client_error, invalid
 from minisgl_backend.openai.requests.base import is_unicode
 from minisgl_backend.remote_errors import ClientError, from_message, from_status
+
+if TYPE_CHECKING:
+    from minisgl_backend.openai.tracing import RequestTrace
 
 _INFER = "/inference.GRPCInferenceService/ModelStreamInfer"
 _UNARY = "/inference.GRPCInferenceService/ModelInfer"
@@ -84,6 +87,7 @@ class RequestContext:
     request_id: str
     metadata: tuple[tuple[str, str], ...] = ()
     tenant: str = ""  # whose request it is, where the engine is shared fairly
+    trace: RequestTrace | None = None  # of a request whose spans are recorded
 
 
 @dataclass(slots=True)
@@ -216,7 +220,8 @@ class TritonServer:
 
         `figures`: its last response tells the server's figures of the request.
         """
-        returned: dict[str, Any] = {**_RETURNED, "return_final_perf_metrics": True} if figures else _RETURNED
+        has_figures = figures or context.trace is not None
+        returned: dict[str, Any] = {**_RETURNED, "return_final_perf_metrics": True} if has_figures else _RETURNED
         if context.tenant:
             returned = {**returned, "tenant": context.tenant}
         message = _message(_ENSEMBLE, prompt, {**returned, **sampling}, context.request_id, names)

@@ -62,6 +62,7 @@ class Format:
     channels: tuple[str, str, str] | None = None  # with `both`: see `thoughts`
     special: bool = False
     strict: StrictCall | None = None  # how a grammar makes calls; None: not by a grammar
+    strict_with: tuple[str, StrictCall] | None = None  # how instead where the model's tokens or template have this
 
     @property
     def doc_row(self) -> str:
@@ -69,6 +70,12 @@ class Format:
         does = [word for word, has in (("calls", self.has_calls), ("thoughts", self.has_thoughts)) if has]
         form = self.form.replace("|", "\\|")
         return f"| `{self.name}` | {' and '.join(does)} | {self.models} | {form} |"
+
+    def strict_form(self, template: str, tokens: Collection[str]) -> StrictCall | None:
+        """`strict` of a model."""
+        if self.strict_with is not None and (self.strict_with[0] in tokens or self.strict_with[0] in template):
+            return self.strict_with[1]
+        return self.strict
 
     @property
     def has_calls(self) -> bool:
@@ -107,6 +114,11 @@ FORMATS = (
             "<|channel|>analysis<|message|>",
             "<|end|>",
             "<|start|>assistant<|channel|>final<|message|>",
+        ),
+        strict=StrictCall(
+            "<|channel|>commentary to=functions.",
+            "<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
+            "<|call|>",
         ),
         special=True,
     ),
@@ -186,6 +198,8 @@ FORMATS = (
         "`[TOOL_CALLS][{...}]` or `[TOOL_CALLS]NAME[ARGS]{...}`; thoughts `[THINK]...[/THINK]`",
         Marks(template=(r"\[TOOL_CALLS\]",)),
         calls=MistralParser,
+        strict=StrictCall("[TOOL_CALLS]", '{"name": "{name}", "arguments": ', "}", around=("[TOOL_CALLS][", ", ", "]")),
+        strict_with=("[ARGS]", StrictCall("[TOOL_CALLS]", "[TOOL_CALLS]{name}[ARGS]", "")),
         tags=("[THINK]", "[/THINK]"),
         special=True,
     ),
@@ -195,6 +209,9 @@ FORMATS = (
         '`<|tool_call|>[{"name": ..., "arguments": ...}]`',
         Marks(template=(r"<\|tool_call\|>",)),
         calls=GraniteParser,
+        strict=StrictCall(
+            "<|tool_call|>", '{"name": "{name}", "arguments": ', "}", around=("<|tool_call|>[", ", ", "]")
+        ),
         special=True,
     ),
     Format(
@@ -211,6 +228,15 @@ FORMATS = (
         '`<tool_calls>[{"name": ..., "arguments": ...}]</tool_calls>`',
         Marks(template=("<tool_calls>", r"\barguments\b")),
         calls=ToolCallsParser,
+        strict_with=(  # Apriel's; MiniMax-M1 writes one a line
+            "<tool_calls>[",
+            StrictCall(
+                "<tool_calls>",
+                '{"name": "{name}", "arguments": ',
+                "}",
+                around=("<tool_calls>[", ", ", "]</tool_calls>"),
+            ),
+        ),
     ),
     Format(
         "hermes",

@@ -11,7 +11,14 @@ from pydantic import Field
 from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.base import Generating, Model
 from minisgl_backend.openai.requests.messages import MAX_MESSAGES, Message, text_of
-from minisgl_backend.openai.requests.tools import MAX_TOOLS, NamedTool, Tool, calls_schema, find_function
+from minisgl_backend.openai.requests.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    NamedTool,
+    Tool,
+    calls_schema,
+    find_function,
+)
 
 
 class AllowedTools(Model):
@@ -90,6 +97,17 @@ class ChatRequest(Generating):
     def must_call(self) -> bool:
         """Whether a grammar makes the answer a call."""
         return self.choice not in ("none", "auto")
+
+    @property
+    def allows_several_calls(self) -> bool:
+        return self.parallel_tool_calls is not False and not isinstance(self.choice, NamedTool)
+
+    @property
+    def callable_functions(self) -> Sequence[FunctionDefinition]:
+        """Those that the answer may call, or has to. Raises ApiError where tool_choice names none of them."""
+        if isinstance(self.choice, NamedTool):
+            return [find_function(self.offered, self.choice.function.name)]
+        return [] if self.choice == "none" else [tool.function for tool in self.offered]
 
     @property
     def wants_thoughts_apart(self) -> bool:

@@ -118,7 +118,7 @@ TOOLS = [{"type": "function", "function": {"name": "f"}}]
         (THINKS, "<think>\n", {"response_format": {"type": "json_object"}}, False, None, ["content"]),
         (THINKS, "<think>\n", {"separate_reasoning": False}, False, None, None),
         (DEEPSEEK, "<think>\n", {"tools": TOOLS}, True, False, ["reasoning"]),
-        (DEEPSEEK, "", {"tools": TOOLS, "tool_choice": "required"}, False, None, ["call"]),
+        (DEEPSEEK, "", {"tools": TOOLS, "tool_choice": "required"}, False, False, ["call"]),
         ("<|start|><|channel|><|message|>", "", {}, False, False, ["content"]),
     ],
 )
@@ -139,7 +139,7 @@ def test_a_prompt_is_rendered_once(
     assert (prompt.token_ids == [5, 6, 7]) == as_tokens
     assert (prompt.messages is None) == as_tokens
     assert sampling.get("skip_special_tokens") is special
-    text = '[{"name": "f", "parameters": {}}]' if kinds == ["call"] else "Hm, 22 degrees"
+    text = "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>" if kinds == ["call"] else "Hm, 22 degrees"
     found = None if parsers is None else parsers[0].feed(Delta(0, text, 1, None, ()))
     assert (found if found is None else [part.kind for part in found][:1]) == kinds
 
@@ -174,12 +174,40 @@ def test_thoughts_have_a_budget_by_every_name(template: str, fields: dict[str, A
         assert [part.kind for part in parts][:2] == ["reasoning", "call"]
 
 
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "f"}}])
+@pytest.mark.parametrize(
+    ("parser", "key", "text"),
+    [
+        ("hermes", "structural_tag", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
+        ("granite", "structural_tag", '<|tool_call|>[{"name": "f", "arguments": {}}]'),
+        ("qwen3_coder", "json", ""),  # XML keeps fewer schemas
+        ("auto", "json", ""),
+    ],
+)
+def test_a_forced_call_has_the_models_format_where_a_grammar_keeps_any_schema_there(
+    choice: Any, parser: str, key: str, text: str
+) -> None:
+    async def begin() -> Any:
+        settings = EndpointSettings(port=0, tool_call_parser=parser)
+        endpoint, server = Endpoint(settings), Rendering("plain", "")
+        endpoint.triton, endpoint.model = server, ServedModel(server, settings)  # type: ignore[assignment, arg-type]
+        body = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=TOOLS, tool_choice=choice)
+        parsers = (await endpoint.start_chat(body, RequestContext("1"), body.names(), figures=False))[1]
+        return server.started[0][1]["guided_decoding"], parsers[0]
+
+    guided, message = asyncio.run(begin())
+    assert list(guided) == [key]
+    if not text:
+        text = "{}" if isinstance(choice, dict) else '[{"name": "f", "parameters": {}}]'
+    assert [part.text for part in message.feed(Delta(0, text, 1, "stop", ()))] == ["f", "{}"]
+
+
 @pytest.mark.parametrize(
     ("strict", "template", "guided"), [(True, HERMES, True), (None, HERMES, False), (True, "x", False)]
 )
 def test_strict_functions_are_kept_by_a_grammar_of_the_format(strict: bool | None, template: str, guided: bool) -> None:
     async def begin() -> Any:
-        settings = EndpointSettings(port=0, tool_call_parser="auto" if template == HERMES else "mistral")
+        settings = EndpointSettings(port=0, tool_call_parser="auto" if template == HERMES else "gemma4")
         endpoint, server = Endpoint(settings), Rendering(template, "")
         endpoint.triton, endpoint.model = server, ServedModel(server, settings)  # type: ignore[assignment, arg-type]
         tools = [{"type": "function", "function": {"name": "f", "strict": strict, "parameters": {"type": "object"}}}]

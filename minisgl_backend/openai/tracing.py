@@ -1,0 +1,152 @@
+"""Spans of requests for an OpenTelemetry collector: of the endpoint's work, and of what the server did in it.
+
+Exported over OTLP/HTTP by a thread of the SDK, from a queue of at most MAX_QUEUED spans; what does not fit, or finds no
+collector, is dropped. Attributes are those of OpenTelemetry's conventions for generative AI
+(https://opentelemetry.io/docs/specs/semconv/gen-ai/).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+if TYPE_CHECKING:
+    from minisgl_backend.openai.triton import Generation
+
+MAX_QUEUED = 2048
+MAX_BATCH = 512
+EXPORT_EVERY_MS = 2000
+EXPORT_SECONDS = 5.0  # for one batch
+CLOSE_SECONDS = 2.0  # for what is left when the endpoint stops
+# The parts of a request's time in the server: name, figure that it begins with, and that it ends with.
+_PHASES = (
+    ("queue", "arrival_time_ns", "first_scheduled_time_ns"),
+    ("prefill", "first_scheduled_time_ns", "first_token_time_ns"),
+    ("decode", "first_token_time_ns", "last_token_time_ns"),
+)
+
+
+class Tracing:
+    """The SDK's tracer, and what exports its spans."""
+
+    def __init__(self, url: str, exporter: Any = None) -> None:
+        """`url`: of the collector, as http://127.0.0.1:4318; `/v1/traces` is added. `exporter`: another one."""
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.resources import Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+        from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+        logging.getLogger("opentelemetry").setLevel(logging.CRITICAL)  # an absent collector is no news each time
+        if exporter is None:
+            exporter = OTLPSpanExporter(endpoint=_traces_url(url), timeout=EXPORT_SECONDS)
+        processor = BatchSpanProcessor(
+            exporter,
+            max_queue_size=MAX_QUEUED,
+            max_export_batch_size=MAX_BATCH,
+            schedule_delay_millis=EXPORT_EVERY_MS,
+        )
+        resource = Resource.create({"service.name": "minisgl-backend"})
+        self._provider = TracerProvider(resource=resource, shutdown_on_exit=False)
+        self._provider.add_span_processor(processor)
+        self._tracer = self._provider.get_tracer("minisgl_backend.openai")
+        self._propagator = TraceContextTextMapPropagator()
+
+    def begin(self, path: str, headers: Headers) -> RequestTrace:
+        """The span of a request, in the trace that its headers name, if any."""
+        from opentelemetry.trace import SpanKind
+
+        carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
+        parent = self._propagator.extract(carrier)
+        operation = "text_completion" if path.endswith("/completions") and "chat" not in path else "chat"
+        attributes = {"http.request.method": "POST", "url.path": path, "gen_ai.operation.name": operation}
+        span = self._tracer.start_span(f"POST {path}", parent, SpanKind.SERVER, attributes)
+        return RequestTrace(self._tracer, span, self._propagator)
+
+    def close(self) -> None:
+        """Waits a little for what is left; an absent collector holds nobody up."""
+        closer = threading.Thread(target=self._provider.shutdown, name="tracing", daemon=True)
+        closer.start()
+        closer.join(CLOSE_SECONDS)
+
+
+class RequestTrace:
+    """The spans of one request."""
+
+    def __init__(self, tracer: Any, span: Any, propagator: Any) -> None:
+        from opentelemetry.trace import set_span_in_context
+
+        self._tracer = tracer
+        self._span = span
+        self._context = set_span_in_context(span)
+        carrier: dict[str, str] = {}
+        propagator.inject(carrier, self._context)
+        self.headers: tuple[tuple[str, str], ...] = tuple(carrier.items())  # of what is asked on the request's behalf
+
+    @property
+    def is_recorded(self) -> bool:
+        """False where whoever began the trace does not sample it."""
+        return bool(self._span.is_recording())
+
+    def note_model(self, request_id: str, model: str | None) -> None:
+        self._span.set_attribute("gen_ai.request.id", request_id)
+        if model is not None:
+            self._span.set_attribute("gen_ai.request.model", model)
+
+    def note_answer(self, generations: Sequence[Generation]) -> None:
+        """What the server did, once it is over."""
+        self._span.set_attribute("gen_ai.usage.input_tokens", sum(one.num_prompt_tokens for one in generations))
+        self._span.set_attribute("gen_ai.usage.output_tokens", sum(one.num_output_tokens for one in generations))
+        cached = [one.num_cached_tokens for one in generations if one.num_cached_tokens is not None]
+        if cached:
+            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", sum(cached))
+        for generation in generations:
+            figures = generation.perf_metrics
+            for name, begin, end in _PHASES:
+                if figures.get(begin) and figures.get(end):
+                    self._tracer.start_span(name, self._context, start_time=figures[begin]).end(figures[end])
+
+    def end(self, status: int) -> None:
+        """`status`: of the HTTP response; 0: none was sent."""
+        from opentelemetry.trace import StatusCode
+
+        self._span.set_attribute("http.response.status_code", status)
+        if not status or status >= 500:
+            self._span.set_status(StatusCode.ERROR)
+        self._span.end()
+
+
+class TraceRequests:
+    """Traces requests that ask a model, from their first byte to the last one of their answer."""
+
+    def __init__(self, app: ASGIApp, tracing: Tracing) -> None:
+        self._app = app
+        self._tracing = tracing
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+            await self._app(scope, receive, send)
+            return
+        trace = self._tracing.begin(scope["path"], Headers(scope=scope))
+        scope.setdefault("state", {})["trace"] = trace
+        status = 0
+
+        async def noted(message: Message) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        try:
+            await self._app(scope, receive, noted)
+        finally:
+            trace.end(status)
+
+
+def _traces_url(url: str) -> str:
+    return url if url.rstrip("/").endswith("/v1/traces") else f"{url.rstrip('/')}/v1/traces"
