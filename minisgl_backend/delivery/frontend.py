@@ -161,7 +161,7 @@ class EngineFront:
     def close(self, drain_s: float = 0.0) -> None:
         """Waits up to `drain_s` for what is running, ends the rest with an error, then stops everything."""
         deadline = time.monotonic() + drain_s
-        while (self._sequences or len(self._pooled)) and time.monotonic() < deadline:
+        while (self._sequences or self._pooled.by_uid) and time.monotonic() < deadline:
             time.sleep(0.02)
         self._stopping.set()
         for stream in streams_of(self._sequences):
@@ -178,7 +178,8 @@ class EngineFront:
 
     def _on_outputs(self, outputs: Outputs) -> None:
         append_outputs(self._sequences, outputs)
-        self._pooled.take(outputs)
+        if self._pooled.by_uid:
+            self._pooled.take(outputs)
 
     def _on_rejected(self, rejected: Rejected) -> None:
         sequence = self._sequences.get(rejected.uid)
@@ -267,11 +268,12 @@ class EngineFront:
             for stream in streams_of(self._sequences):
                 stream.fail("UNAVAILABLE", SHUTTING_DOWN)
             self._pooled.fail_all("UNAVAILABLE", SHUTTING_DOWN)
-        if not self._sequences and not len(self._pooled):
+        if not self._sequences and not self._pooled.by_uid:
             self._drained.touch(0o600)
 
     def _poll_senders(self) -> None:
-        self._pooled.poll()
+        if self._pooled.by_uid:
+            self._pooled.poll()
         for stream in streams_of(self._sequences):
             if not stream.is_paced and not stream.closed and stream.sender.is_cancelled():
                 self.client.abort(stream.uids, FinishReason.CANCELLED, time.monotonic())

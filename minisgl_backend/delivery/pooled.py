@@ -113,7 +113,7 @@ class PooledRequests:
         """`client`: an EngineClient."""
         self._client = client
         self._lock = threading.Lock()
-        self._by_uid: dict[int, PooledRequest] = {}
+        self.by_uid: dict[int, PooledRequest] = {}  # those that have not ended; written here alone
         self._answering = ThreadPoolExecutor(1, thread_name_prefix="pooled")
 
     def __len__(self) -> int:
@@ -130,22 +130,20 @@ class PooledRequests:
             return
         request = PooledRequest(sender, spec, prompts, self._client.new_uid(len(prompts)))
         with self._lock:
-            self._by_uid.update(dict.fromkeys(request.uids, request))
+            self.by_uid.update(dict.fromkeys(request.uids, request))
         self._feed(request)
 
     def take(self, outputs: Outputs) -> None:
         """Receive thread: the records of a step; those of others mean nothing."""
-        if not self._by_uid:
-            return
         uids = np.frombuffer(outputs.uids, dtype="<i8").tolist()
         for index, (uid, reason) in enumerate(zip(uids, outputs.reasons, strict=True)):
-            request = self._by_uid.get(uid)
+            request = self.by_uid.get(uid)
             if request is not None and reason:
                 self._take(request, uid, reason, outputs.details.get(index, SequenceDetail()))
 
     def fail(self, uids: Iterable[int], status: str, message: str) -> None:
         """Ends the requests that these belong to; unknown uids are ignored."""
-        requests = {id(one): one for uid in uids if (one := self._by_uid.get(uid)) is not None}
+        requests = {id(one): one for uid in uids if (one := self.by_uid.get(uid)) is not None}
         for request in requests.values():
             self._fail(request, status, message)
 
@@ -171,7 +169,7 @@ class PooledRequests:
 
     def _open(self) -> list[PooledRequest]:
         with self._lock:
-            return list({id(one): one for one in self._by_uid.values()}.values())
+            return list({id(one): one for one in self.by_uid.values()}.values())
 
     def _take(self, request: PooledRequest, uid: int, reason: int, detail: SequenceDetail) -> None:
         if reason != FinishReason.STOP or not detail.pooled:
@@ -180,7 +178,7 @@ class PooledRequests:
             return
         with self._lock:
             done = request.take(uid, detail)
-            self._by_uid.pop(uid, None)
+            self.by_uid.pop(uid, None)
         if done:
             self._end(request, lambda: request.sender.send(*request.answer(), True))
         else:
@@ -210,7 +208,7 @@ class PooledRequests:
                 return False
             request.ended = True
             for uid in request.uids:
-                self._by_uid.pop(uid, None)
+                self.by_uid.pop(uid, None)
         self._answering.submit(answer)
         return True
 

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 import minisgl_backend
 from minisgl_backend.host.openai_endpoint import EndpointSettings
-from minisgl_backend.openai import anthropic, batches, files, pooling_routes, response_routes
+from minisgl_backend.openai import anthropic, batches, decisions, files, pooling_routes, response_routes
 from minisgl_backend.openai.answers import Answer, Header
 from minisgl_backend.openai.batch_runner import BatchRunner
 from minisgl_backend.openai.chat import ChatAnswer
@@ -302,6 +302,7 @@ def create_app(settings: EndpointSettings) -> FastAPI:
     anthropic.add_routes(app, endpoint)
     response_routes.add_routes(app, endpoint, settings)
     pooling_routes.add_routes(app, endpoint)
+    decisions.add_routes(app, endpoint)
     runner = _add_batches(app, settings)
     return app
 

@@ -12,6 +12,7 @@ import pytest
 from minisgl_backend.openai.requests.anthropic import CountTokensRequest, MessagesRequest
 from minisgl_backend.openai.requests.chat import ChatRequest
 from minisgl_backend.openai.requests.completions import CompletionRequest
+from minisgl_backend.openai.requests.decisions import DecisionRequest
 from minisgl_backend.openai.requests.pooling import EmbeddingRequest, RerankRequest, ScoreRequest
 from minisgl_backend.openai.requests.responses import ResponsesRequest
 from tests.e2e.openai_stack import Endpoint
@@ -22,6 +23,7 @@ pytestmark = pytest.mark.e2e
 RANDOM_SECONDS = 5.0
 VALUES_A_FIELD, MORE_VALUES_A_FIELD = 8, 16  # more with --full
 MESSAGES = [{"role": "user", "content": "What is 1 + 2?"}]
+QUESTIONS = [{"type": "predicate", "instructions": "Is it a sum?"}]
 PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/chat/completions": (ChatRequest, {"messages": MESSAGES, "max_tokens": 4}),
     "/v1/completions": (CompletionRequest, {"prompt": "What", "max_tokens": 4}),
@@ -30,6 +32,7 @@ PATHS: dict[str, tuple[Any, dict[str, Any]]] = {
     "/v1/responses": (ResponsesRequest, {"input": "What is 1 + 2?", "max_output_tokens": 4}),
     "/v1/embeddings": (EmbeddingRequest, {"input": ["What", "is"]}),
     "/v1/rerank": (RerankRequest, {"query": "What", "documents": ["is"]}),
+    "/v1/decisions": (DecisionRequest, {"input": "What is 1 + 2?", "questions": QUESTIONS}),
     "/v1/score": (ScoreRequest, {"text_1": "What", "text_2": ["is", "x"]}),
 }
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}

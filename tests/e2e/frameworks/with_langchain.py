@@ -11,7 +11,7 @@ import pytest
 from langchain_core.exceptions import ContextOverflowError
 from langchain_core.messages import AIMessage, HumanMessage, SystemMessage
 from langchain_core.tools import tool
-from langchain_openai import ChatOpenAI, OpenAI
+from langchain_openai import ChatOpenAI, OpenAI, OpenAIEmbeddings
 from pydantic import BaseModel
 
 QUESTION, ANSWER = "What is 17 + 25?", "17 + 25 = 42."
@@ -84,6 +84,16 @@ def check_log_probabilities() -> None:
     assert {len(entry["top_logprobs"]) for entry in entries} == {2}
 
 
+def check_embeddings() -> None:
+    """As texts: else it sends tokens of OpenAI's own vocabulary."""
+    options = {name: OPTIONS[name] for name in ("model", "base_url", "api_key", "max_retries")}
+    model = OpenAIEmbeddings(**options, check_embedding_ctx_length=False)
+    one, other = model.embed_documents([QUESTION, "hello"])
+    again = model.embed_query(QUESTION)
+    assert all(abs(a - b) < 1e-4 for a, b in zip(one, again, strict=True))
+    assert one != other
+
+
 def check_errors() -> None:
     with pytest.raises(openai.BadRequestError, match="temperature is 101"):
         ChatOpenAI(**{**OPTIONS, "temperature": 101}).invoke(QUESTION)
@@ -99,5 +109,6 @@ for chat in chats:
 asyncio.run(check_async_answers(*chats))
 check_completions()
 check_log_probabilities()
+check_embeddings()
 check_errors()
 print("all is well")

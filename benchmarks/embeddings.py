@@ -1,0 +1,155 @@
+"""Embeddings on a CPU beside sentence-transformers: 64 texts of 64 to 512 tokens, float32, last token, normalized.
+
+`python -m benchmarks.embeddings MODEL --json` measures both in turn, round by round, so that what disturbs the machine
+disturbs both; sentence-transformers at each of its batch sizes, of which the best counts. Texts are new in each round:
+neither has anything of them in a cache. Each system is a process of its own, whose threads the other does not share;
+`--peer-python` names one that has sentence-transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+NUM_TEXTS, SHORTEST, LONGEST = 64, 64, 512
+BATCH_SIZES = (1, 4, 16, 64)
+WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but".split()
+
+
+def texts_of(round_number: int, count: int = NUM_TEXTS, longest: int = LONGEST) -> list[str]:
+    """Of common words, which are a token each in most vocabularies."""
+    chance = random.Random(round_number)
+    lengths = [SHORTEST + (longest - SHORTEST) * index // max(1, count - 1) for index in range(count)]
+    chance.shuffle(lengths)
+    return [" ".join(chance.choices(WORDS, k=length - 1)) for length in lengths]
+
+
+def own(model: str, threads: int) -> Callable[[Sequence[str], int], Any]:
+    from minisgl_backend import LLM
+
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    llm = LLM(model, dtype="float32", max_seq_len_override=1024, max_running_requests=64, num_pages=4096, page_size=16)
+    return lambda texts, batch_size: [output.embedding for output in llm.embed(texts)]
+
+
+def peer(model: str, threads: int) -> Callable[[Sequence[str], int], Any]:
+    import torch
+    from sentence_transformers import SentenceTransformer
+    from sentence_transformers.sentence_transformer import modules
+
+    torch.set_num_threads(threads)
+    body = modules.Transformer(model, model_kwargs={"dtype": torch.float32})
+    body.tokenizer.pad_token = body.tokenizer.pad_token or body.tokenizer.eos_token
+    pooling = modules.Pooling(body.get_embedding_dimension(), pooling_mode="lasttoken")
+    encoder = SentenceTransformer(modules=[body, pooling, modules.Normalize()], device="cpu")
+    return lambda texts, batch_size: encoder.encode(list(texts), batch_size=batch_size, show_progress_bar=False)
+
+
+def serve(system: str, model: str, threads: int) -> None:
+    """Answers lines of JSON: texts and a batch size in, seconds and the first vector out."""
+    encode = {"own": own, "peer": peer}[system](model, threads)
+    encode(texts_of(-1, 4, 128), 4)
+    print(json.dumps({"ready": True}), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        begin = time.perf_counter()
+        vectors = encode(asked["texts"], asked["batch_size"])
+        seconds = time.perf_counter() - begin
+        print(json.dumps({"seconds": seconds, "vector": [float(one) for one in vectors[0]]}), flush=True)
+
+
+class System:
+    """One of both, in its own process."""
+
+    def __init__(self, python: str, system: str, model: str, threads: int) -> None:
+        command = [python, "-m", "benchmarks.embeddings", model, "--serve", system, "--threads", str(threads)]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+        )
+        self._read()
+
+    def measure(self, texts: Sequence[str], batch_size: int) -> tuple[float, list[float]]:
+        """(seconds, the first text's vector)."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps({"texts": list(texts), "batch_size": batch_size}) + "\n")
+        self._process.stdin.flush()
+        said = self._read()
+        return said["seconds"], said["vector"]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+    def _read(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        while line := self._process.stdout.readline():
+            if line.startswith("{"):
+                return dict(json.loads(line))
+        raise RuntimeError("a system ended; see its errors above")
+
+
+def compare(
+    model: str, *, rounds: int, threads: int, peer_python: str, batch_sizes: Sequence[int], count: int = NUM_TEXTS
+) -> dict[str, Any]:
+    """Median seconds of each, and how many times as fast as the peer at its best this project is."""
+    systems = {
+        "own": System(sys.executable, "own", model, threads),
+        "peer": System(peer_python, "peer", model, threads),
+    }
+    seconds: dict[str, list[float]] = {"own": [], **{f"peer-{size}": [] for size in batch_sizes}}
+    difference = 0.0
+    try:
+        for number in range(rounds):
+            texts = texts_of(number, count)
+            taken, vector = systems["own"].measure(texts, 0)
+            seconds["own"].append(taken)
+            for size in batch_sizes:
+                taken, other = systems["peer"].measure(texts, size)
+                seconds[f"peer-{size}"].append(taken)
+                difference = max(difference, *(abs(a - b) for a, b in zip(vector, other, strict=True)))
+    finally:
+        for system in systems.values():
+            system.close()
+    medians = {name: statistics.median(found) for name, found in seconds.items()}
+    best = min(medians[f"peer-{size}"] for size in batch_sizes)
+    return {"seconds": medians, "ratio": best / medians["own"], "difference": difference, "threads": threads}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", help="a model folder")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--texts", type=int, default=NUM_TEXTS)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=list(BATCH_SIZES))
+    parser.add_argument("--peer-python", default=sys.executable)
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--serve", choices=("own", "peer"), help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    if options.serve:
+        serve(options.serve, options.model, options.threads)
+        return 0
+    found = compare(
+        options.model,
+        rounds=options.rounds,
+        threads=options.threads,
+        peer_python=options.peer_python,
+        batch_sizes=options.batch_sizes,
+        count=options.texts,
+    )
+    print(json.dumps(found) if options.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

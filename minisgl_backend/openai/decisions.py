@@ -1,0 +1,172 @@
+"""/v1/decisions: each question is one prompt behind the input that they share; its options are lettered, and the answer
+is how likely each letter is as the next token.
+
+The prefix cache has the input from the first question on; no token is generated.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from fastapi import FastAPI, Request
+from starlette.responses import Response
+
+from minisgl_backend.openai.context import context_of
+from minisgl_backend.openai.requests.decisions import (
+    ChoiceQuestion,
+    DecisionRequest,
+    Predicate,
+    Question,
+    shown,
+)
+from minisgl_backend.openai.sse import encode
+from minisgl_backend.openai.vectors import Vectors, numbers
+
+if TYPE_CHECKING:
+    from minisgl_backend.openai.app import Endpoint
+
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_SYSTEM = "You judge an input. Answer each question with one of its options alone."
+
+
+def add_routes(app: FastAPI, endpoint: Endpoint) -> None:
+    @app.post("/v1/decisions")
+    async def decisions(request: Request, body: DecisionRequest) -> Response:
+        body.check()
+        name = await endpoint.admit(body.model)
+        context = context_of(request, body)
+        names = {
+            "messages": "input",
+            "choices": "questions",
+            "template": "chat_template_kwargs",
+            "suffixes": "questions",
+        }
+        questions = [_Asked(question) for question in body.questions]
+        found = await endpoint.vectors(request, _request(body, questions), context, names)
+        answer = {
+            "id": f"decision-{context.request_id}",
+            "object": "decision",
+            "created_at": int(time.time()),
+            "model": name,
+            "answers": _answers(questions, found.rows),
+            "usage": _usage(found),
+        }
+        return Response(encode(answer), media_type="application/json", headers={"x-request-id": context.request_id})
+
+
+class _Asked:
+    """The prompts of one question: the whole question, and where it has more options than there are letters, one more
+    for each first letter, behind which the second one is asked for."""
+
+    def __init__(self, question: Question) -> None:
+        self.question = question
+        count = len(question.options)
+        self._num_groups = -(-count // len(_LETTERS)) if count > len(_LETTERS) else 0
+        if isinstance(question, Predicate):
+            self.labels = ["yes", "no"]
+        elif self._num_groups:
+            self.labels = [_LETTERS[index // len(_LETTERS)] + _LETTERS[index % len(_LETTERS)] for index in range(count)]
+        else:
+            self.labels = list(_LETTERS[:count])
+
+    @property
+    def suffixes(self) -> Sequence[str]:
+        """What stands behind the prompt, of each."""
+        return ["", *_LETTERS[: self._num_groups]]
+
+    @property
+    def words(self) -> Sequence[Sequence[str]]:
+        """Whose probabilities are asked for, of each."""
+        if not self._num_groups:
+            return [self.labels]
+        groups = [_LETTERS[: len(_group(self.labels, letter))] for letter in _LETTERS[: self._num_groups]]
+        return [list(_LETTERS[: self._num_groups]), *map(list, groups)]
+
+    def messages(self, text: str) -> list[dict[str, str]]:
+        lines = [shown(self.question.instructions)]
+        if isinstance(self.question, Predicate):
+            lines.append("Answer yes or no.")
+        else:
+            described = zip(self.labels, self.question.options, strict=True)
+            lines += [f"{label}) {name}{f': {more}' if more else ''}" for label, (name, more) in described]
+            lines.append("Answer with the letters of one option alone.")
+        question = "\n".join(lines)
+        # The input comes first, so that all questions have it in common.
+        return [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": f"{text}\n\n{question}"}]
+
+    def probabilities(self, rows: Sequence[bytes]) -> list[float]:
+        """Of the options, 1 together. `rows`: log-probabilities of the words, of each prompt."""
+        found = [_softmax(numbers(row)[: len(words)]) for row, words in zip(rows, self.words, strict=True)]
+        if not self._num_groups:
+            return found[0]
+        return [first * one for first, group in zip(found[0], found[1:], strict=True) for one in group]
+
+    def answer(self, rows: Sequence[bytes]) -> dict[str, Any]:
+        question, shares = self.question, self.probabilities(rows)
+        head = {"type": question.type, "name": question.name}
+        if isinstance(question, Predicate):
+            return {**head, "probability": shares[0]}
+        confidence = max(shares)
+        if isinstance(question, ChoiceQuestion):
+            values = [choice.value for choice in question.choices]
+            listed = [{"value": value, "probability": share} for value, share in zip(values, shares, strict=True)]
+            best = values[shares.index(confidence)]
+            return {**head, "choice": best, "probabilities": listed, "confidence": confidence}
+        levels = [
+            {"value": index, "label": level.label, "probability": share}
+            for index, (level, share) in enumerate(zip(question.levels, shares, strict=True))
+        ]
+        score = sum(index * share for index, share in enumerate(shares))
+        return {**head, "score": score, "probabilities": levels, "confidence": confidence}
+
+
+def _request(body: DecisionRequest, questions: Sequence[_Asked]) -> dict[str, Any]:
+    """As the model `embedding` takes it."""
+    prompts = [
+        (one.messages(body.text), suffix, words)
+        for one in questions
+        for suffix, words in zip(one.suffixes, one.words, strict=True)
+    ]
+    values = {"priority": body.priority, "cache_salt": body.cache_salt}
+    return {
+        "messages": [messages for messages, _, _ in prompts],
+        "suffixes": [suffix for _, suffix, _ in prompts],
+        "choices": [words for _, _, words in prompts],
+        "template": {"enable_thinking": False, **(body.chat_template_kwargs or {})},
+        **{name: value for name, value in values.items() if value is not None},
+    }
+
+
+def _answers(questions: Sequence[_Asked], rows: Sequence[bytes]) -> list[dict[str, Any]]:
+    answers, first = [], 0
+    for question in questions:
+        count = len(question.suffixes)
+        answers.append(question.answer(rows[first : first + count]))
+        first += count
+    return answers
+
+
+def _group(labels: Sequence[str], letter: str) -> list[str]:
+    return [label for label in labels if label[0] == letter]
+
+
+def _softmax(logprobs: Sequence[float]) -> list[float]:
+    """Shares of the options among themselves."""
+    highest = max(logprobs)
+    weights = [math.exp(one - highest) for one in logprobs]
+    total = sum(weights)
+    return [weight / total for weight in weights]
+
+
+def _usage(found: Vectors) -> dict[str, Any]:
+    tokens = sum(found.prompt_lengths)
+    return {
+        "input_tokens": tokens,
+        "input_tokens_details": {"cached_tokens": found.num_cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": 0,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": tokens,
+    }
