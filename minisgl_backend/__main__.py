@@ -256,7 +256,7 @@ def check(
     if not (null or config.dummy_weights):
         table.add_row("weights", in_words(memory.weights) + (" on each GPU" if runtime.device == "cuda" else ""))
         table.add_row("free memory", in_words(memory.free))
-        table.add_row("KV pages", f"about {memory.pages}, {memory.pages * runtime.page_size} tokens")
+        table.add_row("KV pages", f"about {memory.pages} of {runtime.page_size} tokens: {memory.room}")
     Console().print(table)
 
 

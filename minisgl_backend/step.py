@@ -95,8 +95,8 @@ class StepPlan:
     step: int  # consecutive number
     admitted: tuple[AdmittedRow, ...]
     page_rows: Int32Array  # [num_new_pages]  new entries of the page table, to be written before the step runs:
-    page_columns: Int32Array  # [num_new_pages]  page_table[page_rows, page_columns] = page_ids
-    page_ids: Int32Array  # [num_new_pages]
+    page_columns: Int32Array  # [num_new_pages]  page_table[page_groups, page_rows, page_columns] = page_ids
+    page_ids: Int32Array  # [num_new_pages]  0, the padding page: what was there is out of all windows
     prefill: tuple[PrefillChunk, ...]
     decode_rows: Int32Array  # [num_decode]
     decode_lengths: (
@@ -106,6 +106,8 @@ class StepPlan:
     # [num_cleared]  pages to be set to zero before anything of the step is written: a sequence that failed has left
     # what may be NaN in them, and kernels may read a page beyond the end of the next one.
     cleared_pages: Int32Array = field(default_factory=lambda: NO_INT32)
+    # [num_new_pages]  cache group of each new entry of the page table; [0] for a model of one group.
+    page_groups: Int32Array = field(default_factory=lambda: NO_INT32)
     is_retry: bool = False  # an attempt at it has failed, which may have sampled and counted tokens
 
     @property

@@ -71,7 +71,9 @@ class FakeRunner:
         self._page_size = limits.page_size
         self._eos = limits.eos_token_ids
         self._vocab_size = vocab_size
-        self._page_table = np.zeros((rows, -(-length // limits.page_size)), dtype=np.int32)
+        self._windows = limits.windows
+        shape = len(limits.windows), rows, -(-length // limits.page_size)
+        self._page_table = np.zeros(shape, dtype=np.int32)
         self._token_table = np.full((rows, length + 1), -1, dtype=np.int32)
         self._slots = np.full((limits.num_pages + 1) * limits.page_size, -1, dtype=np.int32)
         self._unsound = np.full(len(self._slots), -1, dtype=np.int64)  # by slot: who wrote what is no number; -1: none
@@ -117,14 +119,17 @@ class FakeRunner:
         return FakePending(result)
 
     def _apply(self, plan: StepPlan) -> None:
-        entries = list(zip(plan.page_rows.tolist(), plan.page_columns.tolist(), strict=True))
+        groups = plan.page_groups if len(self._windows) > 1 else np.zeros_like(plan.page_rows)
+        assert len(plan.page_groups) in (0, len(groups)), "groups are named where there are several"
+        entries = list(zip(groups.tolist(), plan.page_rows.tolist(), plan.page_columns.tolist(), strict=True))
         assert len(set(entries)) == len(entries), "an entry of the page table is written twice in one step"
         assert (plan.page_rows >= 0).all(), "an entry of the page table without a row"
-        assert not (plan.page_ids == 0).any(), "page 0 is the padding page"
+        holes = [self._windows[group] for group in groups[plan.page_ids == 0]]
+        assert None not in holes, "page 0 is the padding page"
         assert len(set(plan.cleared_pages.tolist())) == len(plan.cleared_pages), "a page is cleared twice in one step"
         for array in (self._slots, self._unsound):
             array.reshape(-1, self._page_size)[plan.cleared_pages] = -1
-        self._page_table[plan.page_rows, plan.page_columns] = plan.page_ids
+        self._page_table[groups, plan.page_rows, plan.page_columns] = plan.page_ids
         for admitted in plan.admitted:
             self._token_table[admitted.row] = -1
             self._token_table[admitted.row, : len(admitted.token_ids)] = admitted.token_ids
@@ -133,22 +138,28 @@ class FakeRunner:
             self._uids[admitted.row] = admitted.uid
             assert admitted.params.seed is not None
 
-    def _slots_of(self, row: int, start: int, end: int) -> np.ndarray:
+    def _slots_of(self, group: int, row: int, start: int, end: int) -> np.ndarray:
         at = np.arange(start, end)
-        return self._page_table[row, at // self._page_size] * self._page_size + at % self._page_size
+        pages = self._page_table[group, row, at // self._page_size]
+        assert (pages > 0).all(), "a page that is needed is not there"
+        return pages * self._page_size + at % self._page_size
 
     def _compute(self, row: int, start: int, token_ids: np.ndarray) -> None:
         end = start + len(token_ids)
         assert len(token_ids) > 0
         assert (token_ids >= 0).all(), "an input token is not on the device yet"
         assert np.array_equal(self._token_table[row, start:end], token_ids)
-        self._slots[self._slots_of(row, start, end)] = token_ids
         uid = self._uids[row]
-        self._unsound[self._slots_of(row, start, end)] = uid if self.fail(uid) else -1
-        pages = self._page_table[row, : -(-end // self._page_size)]
-        assert np.isin(self._unsound.reshape(-1, self._page_size)[pages], (-1, uid)).all(), "another's NaN is in a page"
-        context = self._slots[self._slots_of(row, 0, end)]
-        assert np.array_equal(context, self._token_table[row, :end]), "the cache holds other tokens than the sequence"
+        for group in range(len(self._windows)):
+            slots = self._slots_of(group, row, start, end)
+            self._slots[slots], self._unsound[slots] = token_ids, uid if self.fail(uid) else -1
+        for group, window in enumerate(self._windows):
+            first = 0 if window is None else max(0, start - window + 1)
+            context = self._slots[self._slots_of(group, row, first, end)]
+            assert np.array_equal(context, self._token_table[row, first:end]), "the cache holds others' tokens"
+            pages = self._page_table[group, row, : -(-end // self._page_size)]
+            unsound = self._unsound.reshape(-1, self._page_size)[pages]
+            assert np.isin(unsound, (-1, uid)).all(), "another's NaN is in a page"
         self.computed_tokens += len(token_ids)
 
     def _pool(self, chunk: PrefillChunk) -> Float32Array:

@@ -64,6 +64,8 @@ class AttentionSpec:
     max_rows: int  # rows of the page table, the padding row included
     dtype: torch.dtype  # of queries and of attention's output
     device: torch.device
+    # The windows of the model's cache groups, those without one first; None: keys and values of all tokens are kept.
+    cache_windows: tuple[int | None, ...] = (None,)
     flashinfer_tensor_cores: bool | None = None  # whether FlashInfer decodes on them; None: as measured
 
     @property

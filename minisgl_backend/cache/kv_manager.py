@@ -17,17 +17,21 @@ from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.cache.page_pool import PagePool
 from minisgl_backend.cache.prefix_cache import NaiveCache, PrefixCache, PrefixMatch
 from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.kv.groups import CacheGroups
 
-# By the names of the option cache_type.
-PREFIX_CACHES: Mapping[str, Callable[[int, bool], PrefixCache[Any]]] = {
-    "radix": lambda page_size, record_changes: RadixCache(page_size, record_changes=record_changes),
-    "naive": lambda page_size, record_changes: NaiveCache(),
+# By the names of the option cache_type; each is given the groups, the number of pages, and whether changes are
+# recorded.
+PREFIX_CACHES: Mapping[str, Callable[[CacheGroups, int, bool], PrefixCache[Any]]] = {
+    "radix": lambda groups, num_pages, record_changes: RadixCache(
+        groups.page_size, groups=groups, num_pages=num_pages, record_changes=record_changes
+    ),
+    "naive": lambda groups, num_pages, record_changes: NaiveCache(groups.num_groups),
 }
 
 
 class PageLease:
-    """The right of one row to its pages. The first `num_shared` belong to the prefix cache and are pinned there; the
-    others are this row's alone."""
+    """The right of one row to its pages. The first `num_shared` of each group belong to the prefix cache and are pinned
+    there, without those that a group with a window has given back; the others are this row's alone."""
 
     __slots__ = ("num_shared", "pin", "released", "row", "salt")
 
@@ -40,13 +44,22 @@ class PageLease:
 
 
 @dataclass(frozen=True, slots=True)
+class TableEntries:
+    """Entries of the page table that a row, or several, have from now on; page 0: the row needs none there any more."""
+
+    groups: Int32Array  # [num_entries]
+    rows: Int32Array  # [num_entries]
+    columns: Int32Array  # [num_entries]
+    pages: Int32Array  # [num_entries]
+
+
+@dataclass(frozen=True, slots=True)
 class Swap:
     """Pages of a row that were exchanged for equal ones of the prefix cache. `old` is the caller's to `free`, once no
     step that was planned before still reads it."""
 
-    columns: Int32Array  # [num_swapped]
+    entries: TableEntries
     old: Int32Array  # [num_swapped]
-    new: Int32Array  # [num_swapped]
 
 
 class KVManager:
@@ -55,7 +68,7 @@ class KVManager:
     def __init__(
         self,
         num_pages: int,
-        page_size: int,
+        groups: CacheGroups,
         max_rows: int,
         max_pages_per_row: int,
         cache_type: str,
@@ -63,14 +76,25 @@ class KVManager:
         record_changes: bool = False,
     ) -> None:
         """`record_changes`: of the prefix cache, for `take_cache_changes`."""
-        self.page_size = page_size
+        self.groups = groups
+        self.page_size = groups.page_size
+        self.has_windows = groups.num_windows > 0
         self.version = 0  # one more whenever pages become available: until then what did not fit does not fit
+        self._num_full = groups.num_full
         self._pool = PagePool(num_pages)
-        self._cache = PREFIX_CACHES[cache_type](page_size, record_changes)
-        self._table: Int32Array = np.zeros((max_rows, max_pages_per_row), dtype=np.int32)
-        self._held = np.zeros(max_rows, dtype=np.int32)  # pages of each row
-        self.covered = np.zeros(max_rows, dtype=np.int32)  # and the tokens that they have room for; for others to read
-        self._matched = np.zeros(max_rows, dtype=np.int32)  # of these, what the prefix cache supplied at first
+        self._cache = PREFIX_CACHES[cache_type](groups, num_pages, record_changes)
+        # [num_groups, max_rows, max_pages_per_row]; with windows 0 where a row has no page
+        self._table: Int32Array = np.zeros((groups.num_groups, max_rows, max_pages_per_row), dtype=np.int32)
+        self._only = self._table[0] if groups.num_groups == 1 else None  # indexed faster than with an axis of length 1
+        # Columns up to which each row has pages of all groups, [max_rows]. While its prompt is computed, groups
+        # without a window may have them up to `_reserved`, all that the prompt needs; those with one get them chunk by
+        # chunk.
+        self._held = np.zeros(max_rows, dtype=np.int32)
+        self._reserved = np.zeros(max_rows, dtype=np.int32)
+        self.covered = np.zeros(max_rows, dtype=np.int32)  # tokens that `_held` has room for; for others to read
+        self._matched = np.zeros(max_rows, dtype=np.int32)  # columns that the prefix cache supplied at first
+        self._shared = np.zeros(max_rows, dtype=np.int32)  # and that are the cache's now, as in the leases
+        self._first = np.zeros((groups.num_windows, max_rows), dtype=np.int32)  # first column that is not given back
 
     @property
     def num_pages(self) -> int:
@@ -96,6 +120,7 @@ class KVManager:
         return self._cache.keeps_prefixes
 
     def pages_for(self, num_tokens: int) -> int:
+        """Of one group that sees everything."""
         return -(-num_tokens // self.page_size)
 
     def cached_tokens(self, token_ids: Int32Array, salt: str | None = None) -> int:
@@ -109,29 +134,111 @@ class KVManager:
 
     def unmatch(self, match: PrefixMatch[Any]) -> None:
         """Ends the pin of a match of which no lease was made."""
+        self._let_go(match.pages[self._num_full :])
         self._cache.unpin(match.pin)
 
-    def acquire(self, row: int, match: PrefixMatch[Any], num_tokens: int) -> PageLease:
+    def pages_to_take(self, match: PrefixMatch[Any], num_tokens: int, chunk_end: int) -> int:
+        """Pages that `acquire` takes."""
+        full, windows = self.pages_for(num_tokens), self.pages_for(chunk_end)
+        return self._num_full * (full - match.num_pages) + self.groups.num_windows * (windows - match.num_pages)
+
+    def pages_to_start(self, match: PrefixMatch[Any], num_tokens: int, chunk_end: int) -> int:
+        """Pages that a prompt needs until it is computed, with chunks as long as the first one: at least those that
+        `acquire` takes."""
+        needed = self.pages_to_take(match, num_tokens, chunk_end)
+        if self.has_windows:
+            left = self.pages_for(num_tokens) - self.pages_for(chunk_end)
+            needed += int(np.minimum(self.groups.kept + 1, left).sum())
+        return needed
+
+    def first_reach(self, match: PrefixMatch[Any], num_tokens: int) -> int:
+        """Tokens up to which a prompt's first chunk could go with the pages that are available; what is cached where
+        they are not enough."""
+        left = self.num_available - self._num_full * (self.pages_for(num_tokens) - match.num_pages)
+        return (match.num_pages + max(left, 0) // self.groups.num_windows) * self.page_size
+
+    def acquire(self, row: int, match: PrefixMatch[Any], num_tokens: int, chunk_end: int | None = None) -> PageLease:
         """A lease for a free row that covers `num_tokens`; takes over the match's pin.
 
-        The caller has checked that `pages_for(num_tokens) - len(match.pages) <= num_available`.
+        Groups with windows cover only the first `chunk_end` of them (None: all), and `grow` brings more. The caller has
+        checked that `pages_to_take <= num_available`.
         """
         assert self._held[row] == 0, "a row has one lease at a time"
-        num_shared, count = len(match.pages), self.pages_for(num_tokens)
-        self._table[row, :num_shared] = match.pages
-        self._table[row, num_shared:count] = self._take(count - num_shared)
-        self._held[row], self._matched[row], self.covered[row] = count, num_shared, count * self.page_size
-        return PageLease(row, match.pin, num_shared, match.salt)
+        shared, count = match.num_pages, self.pages_for(num_tokens)
+        table = self._table[:, row]
+        table[:, :shared] = match.pages
+        num_full, held = self._num_full, count
+        if num_full:
+            table[:num_full, shared:count] = self._take(num_full * (count - shared)).reshape(num_full, -1)
+        if self.has_windows:
+            held = count if chunk_end is None else self.pages_for(chunk_end)
+            num_windows = self.groups.num_windows
+            table[num_full:, shared:held] = self._take(num_windows * (held - shared)).reshape(num_windows, -1)
+            self._reserved[row] = count
+            self._first[:, row] = np.maximum(shared - self.groups.needed[:, 0], 0)
+        self._held[row], self._matched[row], self.covered[row] = held, shared, held * self.page_size
+        self._shared[row] = shared
+        return PageLease(row, match.pin, shared, match.salt)
+
+    def reach(self, row: int) -> int:
+        """Tokens up to which `grow` could go with the pages that are available."""
+        return int(self._held[row] + self.num_available // self.groups.num_windows) * self.page_size
+
+    def grow(self, row: int, num_tokens: int) -> TableEntries | None:
+        """Pages of groups with windows for the row's first `num_tokens`, of which `reach` was asked; None: it has
+        them."""
+        held, count = int(self._held[row]), self.pages_for(num_tokens)
+        if count <= held:
+            return None
+        shape = self.groups.num_windows, count - held
+        pages = self._take(shape[0] * shape[1])
+        self._table[self._num_full :, row, held:count] = pages.reshape(shape)
+        self._held[row], self.covered[row] = count, count * self.page_size
+        groups = np.arange(self._num_full, self.groups.num_groups, dtype=np.int32)
+        columns = np.arange(held, count, dtype=np.int32)
+        return TableEntries(
+            np.repeat(groups, shape[1]), np.full(len(pages), row, np.int32), np.tile(columns, shape[0]), pages
+        )
 
     def extend(self, rows: IndexArray) -> tuple[Int32Array, Int32Array]:
-        """One more page for each of these rows (no row twice): their columns of the page table, and the pages; int32
-        [num_rows] each. The caller has checked that `len(rows) <= num_available`."""
-        pages = self._take(len(rows))
+        """One more page in each group for each of these rows (no row twice): their columns of the page table, int32
+        [num_rows], and the pages, int32 [num_groups * num_rows], group by group. The caller has checked that
+        `num_groups * len(rows) <= num_available`."""
+        pages = self._take(self.groups.num_groups * len(rows))
         columns = self._held[rows]
-        self._table[rows, columns] = pages
+        if self._only is not None:
+            self._only[rows, columns] = pages
+        else:
+            axis = np.arange(self.groups.num_groups)[:, None]  # a slice here would be ten times slower
+            self._table[axis, rows, columns] = pages.reshape(-1, len(rows))
         self._held[rows] = columns + 1
         self.covered[rows] += self.page_size
         return columns, pages
+
+    def trim(self, rows: IndexArray, columns: Int32Array) -> TableEntries | None:
+        """Groups with windows give back the pages that these rows' tokens from `columns` on, and the one before them,
+        do not see; the caller knows that no other is in flight. What is published stays cached.
+
+        rows: no row twice; columns: [num_rows]. Returns the entries that are gone; None where there are none.
+        """
+        first = self._first[:, rows]
+        live = np.maximum(columns - self.groups.kept, first)
+        groups, which = np.nonzero(live > first)
+        if not len(groups):
+            return None
+        counts = (live - first)[groups, which]
+        ends = np.cumsum(counts)
+        column = np.repeat(first[groups, which] - (ends - counts), counts) + np.arange(ends[-1])
+        group, row = np.repeat(groups + self._num_full, counts), np.repeat(rows[which], counts)
+        pages = self._table[group, row, column]
+        is_shared = column < self._shared[row]
+        self._cache.let_go(pages[is_shared])
+        self._pool.give_back(pages[~is_shared])
+        self._table[group, row, column] = 0
+        self._first[:, rows] = live
+        self.version += 1
+        none = np.zeros(len(pages), dtype=np.int32)
+        return TableEntries(group.astype(np.int32), row.astype(np.int32), column.astype(np.int32), none)
 
     def publish(self, lease: PageLease, token_ids: Int32Array) -> Swap | None:
         """Gives the full pages of `token_ids` (the row's tokens from its first one on, all computed) to the prefix
@@ -142,18 +249,19 @@ class KVManager:
         if count <= first:
             return None
         self.version += 1  # of those who wait, some may share these pages now
-        own = self._table[lease.row, first:count]
+        own = self._table[:, lease.row, first:count]
         tokens = token_ids[first * self.page_size : count * self.page_size]
         kept = self._cache.extend(lease.pin, tokens, own, lease.salt)
         lease.pin = kept.pin
-        lease.num_shared = first + len(kept.pages)
-        own = own[: len(kept.pages)]
-        differs = np.flatnonzero(own != kept.pages)
-        if not len(differs):
+        lease.num_shared = self._shared[lease.row] = first + kept.num_pages
+        own = own[:, : kept.num_pages]
+        groups, columns = np.nonzero(own != kept.pages)
+        if not len(groups):
             return None
-        swap = Swap((first + differs).astype(np.int32), own[differs], kept.pages[differs])
-        own[differs] = swap.new  # a view: this writes the page table
-        return swap
+        old, new = own[groups, columns], kept.pages[groups, columns]
+        own[groups, columns] = new  # a view: this writes the page table
+        rows = np.full(len(new), lease.row, dtype=np.int32)
+        return Swap(TableEntries(groups.astype(np.int32), rows, (first + columns).astype(np.int32), new), old)
 
     def free(self, pages: Int32Array) -> None:
         """Takes back swapped pages, which no step in flight reads any more."""
@@ -170,10 +278,16 @@ class KVManager:
         swap = self.publish(lease, token_ids)
         if swap is not None:
             self._pool.give_back(swap.old)
-        own = self._table[lease.row, lease.num_shared : self._held[lease.row]].copy()
+        row, pages = lease.row, self.pages_of(lease)
+        own = pages[:, lease.num_shared :].flatten()
+        if self.has_windows:
+            own = own[own > 0]
+            self._let_go(pages[self._num_full :, : lease.num_shared])
+            pages[:] = 0
+            self._first[:, row] = self._reserved[row] = 0
         self._pool.give_back(own)
         self._cache.unpin(lease.pin)
-        self._held[lease.row] = self._matched[lease.row] = self.covered[lease.row] = 0
+        self._held[row] = self._matched[row] = self.covered[row] = self._shared[row] = 0
         lease.released = True
         self.version += 1
         return own
@@ -183,17 +297,33 @@ class KVManager:
         return self._cache.take_changes()
 
     def pages_of(self, lease: PageLease) -> Int32Array:
-        """All pages of a lease in order, int32 [num_pages]; a view of the page table."""
-        return self._table[lease.row, : self._held[lease.row]]
+        """All pages of a lease in order, int32 [num_groups, num_pages]; a view of the page table. 0: a group with a
+        window has given the page back, or does not have it yet."""
+        return self._table[:, lease.row, : max(self._held[lease.row], self._reserved[lease.row])]
+
+    def entries(self, groups: Int32Array, rows: Int32Array, columns: Int32Array) -> TableEntries:
+        """What the page table has at these places now; [num_entries] each."""
+        return TableEntries(groups, rows, columns, self._table[groups, rows, columns])
 
     def num_private(self, lease: PageLease) -> int:
         """Pages of this lease alone; at least these become available when it ends."""
-        return int(self._held[lease.row]) - lease.num_shared
+        return int(np.count_nonzero(self.pages_of(lease)[:, lease.num_shared :]))
 
     def freed_pages(self, rows: IndexArray) -> Int64Array:
         """Pages that become available when each of these rows ends, estimated: all but those that were cached when it
         was admitted; int64 [num_rows]."""
-        return (self._held[rows] - self._matched[rows]).astype(np.int64)
+        held, matched = self._held[rows], self._matched[rows]
+        if not self.has_windows:
+            return (self._num_full * (held - matched)).astype(np.int64)
+        live = np.maximum(held - np.maximum(self._first[:, rows], matched), 0).sum(axis=0)
+        return (self._num_full * (np.maximum(held, self._reserved[rows]) - matched) + live).astype(np.int64)
+
+    def window_growth(self, rows: IndexArray, lengths: Int64Array) -> int:
+        """Pages of groups with windows that these rows will take on top of theirs on the way to these `lengths`."""
+        if not self.has_windows:
+            return 0
+        most = np.minimum(-(-lengths // self.page_size), self.groups.kept + 1)
+        return int(np.maximum(most - (self._held[rows] - self._first[:, rows]), 0).sum())
 
     def check(self, leases: Iterable[PageLease], in_passing: Int32Array = NO_INT32) -> None:
         """Raises AssertionError unless each page has exactly one owner.
@@ -204,7 +334,9 @@ class KVManager:
         """
         leases = list(leases)
         self._pool.check()
-        self._cache.check([lease.pin for lease in leases])
+        used = [self.pages_of(lease)[self._num_full :, : lease.num_shared].reshape(-1) for lease in leases]
+        in_use = np.concatenate(used) if used else NO_INT32
+        self._cache.check([lease.pin for lease in leases], in_use[in_use > 0])
         assert len({lease.row for lease in leases}) == len(leases), "two leases share a row"
         assert (self.covered == self._held * self.page_size).all(), "a row's pages and its room disagree"
         assert int((self._held > 0).sum()) == sum(1 for one in leases if self._held[one.row]), "pages without a lease"
@@ -212,12 +344,24 @@ class KVManager:
         cached = set(self._cache.pages().tolist())
         for lease in leases:
             assert not lease.released, "a lease that has ended is still in use"
+            assert lease.num_shared == self._shared[lease.row], "a lease and its row disagree"
             pages = self.pages_of(lease)
-            owned.append(pages[lease.num_shared :])
-            assert cached.issuperset(pages[: lease.num_shared].tolist()), "a shared page is not in the prefix cache"
+            assert (pages[: self._num_full] > 0).all(), "a group without a window has a hole"
+            for first, held in zip(self._first[:, lease.row], pages[self._num_full :], strict=True):
+                assert not held[:first].any(), "a page that was given back is in the page table"
+                assert (held[first : self._held[lease.row]] > 0).all(), "a page that is needed is missing"
+                assert not held[self._held[lease.row] :].any(), "a page that nobody took is in the page table"
+            owned.append(pages[:, lease.num_shared :].reshape(-1))
+            shared = pages[:, : lease.num_shared].reshape(-1)
+            assert cached.issuperset(shared[shared > 0].tolist()), "a shared page is not in the prefix cache"
         everywhere = np.concatenate(owned)
+        everywhere = everywhere[everywhere > 0]
         assert len(everywhere) == self.num_pages, "free + cached + leased differs from all pages"
         assert len(np.unique(everywhere)) == self.num_pages, "a page has two owners"
+
+    def _let_go(self, pages: Int32Array) -> None:
+        if self.has_windows:
+            self._cache.let_go(pages[pages > 0])
 
     def _take(self, count: int) -> Int32Array:
         missing = count - self._pool.num_free

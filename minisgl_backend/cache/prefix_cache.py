@@ -6,6 +6,8 @@ import abc
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
+import numpy as np
+
 from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.cache.changes import CacheChange
 
@@ -14,17 +16,27 @@ Pin = TypeVar("Pin")
 
 @dataclass(frozen=True, slots=True)
 class PrefixMatch(Generic[Pin]):
-    """Pages that hold the first `len(pages) * page_size` tokens of a prompt, pinned until `unpin(pin)`."""
+    """Pages that hold the first `num_pages * page_size` tokens of a prompt, pinned until `unpin(pin)` and, of groups
+    with windows, `let_go(pages)`."""
 
-    pages: Int32Array  # [num_matched_pages]
+    pages: (
+        Int32Array  # [num_groups, num_pages]; 0: the group does not have that page, and its next token does not see it
+    )
     pin: Pin
     salt: bytes = b""  # of the prompt
+
+    @property
+    def num_pages(self) -> int:
+        """Of one group."""
+        return self.pages.shape[1]
 
 
 class PrefixCache(abc.ABC, Generic[Pin]):
     """Maps token prefixes to pages that outlive their sequence. Everything counts in whole pages.
 
-    A pin protects the pages from the root to one node of the cache. A page of the cache is either pinned (some
+    Pages come by cache group, those of groups without a window first (`kv.groups`). A pin protects the pages of
+    these from the root to one node of the cache. Pages of groups with windows are pinned one by one, since their users
+    let them go one by one: they may be missing anywhere in a prefix. A page of the cache is either pinned (some
     sequence uses it) or evictable.
     """
 
@@ -42,16 +54,21 @@ class PrefixCache(abc.ABC, Generic[Pin]):
 
     @abc.abstractmethod
     def peek(self, token_ids: Int32Array, salt: bytes = b"") -> int:
-        """Pages that `match` would find; changes nothing, not even the eviction order."""
+        """Pages of each group that `match` would find; changes nothing, not even the eviction order."""
 
     @abc.abstractmethod
     def match(self, token_ids: Int32Array, salt: bytes = b"") -> PrefixMatch[Pin]:
-        """The longest cached prefix of `token_ids` (int32 [num_tokens]) in whole pages, pinned, of those that were
-        added with this salt."""
+        """The longest prefix of `token_ids` (int32 [num_tokens]) in whole pages, pinned, of those that were added with
+        this salt: that every group still has, as far as the token behind it can see."""
 
     @abc.abstractmethod
     def unpin(self, pin: Pin) -> None:
         """Ends a pin. Once for each pin."""
+
+    @abc.abstractmethod
+    def let_go(self, pages: Int32Array) -> None:
+        """Pages of groups with windows (int32 [num_pages]) that came from `match` or `extend` and that one user each
+        does not need any more; a page is listed once for each."""
 
     @abc.abstractmethod
     def extend(self, pin: Pin, token_ids: Int32Array, pages: Int32Array, salt: bytes = b"") -> PrefixMatch[Pin]:
@@ -59,14 +76,15 @@ class PrefixCache(abc.ABC, Generic[Pin]):
 
         Args:
             pin: consumed; the returned pin replaces it.
-            token_ids: int32 [len(pages) * page_size], the tokens after the pinned prefix.
-            pages: int32 [num_pages], where their keys and values are.
+            token_ids: int32 [num_pages * page_size], the tokens after the pinned prefix.
+            pages: int32 [num_groups, num_pages], where their keys and values are; 0 where a group with a window has
+                given its page back.
             salt: of the prompt that they begin or continue; prompts of different salts share no page.
 
         Returns:
-            the pages that the cache now holds for these tokens. Where they differ from `pages` the cache had the
-            tokens already, and the page handed in stays with the caller. Fewer than `pages` when the cache does not
-            keep the rest.
+            the pages that the cache now holds for these tokens, pinned, and 0 where `pages` is. Where they differ from
+            `pages` the cache had the tokens already, and the page handed in stays with the caller. Fewer than `pages`
+            when the cache does not keep the rest.
         """
 
     @abc.abstractmethod
@@ -78,8 +96,9 @@ class PrefixCache(abc.ABC, Generic[Pin]):
         return []
 
     @abc.abstractmethod
-    def check(self, pins: list[Pin]) -> None:
-        """Raises AssertionError unless every law of the structure holds; `pins` are all pins that are out."""
+    def check(self, pins: list[Pin], in_use: Int32Array = NO_INT32) -> None:
+        """Raises AssertionError unless every law of the structure holds; `pins` are all pins that are out, `in_use` the
+        pages of groups with windows that are, each once for each user."""
 
     @abc.abstractmethod
     def pages(self) -> Int32Array:
@@ -93,22 +112,28 @@ class NaiveCache(PrefixCache[None]):
     num_pages = 0
     num_evictable = 0
 
+    def __init__(self, num_groups: int = 1) -> None:
+        self._none = np.zeros((num_groups, 0), dtype=np.int32)
+
     def peek(self, token_ids: Int32Array, salt: bytes = b"") -> int:
         return 0
 
     def match(self, token_ids: Int32Array, salt: bytes = b"") -> PrefixMatch[None]:
-        return PrefixMatch(NO_INT32, None, salt)
+        return PrefixMatch(self._none, None, salt)
 
     def unpin(self, pin: None) -> None:
         pass
 
+    def let_go(self, pages: Int32Array) -> None:
+        pass
+
     def extend(self, pin: None, token_ids: Int32Array, pages: Int32Array, salt: bytes = b"") -> PrefixMatch[None]:
-        return PrefixMatch(NO_INT32, None)
+        return PrefixMatch(self._none, None, salt)
 
     def evict(self, count: int) -> Int32Array:
         return NO_INT32
 
-    def check(self, pins: list[None]) -> None:
+    def check(self, pins: list[None], in_use: Int32Array = NO_INT32) -> None:
         pass
 
     def pages(self) -> Int32Array:

@@ -4,6 +4,11 @@ The idea of a radix tree of KV pages is from SGLang (Zheng et al. 2024, "SGLang:
 Language Model Programs", section 3). Here an edge holds any number of whole pages; children are told apart by the
 tokens of their first page, so a node is split only on a page border. A salt is part of the key of a prompt's first
 page, and so keeps apart all that follows: there is one root, whatever salts there are.
+
+A node has the pages of every cache group. Those without a window have all of them, and a node leaves the tree from its
+end as these are evicted. Those with a window have holes (page 0) where a page was given back or evicted, which says
+nothing of the pages around it: a prefix is used as far as the token behind it finds all that it sees. Where no group is
+without a window, a node goes when nothing but holes is left of it.
 """
 
 from __future__ import annotations
@@ -16,6 +21,8 @@ import numpy as np
 from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored, page_hashes
 from minisgl_backend.cache.prefix_cache import PrefixCache, PrefixMatch
+from minisgl_backend.cache.window_pages import WindowPages
+from minisgl_backend.kv.groups import FULL, CacheGroups
 
 
 class RadixNode:
@@ -26,7 +33,7 @@ class RadixNode:
     def __init__(self, parent: RadixNode | None, token_ids: Int32Array, pages: Int32Array, serial: int) -> None:
         self.parent = parent  # None: the root, or a node that has left the tree
         self.token_ids = token_ids  # [num_pages * page_size]
-        self.pages = pages  # [num_pages]
+        self.pages = pages  # [num_groups, num_pages]; 0: a hole
         self.hashes: list[int] = []  # [num_pages], where changes are recorded
         self.salt = b""  # of the prompts that begin here
         self.children: dict[bytes, RadixNode] = {}  # by the salt and the tokens of the child's first page
@@ -34,60 +41,69 @@ class RadixNode:
         self.used_at = 0  # tick of the last match or unpin that went through here
         self.serial = serial  # breaks ties, so that the eviction order is the same in every run
 
+    @property
+    def num_pages(self) -> int:
+        return self.pages.shape[1]  # of each group, holes included
+
 
 class RadixCache(PrefixCache[RadixNode]):
     """See the module. A match costs the depth of the path plus one comparison of its tokens; evicting a leaf costs
     O(log n): the heap holds unpinned leaves, and entries that are no longer true are dropped when they surface."""
 
-    def __init__(self, page_size: int, *, record_changes: bool = False) -> None:
-        """`record_changes`: for `take_changes`, which then has to be called again and again."""
+    def __init__(
+        self, page_size: int, *, groups: CacheGroups | None = None, num_pages: int = 0, record_changes: bool = False
+    ) -> None:
+        """`num_pages`: ids of pages are 1 to so many; asked only of groups with windows. `record_changes`: for
+        `take_changes`, which then has to be called again and again."""
         self._page_size = page_size
+        self._groups = groups = groups or CacheGroups(FULL, page_size)
+        self._num_full = groups.num_full
+        self._windows = WindowPages(num_pages) if groups.num_windows else None
+        self._holders = np.empty(num_pages + 1, dtype=object)  # of pages of groups with windows: their nodes, by page
+        self._none: Int32Array = np.zeros((groups.num_groups, 0), dtype=np.int32)
         self._records = record_changes
         self._changes: list[CacheChange] = []
         self._serials = itertools.count()
-        self._root = RadixNode(None, NO_INT32, NO_INT32, next(self._serials))
+        self._root = RadixNode(None, NO_INT32, self._none, next(self._serials))
         self._tick = 0
         self._leaves: list[tuple[int, int, RadixNode]] = []  # heap of (used_at, serial, node), lazily cleaned
         self._num_nodes = 0
-        self._num_pages = 0
-        self._num_pinned = 0
+        self._num_columns = 0  # pages of one group without a window: in the tree,
+        self._num_pinned = 0  # and on pinned paths
 
     @property
     def num_pages(self) -> int:
-        return self._num_pages
+        full = self._num_full * self._num_columns
+        return full if self._windows is None else full + self._windows.num_pages
 
     @property
     def num_evictable(self) -> int:
-        return self._num_pages - self._num_pinned
+        full = self._num_full * (self._num_columns - self._num_pinned)
+        windows = self._windows
+        return full if windows is None else full + windows.num_pages - windows.num_pinned
 
     def peek(self, token_ids: Int32Array, salt: bytes = b"") -> int:
-        node, position, count = self._root, 0, len(token_ids) // self._page_size
-        while position < count:
-            child = node.children.get(self._key(node, token_ids, position, salt))
-            if child is None:
-                break
-            common = self._common_pages(child, token_ids, position)
-            position += common
-            if common < len(child.pages):
-                break
-            node = child
-        return position
+        return self._path(token_ids, salt)[1]
 
     def match(self, token_ids: Int32Array, salt: bytes = b"") -> PrefixMatch[RadixNode]:
         self._tick += 1
-        node, position, count = self._root, 0, len(token_ids) // self._page_size
+        path, end = self._path(token_ids, salt)
+        node, position = self._root, 0
         runs: list[Int32Array] = []
-        while position < count:
-            child = node.children.get(self._key(node, token_ids, position, salt))
-            if child is None:
+        for child in path:
+            if position == end:
                 break
-            common = self._common_pages(child, token_ids, position)
-            node = child if common == len(child.pages) else self._split(child, common)
+            node = child if position + child.num_pages <= end else self._split(child, end - position)
             node.used_at = self._tick
             runs.append(node.pages)
-            position += common
+            position += node.num_pages
         self._pin(node, self._root)
-        return PrefixMatch(np.concatenate(runs) if runs else NO_INT32, node, salt)
+        pages = np.concatenate(runs, axis=1) if runs else self._none
+        if self._windows is not None and runs:
+            seen = pages[self._num_full :]
+            seen[np.arange(end) < end - self._groups.needed] = 0
+            self._windows.pin(seen[seen > 0])
+        return PrefixMatch(pages, node, salt)
 
     def unpin(self, pin: RadixNode) -> None:
         self._tick += 1
@@ -97,66 +113,67 @@ class RadixCache(PrefixCache[RadixNode]):
             assert node.pins > 0, "a pin ends once"
             node.pins -= 1
             node.used_at = self._tick
+            parent = node.parent
             if node.pins == 0:
-                self._num_pinned -= len(node.pages)
+                self._num_pinned -= node.num_pages
                 if not node.children:
-                    self._push_leaf(node)
-            node = node.parent
+                    self._note_leaf(node)
+            node = parent
+
+    def let_go(self, pages: Int32Array) -> None:
+        if self._windows is not None and len(pages):
+            self._tick += 1
+            self._windows.let_go(pages, self._tick)
 
     def extend(
         self, pin: RadixNode, token_ids: Int32Array, pages: Int32Array, salt: bytes = b""
     ) -> PrefixMatch[RadixNode]:
         self._tick += 1
         node, position, runs = pin, 0, []
-        while position < len(pages):
+        count = pages.shape[1]
+        while position < count:
             key = self._key(node, token_ids, position, salt)
             child = node.children.get(key)
             if child is None:
-                child = self._add_leaf(node, key, token_ids[position * self._page_size :], pages[position:], salt)
-                common = len(child.pages)
+                child = self._add_leaf(node, key, token_ids[position * self._page_size :], pages[:, position:], salt)
+                common = child.num_pages
             else:
                 common = self._common_pages(child, token_ids, position)
-                if common < len(child.pages):
+                if common < child.num_pages:
                     child = self._split(child, common)
             child.used_at = self._tick
-            runs.append(child.pages)
+            runs.append(self._use(child, pages[:, position : position + common]))
             position += common
             node = child
         self._pin(node, pin)
-        return PrefixMatch(np.concatenate(runs) if runs else NO_INT32, node)
+        return PrefixMatch(np.concatenate(runs, axis=1) if runs else self._none, node, salt)
 
     def evict(self, count: int) -> Int32Array:
         evicted: list[Int32Array] = []
         missing = count
-        while missing > 0 and self._leaves:
-            used_at, _, node = self._leaves[0]
-            if node.parent is None or node.pins or node.children or node.used_at != used_at:
-                heapq.heappop(self._leaves)
-                continue
-            kept = max(len(node.pages) - missing, 0)  # the end of a long leaf goes first: its prefix stays useful
-            evicted.append(node.pages[kept:])
-            missing -= len(node.pages) - kept
-            self._num_pages -= len(node.pages) - kept
-            if self._records:
-                self._changes.append(PagesRemoved(node.hashes[kept:]))
-                del node.hashes[kept:]
-            if kept:
-                node.pages = node.pages[:kept]
-                node.token_ids = node.token_ids[: kept * self._page_size]
+        while missing > 0:
+            leaf = self._oldest_leaf()
+            since = self._windows.oldest() if self._windows is not None else None
+            if since is not None and (leaf is None or since <= leaf.used_at):
+                pages = self._punch(missing)
+            elif leaf is not None:
+                pages = self._shorten(leaf, missing)
             else:
-                heapq.heappop(self._leaves)
-                self._remove_leaf(node)
+                break
+            evicted.append(pages)
+            missing -= len(pages)
         return np.concatenate(evicted) if evicted else NO_INT32
 
     def pages(self) -> Int32Array:
         runs = [node.pages for node in self._nodes()]
-        return np.concatenate(runs) if runs else NO_INT32
+        pages = np.concatenate(runs, axis=1) if runs else self._none
+        return pages[pages > 0]
 
     def take_changes(self) -> list[CacheChange]:
         changes, self._changes = self._changes, []
         return changes
 
-    def check(self, pins: list[RadixNode]) -> None:
+    def check(self, pins: list[RadixNode], in_use: Int32Array = NO_INT32) -> None:
         expected: dict[int, int] = {}
         for pin in pins:
             node: RadixNode | None = pin
@@ -167,16 +184,131 @@ class RadixCache(PrefixCache[RadixNode]):
         nodes = self._nodes()
         listed = {entry[2].serial for entry in self._leaves if entry[2].used_at == entry[0]}
         for node in nodes:
-            assert len(node.pages) > 0, "an edge without pages"
-            assert len(node.token_ids) == len(node.pages) * self._page_size, "an edge's tokens do not fill its pages"
+            assert node.num_pages > 0, "an edge without pages"
+            assert len(node.token_ids) == node.num_pages * self._page_size, "an edge's tokens do not fill its pages"
+            assert (node.pages[: self._num_full] > 0).all(), "a hole where there is no window"
             assert node.pins == expected.get(node.serial, 0), "a node's pins differ from the pins that are out"
             assert node.parent is not None, "a node in the tree has no parent"
             assert node.parent.children.get(self._own_key(node)) is node, "a child is filed under a wrong key"
-            assert node.children or node.pins or node.serial in listed, "an evictable leaf is not in the heap"
+            if not node.children and not node.pins:
+                assert node.pages.any(), "a leaf of holes"
+                assert not self._num_full or node.serial in listed, "an evictable leaf is not in the heap"
+            for page in node.pages[self._num_full :].flat:
+                assert not page or self._holders[page] is node, "a page and its node disagree"
         pages = self.pages()
-        assert len(np.unique(pages)) == len(pages) == self._num_pages, "a page is in the tree twice or miscounted"
-        assert sum(len(node.pages) for node in nodes if node.pins) == self._num_pinned, "pinned pages are miscounted"
+        assert len(np.unique(pages)) == len(pages) == self.num_pages, "a page is in the tree twice or miscounted"
+        assert sum(node.num_pages for node in nodes) == self._num_columns, "pages are miscounted"
+        assert sum(node.num_pages for node in nodes if node.pins) == self._num_pinned, "pinned pages are miscounted"
         assert len(nodes) == self._num_nodes, "nodes are miscounted"
+        if self._windows is not None:
+            runs = [node.pages[self._num_full :].reshape(-1) for node in nodes]
+            held = np.concatenate(runs) if runs else NO_INT32
+            self._windows.check(held[held > 0], in_use)
+
+    def _path(self, token_ids: Int32Array, salt: bytes) -> tuple[list[RadixNode], int]:
+        """The nodes that hold a beginning of `token_ids`, and how many of their pages can be used."""
+        path: list[RadixNode] = []
+        node, position, count = self._root, 0, len(token_ids) // self._page_size
+        while position < count:
+            child = node.children.get(self._key(node, token_ids, position, salt))
+            if child is None:
+                break
+            common = self._common_pages(child, token_ids, position)
+            path.append(child)
+            position += common
+            if common < child.num_pages:
+                break
+            node = child
+        if self._windows is not None and path:
+            return path, self._usable(np.concatenate([node.pages for node in path], axis=1)[:, :position])
+        return path, position
+
+    def _usable(self, pages: Int32Array) -> int:
+        """The longest prefix of a path's pages behind which a token finds all that it sees."""
+        seen, columns = pages[self._num_full :], np.arange(pages.shape[1], dtype=np.int32)
+        last_hole = np.maximum.accumulate(np.where(seen == 0, columns, -1), axis=1)
+        ends = np.flatnonzero((last_hole <= columns - self._groups.needed).all(axis=0))
+        return int(ends[-1]) + 1 if len(ends) else 0
+
+    def _use(self, node: RadixNode, own: Int32Array) -> Int32Array:
+        """What `extend` returns for one node, whose tokens are in the pages `own` too."""
+        if self._windows is None:
+            return node.pages
+        theirs, own = node.pages[self._num_full :], own[self._num_full :]
+        fills = (theirs == 0) & (own > 0)
+        if fills.any():
+            theirs[fills] = own[fills]
+            self._hold(node, own[fills])
+        kept = np.where(own > 0, theirs, 0)
+        self._windows.pin(kept[kept > 0])
+        return np.concatenate([node.pages[: self._num_full], kept])
+
+    def _hold(self, node: RadixNode, pages: Int32Array) -> None:
+        """Pages of groups with windows that are new in the cache."""
+        assert self._windows is not None, "pages of groups with windows"
+        self._holders[pages] = node
+        self._windows.add(pages)
+
+    def _oldest_leaf(self) -> RadixNode | None:
+        """The leaf to be evicted next, the first of the heap."""
+        while self._leaves:
+            used_at, _, node = self._leaves[0]
+            if node.parent is not None and not node.pins and not node.children and node.used_at == used_at:
+                return node
+            heapq.heappop(self._leaves)
+        return None
+
+    def _shorten(self, leaf: RadixNode, missing: int) -> Int32Array:
+        """Evicts the end of a leaf, the first of the heap: its prefix stays useful."""
+        size = leaf.num_pages
+        kept = max(size - -(-missing // self._num_full), 0)
+        evicted = leaf.pages[:, kept:].reshape(-1)
+        if self._windows is not None:
+            ends = leaf.pages[self._num_full :, kept:]
+            self._windows.forget(ends[ends > 0])
+            evicted = evicted[evicted > 0]
+        self._num_columns -= size - kept
+        if self._records:
+            self._changes.append(PagesRemoved(leaf.hashes[kept:]))
+            del leaf.hashes[kept:]
+        if kept:
+            leaf.pages = leaf.pages[:, :kept]
+            leaf.token_ids = leaf.token_ids[: kept * self._page_size]
+        else:
+            heapq.heappop(self._leaves)
+            parent = leaf.parent
+            self._remove_leaf(leaf)
+            if parent is not None and parent is not self._root and not parent.children and not parent.pins:
+                self._note_leaf(parent)
+        return evicted
+
+    def _punch(self, missing: int) -> Int32Array:
+        """Evicts pages of groups with windows, wherever they are."""
+        assert self._windows is not None, "there are such groups"
+        evicted = rest = self._windows.take_oldest(missing)
+        while len(rest):
+            node: RadixNode = self._holders[rest[0]]
+            windows = node.pages[self._num_full :]
+            hit = np.isin(windows, rest)
+            rest = rest[~np.isin(rest, windows[hit])]
+            windows[hit] = 0
+            if not self._num_full and not node.children and not node.pins:
+                self._note_leaf(node)
+        return evicted
+
+    def _note_leaf(self, node: RadixNode) -> None:
+        """A node has neither children nor pins any more."""
+        if self._num_full:
+            self._push_leaf(node)
+            return
+        while node is not self._root and not (node.children or node.pins or node.pages.any()):
+            parent = node.parent
+            assert parent is not None, "the way up ends at the root"
+            self._num_columns -= node.num_pages
+            if self._records:
+                self._changes.append(PagesRemoved(node.hashes))
+            self._remove_leaf(node)
+            node = parent
 
     def _key(self, parent: RadixNode, token_ids: Int32Array, page: int, salt: bytes) -> bytes:
         """What a child of `parent` that begins with this page is filed under."""
@@ -189,7 +321,7 @@ class RadixCache(PrefixCache[RadixNode]):
 
     def _common_pages(self, node: RadixNode, token_ids: Int32Array, page: int) -> int:
         """Whole pages that the edge shares with `token_ids` from `page` on; the first one is known to be equal."""
-        if len(node.pages) == 1:
+        if node.num_pages == 1:
             return 1
         start = page * self._page_size
         size = min(len(node.token_ids), (len(token_ids) - start) // self._page_size * self._page_size)
@@ -204,11 +336,14 @@ class RadixCache(PrefixCache[RadixNode]):
         """
         assert node.parent is not None, "the root has no edge to split"
         border = count * self._page_size
-        upper = RadixNode(node.parent, node.token_ids[:border], node.pages[:count], next(self._serials))
+        upper = RadixNode(node.parent, node.token_ids[:border], node.pages[:, :count], next(self._serials))
         upper.pins, upper.used_at, upper.salt = node.pins, node.used_at, node.salt
         upper.hashes, node.hashes = node.hashes[:count], node.hashes[count:]
         node.parent.children[self._own_key(upper)] = upper
-        node.parent, node.token_ids, node.pages = upper, node.token_ids[border:], node.pages[count:]
+        node.parent, node.token_ids, node.pages = upper, node.token_ids[border:], node.pages[:, count:]
+        if self._windows is not None:
+            moved = upper.pages[self._num_full :]
+            self._holders[moved[moved > 0]] = upper
         node.salt = b""
         upper.children[self._own_key(node)] = node
         self._num_nodes += 1
@@ -226,7 +361,10 @@ class RadixCache(PrefixCache[RadixNode]):
             leaf.hashes = page_hashes(before, leaf.token_ids, self._page_size, leaf.salt)
             self._changes.append(PagesStored(list(leaf.hashes), before, leaf.token_ids, leaf.salt))
         self._num_nodes += 1
-        self._num_pages += len(pages)
+        self._num_columns += leaf.num_pages
+        if self._windows is not None:
+            held = leaf.pages[self._num_full :]
+            self._hold(leaf, held[held > 0])
         return leaf
 
     def _remove_leaf(self, node: RadixNode) -> None:
@@ -235,14 +373,12 @@ class RadixCache(PrefixCache[RadixNode]):
         del parent.children[self._own_key(node)]
         node.parent = None
         self._num_nodes -= 1
-        if parent is not self._root and not parent.children and not parent.pins:
-            self._push_leaf(parent)
 
     def _pin(self, node: RadixNode, end: RadixNode) -> None:
         """One more pin on every node from `node` up to, not including, its ancestor `end`."""
         while node is not end:
             if node.pins == 0:
-                self._num_pinned += len(node.pages)
+                self._num_pinned += node.num_pages
             node.pins += 1
             assert node.parent is not None, "the way up ends at the pinned ancestor"
             node = node.parent

@@ -291,7 +291,9 @@ def _limits(
     )
     pages, longest = runner.num_pages, runtime.max_prefill_length
     limits = _scheduler_limits(runtime.config, model, runtime.page_size, pages, runtime.max_seq_len, longest, mixed)
-    return dataclasses.replace(limits, backlog=backlog, sparse_step_sizes=runner.sparse_step_sizes)
+    return dataclasses.replace(
+        limits, backlog=backlog, sparse_step_sizes=runner.sparse_step_sizes, windows=runner.cache_windows
+    )
 
 
 def _scheduler_limits(

@@ -38,6 +38,7 @@ class _Step(msgspec.Struct, frozen=True, array_like=True):
     decode_lengths: bytes
     decode_uids: bytes
     cleared_pages: bytes
+    page_groups: bytes
     is_retry: bool
     graph_size: int
     resamples: bool
@@ -67,6 +68,7 @@ def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
             decode_lengths=_int32(plan.decode_lengths),
             decode_uids=plan.decode_uids.astype(np.int64, copy=False).tobytes(),
             cleared_pages=_int32(plan.cleared_pages),
+            page_groups=_int32(plan.page_groups),
             is_retry=plan.is_retry,
             graph_size=decisions.graph_size,
             resamples=decisions.resamples,
@@ -105,6 +107,7 @@ def _plan_of(plan: _Step) -> StepPlan:
         decode_lengths=_array(plan.decode_lengths),
         decode_uids=np.frombuffer(plan.decode_uids, dtype=np.int64),
         cleared_pages=_array(plan.cleared_pages),
+        page_groups=_array(plan.page_groups),
         is_retry=plan.is_retry,
     )
 

@@ -97,8 +97,10 @@ def attention_spec(
         )
         for kind in dict.fromkeys(kinds)
     )
+    windows = {kind.window for kind in kinds}
     return AttentionSpec(
         groups=groups,
+        cache_windows=tuple(windows) if len(windows) == 1 else (None,),
         page_size=page_size,
         max_seq_len=max_seq_len,
         max_rows=max_rows,

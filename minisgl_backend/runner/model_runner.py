@@ -123,6 +123,11 @@ class ModelRunner:
         return self._pool.num_pages
 
     @property
+    def cache_windows(self) -> tuple[int | None, ...]:
+        """Of each cache group, in tokens; None: all tokens are kept."""
+        return self.attention.spec.cache_windows
+
+    @property
     def sparse_step_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens, ascending, that long steps with a prefill part are captured for; () where none is."""
         return self._pieces.sparse_sizes if self._pieces else ()

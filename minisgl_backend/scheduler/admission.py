@@ -28,12 +28,18 @@ class Forecast:
     Args:
         remaining: tokens that each will still produce, [num_running].
         freed: pages that each gives back at its end, of those that it holds now, [num_running].
+        num_full: cache groups that grow with every token.
+        window_growth: pages that all together will take of groups with windows.
     """
 
-    def __init__(self, remaining: Int64Array, freed: Int64Array, page_size: int) -> None:
+    def __init__(
+        self, remaining: Int64Array, freed: Int64Array, page_size: int, num_full: int = 1, *, window_growth: int = 0
+    ) -> None:
         self._growth = -(-remaining // page_size)
         self._freed = freed
         self._page_size = page_size
+        self._num_full = num_full
+        self._window_growth = window_growth
         self._sum = int(self._growth.sum())
         self._started: list[tuple[int, int]] = []  # growth and freed pages of those admitted since
 
@@ -50,7 +56,8 @@ class Forecast:
         self._started.append((growth, new_pages))
         self._sum += growth
         # The sum is the peak if no page comes back meanwhile: most often it is enough of an answer.
-        if new_pages + self._sum <= available or new_pages + self._peak() <= available:
+        new_pages += self._window_growth
+        if new_pages + self._num_full * self._sum <= available or new_pages + self._peak() <= available:
             return True
         self._started.pop()
         self._sum -= growth
@@ -64,7 +71,7 @@ class Forecast:
         order = np.argsort(growth, kind="stable")
         alive = np.arange(len(order), 0, -1)
         given_back = np.cumsum(freed[order]) - freed[order]
-        return int((alive * growth[order] - given_back).max(initial=0))
+        return int((self._num_full * alive * growth[order] - given_back).max(initial=0))
 
 
 class AdmissionControl:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from minisgl_backend.kv.groups import FULL
 from minisgl_backend.step import Backlog
 
 
@@ -12,7 +13,7 @@ class SchedulerLimits:
     """Units are tokens, pages and sequences."""
 
     page_size: int
-    num_pages: int
+    num_pages: int  # of the one pool of all cache groups
     max_seq_len: int
     max_running_requests: int
     max_waiting_requests: int
@@ -20,6 +21,7 @@ class SchedulerLimits:
     mixed_prefill_length: int
     backlog: Backlog | None = None  # None: steps that also decode always have mixed_prefill_length
     tile_tokens: int = 1  # GEMMs round a step's tokens up to a multiple of this: budgets of two and more fill it
+    windows: tuple[int | None, ...] = FULL  # of each cache group, in tokens, those without one first
     cache_type: str = "radix"
     record_cache_changes: bool = False  # they are taken all the time
     schedule_policy: str = "fcfs"

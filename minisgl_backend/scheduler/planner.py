@@ -14,7 +14,7 @@ from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import ends_early, limit_of
 from minisgl_backend.scheduler.running import RunningSet
-from minisgl_backend.scheduler.sequence import Sequence
+from minisgl_backend.scheduler.sequence import Sequence, SequenceState
 from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 from minisgl_backend.step import StepPlan
 
@@ -56,7 +56,7 @@ class Planner:
 
     def plan(self, step: int) -> StepPlan | None:
         """The step with this number, or None when nothing can run now."""
-        builder = StepPlanBuilder()
+        builder = StepPlanBuilder(self._running.kv.groups.num_groups)
         self._admits = True
         if self._shares is not None:
             self._make_way(self._shares)
@@ -108,7 +108,13 @@ class Planner:
         if not keep.all():
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
         short = np.flatnonzero(lengths > running.kv.covered.take(index))
-        if len(short) and len(short) > running.kv.num_available:
+        if running.kv.has_windows and len(short):
+            # Where a row's next token begins a page, others are out of its windows: also out of that of the token
+            # before.
+            gone = running.kv.trim(index[short], (lengths[short] - 1) // np.int32(self._limits.page_size))
+            if gone is not None:
+                builder.write_entries(gone)
+        if len(short) and len(short) * running.kv.groups.num_groups > running.kv.num_available:
             keep = self._make_room(index, short)
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
             short = np.flatnonzero(lengths > running.kv.covered.take(index))
@@ -123,18 +129,18 @@ class Planner:
 
         Returns which of `index` can be planned now, bool [num_rows]: the others are preempted or wait a step.
         """
-        running = self._running
+        running, num_groups = self._running, self._running.kv.groups.num_groups
         needing = index[short]
         while True:
             needing = needing[running.rows.active[needing]]
-            if len(needing) <= running.kv.num_available + running.num_releasing_pages():
+            if len(needing) * num_groups <= running.kv.num_available + running.num_releasing_pages():
                 break
             active = running.active()
             if len(active) <= 1:
                 break  # only pages in flight are missing
             self._preempt(max(active, key=_preempted_first))
         served = sorted((running.rows.sequences[row] for row in needing), key=_preempted_first)  # type: ignore[type-var]
-        waiting = [one.row for one in served[running.kv.num_available :] if one is not None]
+        waiting = [one.row for one in served[running.kv.num_available // num_groups :] if one is not None]
         keep = running.rows.active[index]
         keep[np.isin(index, waiting)] = False
         return keep
@@ -158,7 +164,7 @@ class Planner:
         if not victims or head is None:
             return
         # Each of them is for one sequence like the head; those that there is room for need none.
-        self._forecast, pages, fitting = None, running.kv.pages_for(len(head.token_ids)), 0
+        self._forecast, pages, fitting = None, running.kv.groups.pages_of_row(len(head.token_ids)), 0
         while fitting < min(len(victims), running.rows.num_free) and self._fits(head, pages, pages * fitting):
             fitting += 1
         if fitting:
@@ -172,10 +178,14 @@ class Planner:
         """Chunked prefill: goes on with prompts that have begun, then admits, while the budget lasts."""
         running = self._running
         for sequence in list(running.prefilling):
+            if sequence.state is not SequenceState.RUNNING:
+                continue  # another one took its pages
             start = int(running.rows.planned[sequence.row])
             end = self._chunk_end(start, len(sequence.token_ids), budget, builder)
             if end == start:
                 return
+            if running.kv.has_windows and (end := self._within_pages(sequence, start, end)) == start:
+                continue
             running.plan_chunk(sequence, end, step, builder)
             budget -= end - start
         if budget > 0 and self._may_admit():
@@ -186,6 +196,20 @@ class Planner:
         if start + budget >= total:
             return total
         return start + budget if not builder.has_prefill or budget >= MIN_LATER_CHUNK else start
+
+    def _within_pages(self, sequence: Sequence, start: int, end: int) -> int:
+        """Where a chunk ends for which there are pages of groups with windows; `start` where it waits for some.
+
+        Where there is none for a single token, those that were admitted later give theirs.
+        """
+        running, kv, needed = self._running, self._running.kv, self._running.kv.groups.num_windows
+        while True:
+            if (reached := min(end, kv.reach(sequence.row))) > start:
+                return reached
+            victim = max(running.active(), key=_preempted_first)
+            if victim is sequence or kv.num_available + running.num_releasing_pages() >= needed:
+                return start
+            self._preempt(victim)
 
     def _may_admit(self) -> bool:
         """Whether an admission can succeed: a sequence waits for a free row, and pages or the queue have changed since
@@ -202,10 +226,10 @@ class Planner:
             sequence = self._queue.head()
             if sequence is None:
                 return
-            start = self._try_start(builder, sequence, budget)
-            if start is None:
+            chunk = self._try_start(builder, sequence, budget)
+            if chunk is None:
                 return
-            end = self._chunk_end(start, len(sequence.token_ids), budget, builder)
+            start, end = chunk
             running.plan_chunk(sequence, end, step, builder)
             budget -= end - start
 
@@ -214,28 +238,35 @@ class Planner:
             self._shares.note_running(self._running.active())
         self._queue.begin_round(self.num_admissions)
 
-    def _try_start(self, builder: StepPlanBuilder, sequence: Sequence, budget: int) -> int | None:
-        """Starts the head of the queue; returns its cached tokens, or None where it cannot or should not start now."""
-        running, tokens = self._running, sequence.token_ids
+    def _try_start(self, builder: StepPlanBuilder, sequence: Sequence, budget: int) -> tuple[int, int] | None:
+        """Starts the head of the queue; returns its cached tokens and where its first chunk ends, or None where it
+        cannot or should not start now."""
+        running, tokens, kv = self._running, sequence.token_ids, self._running.kv
         # The last token is always computed, since its hidden state is needed.
         usable = tokens[:-1] if sequence.reads_cache else tokens[:0]
-        match = running.kv.match(usable, sequence.params.cache_salt)
-        cached = len(match.pages) * self._limits.page_size
-        too_short = self._chunk_end(cached, len(tokens), budget, builder) == cached
-        if too_short or not self._fits(sequence, running.kv.pages_for(len(tokens)) - len(match.pages)):
-            running.kv.unmatch(match)
+        match = kv.match(usable, sequence.params.cache_salt)
+        cached = match.num_pages * self._limits.page_size
+        end = self._chunk_end(cached, len(tokens), budget, builder)
+        if kv.has_windows and not running.num_active:  # whatever fits starts
+            end = min(end, kv.first_reach(match, len(tokens)))
+            new_pages = kv.pages_to_take(match, len(tokens), end)
+        else:
+            new_pages = kv.pages_to_start(match, len(tokens), end)
+        too_short = end <= cached
+        if too_short or not self._fits(sequence, new_pages):
+            kv.unmatch(match)
             if not too_short:  # else the next step's budget may be enough
-                self._refused_at = (running.kv.version, self._queue.version)
+                self._refused_at = (kv.version, self._queue.version)
             return None
         self._queue.remove(sequence)
         if not sequence.resumed and sequence.tells_prompt:  # what siblings share is no hit of the cache
             self.prompt_tokens += sequence.prompt_len
             self.cached_tokens += cached
-        running.start(sequence, match, self.num_admissions, builder)
+        running.start(sequence, match, end, self.num_admissions, builder)
         if self._shares is not None:
             self._shares.note_admitted(sequence.tenant, sequence.row, len(tokens) - cached, self.num_admissions)
         self.num_admissions += 1
-        return cached
+        return cached, end
 
     def _fits(self, sequence: Sequence, new_pages: int, promised: int = 0) -> bool:
         """Whether pages for the prompt are there now, and the expected growth of all can probably be met later.
@@ -266,7 +297,11 @@ class Planner:
         remaining = self._admission.expected_remaining(
             state.admission[index], total - prompt, limit - total, state.ends_early[index]
         )
-        return Forecast(remaining, self._running.kv.freed_pages(index), self._limits.page_size)
+        kv = self._running.kv
+        growth = kv.window_growth(index, total + remaining)
+        return Forecast(
+            remaining, kv.freed_pages(index), self._limits.page_size, kv.groups.num_full, window_growth=growth
+        )
 
 
 def _preempted_first(sequence: Sequence) -> tuple[int, int]:

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, NO_INT64, IndexArray, Int32Array, Int64Array
-from minisgl_backend.cache.kv_manager import KVManager
+from minisgl_backend.cache.kv_manager import KVManager, TableEntries
 from minisgl_backend.cache.prefix_cache import PrefixMatch
+from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
 from minisgl_backend.scheduler.rows import RowState
@@ -26,11 +27,12 @@ class RunningSet:
 
     def __init__(self, limits: SchedulerLimits, queue: WaitingQueue) -> None:
         max_rows = limits.max_running_requests
-        self.max_length = min(limits.max_seq_len, limits.num_pages * limits.page_size)
+        groups = CacheGroups(limits.windows, limits.page_size)
+        self.max_length = groups.max_length(limits.num_pages, limits.max_seq_len)
         self.rows = RowState(max_rows, self.max_length, limits.eos_token_ids)
         self.kv = KVManager(
             limits.num_pages,
-            limits.page_size,
+            groups,
             max_rows,
             -(-self.max_length // limits.page_size),
             limits.cache_type,
@@ -43,8 +45,8 @@ class RunningSet:
         self._queue = queue
         self._decode_index: IndexArray = np.empty(0, dtype=np.intp)  # rows whose prompt is planned, oldest first
         self._decode_arrays: tuple[Int32Array, Int64Array] | None = (NO_INT32, NO_INT64)  # None: out of date
-        # Columns of a row's page table and their new pages: the next plan tells the runner.
-        self._swaps: list[tuple[Sequence, Int32Array, Int32Array]] = []
+        # Entries of a sequence's page table that have changed: the next plan tells the runner.
+        self._changed: list[tuple[Sequence, TableEntries]] = []
         self._retiring: list[tuple[int, Int32Array]] = []  # (step after which they are free, pages)
         # Pages that failed sequences have left, which may hold NaN: the next plan has them set to zero, whether they
         # are free by then or handed out again.
@@ -72,16 +74,20 @@ class RunningSet:
         """Sequences that can be planned, by row."""
         return [one for one in self.rows.sequences if one is not None and one.state is SequenceState.RUNNING]
 
-    def start(self, sequence: Sequence, match: PrefixMatch[Any], admission: int, builder: StepPlanBuilder) -> None:
-        """Gives a waiting sequence a row and pages for all its tokens, and tells the builder."""
+    def start(
+        self, sequence: Sequence, match: PrefixMatch[Any], chunk_end: int, admission: int, builder: StepPlanBuilder
+    ) -> None:
+        """Gives a waiting sequence a row, pages for all its tokens, of groups with windows for those up to
+        `chunk_end`, and tells the builder."""
         tokens = sequence.token_ids
-        cached = len(match.pages) * self.kv.page_size
+        cached = match.num_pages * self.kv.page_size
         row = self.rows.occupy(sequence, admission, cached)
-        lease = self.kv.acquire(row, match, len(tokens))
+        lease = self.kv.acquire(row, match, len(tokens), chunk_end)
         sequence.admit(row, lease, admission, cached)
         self.prefilling.append(sequence)
-        pages = self.kv.pages_of(lease).copy()
-        builder.write_pages(row, np.arange(len(pages), dtype=np.int32), pages)
+        pages = self.kv.pages_of(lease)
+        columns = np.arange(pages.shape[1], dtype=np.int32)
+        builder.write_pages(np.full(len(columns), row, dtype=np.int32), columns, pages.flatten())
         params, pooling = sequence.params, sequence.pooling
         builder.admit(AdmittedRow(row, sequence.uid, params, sequence.prompt_len, tokens, cached, pooling))
 
@@ -89,6 +95,8 @@ class RunningSet:
         """Plans the prompt tokens up to `end`; behind the chunk that ends the prompt the row decodes, if it samples."""
         row, tokens = sequence.row, sequence.token_ids
         start, is_last = int(self.rows.planned[row]), end == len(tokens)
+        if self.kv.has_windows and (entries := self.kv.grow(row, end)) is not None:
+            builder.write_entries(entries)
         builder.add_chunk(PrefillChunk(row, start, tokens[start:end], sequence.wants(start, end)))
         self.rows.plan_chunk(row, end, step)
         if is_last:
@@ -127,11 +135,15 @@ class RunningSet:
         """Makes the full pages of the first `num_tokens` tokens, all committed, known to the prefix cache."""
         assert sequence.lease is not None, "a running sequence has a lease"
         swap = self.kv.publish(sequence.lease, self.rows.token_ids[sequence.row, :num_tokens])
-        if swap is None:
-            return
-        self._swaps.append((sequence, swap.columns, swap.new))
-        # A plan made before this commit still reads the old pages. What is planned from now on reads the new ones.
-        self._retiring.append((last_planned, swap.old))
+        if swap is not None:
+            self._changed.append((sequence, swap.entries))
+            # A plan made before this commit still reads the old pages. What is planned from now on reads the new ones.
+            self._retiring.append((last_planned, swap.old))
+        if self.kv.has_windows:
+            column = np.array([num_tokens // self.kv.page_size], dtype=np.int32)
+            gone = self.kv.trim(np.array([sequence.row]), column)
+            if gone is not None:
+                self._changed.append((sequence, gone))
 
     def commit(self, step: int) -> None:
         """A step has been committed: frees what was kept for it alone."""
@@ -147,9 +159,9 @@ class RunningSet:
 
     def send_page_changes(self, builder: StepPlanBuilder) -> None:
         """Tells the runner of pages that were exchanged, or must be set to zero, since the last plan."""
-        for sequence, columns, pages in self._swaps:
-            builder.write_pages(sequence.row, columns, pages)
-        self._swaps = []
+        if self._changed:
+            builder.write_older_entries([entries for _, entries in self._changed])
+            self._changed = []
         if self._to_zero:
             builder.zero_pages(np.unique(np.concatenate(self._to_zero)))
             self._to_zero = []
@@ -161,13 +173,14 @@ class RunningSet:
             self._to_zero.append(plan.cleared_pages)
         goes_on = self.rows.active[plan.page_rows]
         for row in np.unique(plan.page_rows[goes_on]):
-            sequence, entries = self.rows.sequences[row], plan.page_rows == row
+            sequence, index = self.rows.sequences[row], np.flatnonzero(plan.page_rows == row)
             assert sequence is not None, "an active row has a sequence"
-            self._swaps.append((sequence, plan.page_columns[entries], plan.page_ids[entries]))
+            groups = plan.page_groups[index] if len(plan.page_groups) else np.zeros(len(index), dtype=np.int32)
+            self._changed.append((sequence, self.kv.entries(groups, plan.page_rows[index], plan.page_columns[index])))
 
     def check(self) -> None:
         """Raises AssertionError unless every law of rows, leases and pages holds."""
-        rows, page_size = self.rows, self.kv.page_size
+        rows = self.rows
         present = [one for one in rows.sequences if one is not None]
         leases = [one.lease for one in present if one.lease is not None]
         assert len(leases) == len(present), "a row without a lease"
@@ -179,8 +192,7 @@ class RunningSet:
             assert bool(rows.active[row]) == active, "a flag and a state disagree"
             assert bool(rows.ended[row]) == (one.state is SequenceState.ENDED), "a flag and a state disagree"
             assert one.lease is not None, "a row without a lease"
-            num_pages = len(self.kv.pages_of(one.lease))
-            assert num_pages * page_size >= int(rows.planned[row]), "a planned token has no page"
+            assert int(self.kv.covered[row]) >= int(rows.planned[row]), "a planned token has no page"
             assert (one in self.releasing) != active, "a sequence is released when it is not active"
             lists = [one in self.prefilling, one in self.awaiting, bool((self._decode_index == row).any())]
             assert sum(lists) == active, "an active sequence prefills, awaits or decodes, another does none of it"
@@ -207,7 +219,7 @@ class RunningSet:
         freed = self.kv.release(sequence.lease, tokens[:computed])
         if sequence.failed:
             self._to_zero.append(freed)
-        self._swaps = [entry for entry in self._swaps if entry[0] is not sequence]
+        self._changed = [entry for entry in self._changed if entry[0] is not sequence]
         rows.vacate(sequence)
         if sequence.state is SequenceState.PREEMPTED:
             sequence.requeue(tokens.copy())

@@ -263,10 +263,11 @@ class Scheduler:
         if chunk.row in result.pooled:
             sequence.add_pooled(result.pooled[chunk.row])
         is_last = chunk.samples if sequence.pooling is None else chunk.end == sequence.prompt_len
+        # With windows each chunk is published, since its first pages go before the prompt ends.
+        if sequence.state is SequenceState.RUNNING and (is_last or self._running.kv.has_windows):
+            self._running.publish(sequence, chunk.end, self._next_step - 1)
         if not is_last:
             return
-        if sequence.state is SequenceState.RUNNING:
-            self._running.publish(sequence, chunk.end, self._next_step - 1)
         if sequence.pooling is not None:
             self._end_pooled(sequence)
             return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, NO_INT64, Int32Array, Int64Array
+from minisgl_backend.cache.kv_manager import TableEntries
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan
 
 
@@ -17,19 +18,24 @@ class StepPlanBuilder:
         "_decode_lengths",
         "_decode_rows",
         "_decode_uids",
+        "_groups",
+        "_num_groups",
         "_page_ids",
         "_pages_to_zero",
         "_prefill",
         "_rows",
     )
 
-    def __init__(self) -> None:
+    def __init__(self, num_groups: int = 1) -> None:
+        """`num_groups`: cache groups of the model."""
+        self._num_groups = num_groups
         self._admitted: list[AdmittedRow] = []
         self._prefill: list[PrefillChunk] = []
         self._decode_rows: Int32Array = NO_INT32
         self._decode_lengths: Int32Array = NO_INT32
         self._decode_uids: Int64Array = NO_INT64
         self._pages_to_zero: Int32Array = NO_INT32
+        self._groups: list[Int32Array] = []  # with several groups
         self._rows: list[Int32Array] = []
         self._columns: list[Int32Array] = []
         self._page_ids: list[Int32Array] = []
@@ -60,16 +66,44 @@ class StepPlanBuilder:
         """Pages to be set to zero before anything of the step is written, int32 [num_pages]."""
         self._pages_to_zero = pages
 
-    def write_pages(self, rows: Int32Array | int, columns: Int32Array, page_ids: Int32Array) -> None:
-        """Entries of the page table; `rows` is one row or one for each entry. No entry is written twice in a step."""
-        self._rows.append(np.full(len(columns), rows, dtype=np.int32) if isinstance(rows, int) else rows)
+    def write_pages(self, rows: Int32Array, columns: Int32Array, page_ids: Int32Array) -> None:
+        """New entries of the page tables of all groups: rows and columns [num_entries], and pages group by group,
+        [num_groups * num_entries]."""
+        if self._num_groups > 1:
+            self._groups.append(np.repeat(np.arange(self._num_groups, dtype=np.int32), len(rows)))
+            rows, columns = np.tile(rows, self._num_groups), np.tile(columns, self._num_groups)
+        self._rows.append(rows)
         self._columns.append(columns)
         self._page_ids.append(page_ids)
+
+    def write_entries(self, entries: TableEntries) -> None:
+        """New entries of the page tables of some groups."""
+        if self._num_groups > 1:
+            self._groups.append(entries.groups)
+        self._rows.append(entries.rows)
+        self._columns.append(entries.columns)
+        self._page_ids.append(entries.pages)
+
+    def write_older_entries(self, entries: list[TableEntries]) -> None:
+        """Entries that were decided before all others of the step, in order. The last word on an entry counts."""
+        decided = [*entries, TableEntries(*(_joined(parts) for parts in self._written()))]
+        groups, rows, columns, pages = (
+            np.concatenate([getattr(one, name) for one in decided]) for name in ("groups", "rows", "columns", "pages")
+        )
+        place = (groups.astype(np.int64) << 48) | (rows.astype(np.int64) << 24) | columns
+        last = len(place) - 1 - np.unique(place[::-1], return_index=True)[1]
+        self._groups = [groups[last]] if self._num_groups > 1 else []
+        self._rows, self._columns, self._page_ids = [rows[last]], [columns[last]], [pages[last]]
+
+    def _written(self) -> tuple[list[Int32Array], ...]:
+        groups = self._groups if self._num_groups > 1 else [np.zeros(len(rows), dtype=np.int32) for rows in self._rows]
+        return groups, self._rows, self._columns, self._page_ids
 
     def build(self, step: int) -> StepPlan:
         return StepPlan(
             step=step,
             admitted=tuple(self._admitted),
+            page_groups=_joined(self._groups),
             page_rows=_joined(self._rows),
             page_columns=_joined(self._columns),
             page_ids=_joined(self._page_ids),

@@ -58,7 +58,7 @@ def test_check_tells_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     text = plain(run("check", "--attn", "torch", "--num-pages", "100", "--page-size", "16").output)
     assert re.search(r"weights \d+ MiB", text)
     assert re.search(r"free memory [\d.]+ GiB", text)
-    assert "KV pages about 100, 1600 tokens" in text
+    assert "KV pages about 100 of 16 tokens: room for" in text
     monkeypatch.setattr("minisgl_backend.runner.start.memory.free_bytes", lambda device: 5 << 20)
     result = run("check", "--dtype", "float32")
     assert result.exit_code == 2

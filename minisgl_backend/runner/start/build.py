@@ -19,6 +19,7 @@ from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.select import mixture_token_counts
+from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
@@ -116,7 +117,14 @@ def _build(
         warm_up(runner, *limits)
     graphs_of = [f"graphs up to {max(sizes)} sequences"] if sizes else []
     graphs_of += [f"in pieces up to {max(pieces)} tokens"] if pieces else []
-    log.info("%d pages of %d tokens, %s", num_pages, runtime.page_size, ", ".join(graphs_of) or "no CUDA graphs")
+    groups = CacheGroups(spec.cache_windows, runtime.page_size)
+    log.info(
+        "%d pages of %d tokens, %s, %s",
+        num_pages,
+        runtime.page_size,
+        groups.room_in(num_pages, runtime.max_seq_len),
+        ", ".join(graphs_of) or "no CUDA graphs",
+    )
     return runner
 
 

@@ -14,6 +14,7 @@ import torch
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kv.groups import CacheGroups
 from minisgl_backend.kv.pool import KVPool, max_pages
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
@@ -90,6 +91,7 @@ class MemoryNeed:
     weights: int  # bytes: on each GPU, or of all ranks and cores on the CPU
     free: int  # bytes
     pages: int  # of each rank's pool, about: what steps take on a GPU is measured at start
+    room: str  # what these hold
 
 
 def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
@@ -107,7 +109,9 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
         device=device,
     )
     budget = int(free * config.memory_ratio) - weights if on_gpu else int((free - weights) * config.memory_ratio)
-    return MemoryNeed(weights, free, config.num_pages or max(0, _pages_in(budget, runtime, spec)))
+    pages = config.num_pages or max(0, _pages_in(budget, runtime, spec))
+    groups = CacheGroups(spec.cache_windows, spec.page_size)
+    return MemoryNeed(weights, free, pages, groups.room_in(pages, runtime.max_seq_len))
 
 
 def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int = 1) -> tuple[int, int]:
@@ -132,7 +136,10 @@ def _pages_in(budget: int, runtime: RuntimeConfig, spec: AttentionSpec) -> int:
     most = max_pages(spec.page_size)
     if spec.device.type == "cpu":
         budget = min(CPU_POOL_BYTES, budget)
-        most = min(most, CPU_POOL_SHARE * runtime.config.max_running_requests * spec.max_pages_per_row)
+        rows, chunk = runtime.config.max_running_requests, min(runtime.max_prefill_length, spec.max_seq_len)
+        groups = CacheGroups(spec.cache_windows, spec.page_size)
+        in_prefill = groups.num_windows * groups.pages_for(chunk)
+        most = min(most, CPU_POOL_SHARE * rows * groups.pages_of_row(spec.max_seq_len) + in_prefill)
     return min(most, budget // KVPool.bytes_per_page(spec.kv_layouts, spec.page_size) - 1)
 
 

@@ -8,6 +8,7 @@ import pytest
 from minisgl_backend.cache.kv_manager import KVManager, PageLease
 from minisgl_backend.cache.page_pool import PagePool
 from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.kv.groups import FULL, CacheGroups
 
 
 def ids(*values: int) -> np.ndarray:
@@ -38,30 +39,30 @@ def test_a_page_that_is_free_cannot_be_given_back() -> None:
 def test_match_finds_whole_pages_only() -> None:
     cache = RadixCache(page_size=4)
     tokens = np.arange(12, dtype=np.int32)
-    pin = cache.extend(cache.match(tokens[:0]).pin, tokens, ids(1, 2, 3)).pin
+    pin = cache.extend(cache.match(tokens[:0]).pin, tokens, ids(1, 2, 3)[None]).pin
     cache.unpin(pin)
-    assert cache.match(tokens[:11]).pages.tolist() == [1, 2]
+    assert cache.match(tokens[:11]).pages.tolist() == [[1, 2]]
     assert cache.peek(np.append(tokens[:7], 99).astype(np.int32)) == 1
     assert cache.peek(tokens[1:]) == 0
-    assert cache.match(np.append(tokens, tokens)).pages.tolist() == [1, 2, 3]
+    assert cache.match(np.append(tokens, tokens)).pages.tolist() == [[1, 2, 3]]
 
 
 def test_an_edge_splits_where_two_prompts_part() -> None:
     cache = RadixCache(page_size=2)
     first, second = ids(1, 2, 3, 4, 5, 6), ids(1, 2, 3, 4, 9, 9)
-    cache.unpin(cache.extend(cache.match(first[:0]).pin, first, ids(1, 2, 3)).pin)
+    cache.unpin(cache.extend(cache.match(first[:0]).pin, first, ids(1, 2, 3)[None]).pin)
     match = cache.match(second)
-    assert match.pages.tolist() == [1, 2]
-    pin = cache.extend(match.pin, second[4:], ids(7)).pin
+    assert match.pages.tolist() == [[1, 2]]
+    pin = cache.extend(match.pin, second[4:], ids(7)[None]).pin
     cache.check([pin])
-    assert cache.match(first).pages.tolist() == [1, 2, 3]
+    assert cache.match(first).pages.tolist() == [[1, 2, 3]]
     assert (cache.num_pages, cache.num_evictable) == (4, 0)
 
 
 def test_a_pin_outlives_a_split_above_it() -> None:
     cache = RadixCache(page_size=1)
     tokens = ids(1, 2, 3, 4)
-    pin = cache.extend(cache.match(tokens[:0]).pin, tokens, tokens).pin
+    pin = cache.extend(cache.match(tokens[:0]).pin, tokens, tokens[None]).pin
     other = cache.match(ids(1, 2, 9)).pin
     cache.check([pin, other])
     assert cache.num_evictable == 0
@@ -76,8 +77,8 @@ def test_least_recently_used_leaves_go_first_and_from_their_end() -> None:
     cache = RadixCache(page_size=1)
     for tokens in (ids(1, 2, 3), ids(1, 5, 6), ids(8, 9)):
         match = cache.match(tokens)
-        new = tokens[len(match.pages) :]
-        cache.unpin(cache.extend(match.pin, new, new).pin)
+        new = tokens[match.num_pages :]
+        cache.unpin(cache.extend(match.pin, new, new[None]).pin)
     cache.unpin(cache.match(ids(1, 2, 3)).pin)  # used again: now the youngest
     assert cache.evict(1).tolist() == [6]
     assert cache.evict(2).tolist() == [5, 9]
@@ -88,8 +89,8 @@ def test_least_recently_used_leaves_go_first_and_from_their_end() -> None:
 
 def test_pinned_pages_are_never_evicted() -> None:
     cache = RadixCache(page_size=1)
-    pin = cache.extend(cache.match(ids()).pin, ids(1, 2), ids(1, 2)).pin
-    tail = cache.extend(cache.match(ids(1, 2)).pin, ids(3), ids(3)).pin
+    pin = cache.extend(cache.match(ids()).pin, ids(1, 2), ids(1, 2)[None]).pin
+    tail = cache.extend(cache.match(ids(1, 2)).pin, ids(3), ids(3)[None]).pin
     cache.unpin(tail)
     assert cache.evict(3).tolist() == [3]
     cache.check([pin])
@@ -97,7 +98,7 @@ def test_pinned_pages_are_never_evicted() -> None:
 
 def test_many_uses_do_not_grow_the_heap() -> None:
     cache = RadixCache(page_size=1)
-    cache.unpin(cache.extend(cache.match(ids()).pin, ids(1, 2), ids(1, 2)).pin)
+    cache.unpin(cache.extend(cache.match(ids()).pin, ids(1, 2), ids(1, 2)[None]).pin)
     for _ in range(1000):
         cache.unpin(cache.match(ids(1, 2)).pin)
     assert len(cache._leaves) < 100
@@ -105,10 +106,10 @@ def test_many_uses_do_not_grow_the_heap() -> None:
 
 @pytest.mark.parametrize("cache_type", ["radix", "naive"])
 def test_a_lease_ends_once(cache_type: str) -> None:
-    manager = KVManager(8, 4, max_rows=2, max_pages_per_row=8, cache_type=cache_type)
+    manager = KVManager(8, CacheGroups(FULL, 4), max_rows=2, max_pages_per_row=8, cache_type=cache_type)
     tokens = np.arange(10, dtype=np.int32)
     lease = start(manager, 0, tokens)
-    assert manager.pages_of(lease).tolist() == [1, 2, 3]
+    assert manager.pages_of(lease).tolist() == [[1, 2, 3]]
     manager.extend(np.array([0]))
     manager.check([lease])
     manager.release(lease, tokens)
@@ -122,16 +123,16 @@ def test_a_lease_ends_once(cache_type: str) -> None:
 
 
 def test_equal_pages_are_swapped_for_those_of_the_cache() -> None:
-    manager = KVManager(20, 4, max_rows=3, max_pages_per_row=8, cache_type="radix")
+    manager = KVManager(20, CacheGroups(FULL, 4), max_rows=3, max_pages_per_row=8, cache_type="radix")
     tokens = np.arange(14, dtype=np.int32)
     first, second = start(manager, 0, tokens), start(manager, 1, tokens)
     assert manager.publish(first, tokens) is None
-    own = manager.pages_of(second).tolist()
+    (own,) = manager.pages_of(second).tolist()
     swap = manager.publish(second, tokens)
     assert swap is not None
-    assert swap.columns.tolist() == [0, 1, 2]
+    assert swap.entries.columns.tolist() == [0, 1, 2]
     assert swap.old.tolist() == own[:3]
-    assert manager.pages_of(second).tolist() == [*manager.pages_of(first)[:3].tolist(), own[3]]
+    assert manager.pages_of(second).tolist() == [[*manager.pages_of(first)[0, :3].tolist(), own[3]]]
     manager.check([first, second], swap.old)
     manager.free(swap.old)
     manager.release(first)
@@ -141,10 +142,10 @@ def test_equal_pages_are_swapped_for_those_of_the_cache() -> None:
 
 
 def test_taking_pages_evicts_what_only_the_cache_keeps() -> None:
-    manager = KVManager(4, 1, max_rows=2, max_pages_per_row=4, cache_type="radix")
+    manager = KVManager(4, CacheGroups(FULL, 1), max_rows=2, max_pages_per_row=4, cache_type="radix")
     old = ids(1, 2, 3)
     manager.release(start(manager, 0, old), old)
     assert (manager.num_free, manager.num_available) == (1, 4)
     lease = start(manager, 0, ids(7, 8, 9))
     manager.check([lease])
-    assert manager.match(old).pages.tolist() == [1]
+    assert manager.match(old).pages.tolist() == [[1]]

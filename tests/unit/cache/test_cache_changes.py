@@ -10,6 +10,7 @@ import pytest
 from minisgl_backend.cache.changes import CacheChange, PagesRemoved, PagesStored, page_hashes
 from minisgl_backend.cache.kv_manager import KVManager, PageLease
 from minisgl_backend.cache.radix_cache import RadixCache
+from minisgl_backend.kv.groups import FULL, CacheGroups
 
 NUM_PAGES = 24
 
@@ -37,7 +38,7 @@ class Reader:
 @pytest.mark.parametrize("page_size", [1, 2, 4])
 def test_a_reader_of_the_changes_knows_the_cache(page_size: int) -> None:
     draw, reader = random.Random(page_size), Reader()
-    manager = KVManager(NUM_PAGES, page_size, 4, NUM_PAGES, "radix", record_changes=True)
+    manager = KVManager(NUM_PAGES, CacheGroups(FULL, page_size), 4, NUM_PAGES, "radix", record_changes=True)
     running: list[tuple[PageLease, np.ndarray]] = []
     removed = 0
     for _ in range(2000):
@@ -48,7 +49,7 @@ def test_a_reader_of_the_changes_knows_the_cache(page_size: int) -> None:
             tokens = np.array([draw.randint(0, 1) for _ in range(draw.randint(1, 6 * page_size))], dtype=np.int32)
             salt = draw.choice([None, "a", "b"])
             match = manager.match(tokens, salt)
-            if manager.pages_for(len(tokens)) - len(match.pages) > manager.num_available:
+            if manager.pages_for(len(tokens)) - match.num_pages > manager.num_available:
                 manager.unmatch(match)
                 continue
             free = min(set(range(4)) - {lease.row for lease, _ in running})
@@ -76,10 +77,10 @@ def test_hashes_are_those_of_the_tokens_and_all_before_them() -> None:
 
 def test_nothing_is_recorded_unless_somebody_asks() -> None:
     cache = RadixCache(page_size=2)
-    cache.extend(cache.match(np.arange(4, dtype=np.int32)).pin, np.arange(4, dtype=np.int32), np.array([1, 2]))
+    cache.extend(cache.match(np.arange(4, dtype=np.int32)).pin, np.arange(4, dtype=np.int32), np.array([[1, 2]]))
     assert cache.take_changes() == []
     stored = RadixCache(page_size=2, record_changes=True)
-    stored.extend(stored.match(np.arange(4, dtype=np.int32)).pin, np.arange(4, dtype=np.int32), np.array([1, 2]))
+    stored.extend(stored.match(np.arange(4, dtype=np.int32)).pin, np.arange(4, dtype=np.int32), np.array([[1, 2]]))
     (change,) = stored.take_changes()
     assert isinstance(change, PagesStored)
     assert change.parent is None

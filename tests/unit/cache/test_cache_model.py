@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule, run_state_machine_as_test
 
 from minisgl_backend.cache.kv_manager import KVManager, PageLease
+from minisgl_backend.kv.groups import FULL, CacheGroups
 
 NUM_PAGES = 12
-MAX_ROWS = 4
+MAX_ROWS, MAX_COLUMNS = 4, 16
 
 
 class LeaseMachine(RuleBasedStateMachine):
@@ -19,51 +20,80 @@ class LeaseMachine(RuleBasedStateMachine):
 
     page_size = 2
     cache_type = "radix"
+    windows: tuple[int | None, ...] = FULL
     leases = Bundle("leases")
 
     def __init__(self) -> None:
         super().__init__()
-        self.manager = KVManager(NUM_PAGES, self.page_size, MAX_ROWS, NUM_PAGES, self.cache_type)
-        self.contents: dict[int, tuple[tuple[int, ...], tuple[int, ...]]] = {}  # page: (tokens before, its tokens)
+        self.groups = CacheGroups(self.windows, self.page_size)
+        self.num_pages = NUM_PAGES * len(self.windows)
+        self.manager = KVManager(self.num_pages, self.groups, MAX_ROWS, MAX_COLUMNS, self.cache_type)
+        # By page: the group, the tokens before, and its own.
+        self.contents: dict[int, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
         self.tokens: dict[PageLease, list[int]] = {}
+        self.computed: dict[PageLease, int] = {}  # tokens whose pages are there, while a prompt is computed in chunks
         self.swapped: list[np.ndarray] = []
 
-    @rule(target=leases, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14))
-    def acquire(self, tokens: list[int]) -> PageLease | None:
+    @rule(target=leases, tokens=st.lists(st.integers(0, 1), min_size=1, max_size=14), chunk=st.integers(1, 14))
+    def acquire(self, tokens: list[int], chunk: int) -> PageLease | None:
         free_rows = set(range(MAX_ROWS)) - {lease.row for lease in self.tokens}
         if not free_rows:
             return None
         array = np.array(tokens, dtype=np.int32)
         expected = self.manager.cached_tokens(array) // self.page_size
         match = self.manager.match(array)
-        assert len(match.pages) == expected
-        if self.manager.pages_for(len(tokens)) - len(match.pages) > self.manager.num_available:
+        assert match.num_pages == expected
+        end = min(match.num_pages * self.page_size + chunk, len(tokens))
+        if self.manager.pages_to_take(match, len(tokens), end) > self.manager.num_available:
             self.manager.unmatch(match)
             return None
-        lease = self.manager.acquire(min(free_rows), match, len(tokens))
-        self.tokens[lease] = list(tokens)
-        self._write(lease, len(match.pages))
+        lease = self.manager.acquire(min(free_rows), match, len(tokens), end)
+        self.tokens[lease], self.computed[lease] = list(tokens), end
+        self._write(lease, match.num_pages)
         return lease
+
+    @rule(lease=leases, chunk=st.integers(1, 14))
+    def compute_a_chunk(self, lease: PageLease | None, chunk: int) -> None:
+        if lease not in self.tokens or not self.groups.num_windows:
+            return
+        start, total = self.computed[lease], len(self.tokens[lease])
+        end = min(start + chunk, total, self.manager.reach(lease.row))
+        if start < end:
+            self.manager.grow(lease.row, end)
+            self.computed[lease] = end
+            self._write(lease, start // self.page_size)
 
     @rule(lease=leases, token=st.integers(0, 1))
     def append(self, lease: PageLease | None, token: int) -> None:
-        if lease not in self.tokens:
+        if lease not in self.tokens or not self._is_computed(lease):
             return
         tokens = self.tokens[lease]
         if len(tokens) % self.page_size == 0:
-            if len(tokens) // self.page_size >= NUM_PAGES or not self.manager.num_available:
+            column = len(tokens) // self.page_size
+            if column >= MAX_COLUMNS:
                 return
-            self.manager.extend(np.array([lease.row]))
+            rows = np.array([lease.row])
+            if self.groups.num_windows:
+                self.manager.trim(rows, np.array([column], dtype=np.int32))
+                held = np.count_nonzero(self.manager.pages_of(lease)[self.groups.num_full :], axis=1)
+                assert (held <= self.groups.kept[:, 0]).all()
+            if self.manager.num_available < len(self.windows):
+                return
+            self.manager.extend(rows)
         tokens.append(token)
+        self.computed[lease] = len(tokens)
         self._write(lease, (len(tokens) - 1) // self.page_size)
 
     @rule(lease=leases, drop=st.integers(0, 3))
     def publish(self, lease: PageLease | None, drop: int) -> None:
         if lease not in self.tokens:
             return
-        swap = self.manager.publish(lease, np.array(self.tokens[lease][: -drop or None], dtype=np.int32))
+        end = self.computed[lease] - drop
+        swap = self.manager.publish(lease, np.array(self.tokens[lease][: max(end, 0)], dtype=np.int32))
         if swap is not None:
             self.swapped.append(swap.old)
+        if self.groups.num_windows and not drop:
+            self.manager.trim(np.array([lease.row]), np.array([end // self.page_size], dtype=np.int32))
 
     @rule()
     def give_back_swapped(self) -> None:
@@ -75,7 +105,7 @@ class LeaseMachine(RuleBasedStateMachine):
     def release(self, lease: PageLease | None, known: bool) -> None:
         if lease not in self.tokens:
             return
-        tokens = self.tokens.pop(lease)
+        tokens = self.tokens.pop(lease)[: self.computed.pop(lease)]
         self.manager.release(lease, np.array(tokens if known else [], dtype=np.int32))
         with pytest.raises(RuntimeError):
             self.manager.release(lease)
@@ -88,30 +118,44 @@ class LeaseMachine(RuleBasedStateMachine):
     @invariant()
     def every_lease_reads_its_own_tokens(self) -> None:
         for lease, tokens in self.tokens.items():
-            for column, page in enumerate(self.manager.pages_of(lease).tolist()):
-                start = column * self.page_size
-                assert self.contents[page] == (
-                    tuple(tokens[:start]),
-                    tuple(tokens[start : start + self.page_size]),
-                )
+            end = self.computed[lease]
+            columns = -(-end // self.page_size)
+            for group, pages in enumerate(self.manager.pages_of(lease)):
+                window = self.windows[group]
+                seen = 0 if window is None else max(0, end - window + 1) // self.page_size  # by the next token
+                for column, page in list(enumerate(pages.tolist()))[seen:columns]:
+                    start = column * self.page_size
+                    stop = min(start + self.page_size, end)
+                    assert self.contents[page] == (group, tuple(tokens[:start]), tuple(tokens[start:stop]))
+
+    def _is_computed(self, lease: PageLease) -> bool:
+        return self.computed[lease] == len(self.tokens[lease])
 
     def _write(self, lease: PageLease, first_column: int) -> None:
         """What the device does: the page now holds these tokens, computed after those before them."""
-        tokens = self.tokens[lease]
-        for column, page in enumerate(self.manager.pages_of(lease).tolist()):
-            if column >= first_column:
+        tokens = self.tokens[lease][: self.computed[lease]]
+        for group, pages in enumerate(self.manager.pages_of(lease)):
+            for column, page in enumerate(pages.tolist()):
                 start = column * self.page_size
-                self.contents[page] = (tuple(tokens[:start]), tuple(tokens[start : start + self.page_size]))
+                if column >= first_column and page and start < len(tokens):
+                    self.contents[page] = (group, tuple(tokens[:start]), tuple(tokens[start : start + self.page_size]))
 
 
-@pytest.mark.parametrize("cache_type", ["radix", "naive"])
-@pytest.mark.parametrize("page_size", [1, 2, 3])
-def test_any_order_of_leases_keeps_every_law(page_size: int, cache_type: str) -> None:
-    machine = type("Machine", (LeaseMachine,), {"page_size": page_size, "cache_type": cache_type})
+CASES = [
+    *((FULL, page_size, cache_type) for page_size in (1, 2, 3) for cache_type in ("radix", "naive")),
+    *(((1,), 1, "radix"), ((3,), 2, "radix"), ((5,), 3, "radix"), ((2, 5), 1, "radix")),
+    *(((None, 4), 1, "radix"), ((None, 4), 3, "radix"), ((None, 2, 5), 2, "radix"), ((None, None, 3), 2, "radix")),
+    ((None, 4), 2, "naive"),
+]
+
+
+@pytest.mark.parametrize(("windows", "page_size", "cache_type"), CASES)
+def test_any_order_of_leases_keeps_every_law(windows: tuple[int | None, ...], page_size: int, cache_type: str) -> None:
+    machine = type("Machine", (LeaseMachine,), {"page_size": page_size, "cache_type": cache_type, "windows": windows})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=25,
+            max_examples=25 if windows == FULL else 15,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,

@@ -37,6 +37,7 @@ def test_round_trip() -> None:
         decode_lengths=ints(10, 11),
         decode_uids=np.array([1 << 50, 4], dtype=np.int64),
         cleared_pages=ints(3, 7),
+        page_groups=ints(0, 1),
         is_retry=True,
     )
     decisions = StepDecisions(

@@ -114,6 +114,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         stats = self.scheduler.stats()
         assert stats.pages_free + stats.pages_cached + stats.pages_leased == self.bounds.num_pages
 
+        self.windows_are_kept()
+
+    def windows_are_kept(self) -> None:
+        """Of a group with a window a row holds what its next token and the chunks in flight may see, and no more."""
+        running = self.scheduler._running
+        groups, page_size = running.kv.groups, self.bounds.page_size
+        if not groups.num_windows:
+            return
+        for one in running.active():
+            assert one.lease is not None
+            chunks = [chunk for plan, _ in self.in_flight for chunk in plan.prefill if chunk.row == one.row]
+            in_flight = sum(-(-len(chunk.token_ids) // page_size) + 1 for chunk in chunks)
+            held = (running.kv.pages_of(one.lease)[groups.num_full :] > 0).sum(axis=1)
+            assert (held <= groups.kept[:, 0] + 1 + in_flight).all(), (held, groups.kept, in_flight)
+
     def abort_one(self, uid: int, reason: FinishReason) -> None:
         self.scheduler.abort(uid, reason)
         self.disturbed.add(uid)

@@ -5,6 +5,7 @@ Every law is proven after every event; see `machine`.
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import run_state_machine_as_test
 
+from minisgl_backend.kv.groups import FULL
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from tests.unit.scheduler.machine import EOS, POOLINGS, SchedulerMachine
@@ -42,8 +44,11 @@ def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
         bounds_of(4, cache_type="naive"),
         bounds_of(8, num_pages=4, max_seq_len=100),
         bounds_of(2, num_pages=100, max_running_requests=8),
+        bounds_of(2, windows=(5,), num_pages=12),
+        bounds_of(4, windows=(None, 6), num_pages=14),
+        bounds_of(1, windows=(None, 2, 7), num_pages=60, cache_type="naive"),
     ],
-    ids=lambda bounds: f"page{bounds.page_size}-{bounds.num_pages}-{bounds.cache_type}-{bounds.schedule_policy}",
+    ids=lambda one: f"page{one.page_size}-{one.num_pages}-{one.cache_type}-{one.schedule_policy}-{one.windows}",
 )
 def test_any_order_of_events_keeps_every_law(bounds: SchedulerLimits, careless: bool) -> None:
     machine = type("Machine", (SchedulerMachine,), {"bounds": bounds, "careless": careless})
@@ -87,6 +92,8 @@ def long_run(seed: int, num_events: int) -> None:
         schedule_policy=rng.choice(["fcfs", "lpm"]),
         fair_shares=seed % 3 == 0,
     )
+    windows = rng.choice([FULL, FULL, (3,), (9,), (None, 5), (None, 2, 7), (None, None, 4)])
+    bounds = dataclasses.replace(bounds, windows=windows, num_pages=bounds.num_pages * len(windows))
     machine_class = type("Machine", (SchedulerMachine,), {"bounds": bounds, "careless": rng.random() < 0.7})
     machine: SchedulerMachine = machine_class()
     stems = [[rng.randrange(2) for _ in range(60)] for _ in range(3)]
