@@ -32,6 +32,8 @@ class OutputFieldEncoder:
             # vllm_backend's spelling: "None" while the sequence goes on.
             labels = [FinishReason(delta.reason).label if delta.reason else "None" for delta in deltas]
             arrays["finish_reason"] = texts(labels)
+        if options.stop_reason:
+            arrays["stop_reason"] = texts([str(stream.sequences[delta.index].stop_string) for delta in deltas])
         if options.num_input_tokens:
             arrays["num_input_tokens"] = ints([stream.num_input_tokens])
         if options.num_output_tokens:
@@ -54,6 +56,8 @@ class OutputFieldEncoder:
             arrays["sequence_length"] = ints([length])
         if metrics is not None:
             _add_metrics(arrays, metrics)
+            if options.llmapi:
+                _add_llmapi_metrics(arrays, metrics)
         return arrays
 
     def _logprobs_json(self, entries: Sequence[Logprobs], with_bytes: bool) -> str:
@@ -90,6 +94,14 @@ def _add_log_probs(arrays: Arrays, stream: Stream, deltas: Sequence[Delta]) -> N
     padded = [[*row, *[0.0] * (longest - len(row))] for row in rows]
     arrays["cum_log_probs"] = floats([delta.cumulative_logprob for delta in deltas])
     arrays["output_log_probs"] = np.asarray([padded], dtype=np.float32).reshape(1, len(rows), longest)
+
+
+def _add_llmapi_metrics(arrays: Arrays, metrics: PerfMetrics) -> None:
+    """The same figures by other names."""
+    reused, total = min(metrics.reused_pages, metrics.total_pages), metrics.total_pages
+    arrays["kv_cache_reused_block"] = ints([reused])
+    arrays["kv_cache_missed_block"] = ints([total - reused])
+    arrays["kv_cache_hit_rate"] = floats([reused / total if total else 0.0])
 
 
 def _add_metrics(arrays: Arrays, metrics: PerfMetrics) -> None:

@@ -291,6 +291,11 @@ class SequenceStream:
         return self._finished
 
     @property
+    def stop_string(self) -> str | None:
+        """The one that ended it; None where something else did, or nothing has yet."""
+        return None if self._output is None else self._output.stop_string
+
+    @property
     def num_unacknowledged(self) -> int:
         """Responses that were sent and not acknowledged."""
         credit = self.credit

@@ -42,8 +42,9 @@ def render_repository(source: Path, target: Path, parameters: Mapping[str, str],
 
 
 def add_infer_models(repository: Path) -> None:
-    """Makes two models more of those of the repository: `infer` is `ensemble` for whole answers alone, which Triton's
-    plain `infer` may ask since nothing in it is decoupled. Its engine is one more front of the same cores.
+    """Makes models more of those of the repository: `infer` is `ensemble`, and `llmapi_infer` is `llmapi`, for whole
+    answers alone, which Triton's plain `infer` may ask since nothing in them is decoupled. Their engine is one more
+    front of the same cores.
 
     Raises ConfigError where the repository has no ensemble.
     """
@@ -53,13 +54,21 @@ def add_infer_models(repository: Path) -> None:
     engine = (repository / ENGINE_MODEL / "config.pbtxt").read_text(encoding="utf-8")
     engine = engine.replace(f'name: "{ENGINE_MODEL}"', f'name: "{INFER_ENGINE}"')
     engine = re.sub(r"^(?:model_transaction_policy|parameters|# every) .*\n", "", engine, flags=re.MULTILINE)
-    whole = ensemble.read_text(encoding="utf-8").replace('name: "ensemble"', f'name: "{INFER_MODEL}"')
-    whole = whole.replace(f'model_name: "{ENGINE_MODEL}"', f'model_name: "{INFER_ENGINE}"')
-    whole = re.sub(r'^ *(?:\{ name|input_map \{ key): "stream" .*\n', "", whole, flags=re.MULTILINE)
-    for name, text in ((INFER_ENGINE, engine), (INFER_MODEL, whole)):
+    made = {INFER_ENGINE: engine, INFER_MODEL: _for_whole_answers(ensemble, "ensemble", INFER_MODEL)}
+    llmapi = repository / "llmapi" / "config.pbtxt"
+    if llmapi.is_file():
+        made["llmapi_infer"] = _for_whole_answers(llmapi, "llmapi", "llmapi_infer")
+    for name, text in made.items():
         (repository / name / "1").mkdir(parents=True)
         (repository / name / "config.pbtxt").write_text(text, encoding="utf-8")
     shutil.copyfile(repository / ENGINE_MODEL / "1" / "model.py", repository / INFER_ENGINE / "1" / "model.py")
+
+
+def _for_whole_answers(config: Path, name: str, new_name: str) -> str:
+    """The text of an ensemble's file for one that streams nothing."""
+    text = config.read_text(encoding="utf-8").replace(f'name: "{name}"', f'name: "{new_name}"')
+    text = text.replace(f'model_name: "{ENGINE_MODEL}"', f'model_name: "{INFER_ENGINE}"')
+    return re.sub(r'^ *(?:\{ name|input_map \{ key): "stream" .*\n', "", text, flags=re.MULTILINE)
 
 
 def set_parameters(config: str, parameters: Mapping[str, str]) -> str:

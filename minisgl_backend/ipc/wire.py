@@ -20,6 +20,8 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     prompt_ids: bytes = b""  # go before the answer's: int32, little-endian (only with stream=False)
     apart: bool = False  # without stream: each sequence is a response of its own, as with TensorRT-LLM
     finish_reason: bool = False
+    stop_reason: bool = False  # the stop string that ended the answer
+    llmapi: bool = False  # figures by the names of TensorRT-LLM's LLM API, too
     cumulative_logprob: bool = False
     logprobs: bool = False
     token_bytes: bool = True  # beside a token of log-probabilities that is not whole characters: vllm_backend has none
@@ -37,7 +39,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
         """Whether it wants to read anything beside the text."""
         counts = self.num_input_tokens or self.num_output_tokens or self.perf_metrics or self.final_perf_metrics
         logprobs = self.cumulative_logprob or self.logprobs or self.prompt_logprobs or self.log_probs
-        return self.finish_reason or counts or logprobs or self.token_ids or self.apart
+        return self.finish_reason or self.stop_reason or counts or logprobs or self.token_ids or self.apart
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -57,6 +59,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     leads: bool = False  # the others begin as the first prompt does, and wait until it is in the prefix cache
     num_queries: int = 1  # and of as many queries
     stop: bool = False  # no prompt: what runs under this request_id ends with what it has
+    answer: str = ""  # to such a request: the error CANCELLED with this message; "": nothing
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -79,9 +79,11 @@ class RequestCodec:
     ) -> tuple[Int32Array, EngineRequest]:
         """Prompt tokens (int32 [n]) and the rest of a request. Raises InvalidRequestError."""
         tensors = dict(tensors)
-        is_vllm = "vllm_text_input" in tensors
-        if is_vllm:
-            tensors["text_input"] = tensors.pop("vllm_text_input")
+        is_vllm, is_llmapi = "vllm_text_input" in tensors, "llmapi_text_input" in tensors
+        if is_vllm or is_llmapi:
+            tensors["text_input"] = tensors.pop("vllm_text_input" if is_vllm else "llmapi_text_input")
+        if is_llmapi and "stop_request" in tensors and tensors["stop_request"].all():
+            return _stop_request(request_id, answer="the request is cancelled, as its id's `stop` asks")
         fields = collect_fields(tensors, parameters)
         _refuse_what_is_not_served(fields)
         if fields.get("stop_request"):
@@ -98,7 +100,9 @@ class RequestCodec:
             text, prompt_ids = self._prompt(fields)
         params = self._with_thoughts(self._params(fields), fields, prompt_ids)
         options = self._options(fields, params, is_vllm)
-        options = _with_prompt(options, self._echoes(fields), text, prompt_ids)
+        if is_llmapi:
+            options = msgspec.structs.replace(options, llmapi=True)
+        options = _with_prompt(options, self._echoes(fields, is_llmapi), text, prompt_ids)
         priority = fields.get("priority", 0)
         if not 0 <= priority <= MAX_PRIORITY:
             raise InvalidRequestError(f"priority is {priority}; allowed: 0 (default), or 1 (first) to {MAX_PRIORITY}")
@@ -238,13 +242,13 @@ class RequestCodec:
         if end_id != -1:  # -1 is tensorrtllm_backend's way of saying that nothing ends the text
             values["stop_token_ids"] = (*values["stop_token_ids"], end_id)
 
-    def _echoes(self, fields: Mapping[str, Any]) -> bool:
+    def _echoes(self, fields: Mapping[str, Any], is_llmapi: bool = False) -> bool:
         """Whether the answer begins with the prompt."""
         # A stream is deltas only, whatever exclude_input_in_output says: NVIDIA's own client always sends false.
         if fields.get("stream", False):
             return False
         # Clients of tensorrt_llm count on the prompt where they say nothing.
-        default = self._settings.exclude_input_in_output and "trtllm_input_ids" not in fields
+        default = self._settings.exclude_input_in_output and "trtllm_input_ids" not in fields and not is_llmapi
         return not fields.get("exclude_input_in_output", default)
 
     def _options(self, fields: Mapping[str, Any], params: SamplingParams, is_vllm: bool) -> OutputOptions:
@@ -256,6 +260,7 @@ class RequestCodec:
             token_ids=token_ids,
             apart=token_ids or "num_responses" in fields,
             finish_reason=fields.get("return_finish_reason", False),
+            stop_reason=fields.get("return_stop_reason", False),
             cumulative_logprob=fields.get("return_cumulative_logprob", False),
             logprobs=wants_logprobs,
             token_bytes=not is_vllm,
@@ -269,10 +274,13 @@ class RequestCodec:
         )
 
 
-def _stop_request(request_id: str) -> tuple[Int32Array, EngineRequest]:
+def _stop_request(request_id: str, answer: str = "") -> tuple[Int32Array, EngineRequest]:
+    """`answer`: the error that it ends with, as TensorRT-LLM's LLM API has it."""
     if not request_id:
         raise InvalidRequestError("stop is true and the request has no id; allowed: the id of the request to stop")
-    spec = EngineRequest(params=SamplingParams(), options=OutputOptions(), request_id=request_id, stop=True)
+    spec = EngineRequest(
+        params=SamplingParams(), options=OutputOptions(), request_id=request_id, stop=True, answer=answer
+    )
     return np.zeros(1, dtype=np.int32), spec
 
 

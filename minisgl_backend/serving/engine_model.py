@@ -80,7 +80,10 @@ class TritonPythonModel:
                 spec = self._codec.spec(packed.as_numpy())
                 if spec.stop:
                     self._front.stop_requests(spec.request_id)
-                    sender.end()
+                    if spec.answer:
+                        sender.fail("CANCELLED", spec.answer)
+                    else:
+                        sender.end()
                     continue
                 if not self._decoupled and (spec.options.stream or spec.options.apart):
                     sender.fail("INVALID_ARG", WHOLE_ONLY)

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.request import MAX_BAD_WORDS, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
-from minisgl_backend.serving.schema import INPUTS, RENAMED_INPUTS, TENSORRT_LLM_INPUTS, TENSORS
+from minisgl_backend.serving.schema import INPUTS, LLMAPI_INPUTS, RENAMED_INPUTS, TENSORRT_LLM_INPUTS, TENSORS
 
 MAX_LIST = 4096
 _LONGEST = {"stop_words": MAX_STOP_STRINGS, "bad_words": MAX_BAD_WORDS, "stop_token_ids": MAX_STOP_TOKEN_IDS}
@@ -36,6 +36,10 @@ ALIASES = {
     "runtime_top_k": "top_k",
     "runtime_top_p": "top_p",
     "len_penalty": "length_penalty",
+    **{f"sampling_param_{name}": name for name in ("best_of", "temperature", "top_k", "top_p", "max_tokens", "seed")},
+    **{f"sampling_param_{name}": name for name in ("frequency_penalty", "presence_penalty", "return_perf_metrics")},
+    "sampling_param_stop": "stop_words",
+    "sampling_param_exclude_input_from_output": "exclude_input_in_output",
 }
 
 # Fields of vllm's SamplingParams that are no tensors.
@@ -53,11 +57,10 @@ _JSON_FIELDS = {
     "spaces_between_special_tokens": "bool",
 }
 
-# Fields of vllm's requests that are no tensors either, and why they are not served.
-_REFUSED = {"lora_name": "this server has no LoRA"}
-
 # What comes as a tensor of a certain ensemble or not at all: no request parameter makes a request something else.
-_ONLY_TENSORS = frozenset(tensor.name for tensor in (*TENSORRT_LLM_INPUTS, *RENAMED_INPUTS)) - {"early_stopping"}
+_ONLY_TENSORS = frozenset(tensor.name for tensor in (*TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)) - {
+    "early_stopping"
+}
 
 # Request parameters that belong to Triton itself, to HTTP front ends or to the client's own bookkeeping.
 _FOREIGN_PARAMETERS = frozenset(
@@ -185,7 +188,7 @@ def _known_names() -> str:
 def _refusal(name: str) -> str | None:
     """Why a field that clients know is not served; None for all others."""
     tensor = TENSORS.get(name)
-    return (tensor.refused or None) if tensor is not None else _REFUSED.get(name)
+    return (tensor.refused or None) if tensor is not None else None
 
 
 def _asks(name: str, canonical: str, value: Any) -> bool:

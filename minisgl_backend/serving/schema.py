@@ -131,11 +131,33 @@ EMBEDDING_INPUTS = (
     Tensor("priority", "INT32"),
     Tensor("pooling_request", "STRING"),  # JSON: all of it and more, in the form of serving.pooling_codec
 )
+# TensorRT-LLM's names on its model of the LLM API; most are other names of inputs above.
+_NO_LORA = "this server has no LoRA"
+LLMAPI_INPUTS = (
+    Tensor("sampling_param_best_of", "INT32"),
+    Tensor("sampling_param_temperature", "FP32"),
+    Tensor("sampling_param_top_k", "INT32"),
+    Tensor("sampling_param_top_p", "FP32"),
+    Tensor("sampling_param_frequency_penalty", "FP32"),
+    Tensor("sampling_param_presence_penalty", "FP32"),
+    Tensor("sampling_param_max_tokens", "INT32"),
+    Tensor("sampling_param_stop", "STRING", (-1,)),
+    Tensor("sampling_param_seed", "UINT64"),
+    Tensor("sampling_param_exclude_input_from_output", "BOOL"),
+    Tensor("sampling_param_return_perf_metrics", "BOOL"),
+    Tensor("return_stop_reason", "BOOL"),
+    Tensor("image_url", "STRING", (-1,), "this server has no multimodal models"),
+    Tensor("lora_id", "UINT64", (1,), _NO_LORA),
+    Tensor("lora_name", "STRING", (1,), _NO_LORA),
+    Tensor("lora_path", "STRING", (1,), _NO_LORA),
+    Tensor("lora_ckpt_source", "STRING", (1,), _NO_LORA),
+)
 
 # What an ensemble's own inputs become at the tokenizer, so that it knows which API is spoken: see `Ensemble.renamed`.
 RENAMED_INPUTS = (
     Tensor("vllm_text_input", "STRING"),
     Tensor("trtllm_input_ids", "INT32", (-1,)),
+    Tensor("llmapi_text_input", "STRING"),
     Tensor("stop_request", "BOOL"),
     Tensor("num_responses", "INT32"),
     Tensor("pooling_request", "STRING"),  # JSON of serving.pooling_codec; from the model `embedding` alone
@@ -177,6 +199,18 @@ VECTOR_OUTPUTS = (
     Tensor("score", "FP32", (-1,)),  # one a document
     Tensor("prompt_lengths", "INT32", (-1,)),  # tokens of each prompt
 )
+# What the model of the LLM API has beside these, and which of these it has.
+LLMAPI_OUTPUTS = (
+    Tensor("stop_reason", "STRING", (-1,)),
+    Tensor("kv_cache_reused_block", "INT32"),
+    Tensor("kv_cache_missed_block", "INT32"),
+    Tensor("kv_cache_hit_rate", "FP32"),
+)
+_LLMAPI_DETAILS = (
+    *("finish_reason", "cumulative_logprob", "kv_cache_alloc_new_blocks", "kv_cache_alloc_total_blocks"),
+    *("arrival_time_ns", "first_scheduled_time_ns", "first_token_time_ns", "last_token_time_ns"),
+    *("acceptance_rate", "total_accepted_draft_tokens", "total_draft_tokens"),
+)
 SEQUENCE_LENGTH = (Tensor("sequence_length", "INT32", (-1,)),)
 
 # Between the models. `spec` and `chunk` are packed structs of ipc.wire.
@@ -191,7 +225,7 @@ PROMPT_OUTPUTS = (
     Tensor("model_info", "STRING"),  # JSON: model, max_model_len, vocab_size, chat_template, added_tokens
 )
 
-TENSORS = {tensor.name: tensor for tensor in (*INPUTS, *TENSORRT_LLM_INPUTS, *RENAMED_INPUTS)}
+TENSORS = {tensor.name: tensor for tensor in (*INPUTS, *TENSORRT_LLM_INPUTS, *LLMAPI_INPUTS, *RENAMED_INPUTS)}
 
 
 @dataclass(frozen=True)
@@ -243,7 +277,22 @@ ENSEMBLES = (
         details=DETAIL_OUTPUTS + SEQUENCE_LENGTH,
         renamed={"trtllm_input_ids": "input_ids", "stop_request": "stop", **_APART},
     ),
-    # vllm_backend's model, whose tensors have no batch dimension.
+    # TensorRT-LLM's model of the LLM API, whose tensors have no batch dimension.
+    Ensemble(
+        "llmapi",
+        (
+            Tensor("text_input", "STRING"),
+            Tensor("streaming", "BOOL"),
+            Tensor("stop", "BOOL"),
+            Tensor("return_finish_reason", "BOOL"),
+            Tensor("return_cumulative_logprob", "BOOL"),
+            *LLMAPI_INPUTS,
+        ),
+        details=tuple(one for one in DETAIL_OUTPUTS if one.name in _LLMAPI_DETAILS) + LLMAPI_OUTPUTS,
+        max_batch_size=0,
+        renamed={"llmapi_text_input": "text_input", "stop_request": "stop"},
+    ),
+    # vllm_backend's model, whose tensors have none either.
     Ensemble("vllm_model", COMMON_INPUTS, max_batch_size=0, renamed={"vllm_text_input": "text_input"}),
 )
 
@@ -281,7 +330,7 @@ def config_text(model: str, tail: str | None = None) -> str:
     elif model == "engine":
         head = _head(model, 1) + "model_transaction_policy { decoupled: true }\n"
         head += _tensors("input", ENGINE_INPUTS, optional=True) + _tensors(
-            "output", CHUNK + DETAIL_OUTPUTS + SEQUENCE_LENGTH + VECTOR_OUTPUTS
+            "output", CHUNK + DETAIL_OUTPUTS + SEQUENCE_LENGTH + VECTOR_OUTPUTS + LLMAPI_OUTPUTS
         )
         default = _CPU + "# every engine option is a parameter here\n" + _parameter("model", "demo")
     elif model == "embedding":

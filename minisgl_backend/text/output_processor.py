@@ -63,6 +63,11 @@ class OutputProcessor:
         """Whether tokens must be fed as they come: one of them may end the answer, which the engine cannot see."""
         return self._stops is not None
 
+    @property
+    def stop_string(self) -> str | None:
+        """The one that was found."""
+        return None if self._stops is None else self._stops.found
+
     def feed(self, token_ids: Sequence[int], reason: int = 0, *, ends_with_stop_token: bool = False) -> TextDelta:
         """The next tokens, any number of them; the result does not depend on how they are cut.
 

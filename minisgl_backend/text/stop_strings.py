@@ -12,7 +12,7 @@ from collections.abc import Sequence
 class StopStrings:
     """The stop strings of one stream and the text that may yet become one of them."""
 
-    __slots__ = ("_held", "_include", "_longest", "_stops")
+    __slots__ = ("_held", "_include", "_longest", "_stops", "found")
 
     def __init__(self, stops: Sequence[str], *, include: bool = False) -> None:
         """`include`: the stop string itself is part of the text. Empty strings mean nothing."""
@@ -20,6 +20,7 @@ class StopStrings:
         self._longest = max((len(stop) for stop in self._stops), default=0)
         self._include = include
         self._held = ""
+        self.found: str | None = None
 
     def feed(self, piece: str, *, counts: bool = True) -> tuple[str, bool]:
         """The text that is free to go, and whether a stop string was found; nothing more may be fed after that.
@@ -30,6 +31,7 @@ class StopStrings:
         found = self._first_match(text, len(self._held)) if counts else None
         if found is not None:
             start, end = found
+            self.found = text[start:end]
             self._held = ""
             return text[: end if self._include else start], True
         keep = self._partial_match(text)

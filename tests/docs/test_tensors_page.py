@@ -21,6 +21,8 @@ SECTIONS = {
         *(tensor for tensor in OWN.inputs if tensor not in schema.INPUTS),
     ),
     "embedding": (*schema.EMBEDDING_INPUTS, *schema.VECTOR_OUTPUTS),
+    "Inputs of `llmapi`": schema.LLMAPI_INPUTS,
+    "Outputs of `llmapi`": schema.LLMAPI_OUTPUTS,
     "Between the models": (
         *schema.ENGINE_INPUTS,
         *schema.CHUNK,

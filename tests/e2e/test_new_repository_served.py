@@ -39,6 +39,48 @@ def test_a_bare_server_serves_what_init_wrote(tmp_path: Path) -> None:
         answer = client.generate(messages=[{"role": "user", "content": "Count from 1 to 200."}], temperature=0)
         assert answer.num_input_tokens + answer.num_output_tokens == 48, "the option is in force"
         assert_infer_works(server)
+        assert_llmapi_works(server)
+
+
+def assert_llmapi_works(server: Server) -> None:
+    """The tensors of TensorRT-LLM's LLM API: NVIDIA's own client, unmodified, and `generate`."""
+
+    def client(*options: object) -> str:
+        script = ROOT / "tests" / "third_party" / "tensorrtllm_backend" / "llmapi_client.py"
+        command = [sys.executable, script, "-u", f"127.0.0.1:{server.grpc}", "--model-name", "llmapi_infer", *options]
+        done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, timeout=120)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    def asked_of(question: str) -> str:  # this API makes no chat of it
+        return f"<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n"
+
+    question = asked_of("What is 17 + 25?")
+    assert f"Output text: {question}17 + 25 = 42." in client("--text", question)
+    assert "Got completed request" in client("--text", question, "--stop-after-ms", 1, "--request-id", 7)
+    asked = {
+        "text_input": asked_of("Count from 1 to 20."),
+        "sampling_param_max_tokens": 30,
+        "sampling_param_temperature": 0.0,
+        "sampling_param_stop": [", 7"],
+        "sampling_param_exclude_input_from_output": True,
+        "sampling_param_return_perf_metrics": True,
+        "return_finish_reason": True,
+        "return_stop_reason": True,
+    }
+    status, answer = server.generate("llmapi", **asked)
+    assert status == 200, answer
+    told = {name: answer[name] for name in ("text_output", "finish_reason", "stop_reason")}
+    assert told == {"text_output": "1, 2, 3, 4, 5, 6", "finish_reason": "stop", "stop_reason": ", 7"}
+    assert answer["kv_cache_reused_block"] + answer["kv_cache_missed_block"] == answer["kv_cache_alloc_total_blocks"]
+    assert 0 < answer["arrival_time_ns"] <= answer["first_token_time_ns"] <= answer["last_token_time_ns"]
+    for field, message in (("lora_name", "has no LoRA"), ("image_url", "no multimodal models")):
+        status, answer = server.generate("llmapi", text_input="x", **{field: "x"})
+        assert status == 400, answer
+        assert f"{field} is not served: this server" in str(answer)
+        assert message in str(answer)
+    status, answer = server.generate("llmapi", text_input="x", sampling_param_max_tokens=0)
+    assert "sampling_param_max_tokens is 0; allowed: 1 or more" in str(answer)
 
 
 def assert_infer_works(server: Server) -> None:

@@ -59,7 +59,7 @@ def test_parsed_by_the_real_grammar() -> None:
     for model in MODELS:
         config = text_format.Parse((REPOSITORY / model / "config.pbtxt").read_text(), model_config.ModelConfig())
         assert config.name == model
-        assert config.max_batch_size == (0 if model in ("vllm_model", "embedding") else 1)
+        assert config.max_batch_size == (0 if model in ("vllm_model", "llmapi", "embedding") else 1)
         if model == "ensemble":
             assert [tensor.name for tensor in config.input] == [tensor.name for tensor in INPUTS]
 
