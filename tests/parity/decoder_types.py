@@ -63,6 +63,17 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "sarvam_mla": {"head_dim": 8, "num_key_value_heads": 4},
     "deepseek_v2": {"head_dim": 8, "num_key_value_heads": 4, "topk_method": "greedy"},
     "minicpm3": {"head_dim": 8, "num_key_value_heads": 4},
+    "opt": {"word_embed_proj_dim": 64},
+    "gemma3n_text": {
+        "num_hidden_layers": 5,
+        "num_kv_shared_layers": 2,
+        "layer_types": [*_SLIDES, "full_attention", "sliding_attention"],
+        "intermediate_size": [96] * 5,
+        "activation_sparsity_pattern": [0.5] + [0.0] * 4,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": VOCAB_SIZE,
+        "laurel_rank": 8,
+    },
     "ctrl": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION, "dff": 96},
 }
 
@@ -71,11 +82,12 @@ SERVED: tuple[str, ...] = tuple(
     """
     afmoe apertus apertus1p5_text arcee aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl
     cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint
-    gemma gemma2 gemma3_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite
-    granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax
-    internlm3 iquestcoder jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 ministral ministral3 mistral
-    mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe
-    qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
+    gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss
+    gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
+    hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 minimax_m3_vl_text
+    ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon
+    phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm
+    starcoder2 vaultgemma youtu
     """.split()
 )
 

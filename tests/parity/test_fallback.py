@@ -15,7 +15,7 @@ import transformers
 
 from minisgl_backend import LLM
 from tests.parity.checkpoints import save_tokenizer
-from tests.parity.decoder_types import SERVED, VOCAB_SIZE, save_type
+from tests.parity.decoder_types import SERVED, VOCAB_SIZE, save_type, small_config
 from tests.parity.paged import PagedModel
 
 TOLERANCE = 1e-4  # of the largest logit
@@ -70,6 +70,22 @@ def test_logits(model_type: str, tmp_path: Path) -> None:
     for prefill, decode in steps:
         for row, logits in paged.step(prefill, decode).items():
             reference.check(logits, paged.tokens[row])
+
+
+def test_the_text_part_of_a_vision_model(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision_config = transformers.CLIPVisionConfig(**vision, image_size=16, patch_size=8)
+    config = transformers.LlavaConfig(vision_config=vision_config, text_config=small_config("llama"))
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    model.save_pretrained(tmp_path)
+    tokens = _tokens(50, 1)
+    found = PagedModel(tmp_path, page_size=16, model_impl="transformers").step({0: tokens}, {})[0]
+    with torch.inference_mode():
+        expected = model(input_ids=torch.tensor([tokens])).logits[0]
+    assert (found - expected).abs().max() <= TOLERANCE * expected.abs().max()
+    assert "only the text model is served, as LlamaForCausalLM" in caplog.text
+    assert "tensors of the checkpoint are of no use for text and left out" in caplog.text
 
 
 @torch.inference_mode()
