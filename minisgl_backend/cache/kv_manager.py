@@ -350,7 +350,7 @@ class KVManager:
             for first, held in zip(self._first[:, lease.row], pages[self._num_full :], strict=True):
                 assert not held[:first].any(), "a page that was given back is in the page table"
                 assert (held[first : self._held[lease.row]] > 0).all(), "a page that is needed is missing"
-                assert not held[self._held[lease.row] :].any(), "a page that nobody took is in the page table"
+                assert not held[self._held[lease.row] :].any(), "a page that was not taken is in the page table"
             owned.append(pages[:, lease.num_shared :].reshape(-1))
             shared = pages[:, : lease.num_shared].reshape(-1)
             assert cached.issuperset(shared[shared > 0].tolist()), "a shared page is not in the prefix cache"

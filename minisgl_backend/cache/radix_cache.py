@@ -53,7 +53,7 @@ class RadixCache(PrefixCache[RadixNode]):
     def __init__(
         self, page_size: int, *, groups: CacheGroups | None = None, num_pages: int = 0, record_changes: bool = False
     ) -> None:
-        """`num_pages`: ids of pages are 1 to so many; asked only of groups with windows. `record_changes`: for
+        """`num_pages`: page ids are 1 to num_pages; only groups with windows need it. `record_changes`: for
         `take_changes`, which then has to be called again and again."""
         self._page_size = page_size
         self._groups = groups = groups or CacheGroups(FULL, page_size)

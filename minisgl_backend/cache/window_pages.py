@@ -77,7 +77,7 @@ class WindowPages:
         return pages
 
     def forget(self, pages: Int32Array) -> None:
-        """Pages that nobody uses, and that leave the cache."""
+        """Pages without a user, which leave the cache."""
         self.num_pages -= len(pages)
         self._is_cached[pages] = False
         self._idle_since[pages] = 0

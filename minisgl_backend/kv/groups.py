@@ -42,7 +42,7 @@ class CacheGroups:
         return -(-num_tokens // self.page_size)
 
     def pages_of_row(self, num_tokens: int) -> int:
-        """Pages of all groups that a decoding row of so many tokens holds, at most."""
+        """Pages of all groups that a decoding row of `num_tokens` holds, at most."""
         count = self.pages_for(num_tokens)
         return self.num_full * count + int(np.minimum(self.kept + 1, count).sum())
 
