@@ -125,9 +125,9 @@ class EngineConfig:
 
     model: str = _option(
         "demo",
-        "model folder in Hugging Face format (config.json, safetensors, tokenizer), a hub id where the host has a "
-        "network, or `demo` for the model that comes with the project",
-        "a folder, a hub id or `demo`",
+        "model folder in Hugging Face format (config.json, safetensors, tokenizer), a .gguf file, a hub id where the "
+        "host has a network, or `demo` for the model that comes with the project",
+        "a folder, a .gguf file, a hub id or `demo`",
         lambda value: bool(value.strip()),
     )
     model_impl: str = _option(

@@ -14,7 +14,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.settings import read_engine_config, read_parameters
 from minisgl_backend.models.choose import load_model_config
-from minisgl_backend.models.folder import DEMO
+from minisgl_backend.models.folder import DEMO, is_local
 from minisgl_backend.process.memory import free_host_bytes
 from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
 
@@ -32,7 +32,7 @@ def check_repository(repository: Path, free: Callable[[], int] = free_host_bytes
     except OSError:
         return  # another repository, or one that the server itself will speak of
     model = EngineConfig.from_parameters(read_parameters(text)).model
-    if model == DEMO or Path(model).expanduser().is_dir():
+    if model == DEMO or is_local(model):
         check_folder(read_engine_config(repository), free)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from minisgl_backend.config import OPTIONS, EngineConfig
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.gguf_folder import is_gguf
 
 ENGINE_MODEL = "engine"
 INFER_MODEL, INFER_ENGINE = "infer", "engine_infer"
@@ -98,6 +99,8 @@ def _resolve_model(model: str) -> str:
             raise ConfigError(
                 f"model is {model!r}: that folder has no config.json; allowed: {OPTIONS['model'].allowed}"
             )
+        return str(folder.resolve())
+    if is_gguf(folder):
         return str(folder.resolve())
     is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not model.startswith(".")
     if folder.exists() or not is_hub_id:

@@ -1,4 +1,5 @@
-"""Where a model's files are: a folder, the model that comes with the project, or a download from the hub."""
+"""Where a model's files are: a folder, a GGUF file, the model that comes with the project, or a download from the
+hub."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.installation import model_repository
+from minisgl_backend.models.gguf_folder import gguf_folder, is_gguf
+from minisgl_backend.weights.gguf_index import gguf_files
 
 DEMO = "demo"
 _PATTERNS = ["*.json", "*.safetensors", "*.txt", "*.model", "*.jinja", "*.tiktoken"]
@@ -17,7 +20,8 @@ _PARTS, _PART_BYTES = 9, 1 << 16  # of a file that are read for its fingerprint
 
 
 def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
-    """The folder that the option `model` names. A hub id is downloaded where the host has a network.
+    """The folder that the option `model` names; of a GGUF file, one that is made of it and kept. A hub id is
+    downloaded where the host has a network.
 
     `trust_remote_code`: with the Python code that a tokenizer may bring.
 
@@ -30,18 +34,28 @@ def find_model_dir(model: str, *, trust_remote_code: bool = False) -> Path:
         if not (folder / "config.json").is_file():
             raise ConfigError(f"model is {model!r}: that folder has no config.json")
         return folder.resolve()
+    if is_gguf(folder):
+        return gguf_folder(folder)
     if folder.exists():
-        raise ConfigError(f"model is {model!r}, a file; allowed: a folder in Hugging Face format, a hub id or `demo`")
+        raise ConfigError(
+            f"model is {model!r}, a file; allowed: a folder in Hugging Face format, a .gguf file, a hub id or `demo`"
+        )
     if model.count("/") > 1 or model.startswith((".", "~", "/")) or model.endswith("/"):
         raise ConfigError(f"model is {model!r}: there is no such folder")
     return _download(model, [*_PATTERNS, *_CODE] if trust_remote_code else _PATTERNS)
+
+
+def is_local(model: str) -> bool:
+    """Whether the option `model` names a folder or a GGUF file of this machine."""
+    path = Path(model).expanduser()
+    return path.is_dir() or is_gguf(path)
 
 
 def fingerprint(folder: Path) -> dict[str, str]:
     """By name of a file, what tells it from others: of large ones the size and some bytes.
     Two folders of one model have the same. Raises ConfigError where one cannot be read."""
     prints = {}
-    for path in sorted((*folder.glob("*.safetensors"), folder / "config.json")):
+    for path in sorted((*folder.glob("*.safetensors"), *gguf_files(folder), folder / "config.json")):
         try:
             prints[path.name] = _fingerprint_of(path)
         except OSError as error:

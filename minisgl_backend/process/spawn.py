@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import minisgl_backend
+from minisgl_backend.process.interpreter import python_executable
 from minisgl_backend.process.resources import torch_defaults, usual_stack_limit
 
 PR_SET_PDEATHSIG = 1
@@ -38,14 +38,6 @@ def start_child(
     with usual_stack_limit():
         # Output goes to stderr: standard output may belong to whoever started this process.
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=2, pass_fds=fds, env=variables)
-
-
-def python_executable() -> str:
-    """The interpreter of this environment, also where an embedding program is `sys.executable` or there is none."""
-    if sys.executable and Path(sys.executable).name.startswith("python"):
-        return sys.executable
-    candidate = Path(sys.prefix) / "bin" / "python3"
-    return str(candidate) if candidate.exists() else (shutil.which("python3") or "python3")
 
 
 def _environment() -> dict[str, str]:

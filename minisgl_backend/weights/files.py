@@ -1,4 +1,4 @@
-"""The safetensors files of a model folder."""
+"""The weight files of a model folder: safetensors, or those of a GGUF file."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.weights.gguf_index import INDEX
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.shards import shard_paths
 
@@ -72,7 +73,14 @@ class Checkpoint:
 
 @contextmanager
 def open_shard(path: Path, device: torch.device | None = None) -> Iterator[Any]:
-    """A safetensors file; `device`: where its tensors are read to, the CPU unless said."""
+    """A safetensors file; `device`: where its tensors are read to, the CPU unless said. Or the index of a GGUF file,
+    whose tensors are read to the CPU."""
+    if path.name == INDEX:
+        # Imported late: it needs the package gguf.
+        from minisgl_backend.weights.gguf_files import GGUFShard
+
+        yield GGUFShard(path)
+        return
     try:
         with safe_open(str(path), framework="pt", device=str(device or "cpu")) as shard:
             yield shard

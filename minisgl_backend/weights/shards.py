@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.weights.gguf_index import INDEX
 
 
 def some(names: list[str], limit: int = 5) -> str:
@@ -15,7 +16,10 @@ def some(names: list[str], limit: int = 5) -> str:
 
 
 def shard_paths(folder: Path) -> list[Path]:
-    """The safetensors files. Raises ConfigError where there are none, or not those that the index names."""
+    """The safetensors files, or the index of a GGUF file. Raises ConfigError where there are none, or not those that
+    the index names."""
+    if (folder / INDEX).is_file():
+        return [folder / INDEX]
     # The order of transformers: one whole file, else the index's shards. Other files may hold the same weights again.
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     paths = [whole] if whole.is_file() else sorted(folder.glob("*.safetensors"))
@@ -41,5 +45,5 @@ def _hint(folder: Path) -> str:
             "AutoModelForCausalLM.from_pretrained(FOLDER, dtype='auto').save_pretrained(FOLDER)"
         )
     if any(folder.glob("*.gguf")):
-        return "; *.gguf is llama.cpp's format: take the repository that the file was made from"
+        return "; a *.gguf file is served by its own path, not by its folder's"
     return ""

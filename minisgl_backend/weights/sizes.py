@@ -12,6 +12,7 @@ from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.process.memory import in_words
+from minisgl_backend.weights.gguf_index import INDEX, GGUFIndex
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.shards import shard_paths
 
@@ -49,6 +50,11 @@ def check_memory(model: str, needed: int, free: int, where: str = "memory") -> N
 
 
 def _header(path: Path) -> dict[str, Any]:
+    if path.name == INDEX:  # its tensors are never loaded as they are stored
+        return {
+            tensor.name: {"dtype": "F32", "shape": tensor.shape, "data_offsets": (0, 4 * math.prod(tensor.shape))}
+            for tensor in GGUFIndex.load(path).tensors
+        }
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")

@@ -19,7 +19,7 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.errors import ConfigError, EngineDeadError, MinisglError
 from minisgl_backend.host import core_supervisor as module
 from minisgl_backend.host.core_supervisor import CoreProcess, Supervisor
-from minisgl_backend.process.spawn import python_executable
+from minisgl_backend.process.interpreter import python_executable
 
 
 def wait_for(condition: Callable[[], object]) -> None:

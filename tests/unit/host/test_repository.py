@@ -140,5 +140,7 @@ def test_wrong_values_are_named(name: str, value: str) -> None:
 
 
 def test_a_folder_that_is_no_model_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"that folder has no config\.json; allowed: a folder, a hub id or"):
+    with pytest.raises(
+        ConfigError, match=r"that folder has no config\.json; allowed: a folder, a \.gguf file, a hub id or"
+    ):
         parse_options({"model": str(tmp_path)})

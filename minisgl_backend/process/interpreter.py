@@ -1,0 +1,15 @@
+"""The Python that children of this process run in."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+
+def python_executable() -> str:
+    """The interpreter of this environment, also where an embedding program is `sys.executable` or there is none."""
+    if sys.executable and Path(sys.executable).name.startswith("python"):
+        return sys.executable
+    candidate = Path(sys.prefix) / "bin" / "python3"
+    return str(candidate) if candidate.exists() else (shutil.which("python3") or "python3")

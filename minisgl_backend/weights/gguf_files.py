@@ -1,0 +1,107 @@
+"""Tensors of GGUF files as numbers, read like those of a safetensors file: by name, and by parts.
+
+The package gguf turns blocks into float32. A part is read in pieces of a few MB, several at a time.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minisgl_backend.weights.gguf_header import NUMBER_TYPES, NumberType
+from minisgl_backend.weights.gguf_index import GGUFIndex, IndexedTensor
+
+_NUMBERS_AT_ONCE = 1 << 20
+_TYPES = {kind.name: kind for kind in NUMBER_TYPES.values()}
+
+
+class GGUFShard:
+    """What `safetensors.safe_open` gives, of all files of an index. Tensors are float32, on the CPU."""
+
+    def __init__(self, file: Path) -> None:
+        self._index = GGUFIndex.load(file)
+        self._tensors: dict[str, tuple[IndexedTensor, int | None]] = {}
+        for tensor in self._index.tensors:
+            if "{expert}" in tensor.name:
+                names = {tensor.name.format(expert=expert): expert for expert in range(tensor.shape[0])}
+                self._tensors.update({name: (tensor, expert) for name, expert in names.items()})
+            else:
+                self._tensors[tensor.name] = tensor, None
+
+    def keys(self) -> list[str]:
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> GGUFSlice:
+        tensor, expert = self._tensors[name]
+        return GGUFSlice(self._index.files[tensor.file], tensor, expert)
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.get_slice(name)[()]
+
+
+class GGUFSlice:
+    """One tensor, of which parts are read by index. `expert`: of a tensor that has all of them."""
+
+    def __init__(self, file: Path, tensor: IndexedTensor, expert: int | None) -> None:
+        self._file, self._tensor, self._expert = file, tensor, expert
+        self._type = _TYPES[tensor.type]
+        self._shape = tensor.shape if expert is None else tensor.shape[1:]
+
+    def get_shape(self) -> list[int]:
+        return list(self._shape)
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """By slices without a step, and integers."""
+        given = index if isinstance(index, tuple) else (index,)
+        whole = (*given, *(slice(None),) * (len(self._shape) - len(given)))
+        columns = whole[-1]
+        # Every axis but the last one counts rows; what is asked for of them is few numbers, found as their places.
+        rows = np.arange(int(np.prod(self._shape[:-1], dtype=np.int64))).reshape(self._shape[:-1])[whole[:-1]]
+        blocks, places = self._blocks(), rows.reshape(-1)
+        if self._tensor.heads:
+            places = _apart(len(blocks), self._tensor.heads)[places]
+        width = len(range(*columns.indices(self._shape[-1]))) if isinstance(columns, slice) else 1
+        values = np.empty((len(places), width), np.float32)
+        step = max(1, _NUMBERS_AT_ONCE // self._shape[-1])
+        pieces = [(places[start : start + step], values[start : start + step]) for start in range(0, len(places), step)]
+        _all(partial(_fill, blocks, self._type, columns, self._tensor.add), pieces)
+        result = values.reshape(*rows.shape, width)
+        return torch.from_numpy(result if isinstance(columns, slice) else result[..., 0])
+
+    def _blocks(self) -> np.ndarray:
+        """[rows, bytes of a row], uint8, mapped."""
+        num_rows = int(np.prod(self._shape[:-1], dtype=np.int64))
+        row_bytes = self._shape[-1] // self._type.size * self._type.nbytes
+        offset = self._tensor.offset + (self._expert or 0) * num_rows * row_bytes
+        return np.memmap(self._file, np.uint8, "r", offset, (num_rows, row_bytes))
+
+
+def _fill(blocks: np.ndarray, kind: NumberType, columns: Any, add: float, piece: tuple[np.ndarray, np.ndarray]) -> None:
+    from gguf import GGMLQuantizationType, dequantize
+
+    places, values = piece
+    numbers = dequantize(np.ascontiguousarray(blocks[places]), GGMLQuantizationType[kind.name])
+    np.add(numbers[:, columns].reshape(values.shape), np.float32(add), out=values)
+
+
+def _apart(num_rows: int, heads: int) -> np.ndarray:
+    """For each row of a checkpoint's queries or keys, its place among llama.cpp's: there the two that are rotated
+    together are adjacent, in checkpoints half a head apart."""
+    return np.arange(num_rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+
+
+def _all(fill: Callable[[Any], None], pieces: list[Any]) -> None:
+    threads = min(8, os.cpu_count() or 1, len(pieces))
+    if threads <= 1:
+        for piece in pieces:
+            fill(piece)
+        return
+    with ThreadPoolExecutor(threads) as pool:
+        list(pool.map(fill, pieces))  # raises what a thread raised

@@ -1,0 +1,62 @@
+"""gguf_index.json: stands in a model folder in place of weights and says where they lie in GGUF files. Needs no torch.
+
+`find_model_dir` makes such a folder of a GGUF file (models.gguf_folder); weights are read from the file itself.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from minisgl_backend.errors import ConfigError
+
+INDEX = "gguf_index.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class IndexedTensor:
+    """One tensor of a checkpoint, or one of each expert: `name` has {expert} in it then."""
+
+    name: str
+    file: int  # of the index's files
+    type: str
+    shape: tuple[int, ...]  # in the checkpoint; with experts, they come first
+    offset: int  # bytes from the file's start
+    heads: int = 0  # whose rows are in llama.cpp's order: adjacent pairs; 0: they are in the checkpoint's
+    add: float = 0.0  # to its numbers
+
+
+@dataclass(frozen=True)
+class GGUFIndex:
+    """All tensors of a model."""
+
+    files: tuple[Path, ...]
+    sizes: tuple[int, ...]
+    tensors: tuple[IndexedTensor, ...]
+
+    def save(self, folder: Path) -> None:
+        content = {
+            "files": [str(path) for path in self.files],
+            "sizes": self.sizes,
+            "tensors": [asdict(tensor) for tensor in self.tensors],
+        }
+        (folder / INDEX).write_text(json.dumps(content), encoding="utf-8")
+
+    @classmethod
+    def load(cls, file: Path) -> GGUFIndex:
+        """Raises ConfigError where a GGUF file is not there any more, or has another size."""
+        content: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        files = tuple(map(Path, content["files"]))
+        for path, size in zip(files, content["sizes"], strict=True):
+            if not path.is_file() or path.stat().st_size != size:
+                raise ConfigError(f"{path} is not there any more, or has another size than when it was first read")
+        tensors = tuple(IndexedTensor(**{**one, "shape": tuple(one["shape"])}) for one in content["tensors"])
+        return cls(files, tuple(content["sizes"]), tensors)
+
+
+def gguf_files(folder: Path) -> Sequence[Path]:
+    """The GGUF files that a model folder stands for; none where it has weights of its own."""
+    return GGUFIndex.load(folder / INDEX).files if (folder / INDEX).is_file() else ()
