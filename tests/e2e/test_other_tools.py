@@ -15,7 +15,8 @@ from tests.e2e.openai_stack import Endpoint, running_endpoint, scripted_server
 from tests.e2e.test_openai_scripted import thinking_model
 from tests.e2e.wire import PATIENCE_SECONDS
 
-pytestmark = [pytest.mark.e2e, pytest.mark.full]
+# Each installs what it tries first, for at most INSTALL_SECONDS.
+pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1800)]
 
 TOOLS = Path(sys.prefix) / "tools"
 INSTALL_SECONDS = 1200.0
