@@ -37,8 +37,7 @@ def load_model_config(
     except ConfigError as error:
         raise ConfigError(f"{native}. Nor does it run through transformers' code: {error}") from None
     log.warning(
-        "%s runs through transformers' own code (model_impl), without this engine's kernels for norms, products and "
-        "experts, since no native family serves it: %s",
+        "%s runs through transformers' own code (model_impl), slower than a native family, since none serves it: %s",
         config.architecture,
         native,
     )
