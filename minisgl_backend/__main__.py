@@ -24,7 +24,15 @@ from minisgl_backend.process.memory import in_words
 from minisgl_backend.process.spawn import log_to_stderr
 
 PANELS: Mapping[str, tuple[str, ...]] = {
-    "Model": ("model", "model_impl", "dtype", "max_seq_len_override", "dummy_weights", "trust_remote_code"),
+    "Model": (
+        "model",
+        "model_impl",
+        "dtype",
+        "quantization",
+        "max_seq_len_override",
+        "dummy_weights",
+        "trust_remote_code",
+    ),
     "Attention and memory": (
         "attention_backend",
         "page_size",

@@ -16,6 +16,7 @@ from minisgl_backend.host.settings import read_engine_config, read_parameters
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.folder import DEMO, is_local
 from minisgl_backend.process.memory import free_host_bytes
+from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -48,7 +49,13 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
     if config.dummy_weights:
         return
     item_bytes = _least_item_bytes(config.dtype, model.dtype)
-    weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=model.tie_word_embeddings)
+    weights = weight_bytes(
+        folder,
+        model.tensor_names,
+        item_bytes,
+        tied=model.tie_word_embeddings,
+        quantization=QuantizationConfig(format=config.quantization),
+    )
     if not has_gpu():
         check_memory(config.model, weights * config.dp // config.nodes, free())
 

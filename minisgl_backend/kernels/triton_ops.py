@@ -84,7 +84,7 @@ class TritonPlainKernels(TorchPlainKernels):
         super().__init__(ops)
         self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._has_room = shared_memory(device) >= LARGEST
-        self._workspace = small_linear.LinearWorkspace(device)
+        self.workspace = small_linear.LinearWorkspace(device)
         self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "products.json")
 
     def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0) -> None:
@@ -104,12 +104,12 @@ class TritonPlainKernels(TorchPlainKernels):
         gated = activation is not None
         if not (gated and bias is not None) and self._is_small(x, weight, residual, gated, norm_weight is not None):
             return small_linear.linear(
-                x, weight, self._workspace, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual,
+                x, weight, self.workspace, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual,
                 activation=activation, pdl=self.ops.pdl(x),
             )  # fmt: skip
         if norm_weight is None and bias is None and residual is None and not gated and self._is_long(x, weight):
             shape = small_linear.long_shape(weight.shape[0], weight.shape[1], self._num_sms)
-            return small_linear.linear(x, weight, self._workspace, shape=shape, pdl=self.ops.pdl(x))
+            return small_linear.linear(x, weight, self.workspace, shape=shape, pdl=self.ops.pdl(x))
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
         if bias is None and (out := self._tuned.linear(x, weight, residual)) is not None:
@@ -125,13 +125,13 @@ class TritonPlainKernels(TorchPlainKernels):
         # Of a vocabulary ours was not tried there: its programs write two numbers each, and `out` may be far away.
         if len(weight) <= LARGEST_OUT and self._is_small(x, weight, None, False, False):
             if x.shape[0] == 1:
-                small_linear.linear(x, weight, self._workspace, pdl=self.ops.pdl(x), out=out)
+                small_linear.linear(x, weight, self.workspace, pdl=self.ops.pdl(x), out=out)
             else:
                 out.copy_(self.linear(x, weight))  # these kernels write rows that touch
         elif not self._tuned.linear_into(x, weight, out):
             torch.mm(x, weight.t(), out=out)
 
-    def _moe_pdl(self, x: torch.Tensor) -> bool:
+    def moe_pdl(self, x: torch.Tensor) -> bool:
         """Sorting pairs is a chain of tiny kernels, which leave room for one that starts early."""
         return self.ops.has_pdl and x.shape[0] <= moe.MAX_PDL_TOKENS
 
@@ -167,7 +167,7 @@ class TritonPlainKernels(TorchPlainKernels):
     def route(
         self, logits: torch.Tensor, experts_per_token: int, renormalize: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return moe.route(logits, experts_per_token, renormalize, self._moe_pdl(logits))
+        return moe.route(logits, experts_per_token, renormalize, self.moe_pdl(logits))
 
     def moe(
         self,
@@ -182,7 +182,7 @@ class TritonPlainKernels(TorchPlainKernels):
     ) -> torch.Tensor:
         return moe.moe(
             x, expert_ids, expert_weights, gate_up, down, residual, activation, tma=self.ops.has_pdl,
-            pdl=self._moe_pdl(x), biases=biases,
+            pdl=self.moe_pdl(x), biases=biases,
         )  # fmt: skip
 
     def mixture(
@@ -206,7 +206,7 @@ class TritonPlainKernels(TorchPlainKernels):
             )  # fmt: skip
         if moe_few.serves(x, router):
             return moe_few.mixture(
-                x, router, gate_up, down, experts_per_token, renormalize, self._workspace, norm_weight=norm_weight,
+                x, router, gate_up, down, experts_per_token, renormalize, self.workspace, norm_weight=norm_weight,
                 eps=eps, residual=residual, activation=activation, pdl=self.ops.pdl(x),
             )  # fmt: skip
         return super().mixture(

@@ -10,7 +10,7 @@ import torch
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
 from minisgl_backend.kernels.ops import Ops
-from minisgl_backend.kernels.select import select_ops
+from minisgl_backend.kernels.select import select_ops, select_plain_kernels
 from minisgl_backend.kv.layout import MHALayout
 from minisgl_backend.layers.config import AttentionConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
@@ -19,6 +19,7 @@ from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.files import Checkpoint
+from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.kv_scales import is_kv_scale
 from minisgl_backend.weights.loader import load_weights
 from minisgl_backend.weights.methods import WeightMethods
@@ -39,10 +40,12 @@ def build_model(
     max_seq_len: int,
     tp: TensorParallel | None = None,
     ops: Ops | None = None,
+    quantization: QuantizationConfig | None = None,
     dummy_weights: bool = False,
     on_progress: Progress | None = None,
 ) -> CausalLM:
     """The model of one rank, ready to run. `dummy_weights` reads no files but config.json's.
+    `quantization`: formats that weights are converted to while they load.
 
     `max_seq_len` bounds the positions that the model can be asked for. Raises ConfigError naming tensors that are
     missing, unexpected, in two files or of another shape than config.json says.
@@ -50,7 +53,8 @@ def build_model(
     tp = tp or TensorParallel.single()
     config.check_tensor_parallel(tp.size)
     ops = ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.mixture is not None)
-    methods = WeightMethods.all_plain(ops, dtype=dtype, device=device)
+    formats, plain = quantization or QuantizationConfig(), select_plain_kernels(ops, device)
+    methods = WeightMethods(formats, plain, dtype=dtype, device=device)
     layer_context = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
     checkpoint = None if dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
     if checkpoint is not None and config.tie_word_embeddings and not _is_tied(checkpoint):

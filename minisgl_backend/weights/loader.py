@@ -39,12 +39,7 @@ class Read:
             values = values.transpose(-1, -2)
         if self.outputs is not None:
             values = values[(slice(None),) * self.axis + (self.outputs,)]
-        if self.part.row_order is not None:
-            order = torch.tensor(self.part.row_order, device=values.device)
-            values = values.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
-        self.part.target.copy_(values)
-        if self.part.add:
-            self.part.target.add_(self.part.add)
+        self.part.fill(values)
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ def _add(
     """`position`: of the part's tensor among those that are stored together, whose shapes are `shapes`."""
     axis = 1 if part.experts else 0
     ranges = [(0, length) for length in part.shape]
-    ranges[part.dim] = (part.start, part.start + part.target.shape[part.dim])
+    ranges[part.dim] = part.read_range
     whole, outputs = list(part.shape), None
     whole[axis] = sum(shape[axis] for shape in shapes)
     start, stop = ranges[axis]

@@ -10,9 +10,10 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kernels.select import select_plain_kernels
-from minisgl_backend.weights.formats import FORMATS, QuantizationConfig
+from minisgl_backend.number_formats import WEIGHT_FORMATS
+from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
-from minisgl_backend.weights.plain import PlainLinearMethod
+from minisgl_backend.weights.plain import PlainFactory, PlainLinearMethod
 
 
 class WeightMethods:
@@ -23,7 +24,7 @@ class WeightMethods:
     ) -> None:
         """dtype: of the model. plain: kernels of weights in it."""
         self._config, self._plain, self._dtype, self._device = config, plain, dtype, device
-        self._factories: dict[str, MethodFactory] = {}
+        self._factories: dict[str | None, MethodFactory] = {None: PlainFactory(plain, dtype, device)}
 
     @classmethod
     def all_plain(cls, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> WeightMethods:
@@ -39,7 +40,7 @@ class WeightMethods:
         """By the paths of its outputs. Raises ConfigError where these are to have several formats in one weight."""
         formats = {self._config.format_of(output.name): output.name for output in spec.outputs}
         if len(formats) > 1:
-            found = ", ".join(f"{path} {name}" for name, path in formats.items())
+            found = ", ".join(f"{path} {name or 'plain'}" for name, path in formats.items())
             raise ConfigError(f"quantization: {found}; allowed: one format for layers that are multiplied together")
         return self._factory(next(iter(formats))).linear(spec)
 
@@ -53,9 +54,9 @@ class WeightMethods:
         the model's."""
         return PlainLinearMethod(spec, self._plain, dtype or self._dtype, self._device, shared)
 
-    def _factory(self, name: str) -> MethodFactory:
-        if name not in self._factories:
-            module, _, factory = FORMATS[name].factory.partition(":")
+    def _factory(self, name: str | None) -> MethodFactory:
+        if name is not None and name not in self._factories:
+            module, _, factory = WEIGHT_FORMATS[name].factory.partition(":")
             made = getattr(importlib.import_module(module), factory)
             self._factories[name] = made(self._plain, self._dtype, self._device)
         return self._factories[name]

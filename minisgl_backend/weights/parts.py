@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +13,8 @@ import torch
 class WeightPart:
     """`target` receives `tensor.narrow(dim, start, target.shape[dim])`, plus `add`.
 
-    With a `row_order` its rows are taken in groups of as many, each of them in that order.
+    With a `row_order` its rows are taken in groups of as many, each of them in that order. A `quantize` makes of what
+    was read what `target` and `scale` receive; with `whole` that is all along `dim`, of which it keeps this rank's.
     """
 
     name: str  # this project's, in full: see weights.names
@@ -24,6 +25,27 @@ class WeightPart:
     add: float = 0.0
     row_order: tuple[int, ...] | None = None
     experts: bool = False  # the first axis counts experts
+    quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
+    scale: torch.Tensor | None = None
+    whole: bool = False
+
+    @property
+    def read_range(self) -> tuple[int, int]:
+        """Of the tensor, along `dim`."""
+        return (0, self.shape[self.dim]) if self.whole else (self.start, self.start + self.target.shape[self.dim])
+
+    def fill(self, values: torch.Tensor) -> None:
+        """values: what was read, in rows' own order. `copy_` converts number formats."""
+        if self.row_order is not None:
+            order = torch.tensor(self.row_order, device=values.device)
+            values = values.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
+        if self.quantize is not None:
+            values, scale = self.quantize(values)
+            assert self.scale is not None, "it comes with `quantize`"
+            self.scale.copy_(scale)
+        self.target.copy_(values)
+        if self.add:
+            self.target.add_(self.add)
 
     def expert(self, index: int) -> WeightPart:
         """The part of one expert."""
@@ -34,6 +56,9 @@ class WeightPart:
             dim=self.dim - 1,
             start=self.start,
             add=self.add,
+            quantize=self.quantize,
+            scale=None if self.scale is None else self.scale[index],
+            whole=self.whole,
         )
 
 
@@ -41,7 +66,9 @@ def check_filled(parts: Iterable[WeightPart], parameters: Iterable[tuple[str, to
     """Raises ValueError unless the parts fill every element of every parameter exactly once."""
     blocks: dict[int, list[tuple[int, int]]] = {}
     for part in parts:
-        blocks.setdefault(part.target.untyped_storage().data_ptr(), []).extend(_blocks(part.target))
+        for target in (part.target, part.scale):
+            if target is not None:
+                blocks.setdefault(target.untyped_storage().data_ptr(), []).extend(_blocks(target))
     for name, parameter in parameters:
         end = 0
         for start, stop in sorted(blocks.get(parameter.untyped_storage().data_ptr(), [])):

@@ -12,6 +12,7 @@ from typing import Any
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.process.memory import in_words
+from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.gguf_index import INDEX, GGUFIndex
 from minisgl_backend.weights.names import TensorNames
 from minisgl_backend.weights.shards import shard_paths
@@ -22,21 +23,31 @@ _LONGEST_HEADER = 100_000_000  # bytes; safetensors' own limit
 _OUTPUT = "lm_head.weight"
 
 
-def weight_bytes(folder: Path, names: TensorNames, item_bytes: int | None = None, *, tied: bool = False) -> int:
+def weight_bytes(
+    folder: Path,
+    names: TensorNames,
+    item_bytes: int | None = None,
+    *,
+    tied: bool = False,
+    quantization: QuantizationConfig | None = None,
+) -> int:
     """Memory that the weights take, without those that `names` leaves out.
 
     `item_bytes`: of one number once it is loaded; None: as in the files. `tied`: an output matrix is not loaded.
+    `quantization`: the formats that weights are converted to.
     Raises ConfigError for files that are missing, cannot be read or are cut off.
     """
-    total = 0
+    formats, total = quantization or QuantizationConfig(), 0
     for path in shard_paths(folder):
         for name, tensor in _header(path).items():
             here = names.here(name)
             if name == "__metadata__" or here.startswith(names.left_out) or (tied and here == _OUTPUT):
                 continue
             stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
-            loaded = item_bytes is not None and tensor["dtype"] in _FLOATS
-            total += math.prod(tensor["shape"]) * (item_bytes or 0) if loaded else stored
+            if item_bytes is None or tensor["dtype"] not in _FLOATS:
+                total += stored
+            else:
+                total += formats.bytes_of(here, tuple(tensor["shape"]), item_bytes)
     return total
 
 

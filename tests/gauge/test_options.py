@@ -16,6 +16,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "model": ("", "  "),
     "dtype": ("int8", 16),
     "kv_cache_dtype": ("int8", 8),
+    "quantization": ("int4", "plain", 8),
     "attention_backend": ("flash", "fa,fi,torch", "fa,"),
     "page_size": (0, 3, -16, 16.0, True),
     "num_pages": (0, -1, "many"),

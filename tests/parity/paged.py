@@ -15,6 +15,7 @@ from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.fallback.build import build_fallback
 from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.weights.formats import QuantizationConfig
 from tests.specs import make_pool
 
 
@@ -32,6 +33,7 @@ class PagedModel:
         device: str = "cpu",
         dtype: torch.dtype = torch.float32,
         model_impl: str = "native",
+        quantization: str | None = None,
     ) -> None:
         tp = tp or TensorParallel.single()
         config = load_model_config(folder, model_impl)
@@ -48,7 +50,10 @@ class PagedModel:
         if model_impl == "transformers":
             self.model: Any = build_fallback(config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len)
         else:
-            self.model = build_model(config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp)
+            formats = QuantizationConfig(format=quantization)
+            self.model = build_model(
+                config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp, quantization=formats
+            )
         num_pages = max_rows * self.spec.max_pages_per_row
         self.pool = make_pool(self.spec, num_pages)
         self.model.bind_attention(self.spec, self.pool)

@@ -36,6 +36,7 @@ from minisgl_backend.runner.start.warm_up import compile_kernels, warm_up
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
+from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.kv_scales import read_kv_scales
 
 log = logging.getLogger(__name__)
@@ -190,6 +191,7 @@ def _build_model(
             device=device,
             max_seq_len=max_seq_len,
             tp=tp,
+            quantization=QuantizationConfig(format=config.quantization),
             dummy_weights=config.dummy_weights,
             on_progress=progress.weights,
         )

@@ -24,6 +24,7 @@ from minisgl_backend.runner.start.device import free_bytes
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
+from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
 
 # On the CPU memory is shared with everything else, so nobody wants "all that is left" by default.
@@ -123,7 +124,8 @@ def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int 
     config, on_gpu = runtime.config, runtime.device == "cuda"
     item_bytes = ITEM_BYTES[runtime.dtype]
     folder, tied = Path(runtime.model_dir), model.tie_word_embeddings
-    weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=tied) // config.tp
+    formats = QuantizationConfig(format=config.quantization)
+    weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=tied, quantization=formats) // config.tp
     if not on_gpu:
         weights *= config.ranks_per_node * cores
     free = free_bytes(device_of_rank(runtime.device, runtime.device_index(0)))

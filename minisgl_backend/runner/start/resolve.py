@@ -12,7 +12,7 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import max_pages
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.number_formats import KV_CACHE_DTYPES
+from minisgl_backend.number_formats import KV_CACHE_DTYPES, WEIGHT_FORMATS
 from minisgl_backend.runner.start.device import DeviceFacts
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH
@@ -49,6 +49,7 @@ def resolve(
     """
     _check_num_devices(config, model, device)
     _check_triton(device)
+    _check_quantization(config.quantization, model, device)
     dtype = _dtype(config.dtype, model.dtype, device)
     kv_dtype = KV_CACHE_DTYPES.get(config.kv_cache_dtype, dtype)
     attention = choose_attention(
@@ -89,6 +90,21 @@ def resolve(
         eager_graphs=environment.eager_graphs,
         flashinfer_tensor_cores=environment.flashinfer_tensor_cores,
     )
+
+
+def _check_quantization(quantization: str | None, model: ModelConfig, device: DeviceFacts) -> None:
+    if quantization is None:
+        return
+    if model.implementation != "native":
+        raise ConfigError(
+            f"quantization is {quantization!r}; allowed for {model.architecture}, which transformers' code runs: unset"
+        )
+    needed, found = WEIGHT_FORMATS[quantization].capability, device.capability
+    if found is not None and found < needed:
+        raise ConfigError(
+            f"quantization is {quantization!r}, which needs a GPU of compute capability {needed[0]}.{needed[1]}; "
+            f"allowed on {device.name} ({found[0]}.{found[1]}): unset"
+        )
 
 
 def _check_num_pages(num_pages: int | None, page_size: int) -> None:

@@ -97,7 +97,7 @@ def make_ops():
     ops.has_pdl = True
     plain = triton_ops.TritonPlainKernels.__new__(triton_ops.TritonPlainKernels)
     plain.ops, plain._tuned, plain._num_sms, plain._has_room = ops, NoLibrary(), 132, True
-    plain._workspace = small_linear.LinearWorkspace(torch.device("cpu"), 512, 8)
+    plain.workspace = small_linear.LinearWorkspace(torch.device("cpu"), 512, 8)
     return plain
 
 plain = make_ops()

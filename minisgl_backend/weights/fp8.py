@@ -1,0 +1,149 @@
+"""The format `fp8`: e4m3 with a scale for each output, made of a checkpoint's weights while they load.
+
+Every tensor is quantized as it is read, so that no more than one of them is there in two formats. An output's scale is
+that of all its inputs on every rank, so that numbers do not depend on how many ranks there are: a rank of a
+row-parallel layer or of experts reads the inputs of the others, too. Each rank makes the scales of its own activations.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, quantize_outputs
+from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.weights.layer import NOISE, empty_parameter
+from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.parts import WeightPart
+from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
+
+
+class Fp8LinearMethod(LinearMethod):
+    def __init__(self, spec: LinearSpec, kernels: Fp8Kernels, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__()
+        self.spec, self._kernels = spec, kernels
+        outputs, inputs = spec.shape
+        self.weight = empty_parameter(outputs, inputs, dtype=FP8, device=device)
+        self.weight_scale = empty_parameter(outputs, dtype=torch.float32, device=device)
+        self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
+        bias = self.bias if spec.adds_bias else None
+        self.apply_weights = partial(kernels.linear, weight=self.weight, scale=self.weight_scale, bias=bias)
+
+    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(self.apply_weights(x))
+
+    def weight_parts(self) -> list[WeightPart]:
+        spec, parts, row = self.spec, [], 0
+        for output in spec.outputs:
+            rows = slice(row, row + output.local)
+            row += output.local
+            part = linear_part(spec, output.name, self.weight[rows])
+            parts.append(_quantized(part, self.weight_scale[rows], spec.input_start, spec.local_inputs))
+            if self.bias is not None:
+                parts.append(bias_part(spec, output.name, self.bias[rows]))
+        return parts
+
+    def fill_with_noise(self, generator: torch.Generator) -> None:
+        _fill_with_noise(self.weight.data, self.weight_scale.data, generator)
+        if self.bias is not None:
+            self.bias.data.fill_(1.0)
+
+
+class Fp8ExpertsMethod(ExpertsMethod):
+    def __init__(self, spec: ExpertsSpec, kernels: Fp8Kernels, plain: PlainKernels, device: torch.device) -> None:
+        super().__init__()
+        self.spec, self._kernels, self._plain = spec, kernels, plain
+        experts, local, hidden = spec.num_experts, spec.local, spec.hidden_size
+        self.gate_up = empty_parameter(experts, 2 * local, hidden, dtype=FP8, device=device)
+        self.gate_up_scale = empty_parameter(experts, 2 * local, dtype=torch.float32, device=device)
+        self.down = empty_parameter(experts, hidden, local, dtype=FP8, device=device)
+        self.down_scale = empty_parameter(experts, hidden, dtype=torch.float32, device=device)
+
+    def apply_experts(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._kernels.moe(
+            x, expert_ids, expert_weights, self.gate_up, self.gate_up_scale, self.down, self.down_scale, residual,
+            self.spec.activation,
+        )  # fmt: skip
+
+    def apply_routed(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if norm_weight is not None:
+            x = self._plain.ops.rms_norm(x, norm_weight, eps)
+        spec, logits = self.spec, self._plain.linear(x, router)
+        ids, weights = self._plain.route(logits, spec.experts_per_token, spec.renormalize)
+        return self.apply_experts(x, ids, weights, residual)
+
+    def weight_parts(self) -> list[WeightPart]:
+        spec, local = self.spec, self.spec.local
+        return [
+            _quantized(experts_part(spec, kind, numbers), scale, spec.start, local)
+            for kind, numbers, scale in (
+                ("gate_proj", self.gate_up[:, :local], self.gate_up_scale[:, :local]),
+                ("up_proj", self.gate_up[:, local:], self.gate_up_scale[:, local:]),
+                ("down_proj", self.down, self.down_scale),
+            )
+        ]
+
+    def fill_with_noise(self, generator: torch.Generator) -> None:
+        for numbers, scales in ((self.gate_up, self.gate_up_scale), (self.down, self.down_scale)):
+            for expert in range(self.spec.num_experts):
+                _fill_with_noise(numbers.data[expert], scales.data[expert], generator)
+
+
+class Fp8Factory(MethodFactory):
+    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device) -> None:
+        super().__init__(plain, dtype, device)
+        self._kernels = _kernels(plain, device)
+
+    def linear(self, spec: LinearSpec) -> Fp8LinearMethod:
+        return Fp8LinearMethod(spec, self._kernels, self.dtype, self.device)
+
+    def experts(self, spec: ExpertsSpec) -> Fp8ExpertsMethod:
+        if spec.bias:
+            raise ConfigError(f"quantization is 'fp8'; allowed for {spec.name}, which have biases: unset")
+        return Fp8ExpertsMethod(spec, self._kernels, self.plain, self.device)
+
+
+def _kernels(plain: PlainKernels, device: torch.device) -> Fp8Kernels:
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from minisgl_backend.kernels.linear.fp8 import TritonFp8Kernels
+        from minisgl_backend.kernels.triton_ops import TritonPlainKernels
+
+        if isinstance(plain, TritonPlainKernels):
+            return TritonFp8Kernels(plain, device)
+    return Fp8Kernels(plain.ops)
+
+
+def _quantized(part: WeightPart, scale: torch.Tensor, first_input: int, inputs: int) -> WeightPart:
+    """The part with FP8 numbers and scales. Where inputs are split over ranks, all are read for the scale."""
+    splits_inputs = part.dim == len(part.shape) - 1
+
+    def quantize(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        numbers, scales = quantize_outputs(values)
+        return (numbers[..., first_input : first_input + inputs] if splits_inputs else numbers), scales
+
+    return replace(part, quantize=quantize, scale=scale, whole=splits_inputs)
+
+
+def _fill_with_noise(weight: torch.Tensor, scale: torch.Tensor, generator: torch.Generator) -> None:
+    noise = torch.empty(weight.shape, dtype=torch.float32, device=weight.device)
+    numbers, scales = quantize_outputs(noise.normal_(0.0, NOISE, generator=generator))
+    weight.copy_(numbers)
+    scale.copy_(scales)

@@ -1,0 +1,66 @@
+"""FP8 weights on a GPU against their torch reference: every way of multiplying, and the demo model's answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend.kernels.linear.fp8_torch import Fp8Kernels, quantize_outputs
+from minisgl_backend.kernels.torch_ops import TorchOps
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a GPU with FP8"
+)
+
+
+def kernels() -> Any:
+    from minisgl_backend.kernels.linear.fp8 import TritonFp8Kernels
+    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+
+    device = torch.device("cuda")
+    return TritonFp8Kernels(TritonPlainKernels(TritonOps(device), device), device)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["plain", "norm residual", "gated norm", "bias"])
+@pytest.mark.parametrize("rows", [1, 2, 8, 9, 33, 64, 65, 300, 2048])
+def test_linear(rows: int, kind: str, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, 5120, device="cuda").to(dtype)
+    weight, scale = quantize_outputs(torch.randn(2048, 5120, device="cuda").to(dtype) / 72)
+    options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
+    if "norm" in kind:
+        options |= {"norm_weight": (torch.rand(5120, device="cuda") + 0.5).to(dtype), "eps": 1e-6}
+    if "bias" in kind:
+        options["bias"] = torch.randn(2048, device="cuda").to(dtype)
+    residual = torch.randn(rows, 2048, device="cuda").to(dtype) if "residual" in kind else None
+    expected = Fp8Kernels(TorchOps()).linear(x, weight, scale, residual=residual, **options)
+    found = kernels().linear(x, weight, scale, residual=None if residual is None else residual.clone(), **options)
+    assert relative(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 500, 3000])
+def test_experts(tokens: int) -> None:
+    torch.manual_seed(tokens)
+    experts, k, hidden, size = 32, 4, 512, 192
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    ids = torch.stack([torch.randperm(experts, device="cuda")[:k] for _ in range(tokens)])
+    shares = torch.rand(tokens, k, device="cuda")
+    gate_up = quantize_outputs(torch.randn(experts, 2 * size, hidden, device="cuda").bfloat16() * 0.05)
+    down = quantize_outputs(torch.randn(experts, hidden, size, device="cuda").bfloat16() * 0.05)
+    expected = Fp8Kernels(TorchOps()).moe(x, ids, shares, *gate_up, *down)
+    assert relative(kernels().moe(x, ids, shares, *gate_up, *down), expected) < 2e-2
+
+
+def test_the_demo_model_answers() -> None:
+    from minisgl_backend import LLM
+
+    with LLM("demo", quantization="fp8") as llm:
+        (answer,) = llm.chat([[{"role": "user", "content": "What is 17 + 25?"}]], max_tokens=32, temperature=0)
+    assert "42" in answer.text

@@ -1,0 +1,142 @@
+"""Kernels of FP8 weights against their torch reference, in Triton's interpreter; tests/gpu runs them compiled.
+
+And compiled for Hopper, where the interpreter does not see what the compiler refuses.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend.kernels.linear.fp8_torch import Fp8Kernels, quantize_outputs
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
+pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
+
+import triton.language as tl
+
+from minisgl_backend.kernels.linear import fp8 as linear_fp8
+from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
+from minisgl_backend.kernels.moe import fp8 as moe_fp8
+from minisgl_backend.kernels.moe.grouped import MoeShape
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def right_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's interpreter loses the carry of a mantissa that is rounded up to the next power of two."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    convert = builder.create_fp_to_fp
+
+    def create_fp_to_fp(self: Any, src: Any, dst_type: Any, rounding_mode: Any) -> Any:
+        if src.dtype.scalar != tl.float32 or dst_type.scalar != tl.float8e4nv:
+            return convert(self, src, dst_type, rounding_mode)
+        rounded = torch.from_numpy(src.data.copy()).to(torch.float8_e4m3fn).view(torch.uint8)
+        return interpreter.TensorHandle(rounded.numpy(), dst_type.scalar)
+
+    monkeypatch.setattr(builder, "create_fp_to_fp", create_fp_to_fp)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("kind", ["plain", "norm", "bias residual", "gated norm", "gated bias"])
+@pytest.mark.parametrize("rows", [1, 5, 9])
+def test_linear(kind: str, rows: int) -> None:
+    """Quantized inside and before it, as 9 rows are; with the inputs split over programs."""
+    torch.manual_seed(rows)
+    x, (weight, scale) = torch.randn(rows, 600), quantize_outputs(torch.randn(90, 600) / 20)
+    options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
+    if "norm" in kind:
+        options |= {"norm_weight": torch.rand(600) + 0.5, "eps": 1e-6}
+    if "bias" in kind:
+        options["bias"] = torch.randn(90)
+    if "residual" in kind:
+        options["residual"] = torch.randn(rows, 90)
+    workspace = LinearWorkspace(CPU, max_out=256, max_split=4)
+    found = linear_fp8.linear(x, weight, scale, workspace, **options)
+    assert relative(found, Fp8Kernels(TorchOps()).linear(x, weight, scale, **options)) < 2e-3
+    assert int(workspace.counters.abs().sum()) == 0
+
+
+def test_tokens_are_quantized_as_by_torch() -> None:
+    x = torch.randn(3, 100)
+    x[1] = 0
+    for norm in (None, torch.rand(100)):
+        normed = x if norm is None else TorchOps().rms_norm(x, norm, 1e-6)
+        numbers, scales = linear_fp8.quantize_tokens(x, norm, 1e-6)
+        assert relative(numbers.float() * scales[:, None], normed) < 4e-2
+        torch.testing.assert_close(scales, normed.abs().amax(1).clamp_min(1e-10) / 448, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("tile_pairs", [16, 64])
+def test_experts(tile_pairs: int) -> None:
+    """With weights as float16 in registers, and with matrix units that multiply FP8."""
+    torch.manual_seed(1)
+    experts, k, hidden, size, tokens = 4, 2, 96, 40, 7
+    gate_up = quantize_outputs(torch.randn(experts, 2 * size, hidden) / 10)
+    down = quantize_outputs(torch.randn(experts, hidden, size) / 6)
+    x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
+    ids, shares = TorchPlainKernels(TorchOps()).route(torch.randn(tokens, experts), k, True)
+    expected = Fp8Kernels(TorchOps()).moe(x, ids, shares, *gate_up, *down, residual)
+    shape = MoeShape(tile_pairs, (32, 32, 4, 2), (32, 32, 4, 2))
+    assert relative(moe_fp8.moe(x, ids, shares, *gate_up, *down, residual, shape=shape), expected) < 2e-3
+
+
+COMPILED = """
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, compile
+from minisgl_backend.kernels.linear import fp8 as linear
+from minisgl_backend.kernels.moe import fp8 as moe
+
+TYPES = dict(weight_ptr="*fp8e4nv", scale_ptr="*fp32", x_scale_ptr="*fp32", partial_ptr="*fp32",
+             pair_weight_ptr="*fp32", counters_ptr="*i32", order_ptr="*i32", expert_ptr="*i32", first_ptr="*i32",
+             end_ptr="*i32", rows="i32", x_stride="i32", eps="fp32")
+
+def compiled(kernel, num_warps, num_stages, x="*bf16", out="*bf16", **constants):
+    types = TYPES | {"x_ptr": x, "out_ptr": out}
+    names = kernel.arg_names
+    signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in names}
+    aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
+               if signature[name].startswith("*") or "stride" in name}
+    source = ASTSource(fn=kernel, signature=signature, attrs=aligned,
+                       constexprs={(names.index(name),): value for name, value in constants.items()})
+    options = {"num_warps": num_warps, "num_stages": num_stages}
+    found = compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+    assert found.metadata.shared <= 227 << 10, found.metadata.shared
+
+for pdl in (True,):
+    compiled(linear._quantize_kernel, 8, 3, out="*fp8e4nv", SIZE=5120, PADDED=8192, NORM=True, LARGEST=448.0,
+             LEAST=1e-10, PDL=pdl)
+    for inside, gated, rows in ((True, False, 16), (False, True, 64)):
+        compiled(linear._linear_kernel, 4, 4, x="*bf16" if inside else "*fp8e4nv", SIZE_OUT=5120, SIZE_IN=5120,
+                 PART=5120 if gated else 2560, SPLIT=1 if gated else 2, ROWS=rows, TILE_OUT=64, TILE_IN=128,
+                 INSIDE=inside, NORM=inside, BIAS=False, RESIDUAL=not gated, GATED=gated,
+                 ACTIVATION="silu" if gated else None, LARGEST=448.0, LEAST=1e-10, PDL=pdl)
+for pairs in (8, 100):
+    shape = moe.moe_shape(128 * pairs, 128)
+    for gated, (tile_out, tile_in, num_warps, num_stages) in ((True, shape.gate_up), (False, shape.down)):
+        compiled(moe._grouped_kernel, num_warps, num_stages, x="*fp8e4nv", K=8, SIZE_OUT=768, SIZE_IN=2048,
+                 TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=gated,
+                 ACTIVATION="silu" if gated else None, NATIVE=shape.tile_pairs >= moe.NATIVE_PAIRS, PDL=False)
+print("compiled")
+"""
+
+
+def test_they_compile_for_hopper(tmp_path: Path) -> None:
+    """In the shapes of Qwen3-14B and Qwen3-30B-A3B, within the shared memory of a program."""
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", COMPILED], env=environment, capture_output=True, text=True)
+    assert done.stdout.strip() == "compiled", done.stderr[-2000:]
