@@ -166,6 +166,7 @@ def test_sentence_transformers_agrees(tmp_path: Path) -> None:
         parts = [modules.Transformer(str(folder / "plain")), modules.Pooling(64, pooling_mode=mode)]
         parts += [modules.Normalize()] if normalizes else []
         reference = sentence_transformers.SentenceTransformer(modules=parts, device="cpu")
+        reference.tokenizer.pad_token = "w0 "
         reference.save(str(folder / "whole"))
         with LLM(str(folder / "whole"), dtype="float32", num_pages=64, page_size=16, max_seq_len_override=64) as llm:
             texts = ["w3 ", "w7 ", "w100 "]
