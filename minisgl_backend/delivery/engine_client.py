@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -401,4 +402,4 @@ def _with_restarts(link: CoreLink) -> Stats | None:
     if link.stats is None:
         return None
     values = {**link.stats.values, "restarts": float(link.num_ups - 1)}
-    return Stats(values=values, histograms=link.stats.histograms)
+    return msgspec.structs.replace(link.stats, values=values)
