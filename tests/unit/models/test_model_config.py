@@ -110,7 +110,7 @@ REFUSED: list[dict[str, Any]] = [
     {"architectures": []},
     {"quantization_config": {"quant_method": "gptq"}},
     {"hidden_act": "relu"},
-    {"mlp_bias": True},
+    {"mlp_bias": "yes"},
     {"sliding_window": "512"},
     {"rope_theta": "1e6"},
     {"layer_types": ["full_attention", "linear_attention"]},
@@ -138,7 +138,7 @@ def test_refused_by_name(changes: dict[str, Any]) -> None:
     [
         ({"rope_type": "longrope", "short_factor": [1.0]}, "long_factor"),
         ({"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [1.0]}, "long_factor"),
-        ({"rope_type": "dynamic", "factor": 2.0}, "rope_type"),
+        ({"rope_type": "proportional", "factor": 2.0}, "rope_type"),
         ({"type": "linear"}, "factor"),
         ({"rope_type": "yarn"}, "factor"),
         ({"rope_type": "llama3", "factor": 8.0}, "low_freq_factor"),
