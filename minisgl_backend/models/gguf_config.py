@@ -66,7 +66,7 @@ def architecture_of(header: GGUFHeader) -> GGUFArchitecture:
         )
     if name == "llama" and metadata.get("llama.expert_count", 0):
         raise ConfigError(f"{file}: llama.expert_count is {metadata['llama.expert_count']}; allowed: 0 or absent")
-    return ARCHITECTURES[name]
+    return ARCHITECTURES[str(name)]
 
 
 def config_of(header: GGUFHeader) -> dict[str, Any]:
