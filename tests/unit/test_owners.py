@@ -17,9 +17,7 @@ ROOMS = (
 FOREIGN = {"_replace", "compile", "meta_path", "modules", "run", "writeable"}  # of Triton, Python and NumPy
 MUTATORS = {"append", "appendleft", "clear", "discard", "insert", "pop", "popleft", "sort", "update"}
 FALLBACK = PACKAGE / "models" / "fallback"  # which adapts transformers' modules by their attributes
-FILES = [
-    path for room in ROOMS for path in sorted((PACKAGE / room).rglob("*.py")) if not path.is_relative_to(FALLBACK)
-]
+FILES = [path for room in ROOMS for path in sorted((PACKAGE / room).rglob("*.py")) if not path.is_relative_to(FALLBACK)]
 
 
 def attributes_of(tree: ast.AST) -> set[str]:

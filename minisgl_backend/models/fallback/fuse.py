@@ -82,7 +82,7 @@ def _fused_experts(module: nn.Module, kernels: PlainKernels) -> Callable[..., to
     flags = {"is_concatenated": True, "is_transposed": False, "has_bias": False, "has_gate": True}
     plain = all(getattr(module, name, None) is value for name, value in flags.items())
     gate_up, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
-    if activation is None or not plain or type(module)._apply_gate is not _default_apply_gate:
+    if activation is None or not plain or getattr(type(module), "_apply_gate", None) is not _default_apply_gate:
         return None
     if getattr(module, "has_post_expert_norm", False) or {"gate_up_proj", "down_proj"} != {
         name for name, _ in module.named_parameters()

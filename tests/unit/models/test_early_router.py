@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
-from minisgl_backend.weights import methods
+from minisgl_backend.models import build
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
@@ -60,7 +60,7 @@ def test_a_lone_token_gets_the_same_logits(
     save_checkpoint(name, tmp_path, **more)
 
     def logits(kernels: TorchPlainKernels) -> list[torch.Tensor]:
-        monkeypatch.setattr(methods, "select_plain_kernels", lambda *args: kernels)
+        monkeypatch.setattr(build, "select_plain_kernels", lambda *args: kernels)
         paged = PagedModel(tmp_path, page_size=16)
         steps = [
             paged.step({1: [3, 4, 5]}, {}, last_only=True),

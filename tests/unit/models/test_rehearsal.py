@@ -17,7 +17,6 @@ from minisgl_backend.layers.config import LayerConfig
 from minisgl_backend.models import build
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import rehearsal
-from minisgl_backend.weights import methods
 from tests.parity.checkpoints import save_checkpoint
 from tests.parity.paged import PagedModel
 
@@ -63,7 +62,7 @@ def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, m
     save_checkpoint(name, tmp_path, num_hidden_layers=6, **SIX_LAYERS[name])
     launches: set[Launch] = set()
     layers: set[int] = set()
-    select, select_plain = build.select_ops, methods.select_plain_kernels
+    select, select_plain = build.select_ops, build.select_plain_kernels
     attend, step = AttentionPair.attend, context.EagerContext
 
     def attending(self: AttentionPair, layer: AttentionLayer, *args: Any) -> torch.Tensor:
@@ -72,7 +71,7 @@ def test_every_kernel_is_rehearsed(name: str, last_only: bool, tmp_path: Path, m
         return attend(self, layer, *args)
 
     monkeypatch.setattr(build, "select_ops", lambda *args, **kwargs: Recorder(select(*args, **kwargs), launches))
-    monkeypatch.setattr(methods, "select_plain_kernels", lambda *args: Recorder(select_plain(*args), launches))
+    monkeypatch.setattr(build, "select_plain_kernels", lambda *args: Recorder(select_plain(*args), launches))
     monkeypatch.setattr(AttentionPair, "attend", attending)
 
     def launched(rehearses: bool) -> set[Launch]:
