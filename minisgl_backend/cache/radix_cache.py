@@ -227,7 +227,8 @@ class RadixCache(PrefixCache[RadixNode]):
         """The longest prefix of a path's pages behind which a token finds all that it sees."""
         seen, columns = pages[self._num_full :], np.arange(pages.shape[1], dtype=np.int32)
         last_hole = np.maximum.accumulate(np.where(seen == 0, columns, -1), axis=1)
-        ends = np.flatnonzero((last_hole <= columns - self._groups.needed).all(axis=0))
+        # -1: no hole; there all of a prefix that is shorter than a window is seen.
+        ends = np.flatnonzero((last_hole <= np.maximum(columns - self._groups.needed, -1)).all(axis=0))
         return int(ends[-1]) + 1 if len(ends) else 0
 
     def _use(self, node: RadixNode, own: Int32Array) -> Int32Array:

@@ -68,6 +68,8 @@ class Planner:
             self._plan_decode(builder, step)
             self._plan_prefill(builder, self._prefill_budget(builder.num_decoding), step)
         if builder.empty:
+            if self._running.kv.has_windows:  # rows may have given pages back all the same
+                self._running.send_entries_again(builder.entries)
             return None
         self._running.send_page_changes(builder)
         return builder.build(step)
@@ -111,7 +113,9 @@ class Planner:
         if running.kv.has_windows and len(short):
             # Where a row's next token begins a page, others are out of its windows: also out of that of the token
             # before.
-            gone = running.kv.trim(index[short], (lengths[short] - 1) // np.int32(self._limits.page_size))
+            # Not so where the prompt's last chunk is in flight: its pages are published first.
+            ready = short[state.sampled.take(index[short])]
+            gone = running.kv.trim(index[ready], (lengths[ready] - 1) // np.int32(self._limits.page_size))
             if gone is not None:
                 builder.write_entries(gone)
         if len(short) and len(short) * running.kv.groups.num_groups > running.kv.num_available:
@@ -158,8 +162,12 @@ class Planner:
         running = self._running
         if not self._queue.num_tokens or running.releasing:
             return
-        self._begin_round()
-        victims = shares.victims(running.active())
+        active = running.active()
+        shares.note_running(active)
+        if not shares.is_anyone_short():
+            return
+        self._queue.begin_round(self.num_admissions)
+        victims = shares.victims(active)
         head = self._queue.head()
         if not victims or head is None:
             return
@@ -169,6 +177,9 @@ class Planner:
             fitting += 1
         if fitting:
             self._refused_at = (-1, -1)
+        freed = sum(running.kv.num_private(one.lease) for one in victims[fitting:] if one.lease is not None)
+        if pages > running.kv.num_available + freed:
+            return  # even so there would be no room for it
         for victim in victims[fitting:]:
             self.num_preemptions += 1
             running.preempt(victim)

@@ -38,6 +38,7 @@ class RowState:
         self.last_step = np.full(max_rows, -1, dtype=np.int64)  # the last step that names the row
         self.active = np.zeros(max_rows, dtype=np.bool_)  # running: neither ended nor preempted
         self.ended = np.zeros(max_rows, dtype=np.bool_)
+        self.sampled = np.zeros(max_rows, dtype=np.bool_)  # a token since it has the row: its prompt is committed
         self.ends_early = np.zeros(max_rows, dtype=np.bool_)  # something but its limit may end it
         self.obeys_eos = np.zeros(max_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(max_rows, dtype=np.bool_)
@@ -66,7 +67,7 @@ class RowState:
         self.stops_from[row] = min(sequence.prompt_len + params.min_tokens, LARGEST_TOKEN)
         self.last_step[row] = -1
         self.active[row] = True
-        self.ended[row] = False
+        self.ended[row] = self.sampled[row] = False
         self.obeys_eos[row] = not params.ignore_eos
         self._set_stop_ids(row, params.stop_token_ids)
         return row
@@ -86,6 +87,7 @@ class RowState:
         row, total, params = sequence.row, position + 1, sequence.params
         self.token_ids[row, position] = token_id
         self.total[row] = total
+        self.sampled[row] = True
         stops = token_id in params.stop_token_ids or (token_id in self._eos and not params.ignore_eos)
         if stops and total >= sequence.prompt_len + params.min_tokens:
             return FinishReason.STOP

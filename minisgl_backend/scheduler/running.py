@@ -171,12 +171,16 @@ class RunningSet:
         set to zero."""
         if len(plan.cleared_pages):
             self._to_zero.append(plan.cleared_pages)
-        goes_on = self.rows.active[plan.page_rows]
-        for row in np.unique(plan.page_rows[goes_on]):
-            sequence, index = self.rows.sequences[row], np.flatnonzero(plan.page_rows == row)
+        groups = plan.page_groups if len(plan.page_groups) else np.zeros(len(plan.page_rows), dtype=np.int32)
+        self.send_entries_again(TableEntries(groups, plan.page_rows, plan.page_columns, plan.page_ids))
+
+    def send_entries_again(self, entries: TableEntries) -> None:
+        """With the next plan, as they are by then, of rows that go on."""
+        for row in np.unique(entries.rows[self.rows.active[entries.rows]]):
+            sequence, index = self.rows.sequences[row], np.flatnonzero(entries.rows == row)
             assert sequence is not None, "an active row has a sequence"
-            groups = plan.page_groups[index] if len(plan.page_groups) else np.zeros(len(index), dtype=np.int32)
-            self._changed.append((sequence, self.kv.entries(groups, plan.page_rows[index], plan.page_columns[index])))
+            again = self.kv.entries(entries.groups[index], entries.rows[index], entries.columns[index])
+            self._changed.append((sequence, again))
 
     def check(self) -> None:
         """Raises AssertionError unless every law of rows, leases and pages holds."""

@@ -86,7 +86,7 @@ class StepPlanBuilder:
 
     def write_older_entries(self, entries: list[TableEntries]) -> None:
         """Entries that were decided before all others of the step, in order. The last word on an entry counts."""
-        decided = [*entries, TableEntries(*(_joined(parts) for parts in self._written()))]
+        decided = [*entries, self.entries]
         groups, rows, columns, pages = (
             np.concatenate([getattr(one, name) for one in decided]) for name in ("groups", "rows", "columns", "pages")
         )
@@ -95,9 +95,11 @@ class StepPlanBuilder:
         self._groups = [groups[last]] if self._num_groups > 1 else []
         self._rows, self._columns, self._page_ids = [rows[last]], [columns[last]], [pages[last]]
 
-    def _written(self) -> tuple[list[Int32Array], ...]:
+    @property
+    def entries(self) -> TableEntries:
+        """Of the page tables, all that were written so far."""
         groups = self._groups if self._num_groups > 1 else [np.zeros(len(rows), dtype=np.int32) for rows in self._rows]
-        return groups, self._rows, self._columns, self._page_ids
+        return TableEntries(*(_joined(parts) for parts in (groups, self._rows, self._columns, self._page_ids)))
 
     def build(self, step: int) -> StepPlan:
         return StepPlan(

@@ -149,3 +149,16 @@ def test_taking_pages_evicts_what_only_the_cache_keeps() -> None:
     lease = start(manager, 0, ids(7, 8, 9))
     manager.check([lease])
     assert manager.match(old).pages.tolist() == [[1]]
+
+
+@pytest.mark.parametrize("windows", [(16,), (None, 16)])
+def test_a_prefix_shorter_than_the_window_is_reused(windows: tuple[int | None, ...]) -> None:
+    manager = KVManager(64, CacheGroups(windows, 4), 2, 16, "radix")
+    tokens = np.arange(13, dtype=np.int32)
+    lease = start(manager, 0, tokens)
+    manager.publish(lease, tokens[:12])
+    manager.release(lease, tokens[:12])
+    for length, pages in ((13, 3), (9, 2), (4, 1)):
+        match = manager.match(tokens[:length])
+        assert match.num_pages == pages
+        manager.unmatch(match)
