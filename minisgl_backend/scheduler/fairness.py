@@ -2,8 +2,8 @@
 
 Each tenant has a counter of the tokens that it was served, divided by its weight: prompt tokens that had to be
 computed, and sampled ones. Of those that wait, the tenant with the lowest counter goes first; one that comes back after
-a pause is lifted to the lowest of the others, so that a pause saves nothing up. This is the Virtual Token Counter of
-"Fairness in Serving Large Language Models" (Sheng et al. 2024).
+a pause is lifted to the lowest of the others, or to the one that left last, so that a pause saves nothing up. This is
+the Virtual Token Counter of "Fairness in Serving Large Language Models" (Sheng et al. 2024).
 
 Counters alone leave all rows to whoever holds them with long answers. So each tenant has half of its share of the rows
 for certain: with less it goes before all others, and where nothing can be admitted it takes rows from those that have
@@ -58,6 +58,7 @@ class FairShares:
         self._running = np.zeros(MAX_TENANTS, dtype=np.int64)  # sequences with a row, in this round
         self._counters = np.zeros(MAX_TENANTS)
         self._weights = np.ones(MAX_TENANTS)
+        self._left_at = 0.0  # counter of the tenant whose last sequence ended last
 
     def enter(self, name: str, count: int) -> int:
         """The number of a tenant that has `count` more sequences. Raises CapacityError where it has all that it may
@@ -74,14 +75,16 @@ class FairShares:
             self._numbers.move_to_end(name)
         if not self._live[number]:
             others = np.flatnonzero(self._live)
-            if len(others):
-                self._counters[number] = max(self._counters[number], self._counters[others].min())
+            lowest = self._counters[others].min() if len(others) else self._left_at
+            self._counters[number] = max(self._counters[number], lowest)
         self._live[number] += count
         return number
 
     def leave(self, number: int) -> None:
         """One of its sequences has ended."""
         self._live[number] -= 1
+        if not self._live[number]:
+            self._left_at = float(self._counters[number])
 
     def note_admitted(self, number: int, row: int, num_tokens: int, admission: int) -> None:
         """A sequence has got a row, and so many tokens of its prompt are to be computed."""
@@ -127,6 +130,11 @@ class FairShares:
                 tokens = int(self._prompt[number]), int(self._generated[number])
                 found[name] = TenantStats(max(0, live - waiting), waiting, *tokens)
         return found
+
+    def is_anyone_short(self) -> bool:
+        """Whether a tenant that waits has at least a row less than it has for certain."""
+        waiting = list(self.queue.waiting())
+        return bool((_certain(self._shares())[waiting] - self._running[waiting] >= 1).any())
 
     def victims(self, active: Sequence[Answer]) -> list[Answer]:
         """The sequences, of the `active` ones of this round, that are to make way for the tenant that is to be served

@@ -176,3 +176,17 @@ def test_more_tenants_than_are_told_apart_are_one() -> None:
     assert shares.enter("", 1) == OTHERS
     assert "3" not in shares.stats()
     assert shares.stats()[""].num_running == 7
+
+
+def test_nobody_saves_up_while_the_engine_is_idle() -> None:
+    shares = FairShares(limits(), FirstComeFirstServed)
+    busy = shares.enter("a", 1)
+    shares.note_admitted(busy, 0, 1_000_000, 0)
+    shares.leave(busy)
+    rested = shares.enter("b", 1)
+    shares.leave(rested)
+    assert shares.enter("a", 1) == busy
+    served = {"a": 0.0, "b": 0.0}
+    for name, number in (("a", busy), ("b", rested)):
+        served[name] = float(shares._counters[number])
+    assert served["a"] == served["b"]
