@@ -6,6 +6,7 @@ One response for all prompts of a request, so that a list of texts costs one pas
 from __future__ import annotations
 
 import json
+import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,6 +23,8 @@ from minisgl_backend.ipc.wire import Chunk, EngineRequest, Part, TextOptions
 from minisgl_backend.request import FinishReason, Request
 from minisgl_backend.step import SequenceDetail
 from minisgl_backend.text import scoring
+
+_LOGGER = logging.getLogger(__name__)
 
 # Prompts of one request that a core has at a time: enough for full steps, few enough that others' prompts need not wait
 # for a list of thousands.
@@ -195,6 +198,9 @@ class PooledRequests:
             except MinisglError as error:
                 self._fail(request, status_of(error), str(error))
                 return
+            if request.ended:  # meanwhile: its abort may have come before the prompt
+                self._client.abort([following.uid], FinishReason.CANCELLED)
+                return
 
     def _fail(self, request: PooledRequest, status: str, message: str) -> None:
         uids = list(request.in_flight)
@@ -209,8 +215,15 @@ class PooledRequests:
             request.ended = True
             for uid in request.uids:
                 self.by_uid.pop(uid, None)
-        self._answering.submit(answer)
+        self._answering.submit(self._answer, request, answer)
         return True
+
+    def _answer(self, request: PooledRequest, answer: Callable[[], None]) -> None:
+        try:
+            answer()
+        except Exception as error:  # the caller waits
+            _LOGGER.exception("a pooled request cannot be answered")
+            request.sender.fail("INTERNAL", f"the request could not be answered ({type(error).__name__})")
 
 
 def _split(token_ids: Int32Array, spec: EngineRequest, vocab_size: int) -> list[Int32Array]:

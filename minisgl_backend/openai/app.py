@@ -235,8 +235,8 @@ class Endpoint:
         self, request: Request, asked: Mapping[str, Any], context: RequestContext, names: Mapping[str, str]
     ) -> Vectors:
         """Raises ApiError, ClientLeft. `asked`: see VectorCall."""
-        self._num_requests += 1
         call = VectorCall(self.triton, asked, context, names)
+        self._num_requests += 1
         watch = ClientWatch(request.receive, call.cancel)
         try:
             return await call.result()

@@ -15,6 +15,7 @@ from fastapi import FastAPI, Request
 from starlette.responses import Response
 
 from minisgl_backend.openai.context import context_of
+from minisgl_backend.openai.errors import invalid
 from minisgl_backend.openai.requests.decisions import (
     ChoiceQuestion,
     DecisionRequest,
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from minisgl_backend.openai.app import Endpoint
 
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+MOST_TEXT = 32_000_000  # characters of the input, which each prompt repeats on its way to the tokenizer
 _SYSTEM = "You judge an input. Answer each question with one of its options alone."
 
 
@@ -124,9 +126,13 @@ class _Asked:
 
 
 def _request(body: DecisionRequest, questions: Sequence[_Asked]) -> dict[str, Any]:
-    """As the model `embedding` takes it."""
+    """As the model `embedding` takes it. Raises ApiError where it would be too much."""
+    text, count = body.text, sum(len(one.suffixes) for one in questions)
+    if len(text) * count > MOST_TEXT:
+        allowed = f"{MOST_TEXT:,} characters in all prompts together"
+        raise invalid("input", f"input has {len(text):,} characters, in {count} prompts; allowed: {allowed}")
     prompts = [
-        (one.messages(body.text), suffix, words)
+        (one.messages(text), suffix, words)
         for one in questions
         for suffix, words in zip(one.suffixes, one.words, strict=True)
     ]

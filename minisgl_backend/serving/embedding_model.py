@@ -39,6 +39,10 @@ _FIELDS = {
 }
 
 
+class _LeftError(MinisglError):
+    """The client has left."""
+
+
 class _Failed(MinisglError):
     """Another model's error, which ends the request as it is. It comes without its code: its wording says it."""
 
@@ -60,6 +64,7 @@ class _Call:
         self._sender = request.get_response_sender()
         self._lock = threading.Lock()
         self._ended = False
+        self.is_asked = False  # whether the engine has been asked, or is being asked
 
     def answer(self, response: Any) -> None:
         with self._lock:
@@ -69,6 +74,11 @@ class _Call:
     def has_left(self) -> bool:
         with self._lock:
             return not self._ended and bool(self._sender.is_cancelled())
+
+    def check(self) -> None:
+        """Raises _LeftError where the client has left: what has not begun for it never does."""
+        if self.has_left():
+            raise _LeftError
 
 
 class TritonPythonModel:
@@ -102,6 +112,8 @@ class TritonPythonModel:
     def _serve(self, call: _Call) -> None:
         try:
             response = pb_utils.InferenceResponse(self._tensors(call))
+        except _LeftError:
+            response = _error("the client has left", pb_utils.TritonError.CANCELLED)
         except _Failed as error:
             response = _error(str(error), error.code)
         except InvalidRequestError as error:
@@ -113,6 +125,7 @@ class TritonPythonModel:
         call.answer(response)
 
     def _tensors(self, call: _Call) -> list[Any]:
+        call.check()
         packed = call.inputs.get("pooling_request")
         text = _text("pooling_request", packed) if packed is not None else json.dumps(_pooling_request(call.inputs))
         asked = np.array([[text.encode()]], dtype=object)
@@ -125,6 +138,8 @@ class TritonPythonModel:
                 timeout=call.timeout or call.parameters.get("timeout", 0),
             ).exec()
         )
+        call.check()
+        call.is_asked = True
         found = self._ask_engine(call.request_id, prompts["input_ids"], prompts["spec"])
         # Clients such as LiteLLM take every output for embeddings: others are for those who know of pooling_request.
         names = found if packed is not None else [name for name in ("embedding", "score") if name in found]
@@ -150,14 +165,10 @@ class TritonPythonModel:
 
     def _watch(self) -> None:
         """Triton tells the models that another model asks of no cancellation: the engine hears of it from here."""
-        told: set[_Call] = set()
         while not self._stopping.wait(POLL_EVERY_S):
-            open_calls = set(self._open)
-            told &= open_calls
-            for call in open_calls - told:
+            for call in [one for one in set(self._open) if one.is_asked]:
                 try:
-                    if call.has_left():
-                        told.add(call)
+                    if call.has_left():  # it is told so until it has ended: the request may still be on its way there
                         self._stop(call.request_id)
                 except Exception:  # the watcher must live
                     _LOGGER.exception("request %r cannot be stopped", call.request_id)

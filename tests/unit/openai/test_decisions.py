@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from minisgl_backend.openai.decisions import _answers, _Asked, _request
+from minisgl_backend.openai.decisions import MOST_TEXT, _answers, _Asked, _request
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.requests.decisions import DecisionRequest
 
@@ -33,6 +33,12 @@ def test_questions_have_the_input_in_common() -> None:
     assert contents[1].startswith("An input.\n\nHow much?\nA) low\nB) high: a lot\n")
     assert [list(words) for words in asked["choices"]] == [["yes", "no"], ["A", "B"]]
     assert asked["suffixes"] == ["", ""]
+
+
+def test_a_long_input_is_not_repeated_without_bound() -> None:
+    body = request(*[PREDICATE] * 10, text="x" * (MOST_TEXT // 10 + 1))
+    with pytest.raises(ApiError, match="10 prompts"):
+        _request(body, [_Asked(one) for one in body.questions])
 
 
 def test_answers() -> None:
