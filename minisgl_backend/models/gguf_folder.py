@@ -29,7 +29,7 @@ from minisgl_backend.weights.shards import some
 log = logging.getLogger(__name__)
 
 _KEPT = 32  # folders, of a few to 40 MB each; those that were not used for the longest time are removed
-_VERSION = 1  # of what is written
+_VERSION = 2  # of what is written
 
 
 def is_gguf(path: Path) -> bool:
@@ -132,6 +132,7 @@ def _indexed(header: GGUFHeader, kind: GGUFArchitecture, stored: str, name: str,
     if kind.pairs_adjacent and stored.endswith((".attn_q.weight", ".attn_k.weight")):
         count = "head_count" if "attn_q" in stored else "head_count_kv"
         heads = header.metadata[f"{header.metadata['general.architecture']}.attention.{count}"]
+        heads = heads[0] if isinstance(heads, list) else heads  # by layer: `config_of` has seen that they are alike
     if name.endswith(".shared_expert_gate.weight") and len(shape) == 1:
         shape = (1, *shape)
     return IndexedTensor(

@@ -55,7 +55,7 @@ class AttentionCalls:
             value = F.pad(value, (0, missing))
         store_tokens(layer.kv.k, key, ctx.slots, layer.kv.scales.k)
         store_tokens(layer.kv.v, value, ctx.slots, layer.kv.scales.v)
-        attended = ctx.attend(layer, query.contiguous())
+        attended = ctx.attend(layer, query.to(value.dtype).contiguous())
         return attended[..., :size] if missing else attended
 
 
