@@ -183,12 +183,11 @@ class EngineFront:
 
     def _on_rejected(self, rejected: Rejected) -> None:
         sequence = self._sequences.get(rejected.uid)
+        error = _REJECTIONS.get(rejected.kind, CapacityError)(rejected.message)
         if sequence is not None:
-            error = _REJECTIONS.get(rejected.kind, CapacityError)(rejected.message)
             sequence.stream.fail(status_of(error), rejected.message)
         else:
-            kind = _REJECTIONS.get(rejected.kind, CapacityError)
-            self._pooled.fail([rejected.uid], status_of(kind(rejected.message)), rejected.message)
+            self._pooled.reject(rejected.uid, error)
 
     def _on_down(self, uids: list[int], reason: str) -> None:
         self._pooled.fail(uids, "UNAVAILABLE", reason)

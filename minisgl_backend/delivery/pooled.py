@@ -17,7 +17,7 @@ import numpy as np
 from minisgl_backend.arrays import Float32Array, Int32Array
 from minisgl_backend.delivery.arrays import Arrays, ints
 from minisgl_backend.delivery.stream import Sender
-from minisgl_backend.errors import InvalidRequestError, MinisglError, status_of
+from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.ipc.messages import Outputs
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, Part, TextOptions
 from minisgl_backend.request import FinishReason, Request
@@ -47,6 +47,8 @@ class PooledRequest:
         self.num_done = 0
         self.tokens_out = 0  # of prompts that a core has
         self.ended = False
+        self._most = MOST_SEQUENCES  # prompts that a core may have
+        self._refused: list[int] = []  # prompts for which the queue had no room, to be sent once others are done
 
     @property
     def in_flight(self) -> Iterable[int]:
@@ -55,15 +57,18 @@ class PooledRequest:
 
     def next_request(self) -> Request | None:
         """The next prompt for a core; None where it has enough, or all."""
-        index = self.num_sent
-        if self.ended or index == len(self.prompts) or index - self.num_done >= MOST_SEQUENCES:
+        index = self._refused[-1] if self._refused else self.num_sent
+        if self.ended or index == len(self.prompts) or self._num_out >= self._most:
             return None
         if self.spec.leads and index and not self.num_done:
             return None
         tokens = self.prompts[index]
         if self.tokens_out and self.tokens_out + len(tokens) > MOST_TOKENS:
             return None
-        self.num_sent += 1
+        if self._refused:
+            self._refused.pop()
+        else:
+            self.num_sent += 1
         self.tokens_out += len(tokens)
         spec = self.spec
         return Request(
@@ -76,6 +81,22 @@ class PooledRequest:
             request_id=spec.request_id,
             tenant=spec.tenant,
         )
+
+    @property
+    def _num_out(self) -> int:
+        """Prompts that a core has."""
+        return self.num_sent - self.num_done - len(self._refused)
+
+    def put_back(self, uid: int) -> bool:
+        """The queue had no room for this prompt. False: none of the others is on its way either, whose end could make
+        room."""
+        if self.ended or self._num_out < 2:
+            return False
+        index = uid - self.uids.start
+        self._refused.append(index)
+        self.tokens_out -= len(self.prompts[index])
+        self._most = self._num_out
+        return True
 
     def take(self, uid: int, detail: SequenceDetail) -> bool:
         """The vector of one prompt. True: it was the last one."""
@@ -150,6 +171,12 @@ class PooledRequests:
         for request in requests.values():
             self._fail(request, status, message)
 
+    def reject(self, uid: int, error: MinisglError) -> None:
+        """A core refused this prompt. The request waits where the queue is full of its own prompts."""
+        request = self.by_uid.get(uid)
+        if request is not None:
+            self._on_refused(request, uid, error)
+
     def fail_all(self, status: str, message: str) -> None:
         for request in self._open():
             self._fail(request, status, message)
@@ -196,11 +223,17 @@ class PooledRequests:
             try:
                 self._client.submit(following)
             except MinisglError as error:
-                self._fail(request, status_of(error), str(error))
+                self._on_refused(request, following.uid, error)
                 return
             if request.ended:  # meanwhile: its abort may have come before the prompt
                 self._client.abort([following.uid], FinishReason.CANCELLED)
                 return
+
+    def _on_refused(self, request: PooledRequest, uid: int, error: MinisglError) -> None:
+        with self._lock:
+            waits = isinstance(error, CapacityError) and request.put_back(uid)
+        if not waits:
+            self._fail(request, status_of(error), str(error))
 
     def _fail(self, request: PooledRequest, status: str, message: str) -> None:
         uids = list(request.in_flight)
