@@ -9,7 +9,6 @@ from pathlib import Path
 
 from minisgl_backend.config import OPTIONS, EngineConfig
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.models.gguf_folder import is_gguf
 
 ENGINE_MODEL = "engine"
 INFER_MODEL, INFER_ENGINE = "infer", "engine_infer"
@@ -100,7 +99,7 @@ def _resolve_model(model: str) -> str:
                 f"model is {model!r}: that folder has no config.json; allowed: {OPTIONS['model'].allowed}"
             )
         return str(folder.resolve())
-    if is_gguf(folder):
+    if folder.is_file() and _is_gguf(folder):
         return str(folder.resolve())
     is_hub_id = re.fullmatch(r"[\w.-]+(/[\w.-]+)?", model) and not model.startswith(".")
     if folder.exists() or not is_hub_id:
@@ -130,3 +129,9 @@ def _parameter_text(value: object) -> str:
 def _quote(text: str) -> str:
     escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{escaped}"'
+
+
+def _is_gguf(path: Path) -> bool:
+    from minisgl_backend.models.gguf_folder import is_gguf  # options are also read before anything is installed
+
+    return is_gguf(path)

@@ -89,7 +89,7 @@ def test_a_batch_is_cancelled(endpoint: Endpoint) -> None:
     [
         ({"input_file_id": "file-x", "endpoint": CHAT, "completion_window": "24h"}, "input_file_id"),
         ({"input_file_id": "../x", "endpoint": CHAT, "completion_window": "24h"}, "input_file_id"),
-        ({"input_file_id": "x", "endpoint": "/v1/embeddings", "completion_window": "24h"}, "endpoint"),
+        ({"input_file_id": "x", "endpoint": "/v1/models", "completion_window": "24h"}, "endpoint"),
         ({"input_file_id": "x", "endpoint": CHAT, "completion_window": "1h"}, "completion_window"),
         ({"input_file_id": "x", "endpoint": CHAT, "completion_window": "24h", "metadata": {"a": 1}}, "metadata"),
         ({"input_file_id": "x", "endpoint": CHAT, "completion_window": "24h", "odd": 1}, "odd"),

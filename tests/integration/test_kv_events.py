@@ -65,7 +65,7 @@ class Subscriber:
                     del found[value]
             else:
                 assert kind == "BlockStored"
-                hashes, parent, tokens, block_size, lora, medium = fields
+                hashes, parent, tokens, block_size, lora, medium, *_ = fields
                 assert (block_size, lora, medium) == (PAGE, None, "GPU")
                 assert len(tokens) == len(hashes) * block_size
                 before = () if parent is None else found[parent]

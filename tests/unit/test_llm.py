@@ -75,7 +75,9 @@ def test_a_text_is_no_chat(llm: LLM) -> None:
 
 
 def test_unknown_options_are_named() -> None:
-    with pytest.raises(ConfigError, match=r"unknown option 'tensor_parallel_size'; allowed: model, dtype, .*\btp\b"):
+    with pytest.raises(
+        ConfigError, match=r"unknown option 'tensor_parallel_size'; allowed: model, model_impl, dtype, .*\btp\b"
+    ):
         LLM("demo", tensor_parallel_size=2)
 
 
