@@ -23,7 +23,7 @@ from client.errors import from_message
 from minisgl_backend.ipc.wire import Chunk, EngineRequest, OutputOptions, Part, TextOptions
 from minisgl_backend.request import Grammar, SamplingParams
 from minisgl_backend.serving.schema import INPUTS, TENSORS, Tensor
-from tests.e2e.wire import Server, lasting_processes
+from tests.e2e.wire import Server, assert_same_processes, lasting_processes
 
 pytestmark = pytest.mark.e2e
 
@@ -142,7 +142,7 @@ def canary(null_server: Server) -> Iterator[None]:
 def no_process_ends(null_server: Server) -> Iterator[None]:
     before = lasting_processes(null_server)
     yield
-    assert lasting_processes(null_server) == before
+    assert_same_processes(before, lambda: lasting_processes(null_server))
 
 
 def wrong_forms(tensor: Tensor) -> Iterator[Raw]:

@@ -233,7 +233,16 @@ class GrpcStream:
 def lasting_processes(server: Server) -> set[int]:
     """Those below the server that live as long as it does: compilers of grammars come and go."""
     living = {process.pid for process in descendants(server.process_id, process_table()) if not process.dead}
-    return {pid for pid in living if b"grammar.compiler" not in _command_line(pid)}
+    commands = {pid: _command_line(pid) for pid in living}
+    return {pid for pid, command in commands.items() if command and b"grammar.compiler" not in command}
+
+
+def assert_same_processes(before: set[int], ask: Callable[[], set[int]]) -> None:
+    """`ask` comes to say what it said before: a compiler that is just being started looks like its parent."""
+    deadline = time.monotonic() + 10
+    while (now := ask()) != before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert now == before
 
 
 def _command_line(pid: int) -> bytes:
