@@ -48,7 +48,7 @@ def score_fields(query: str, documents: Sequence[str], instruction: str | None) 
 def pooling_request(
     fields: Mapping[str, Any], request_id: str, timeout: float | None, priority: int
 ) -> InferenceRequest:
-    """Raises InvalidRequest for what is no JSON."""
+    """Raises InvalidRequest where it is not JSON."""
     values = {**fields, "priority": priority} if priority else fields
     try:
         text = json.dumps(values, ensure_ascii=False)

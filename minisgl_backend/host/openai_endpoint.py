@@ -53,7 +53,7 @@ class EndpointSettings:
     tenants: str = "none"  # what of a request says whose it is; see TENANTS
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
-    otlp_endpoint: str = ""  # of an OpenTelemetry collector, which gets spans; "": nobody does
+    otlp_endpoint: str = ""  # of an OpenTelemetry collector that spans are exported to; "": none
     allowed_origins: tuple[str, ...] = ()  # of pages in browsers (CORS); (): only the endpoint's own
     ssl_certfile: str = ""
     ssl_keyfile: str = ""

@@ -174,7 +174,7 @@ class CausalLM(nn.Module):
             for index, layer in enumerate(config.layers)
         )
         self.model = Decoder(config, layers, layer_context.at("model"))
-        # A model that does not generate takes its embedding for the output projection: nobody sees what it samples.
+        # A model that does not generate takes its embedding for the output projection: what it samples is not used.
         tied = self.model.embed_tokens if config.tie_word_embeddings or not config.generates else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, "lm_head", layer_context, tied)
         self.score = (

@@ -46,7 +46,7 @@ def context_of(request: Request, body: Named) -> RequestContext:
 
 
 def tenant_of(request: Request, body: Named) -> str:
-    """Whose request it is, by the option --tenants; "": nobody's in particular.
+    """Whose request it is, by the option --tenants; "": not known.
 
     Users whose name the engine would not take as it is are told apart by its hash.
     """

@@ -18,7 +18,7 @@ from minisgl_backend.openai.validation import from_validation
 
 log = logging.getLogger(__name__)
 
-LEFT = 499  # nginx's status for a client that has left; nobody reads it
+LEFT = 499  # nginx's status for a client that has left; for logs alone
 
 
 def add_error_answers(app: FastAPI) -> None:

@@ -69,11 +69,11 @@ def _shown(row: bytes, encoding_format: str | None) -> str | list[float]:
 def _ranked(body: RerankRequest, found: Vectors, *, with_documents: bool) -> list[dict[str, Any]]:
     """The best first; of equals the one that came first."""
     order = sorted(range(len(found.scores)), key=lambda index: -found.scores[index])
-    wanted = with_documents if body.return_documents is None else body.return_documents
+    returns_documents = with_documents if body.return_documents is None else body.return_documents
     texts = body.texts
     results: list[dict[str, Any]] = []
     for index in order[: body.top_n or None]:
-        document = {"document": {"text": texts[index]}} if wanted else {}
+        document = {"document": {"text": texts[index]}} if returns_documents else {}
         results.append({"index": index, **document, "relevance_score": found.scores[index]})
     return results
 

@@ -100,7 +100,7 @@ class ResponseStore:
             return found
 
         used = (time.time(), response_id)
-        with contextlib.suppress(sqlite3.Error):  # a full disk keeps nobody from reading
+        with contextlib.suppress(sqlite3.Error):  # reading works with a full disk, too
             await self._do(lambda database: database.execute("UPDATE responses SET used = ? WHERE id = ?", used))
         row = await self._do(read)
         if row is None:

@@ -30,6 +30,13 @@ _PHASES = (
     ("decode", "first_token_time_ns", "last_token_time_ns"),
 )
 
+# gen_ai.operation.name by path; all others are chats.
+_OPERATIONS = {
+    "/v1/completions": "text_completion",
+    "/v1/embeddings": "embeddings",
+    **{f"/v1/{name}": name for name in ("rerank", "score", "decisions")},
+}
+
 
 class Tracing:
     """The SDK's tracer, and what exports its spans."""
@@ -63,7 +70,7 @@ class Tracing:
 
         carrier = {name: headers[name] for name in ("traceparent", "tracestate") if name in headers}
         parent = self._propagator.extract(carrier)
-        operation = "text_completion" if path.endswith("/completions") and "chat" not in path else "chat"
+        operation = _OPERATIONS.get(path, "chat")
         attributes = {"http.request.method": "POST", "url.path": path, "gen_ai.operation.name": operation}
         span = self._tracer.start_span(f"POST {path}", parent, SpanKind.SERVER, attributes)
         return RequestTrace(self._tracer, span, self._propagator)

@@ -65,8 +65,8 @@ class Subscriber:
                     del found[value]
             else:
                 assert kind == "BlockStored"
-                hashes, parent, tokens, block_size, lora, medium, *_ = fields
-                assert (block_size, lora, medium) == (PAGE, None, "GPU")
+                hashes, parent, tokens, block_size, lora, medium, lora_name, extra_keys = fields
+                assert (block_size, lora, medium, lora_name, extra_keys) == (PAGE, None, "GPU", None, None)
                 assert len(tokens) == len(hashes) * block_size
                 before = () if parent is None else found[parent]
                 for place, value in enumerate(hashes, start=1):

@@ -50,12 +50,15 @@ def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
     ],
     ids=lambda one: f"page{one.page_size}-{one.num_pages}-{one.cache_type}-{one.schedule_policy}-{one.windows}",
 )
-def test_any_order_of_events_keeps_every_law(bounds: SchedulerLimits, careless: bool) -> None:
+def test_any_order_of_events_keeps_every_law(
+    bounds: SchedulerLimits, careless: bool, pytestconfig: pytest.Config
+) -> None:
+    is_full = pytestconfig.getoption("--full", default=False)
     machine = type("Machine", (SchedulerMachine,), {"bounds": bounds, "careless": careless})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=25 if bounds.windows == FULL else 12,
+            max_examples=25 if bounds.windows == FULL or is_full else 12,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
