@@ -104,16 +104,18 @@ class PlainKernels(ABC):
         eps: float = 0.0,
         residual: torch.Tensor | None = None,
         activation: str = "silu",
+        router_bias: torch.Tensor | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
         """`linear` with the router, `route` and `moe`, of norm(x): x [num_tokens, hidden] -> same shape.
 
-        router [num_experts, hidden]. norm_weight [hidden]: RMSNorm of x with `eps` first. residual [num_tokens, hidden]
-        is added to the result. Synchronises where `moe` does.
+        router [num_experts, hidden], router_bias [num_experts]. norm_weight [hidden]: RMSNorm of x with `eps` first.
+        residual [num_tokens, hidden] is added to the result. biases: as of `moe`. Synchronises where `moe` does.
         """
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
-        expert_ids, weights = self.route(self.linear(x, router), experts_per_token, renormalize)
-        return self.moe(x, expert_ids, weights, gate_up, down, residual, activation)
+        expert_ids, weights = self.route(self.linear(x, router, bias=router_bias), experts_per_token, renormalize)
+        return self.moe(x, expert_ids, weights, gate_up, down, residual, activation, biases)
 
     def early_router(
         self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor

@@ -198,20 +198,23 @@ class TritonPlainKernels(TorchPlainKernels):
         eps: float = 0.0,
         residual: torch.Tensor | None = None,
         activation: str = "silu",
+        router_bias: torch.Tensor | None = None,
+        biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
         if moe_one.serves(x, router):
             return moe_one.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
-                residual=residual, activation=activation, pdl=self.ops.pdl(x),
+                residual=residual, activation=activation, router_bias=router_bias, biases=biases, pdl=self.ops.pdl(x),
             )  # fmt: skip
         if moe_few.serves(x, router):
             return moe_few.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, self.workspace, norm_weight=norm_weight,
-                eps=eps, residual=residual, activation=activation, pdl=self.ops.pdl(x),
+                eps=eps, residual=residual, activation=activation, router_bias=router_bias, biases=biases,
+                pdl=self.ops.pdl(x),
             )  # fmt: skip
         return super().mixture(
             x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
-            residual=residual, activation=activation,
+            residual=residual, activation=activation, router_bias=router_bias, biases=biases,
         )  # fmt: skip
 
     def early_router(

@@ -83,14 +83,16 @@ class MoeMLP(nn.Module):
         self.shared_expert = (
             SharedExpert(config, hidden_size, layer_context) if config.shared_intermediate_size else None
         )
-        self._routes = self.router.is_fused and not config.bias  # whether the experts' method has the router inside
+        self._routes = self.router.is_fused  # whether the experts' method has the router inside
         self._is_fused = self._routes and self.shared_expert is None
         self._early: torch.Tensor | None = None
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
         """To be called when all weights are loaded, with the o_proj before this and its own norms."""
-        if self._is_fused and self._tp.size == 1 and norms.adds_as_is and isinstance(norms.before, RMSNorm):
-            self._early = self.experts.early_router(self.router.method.weight, norms.before.weight, o_proj.method)
+        router = self.router.method
+        fits = self._is_fused and self._tp.size == 1 and router.bias is None
+        if fits and norms.adds_as_is and isinstance(norms.before, RMSNorm):
+            self._early = self.experts.early_router(router.weight, norms.before.weight, o_proj.method)
 
     def takes_o_proj(self, num_tokens: int) -> bool:
         """Whether this MLP runs the preceding o_proj itself (deferred), at this token count."""
@@ -108,10 +110,13 @@ class MoeMLP(nn.Module):
             )
         if self._tp.size == 1 and self._is_fused:
             residual, x, norm = residual.before_gemm(norm)
-            router, apply_routed = self.router.method.weight, self.experts.apply_routed
+            router, apply_routed = self.router.method, self.experts.apply_routed
             weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
             return residual.plus(
-                lambda added_to: apply_routed(x, router, norm_weight=weight, eps=eps, residual=added_to), norms
+                lambda added_to: apply_routed(
+                    x, router.weight, router_bias=router.bias, norm_weight=weight, eps=eps, residual=added_to
+                ),
+                norms,
             )
         residual, x = residual.settled(norm)
         return residual.plus(lambda added_to: self.part(x, added_to), norms)
@@ -121,6 +126,7 @@ class MoeMLP(nn.Module):
         if self.shared_expert is not None:
             residual = self.shared_expert(x, residual)
         if self._routes:
-            return self.experts.apply_routed(x, self.router.method.weight, residual=residual)
+            router = self.router.method
+            return self.experts.apply_routed(x, router.weight, router_bias=router.bias, residual=residual)
         ids, shares = self.router(x)
         return self.experts.apply_experts(x, ids, shares, residual)

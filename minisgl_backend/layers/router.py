@@ -34,7 +34,7 @@ class Router(WeightedLayer):
     def is_fused(self) -> bool:
         """Whether `apply_routed` of the experts is all of it: shares by softmax over all experts, the best count."""
         config = self._config
-        return self._is_simple and not (config.in_float32 or config.bias or config.correction_bias)
+        return self._is_simple and not (config.in_float32 or config.correction_bias)
 
     @property
     def _is_simple(self) -> bool:

@@ -80,13 +80,14 @@ class Fp8ExpertsMethod(ExpertsMethod):
         x: torch.Tensor,
         router: torch.Tensor,
         *,
+        router_bias: torch.Tensor | None = None,
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if norm_weight is not None:
             x = self._plain.ops.rms_norm(x, norm_weight, eps)
-        spec, logits = self.spec, self._plain.linear(x, router)
+        spec, logits = self.spec, self._plain.linear(x, router, bias=router_bias)
         ids, weights = self._plain.route(logits, spec.experts_per_token, spec.renormalize)
         return self.apply_experts(x, ids, weights, residual)
 

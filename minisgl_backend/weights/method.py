@@ -132,11 +132,13 @@ class ExpertsMethod(WeightedLayer, ABC):
         x: torch.Tensor,
         router: torch.Tensor,
         *,
+        router_bias: torch.Tensor | None = None,
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`apply_experts` of norm(x), by the logits of router [num_experts, hidden_size], plus `residual`."""
+        """`apply_experts` of norm(x), by the logits of router [num_experts, hidden_size] with router_bias
+        [num_experts], plus `residual`."""
 
     def early_router(
         self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: LinearMethod

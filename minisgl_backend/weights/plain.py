@@ -118,6 +118,7 @@ class PlainExpertsMethod(ExpertsMethod):
         x: torch.Tensor,
         router: torch.Tensor,
         *,
+        router_bias: torch.Tensor | None = None,
         norm_weight: torch.Tensor | None = None,
         eps: float = 0.0,
         residual: torch.Tensor | None = None,
@@ -125,13 +126,13 @@ class PlainExpertsMethod(ExpertsMethod):
         spec = self.spec
         return self._kernels.mixture(
             x, router, self.gate_up, self.down, spec.experts_per_token, spec.renormalize, norm_weight=norm_weight,
-            eps=eps, residual=residual, activation=spec.activation,
+            eps=eps, residual=residual, activation=spec.activation, router_bias=router_bias, biases=self._biases,
         )  # fmt: skip
 
     def early_router(
         self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: LinearMethod
     ) -> torch.Tensor | None:
-        if not isinstance(o_proj, PlainLinearMethod) or o_proj.bias is not None:
+        if not isinstance(o_proj, PlainLinearMethod) or o_proj.bias is not None or self._biases is not None:
             return None
         return self._kernels.early_router(router, norm_weight, o_proj.weight)
 

@@ -230,11 +230,13 @@ def test_moe_matches_torch(tokens, tma, biased):
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 64])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_mixture_matches_torch(tokens, dtype):
+@pytest.mark.parametrize("biased", [False, True])
+def test_mixture_matches_torch(tokens, dtype, biased):
+    """biased: gpt-oss-20b, with its activation; else Qwen3-30B-A3B."""
     from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
     torch.manual_seed(tokens)
-    experts, k, hidden, size = 128, 8, 2048, 768
+    experts, k, hidden, size = (32, 4, 2880, 2880) if biased else (128, 8, 2048, 768)
     # Each token's experts stand far above the others, so that no rounding changes who is picked.
     router = torch.linalg.qr(torch.randn(hidden, experts, device="cuda")).Q.t().contiguous()
     levels = torch.zeros(tokens, experts, device="cuda")
@@ -246,6 +248,10 @@ def test_mixture_matches_torch(tokens, dtype):
     down = torch.randn(experts, hidden, size, device="cuda").to(dtype) * 0.03
     arguments = (x, router, gate_up, down, k, True)
     more = {"norm_weight": norm.to(dtype), "eps": 1e-6, "residual": residual}
+    if biased:
+        inner, outer = (torch.randn(experts, size, device="cuda").to(dtype) for size in (2 * size, hidden))
+        more |= {"router_bias": torch.rand(experts, device="cuda").to(dtype), "biases": (inner, outer)}
+        more["activation"] = "swiglu_oai"
     ops, reference = triton_kernels(), TorchPlainKernels(TorchOps()).mixture(*arguments, **more)
     for _ in range(3):  # each launch may overlap the one before
         assert relative(ops.mixture(*arguments, **more), reference) < 2e-2

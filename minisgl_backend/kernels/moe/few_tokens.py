@@ -23,7 +23,7 @@ from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
-from minisgl_backend.kernels.moe.one_token import GONE, order_keys
+from minisgl_backend.kernels.moe.one_token import GONE, Biases, order_keys
 
 MAX_TOKENS = 64
 MAX_ROUTED_TOKENS = 8  # whose states one program holds in registers beside a line of the router
@@ -104,27 +104,33 @@ def mixture(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     activation: str = "silu",
+    router_bias: torch.Tensor | None = None,
+    biases: Biases | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """The contract is `PlainKernels.mixture`'s, for up to MAX_TOKENS tokens."""
     (_, hidden, size), k, num_tokens = down.shape, experts_per_token, len(x)
     gate_up_cut, down_cut = few_shapes(num_tokens)
-    normed, plan = route(x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
+    normed, plan = route(
+        x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, bias=router_bias, pdl=pdl
+    )
+    inner, outer = biases or (None, None)
     activated = torch.empty((num_tokens * k, size), dtype=x.dtype, device=x.device)
     result = torch.empty((num_tokens * k, hidden), dtype=x.dtype, device=x.device)
     arguments = (plan.tiles, plan.weights)
     common = {"K": k, "SLOTS": SLOTS, "PACKED": plan.is_packed}
     cut = gate_up_cut
     _few_product_kernel[(plan.max_tiles, triton.cdiv(size, cut.tile_out))](
-        normed, gate_up, activated, *arguments, normed.stride(0), SIZE_OUT=size, SIZE_IN=hidden,
-        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=True, ACTIVATION=activation,
+        normed, gate_up, gate_up if inner is None else inner, activated, *arguments, normed.stride(0), SIZE_OUT=size,
+        SIZE_IN=hidden, TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=True, ACTIVATION=activation,
+        BIAS=inner is not None,
         num_stages=cut.num_stages, **common,
         num_warps=cut.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     cut = down_cut
     _few_product_kernel[(plan.max_tiles, triton.cdiv(hidden, cut.tile_out))](
-        activated, down, result, *arguments, size, SIZE_OUT=hidden, SIZE_IN=size,
-        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=False, ACTIVATION=None,
+        activated, down, down if outer is None else outer, result, *arguments, size, SIZE_OUT=hidden, SIZE_IN=size,
+        TILE_OUT=cut.tile_out, TILE_IN=cut.tile_in, GATED=False, ACTIVATION=None, BIAS=outer is not None,
         num_stages=cut.num_stages, **common,
         num_warps=cut.num_warps, **pdl_options(pdl),
     )  # fmt: skip
@@ -140,9 +146,11 @@ def route(
     *,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
+    bias: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, Plan]:
-    """norm(x), of x [num_tokens, hidden], and which experts it goes to by router [num_experts, hidden]."""
+    """norm(x), of x [num_tokens, hidden], and which experts it goes to by router [num_experts, hidden] with bias
+    [num_experts]."""
     (num_tokens, hidden), num_experts, k = x.shape, len(router), experts_per_token
     pairs = num_tokens * k
     # An expert with any pairs has one tile, and another for each SLOTS more.
@@ -164,11 +172,11 @@ def route(
     if num_tokens <= MAX_ROUTED_TOKENS:
         logits = torch.empty((num_tokens, num_experts), dtype=x.dtype, device=x.device)
         _few_router_kernel[(num_experts,)](
-            x, norm_or_x, router, normed, logits, workspace.counters, tiles, weights, num_tokens, most, eps,
-            x.stride(0), **sizes, num_warps=8, **pdl_options(pdl),
+            x, norm_or_x, router, router if bias is None else bias, normed, logits, workspace.counters, tiles, weights,
+            num_tokens, most, eps, x.stride(0), BIAS=bias is not None, **sizes, num_warps=8, **pdl_options(pdl),
         )  # fmt: skip
         return normed, plan
-    logits = linear(x, router, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
+    logits = linear(x, router, workspace, norm_weight=norm_weight, eps=eps, bias=bias, pdl=pdl)
     _few_plan_kernel[(1 if norm_weight is None else 1 + num_tokens,)](
         x, norm_or_x, normed, logits, tiles, weights, num_tokens, most, eps, x.stride(0), **sizes,
         num_warps=8 if num_tokens <= 16 else 16, **pdl_options(pdl),
@@ -178,11 +186,11 @@ def route(
 
 @triton.jit(do_not_specialize=["num_tokens", "most"])
 def _few_router_kernel(
-    x_ptr, norm_ptr, router_ptr, normed_ptr, logits_ptr, counter_ptr, tiles_ptr, weights_ptr, num_tokens, most, eps,
-    x_stride,
+    x_ptr, norm_ptr, router_ptr, bias_ptr, normed_ptr, logits_ptr, counter_ptr, tiles_ptr, weights_ptr, num_tokens,
+    most, eps, x_stride,
     SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
     TOKENS: tl.constexpr, K: tl.constexpr, RENORMALIZE: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    NORM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One expert's logits a program. The first programs norm a token each, the one that arrives last plans."""
     if PDL:
@@ -202,6 +210,8 @@ def _few_router_kernel(
     logits = tl.sum(x * w[None, :], 1)
     if NORM:
         logits = logits / tl.sqrt(tl.sum(x * x, 1) / SIZE_IN + eps)
+    if BIAS:
+        logits += tl.load(bias_ptr + expert).to(tl.float32)
     tl.store(logits_ptr + t * EXPERTS + expert, logits.to(logits_ptr.dtype.element_ty), mask=t_ok)
     tl.debug_barrier()
     arrived = tl.atomic_add(counter_ptr, 1, sem="acq_rel")
@@ -303,10 +313,10 @@ def _plan(
 
 @triton.jit
 def _few_product_kernel(
-    x_ptr, weight_ptr, out_ptr, tiles_ptr, pair_weights_ptr, x_stride,
+    x_ptr, weight_ptr, bias_ptr, out_ptr, tiles_ptr, pair_weights_ptr, x_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
     TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """By pair. GATED: activation(gate @ x) * (up @ x), of the pair's token. Else: down @ x of the pair, times its
     weight."""
@@ -357,6 +367,8 @@ def _few_product_kernel(
         x = tl.load(x_rows + j[None, :], mask=s_ok[:, None] & j_ok[None, :], other=0.0)
         w = tl.load(weight_rows + j[:, None], mask=j_ok[:, None] & column_ok[None, :], other=0.0)
         acc = tl.dot(x, w, acc, input_precision="ieee")
+    if BIAS:
+        acc += tl.load(bias_ptr + weight_row, mask=column_ok, other=0.0).to(tl.float32)[None, :]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (SLOTS, 2, TILE_OUT)), (0, 2, 1)))
         acc = gate_mul(gate, up, ACTIVATION)

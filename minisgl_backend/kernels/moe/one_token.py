@@ -37,8 +37,10 @@ class ProductShape:
 
 # Measured best on an H200, 8 of 128 experts of 2,048 x 768.
 GATE_UP, DOWN, ROUTE = ProductShape(4, 2048, 4), ProductShape(8, 256, 8), ProductShape(2, 2048, 8)
-# Of an expert, at most: so many run at once, so that each looks for its expert once, and for two tiles.
-GATE_UP_PROGRAMS = 100
+# Of all experts, at most: so many run at once, so that each looks for its expert once, and for two tiles.
+GATE_UP_PROGRAMS = 800
+
+Biases = tuple[torch.Tensor, torch.Tensor | None]  # see `PlainKernels.moe`
 
 
 def serves(x: torch.Tensor, router: torch.Tensor) -> bool:
@@ -58,21 +60,40 @@ def mixture(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     activation: str = "silu",
+    router_bias: torch.Tensor | None = None,
+    biases: Biases | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """The contract is `PlainKernels.mixture`'s, for one token."""
-    (num_experts, hidden, _), k = down.shape, experts_per_token
+    logits = route(x, router, experts_per_token, norm_weight=norm_weight, eps=eps, bias=router_bias, pdl=pdl)
+    return experts(
+        x, logits, gate_up, down, renormalize, norm_weight=norm_weight, eps=eps, residual=residual,
+        activation=activation, biases=biases, pdl=pdl,
+    )  # fmt: skip
+
+
+def route(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    experts_per_token: int,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    bias: torch.Tensor | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """A token's logits [k, num_experts]: a copy for each choice. x [1, hidden], router [num_experts, hidden], bias
+    [num_experts]."""
+    (num_experts, hidden), k = router.shape, experts_per_token
     logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
     norm_or_x = norm_weight if norm_weight is not None else x
     _route_kernel[(triton.cdiv(num_experts, ROUTE.tile_out),)](
-        x, norm_or_x, router, logits, eps, SIZE_IN=hidden, SIZE_PADDED=triton.next_power_of_2(hidden),
-        EXPERTS=num_experts, TILE=ROUTE.tile_out, K=k, K_PADDED=triton.next_power_of_2(k),
-        NORM=norm_weight is not None, num_warps=ROUTE.num_warps, **pdl_options(pdl),
+        x, norm_or_x, router, router if bias is None else bias, logits, eps, SIZE_IN=hidden,
+        SIZE_PADDED=triton.next_power_of_2(hidden), EXPERTS=num_experts, TILE=ROUTE.tile_out, K=k,
+        K_PADDED=triton.next_power_of_2(k), NORM=norm_weight is not None, BIAS=bias is not None,
+        num_warps=ROUTE.num_warps, **pdl_options(pdl),
     )  # fmt: skip
-    return experts(
-        x, logits, gate_up, down, renormalize, norm_weight=norm_weight, eps=eps, residual=residual,
-        activation=activation, pdl=pdl,
-    )  # fmt: skip
+    return logits
 
 
 def experts(
@@ -87,6 +108,7 @@ def experts(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     activation: str = "silu",
+    biases: Biases | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """`mixture` behind the router: logits [k, num_experts] are k copies of a token's; not `divided`: yet to be, as
@@ -100,25 +122,28 @@ def experts(
     choices = {"K": k, "K_PADDED": triton.next_power_of_2(k)}
     ranked = {"EXPERTS": num_experts, "EXPERTS_PADDED": triton.next_power_of_2(num_experts), "DIVIDED": divided}
     tile_out = max(1, GATE_UP.tile_out * GATE_UP.tile_in // padded)
-    programs = min(GATE_UP_PROGRAMS, triton.cdiv(size, tile_out))
+    programs = min(max(1, GATE_UP_PROGRAMS // k), triton.cdiv(size, tile_out))
+    inner, outer = biases or (None, None)
     _gate_up_kernel[(k, programs)](
-        x, norm_or_x, logits, gate_up, activated, scale, eps, SIZE_OUT=size, SIZE_IN=hidden, SIZE_PADDED=padded,
-        TILE_OUT=tile_out, PROGRAMS=programs, WARPS=GATE_UP.num_warps, ACTIVATION=activation, **ranked, **norm,
-        num_warps=GATE_UP.num_warps, **pdl_options(pdl),
+        x, norm_or_x, logits, gate_up, gate_up if inner is None else inner, activated, scale, eps, SIZE_OUT=size,
+        SIZE_IN=hidden, SIZE_PADDED=padded, TILE_OUT=tile_out, PROGRAMS=programs, WARPS=GATE_UP.num_warps,
+        ACTIVATION=activation, BIAS=inner is not None, **ranked, **norm, num_warps=GATE_UP.num_warps,
+        **pdl_options(pdl),
     )  # fmt: skip
     _down_kernel[(triton.cdiv(hidden, DOWN.tile_out),)](
-        activated, logits, down, residual if residual is not None else x, scale, out, SIZE_OUT=hidden, SIZE_IN=size,
-        TILE_OUT=DOWN.tile_out, TILE_IN=DOWN.tile_in, RENORMALIZE=renormalize, RESIDUAL=residual is not None,
-        WARPS=DOWN.num_warps, **choices, **ranked, num_warps=DOWN.num_warps, **pdl_options(pdl),
+        activated, logits, down, down if outer is None else outer, residual if residual is not None else x, scale, out,
+        SIZE_OUT=hidden, SIZE_IN=size, TILE_OUT=DOWN.tile_out, TILE_IN=DOWN.tile_in, RENORMALIZE=renormalize,
+        RESIDUAL=residual is not None, BIAS=outer is not None, WARPS=DOWN.num_warps, **choices, **ranked,
+        num_warps=DOWN.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
 
 @triton.jit
 def _route_kernel(
-    x_ptr, norm_ptr, router_ptr, logits_ptr, eps,
+    x_ptr, norm_ptr, router_ptr, bias_ptr, logits_ptr, eps,
     EXPERTS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr,
-    TILE: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """K copies of a lone token's logits, a few experts a program."""
     if PDL:
@@ -137,7 +162,10 @@ def _route_kernel(
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE_IN + eps)
         x = x * norm
-    sums = (tl.sum(w * x[None, :], 1) * scale).to(logits_ptr.dtype.element_ty)
+    sums = tl.sum(w * x[None, :], 1) * scale
+    if BIAS:
+        sums += tl.load(bias_ptr + o, mask=o < EXPERTS, other=0.0).to(tl.float32)
+    sums = sums.to(logits_ptr.dtype.element_ty)
     c = tl.arange(0, K_PADDED)
     copies_ok = (o < EXPERTS)[:, None] & (c < K)[None, :]
     copies = tl.broadcast_to(sums[:, None], [TILE, K_PADDED])
@@ -185,10 +213,10 @@ def _keys(logits_ptr, copy, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
 
 @triton.jit
 def _gate_up_kernel(
-    x_ptr, norm_ptr, logits_ptr, weight_ptr, out_ptr, scale_ptr, eps,
+    x_ptr, norm_ptr, logits_ptr, weight_ptr, bias_ptr, out_ptr, scale_ptr, eps,
     EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
     SIZE_PADDED: tl.constexpr, TILE_OUT: tl.constexpr, PROGRAMS: tl.constexpr, WARPS: tl.constexpr, NORM: tl.constexpr,
-    ACTIVATION: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, DIVIDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """out[choice] = activation(gate @ norm(x)) * (up @ norm(x)) for each expert of the token."""
     choice = tl.program_id(0)
@@ -222,6 +250,10 @@ def _gate_up_kernel(
         up = tl.load(at + SIZE_OUT * SIZE_IN, mask=ok, other=0.0, eviction_policy="evict_first").to(tl.float32)
         gate_sum = tl.sum(gate * x[None, :], 1) * scale
         up_sum = tl.sum(up * x[None, :], 1) * scale
+        if BIAS:
+            bias_at = bias_ptr + expert * (2 * SIZE_OUT) + o
+            gate_sum += tl.load(bias_at, mask=o_ok, other=0.0).to(tl.float32)
+            up_sum += tl.load(bias_at + SIZE_OUT, mask=o_ok, other=0.0).to(tl.float32)
         result = gate_mul(gate_sum, up_sum, ACTIVATION)
         tl.store(out_ptr + choice * SIZE_OUT + o, result.to(out_ptr.dtype.element_ty), mask=o_ok)
 
@@ -238,10 +270,10 @@ def _shares(below, others, ok, RENORMALIZE: tl.constexpr):
 
 @triton.jit
 def _down_kernel(
-    x_ptr, logits_ptr, weight_ptr, residual_ptr, scale_ptr, out_ptr,
+    x_ptr, logits_ptr, weight_ptr, bias_ptr, residual_ptr, scale_ptr, out_ptr,
     EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
-    RENORMALIZE: tl.constexpr, RESIDUAL: tl.constexpr, WARPS: tl.constexpr, DIVIDED: tl.constexpr,
+    RENORMALIZE: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr, WARPS: tl.constexpr, DIVIDED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """The weighted sum of down @ x[choice] over the token's experts, and its residual."""
@@ -282,7 +314,11 @@ def _down_kernel(
     if not DIVIDED:
         others = tl.where(others == -float("inf"), others, others * scale)  # scale may be 0
         pair_weight = _shares(below * scale, others, c_ok, RENORMALIZE)
-    result = tl.sum(tl.sum(acc, 2) * pair_weight[:, None], 0)
+    sums = tl.sum(acc, 2)
+    if BIAS:
+        bias_at = bias_ptr + expert[:, None] * SIZE_OUT + o[None, :]
+        sums += tl.load(bias_at, mask=rows_ok, other=0.0).to(tl.float32)
+    result = tl.sum(sums * pair_weight[:, None], 0)
     if RESIDUAL:
         result += tl.load(residual_ptr + o, mask=o_ok, other=0.0).to(tl.float32)
     tl.store(out_ptr + o, result.to(out_ptr.dtype.element_ty), mask=o_ok)

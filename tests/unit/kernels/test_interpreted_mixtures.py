@@ -96,6 +96,24 @@ def test_mixture_of_one_token(experts, k, renormalize, complete):
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize(("num_tokens", "outer"), [(1, True), (1, False), (3, True), (11, False)])
+def test_mixture_with_biases(num_tokens, outer):
+    """As of gpt-oss, with one of the router: of one token, of a few, and of more than the router's kernel plans for."""
+    torch.manual_seed(num_tokens)
+    experts, k, hidden, size, reference = 6, 2, 96, 40, TorchPlainKernels(TorchOps())
+    x, router = torch.randn(num_tokens, hidden), torch.randn(experts, hidden) * 0.3
+    gate_up, down = torch.randn(experts, 2 * size, hidden) * 0.1, torch.randn(experts, hidden, size) * 0.1
+    biases = (torch.randn(experts, 2 * size), torch.randn(experts, hidden) if outer else None)
+    more = {"norm_weight": torch.rand(hidden) + 0.5, "eps": 1e-6, "residual": torch.randn(num_tokens, hidden)}
+    more |= {"router_bias": torch.randn(experts), "biases": biases, "activation": "swiglu_oai"}
+    arguments = (x, router, gate_up, down, k, True)
+    if num_tokens == 1:
+        found = moe_one.mixture(*arguments, **more)
+    else:
+        found = moe_few.mixture(*arguments, small_linear.LinearWorkspace(CPU, max_out=128, max_split=8), **more)
+    torch.testing.assert_close(found, reference.mixture(*arguments, **more), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize(("experts", "k", "size_in"), [(8, 2, 64), (5, 3, 200), (60, 8, 96)])
 @pytest.mark.parametrize("renormalize", [False, True])
 def test_mixture_whose_router_runs_beside_the_product_before(experts, k, size_in, renormalize):
