@@ -45,6 +45,16 @@ def test_linear(rows: int, kind: str, dtype: torch.dtype) -> None:
     assert relative(found, expected) < 1e-2
 
 
+@pytest.mark.parametrize("rows", [1, 8, 40])
+@pytest.mark.parametrize(("size_out", "size_in"), [(2880, 2880), (104, 600), (5120, 17408), (7168, 1024)])
+def test_linear_of_other_sizes(rows: int, size_out: int, size_in: int) -> None:
+    torch.manual_seed(rows)
+    x = torch.randn(rows, size_in, device="cuda").bfloat16()
+    weight, scale = quantize_outputs(torch.randn(size_out, size_in, device="cuda").bfloat16() / size_in**0.5)
+    expected = Fp8Kernels(TorchOps()).linear(x.float(), weight, scale)
+    assert relative(kernels().linear(x, weight, scale), expected) < 3e-3
+
+
 @pytest.mark.parametrize("tokens", [1, 7, 64, 500, 3000])
 def test_experts(tokens: int) -> None:
     torch.manual_seed(tokens)

@@ -1,17 +1,20 @@
 """GEMMs with FP8 weights on GPUs that multiply FP8 (compute capability 8.9 and later).
 
-Few rows are bound by the bytes of the weights: a kernel of the Triton language after the design of small_rows.py, which
-norms and quantizes the activations itself, and has residual and activation as its epilogue. What the norm divides by
-cancels out in the quantized numbers, since their scale is divided by it, too: one pass over x finds its largest number
-and its root mean square. Both operands become float16, which holds every FP8 number, and whose products are exact in
-float32. More rows are quantized by a kernel of their own, which norms them; many are multiplied by torch's
-`_scaled_mm`.
+Activations are quantized by a kernel of their own, with the norm inside: where each program of the GEMM did it by
+itself, reading all of x twice, the GEMM took twice as long. Up to MAX_ROWS rows are bound by the bytes of the weights:
+a kernel of the Triton language streams them past the matrix units, after the design of small_rows.py's `_linear_kernel`
+and with its epilogues. More are multiplied by torch's `_scaled_mm`.
 
-`pdl`: programmatic dependent launch, whose rules stand in small_rows.py. None of this was measured yet: the borders
-between the ways and the cuts are those of 16-bit weights with half the bytes.
+Hopper's matrix units add products of FP8 numbers with 14 bits (DeepSeek-V3, section 3.3.2); after PROMOTE inputs what
+they have is added to a sum in float32.
+
+`pdl`: programmatic dependent launch, whose rules stand in small_rows.py.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 import triton
@@ -19,17 +22,19 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels import elementwise
-from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, LEAST, Fp8Kernels
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
+from minisgl_backend.kernels.shared_memory import LARGEST as LARGEST_SHARED
+from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
-MAX_ROWS_INSIDE = 8  # that the kernel quantizes itself: every program reads all of them
 MAX_ROWS = 64  # of the kernel; more are torch's
 ROWWISE = (9, 0)  # capability from which torch multiplies with a scale for each row
 _ALIGNMENT = 16  # numbers that sizes of `_scaled_mm` are multiples of
-_TILE_OUT, _TILE_IN, _MAX_SPLIT = 64, 128, 8
+_MAX_SPLIT = 8
+PROMOTE = 256
 
 
 class TritonFp8Kernels(Fp8Kernels):
@@ -143,6 +148,7 @@ def _quantize_kernel(
     if NORM:
         norm = tl.load(norm_ptr + i, mask=ok, other=0.0).to(tl.float32)
         x = x / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps) * norm
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)  # as a norm by itself rounds
     scale = tl.maximum(tl.max(tl.abs(x), 0), LEAST) / LARGEST
     tl.store(out_ptr + row * SIZE + i, _to_fp8(x / scale, LARGEST), mask=ok)
     tl.store(scale_ptr + row, scale)
@@ -152,6 +158,31 @@ def _quantize_kernel(
 def _to_fp8(x, LARGEST: tl.constexpr):
     """A quotient by a rounded scale may be a little more than the format's largest number."""
     return tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(tl.float8e4nv)
+
+
+@dataclass(frozen=True)
+class LinearShape:
+    """How a GEMM is cut into programs: tiles of the weight, of which `split` programs share a row."""
+
+    tile_out: int
+    tile_in: int
+    split: int
+    num_stages: int
+
+
+@cache
+def linear_shape(
+    rows: int, size_out: int, size_in: int, gated: bool = False, num_sms: int = 132, shared: int = LARGEST_SHARED
+) -> LinearShape:
+    """The cut that was fastest on an H100 in a chain of Qwen3-14B's GEMMs with 1, 8 and 64 rows."""
+    padded = max(16, triton.next_power_of_2(rows))
+    tile_out, tile_in, split = 64, 128 if gated and padded > 32 else 256, 1
+    programs = triton.cdiv(size_out, tile_out)
+    while not gated and programs * split * 5 < num_sms * 4 and split < _MAX_SPLIT and size_in >= split * 4 * tile_in:
+        split *= 2
+    lines = tile_out * (2 if gated else 1) + padded
+    stages = stages_that_fit(5 if split == 1 and tile_in == 256 else 3, tile_in * lines, shared)
+    return LinearShape(tile_out, tile_in, split, stages)
 
 
 def linear(
@@ -171,40 +202,31 @@ def linear(
     """The contract is `Fp8Kernels.linear`'s, for up to MAX_ROWS rows."""
     gated, (rows, size_in) = activation is not None, x.shape
     size_out = len(weight) // 2 if gated else len(weight)
-    x_scale = scale
-    is_inside = rows <= MAX_ROWS_INSIDE
+    shape = linear_shape(rows, size_out, size_in, gated, num_sms, shared_memory(x.device))
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
-    if not is_inside:
-        x, x_scale = quantize_tokens(x, norm_weight, eps, pdl)
-        norm_weight = None
+    numbers, x_scale = quantize_tokens(x, norm_weight, eps, pdl)
     padded = max(16, triton.next_power_of_2(rows))
-    programs, split = triton.cdiv(size_out, _TILE_OUT), 1
-    room = min(_MAX_SPLIT, workspace.max_split, workspace.partial.numel() // (size_out * padded))
-    while not gated and programs * split < num_sms and split * 2 <= room and size_in // (split * 2) >= 2 * _TILE_IN:
-        split *= 2
-    part = triton.cdiv(triton.cdiv(size_in, split), _TILE_IN) * _TILE_IN
+    split = max(1, min(shape.split, workspace.max_split, workspace.partial.numel() // (size_out * padded)))
+    part = triton.cdiv(triton.cdiv(size_in, split), shape.tile_in) * shape.tile_in
     split = triton.cdiv(size_in, part)
-    _linear_kernel[(programs, split)](
-        x, x_scale, weight, scale, x if norm_weight is None else norm_weight, x if bias is None else bias,
-        x if residual is None else residual, out, workspace.partial, workspace.counters, rows, eps, x.stride(0),
-        SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split, ROWS=padded, TILE_OUT=_TILE_OUT, TILE_IN=_TILE_IN,
-        INSIDE=is_inside, NORM=norm_weight is not None, BIAS=bias is not None, RESIDUAL=residual is not None,
-        GATED=gated, ACTIVATION=activation, LARGEST=LARGEST, LEAST=LEAST, num_warps=4, num_stages=4,
-        **pdl_options(pdl),
+    _linear_kernel[(triton.cdiv(size_out, shape.tile_out), split)](
+        numbers, x_scale, weight, scale, x if bias is None else bias, x if residual is None else residual, out,
+        workspace.partial, workspace.counters, rows, SIZE_OUT=size_out, SIZE_IN=size_in, PART=part, SPLIT=split,
+        ROWS=padded, TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, BIAS=bias is not None,
+        RESIDUAL=residual is not None, GATED=gated, ACTIVATION=activation, IMPRECISE=min(PROMOTE, shape.tile_in),
+        num_warps=4, num_stages=shape.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
 
 @triton.jit(do_not_specialize=["rows"])
 def _linear_kernel(
-    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, norm_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr,
-    rows, eps, x_stride,
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr, rows,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
-    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, INSIDE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr,
-    RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, LARGEST: tl.constexpr, LEAST: tl.constexpr,
-    PDL: tl.constexpr,
+    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, IMPRECISE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """INSIDE: x are the model's numbers, yet to be normed and quantized. Else: FP8, with their scales."""
+    """x and weight are FP8, with a scale for each row."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     tile, split = tl.program_id(0), tl.program_id(1)
@@ -214,26 +236,11 @@ def _linear_kernel(
     r_ok = r < rows
     k = tl.arange(0, TILE_IN)
     weight_rows = weight_ptr + o.to(tl.int64)[:, None] * SIZE_IN
-    x_rows = x_ptr + r[:, None] * x_stride
+    x_rows = x_ptr + r[:, None] * SIZE_IN
     w_scale = tl.load(scale_ptr + o, mask=o_ok, other=0.0)
     if PDL:
         tl_cuda.gdc_wait()
-    if INSIDE:
-        largest = tl.zeros([ROWS], tl.float32)
-        squares = tl.zeros([ROWS], tl.float32)
-        for start in tl.range(0, SIZE_IN, TILE_IN):
-            i = start + k
-            x32 = tl.load(x_rows + i[None, :], mask=r_ok[:, None] & (i < SIZE_IN)[None, :], other=0.0).to(tl.float32)
-            if NORM:
-                squares += tl.sum(x32 * x32, 1)
-                x32 = x32 * tl.load(norm_ptr + i, mask=i < SIZE_IN, other=0.0).to(tl.float32)[None, :]
-            largest = tl.maximum(largest, tl.max(tl.abs(x32), 1))
-        step = tl.maximum(largest, LEAST) / LARGEST
-        x_scale = step
-        if NORM:
-            x_scale = step / tl.sqrt(squares / SIZE_IN + eps)
-    else:
-        x_scale = tl.load(x_scale_ptr + r, mask=r_ok, other=0.0)
+    x_scale = tl.load(x_scale_ptr + r, mask=r_ok, other=0.0)
     acc = tl.zeros([TILE_OUT, ROWS], tl.float32)
     acc_up = tl.zeros([TILE_OUT, ROWS], tl.float32)
     begin = split * PART
@@ -242,18 +249,12 @@ def _linear_kernel(
         i = start + k
         i_ok = i < SIZE_IN
         w_ok = o_ok[:, None] & i_ok[None, :]
-        w = tl.load(weight_rows + i[None, :], mask=w_ok, other=0.0).to(tl.float16)
-        x = tl.load(x_rows + i[None, :], mask=r_ok[:, None] & i_ok[None, :], other=0.0)
-        if INSIDE:
-            x32 = x.to(tl.float32)
-            if NORM:
-                x32 = x32 * tl.load(norm_ptr + i, mask=i_ok, other=0.0).to(tl.float32)[None, :]
-            x = _to_fp8(x32 / step[:, None], LARGEST)
-        x = tl.trans(x.to(tl.float16))
-        acc = tl.dot(w, x, acc)
+        w = tl.load(weight_rows + i[None, :], mask=w_ok, other=0.0)
+        x = tl.trans(tl.load(x_rows + i[None, :], mask=r_ok[:, None] & i_ok[None, :], other=0.0))
+        acc = tl.dot(w, x, acc, max_num_imprecise_acc=IMPRECISE)
         if GATED:
-            w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=w_ok, other=0.0).to(tl.float16)
-            acc_up = tl.dot(w_up, x, acc_up)
+            w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + i[None, :], mask=w_ok, other=0.0)
+            acc_up = tl.dot(w_up, x, acc_up, max_num_imprecise_acc=IMPRECISE)
 
     if SPLIT > 1:
         # The last program to arrive adds the parts in order.
@@ -277,7 +278,7 @@ def _linear_kernel(
         acc_up = acc_up * up_scale[:, None] * x_scale[None, :]
         if BIAS:
             acc_up += tl.load(bias_ptr + SIZE_OUT + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
-        acc = activate(acc, ACTIVATION) * acc_up
+        acc = gate_mul(acc, acc_up, ACTIVATION)
     address = r[None, :] * SIZE_OUT + o[:, None]
     ok = r_ok[None, :] & o_ok[:, None]
     if RESIDUAL:
