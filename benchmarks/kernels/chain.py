@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 
@@ -15,31 +16,25 @@ from minisgl_backend.kernels.attention.decode import (
     rotating_decode_attention,
     rotation_pays,
 )
-from minisgl_backend.kernels.linear.small_rows import MAX_ROWS
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.choose import LARGEST_OUT
 from minisgl_backend.kernels.sampling.launch import SamplingWorkspace, sample_plain
-from minisgl_backend.kernels.triton_ops import LARGEST_OUT, TritonOps, TritonPlainKernels
+from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.sampling.params import encode_params
 
 
 class PolicyKernels(TritonPlainKernels):
-    """TritonPlainKernels with another rule for which products take the small kernels."""
+    """TritonPlainKernels with another rule for which products take the small kernels: "rule" is that of choose.py."""
 
     def __init__(self, policy: str, pdl: bool) -> None:
-        ops = TritonOps(torch.device("cuda"), ChainShape.hidden)
-        ops.has_pdl = pdl
-        super().__init__(ops, torch.device("cuda"))
-        self._policy = policy
-
-    def _is_small(
-        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool, normed: bool
-    ) -> bool:
-        if self._policy == "all":
-            return x.shape[0] <= MAX_ROWS and weight.shape[0] <= LARGEST_OUT
-        return self._policy != "cublas" and super()._is_small(x, weight, residual, gated, normed)
-
-    def _is_long(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        return self._policy != "cublas" and super()._is_long(x, weight)
+        device = torch.device("cuda")
+        facts = dataclasses.replace(DeviceFacts.of(device), dependent_launch=pdl)
+        super().__init__(TritonOps(device, ChainShape.hidden, facts), device)
+        if policy == "cublas":
+            self._linear_kernel = lambda key: "torch"
+        elif policy == "all":
+            self._linear_kernel = lambda key: "small_rows" if key.size_out <= LARGEST_OUT else "torch"
 
 
 @dataclass(frozen=True)

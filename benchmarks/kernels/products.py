@@ -12,7 +12,8 @@ import torch
 import triton
 
 from benchmarks.kernels.timing import Timer, random_weights, time_graph
-from minisgl_backend.kernels.linear.small_rows import LinearShape, LinearWorkspace, linear, linear_shape
+from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
+from minisgl_backend.kernels.linear.tiling import LinearShape, linear_shape
 from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
 # (name, size_out, size_in, norm, residual, gated) of one decoder layer

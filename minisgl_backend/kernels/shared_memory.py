@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import torch
-import triton
 
-# Of a program, by compute capability: 227 KiB at 9.0 and 10.x, 163 at 8.0, 99 at 8.6, 8.9 and 12.x.
-LARGEST = 227 << 10
+from minisgl_backend.kernels.device_facts import LARGEST_SHARED, DeviceFacts
+
+LARGEST = LARGEST_SHARED
 
 
 def shared_memory(device: torch.device) -> int:
     """Bytes; a CPU has no limit of its own."""
-    if device.type != "cuda":
-        return LARGEST
-    return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
-
-
-@cache
-def _of_gpu(index: int) -> int:
-    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+    return DeviceFacts.of(device).shared_memory
 
 
 def stages_that_fit(num_stages: int, stage_bytes: int, shared: int) -> int:

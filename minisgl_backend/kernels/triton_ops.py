@@ -1,7 +1,7 @@
 """`Ops` and `PlainKernels` on a GPU: the Triton language where it beats a chain of library calls, cuBLAS elsewhere.
 
-Which GEMM takes which kernel was measured on an H200 with benchmarks/kernels; with which algorithm cuBLAS does it is
-measured at start, for the row counts of decode steps and for some of prompts.
+Which GEMM takes which kernel stands in linear/choose.py, which mixture in moe/choose.py; with which algorithm cuBLAS
+multiplies is measured at start, for the row counts of decode steps and for some of prompts.
 """
 
 from __future__ import annotations
@@ -15,36 +15,35 @@ import torch.nn.functional as F
 
 from minisgl_backend.kernels import elementwise as fused
 from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
-from minisgl_backend.kernels.linear import small_rows as small_linear
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear import small_rows
+from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
+from minisgl_backend.kernels.linear.tiling import MAX_ROWS, long_shape
 from minisgl_backend.kernels.linear.tuned import TunedLinear, prompt_rows
-from minisgl_backend.kernels.moe import early_router
-from minisgl_backend.kernels.moe import few_tokens as moe_few
-from minisgl_backend.kernels.moe import grouped as moe
-from minisgl_backend.kernels.moe import one_token as moe_one
-from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory
+from minisgl_backend.kernels.moe import early_router, few_tokens, grouped, grouped_tma, one_token
+from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.layout import ONE, KVScales
-
-# Numbers of a gated weight from which on our kernel, with the activation but without the norm, is faster than two.
-LARGE_GATED = 120 << 20
-LARGE_LONG = 24 << 20  # likewise of a weight with at least as many inputs as outputs
-LARGEST_OUT = 65536  # of weights of GEMMs with a few rows; a vocabulary has more
-LEAST_VOCABULARY_IN = 2048  # inputs of a GEMM with a vocabulary, one row, that were measured to be enough for ours
 
 
 class TritonOps(TorchOps):
     """The contracts are those of `Ops`."""
 
-    def __init__(self, device: torch.device, hidden_size: int | None = None) -> None:
+    def __init__(self, device: torch.device, hidden_size: int | None = None, facts: DeviceFacts | None = None) -> None:
         """`hidden_size`: of a dense model that is to be computed, where it is known: small ones are launched otherwise,
-        see carveout.py."""
-        self.has_pdl = torch.cuda.get_device_properties(device).major >= 9
+        see carveout.py. facts: of another device than this one, by which kernels are chosen."""
+        self.facts = facts or DeviceFacts.of(device)
         if self.has_pdl and hidden_size is not None and hidden_size <= LARGEST_HIDDEN:
             prefer_shared_memory()
 
+    @property
+    def has_pdl(self) -> bool:
+        """Programmatic dependent launch, see linear/small_rows.py."""
+        return self.facts.dependent_launch
+
     def pdl(self, x: torch.Tensor) -> bool:
         """At large batch a kernel that starts early takes room from the one that still runs."""
-        return self.has_pdl and x.shape[0] <= small_linear.MAX_ROWS
+        return self.has_pdl and x.shape[0] <= MAX_ROWS
 
     def rms_norm(
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
@@ -82,9 +81,9 @@ class TritonPlainKernels(TorchPlainKernels):
 
     def __init__(self, ops: TritonOps, device: torch.device) -> None:
         super().__init__(ops)
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
-        self._has_room = shared_memory(device) >= LARGEST
-        self.workspace = small_linear.LinearWorkspace(device)
+        self._linear_kernel = linear_chooser("plain", ops.facts).kernel
+        self._experts_kernel = experts_chooser("plain", ops.facts).kernel
+        self.workspace = small_rows.LinearWorkspace(device)
         self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "products.json")
 
     def prepare_linear(self, weights: Sequence[torch.Tensor], rows: Sequence[int], longest: int = 0) -> None:
@@ -101,18 +100,24 @@ class TritonPlainKernels(TorchPlainKernels):
         residual: torch.Tensor | None = None,
         activation: str | None = None,
     ) -> torch.Tensor:
-        gated = activation is not None
-        if not (gated and bias is not None) and self._is_small(x, weight, residual, gated, norm_weight is not None):
-            return small_linear.linear(
+        (rows, size_in), size_out = x.shape, weight.shape[0]
+        kernel = self._linear_kernel(
+            LinearKey(
+                rows, size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
+                activation, x.stride(1) == 1,
+            )
+        )  # fmt: skip
+        if kernel == "small_rows":
+            return small_rows.linear(
                 x, weight, self.workspace, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual,
                 activation=activation, pdl=self.ops.pdl(x),
             )  # fmt: skip
-        if norm_weight is None and bias is None and residual is None and not gated and self._is_long(x, weight):
-            shape = small_linear.long_shape(weight.shape[0], weight.shape[1], self._num_sms)
-            return small_linear.linear(x, weight, self.workspace, shape=shape, pdl=self.ops.pdl(x))
+        if kernel == "long_rows":
+            shape = long_shape(size_out, size_in, self.ops.facts.multiprocessors)
+            return small_rows.linear(x, weight, self.workspace, shape=shape, pdl=self.ops.pdl(x))
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
-        if bias is None and (out := self._tuned.linear(x, weight, residual)) is not None:
+        if kernel == "cublaslt" and (out := self._tuned.linear(x, weight, residual)) is not None:
             return out if activation is None else fused.activate_mul(out, activation, self.ops.pdl(x))
         if residual is not None:
             # In place: torch would copy the residual first, a kernel more.
@@ -122,52 +127,26 @@ class TritonPlainKernels(TorchPlainKernels):
         return out if activation is None else fused.activate_mul(out, activation, self.ops.pdl(x))
 
     def linear_into(self, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
-        # Of a vocabulary ours was not tried there: its programs write two numbers each, and `out` may be far away.
-        if len(weight) <= LARGEST_OUT and self._is_small(x, weight, None, False, False):
-            if x.shape[0] == 1:
-                small_linear.linear(x, weight, self.workspace, pdl=self.ops.pdl(x), out=out)
+        (rows, size_in), size_out = x.shape, weight.shape[0]
+        kernel = self._linear_kernel(
+            LinearKey(rows, size_out, size_in, x.dtype, unit_stride=x.stride(1) == 1, into=True)
+        )
+        if kernel == "small_rows":
+            if rows == 1:
+                small_rows.linear(x, weight, self.workspace, pdl=self.ops.pdl(x), out=out)
             else:
                 out.copy_(self.linear(x, weight))  # these kernels write rows that touch
-        elif not self._tuned.linear_into(x, weight, out):
+        elif kernel != "cublaslt" or not self._tuned.linear_into(x, weight, out):
             torch.mm(x, weight.t(), out=out)
 
     def moe_pdl(self, x: torch.Tensor) -> bool:
         """Sorting pairs is a chain of tiny kernels, which leave room for one that starts early."""
-        return self.ops.has_pdl and x.shape[0] <= moe.MAX_PDL_TOKENS
-
-    def _is_small(
-        self, x: torch.Tensor, weight: torch.Tensor, residual: torch.Tensor | None, gated: bool, normed: bool
-    ) -> bool:
-        """Measured on an H200, norm and activation kernels counted in: see benchmarks/kernels."""
-        rows, size_out, size_in = x.shape[0], *weight.shape
-        if rows > small_linear.MAX_ROWS or x.stride(1) != 1 or x.element_size() != 2:
-            return False  # the tiles were chosen for numbers of two bytes
-        if size_out > LARGEST_OUT:
-            return rows == 1 and size_in >= LEAST_VOCABULARY_IN and not (gated or normed) and residual is None
-        if rows <= small_linear.MAX_VECTOR_ROWS:
-            return True
-        if residual is not None:
-            return size_out <= 2048 or rows <= 16
-        if gated:
-            large = not normed and size_out * size_in >= LARGE_GATED
-            if rows > 32:  # tiles of 128 outputs, one to a multiprocessor
-                large &= 3 * self._num_sms // 4 <= size_out // 256 <= self._num_sms
-            return large or small_linear.is_sliced(rows, size_in)
-        sliced = rows <= small_linear.MAX_SLICED_ROWS and size_in <= 2048
-        return rows <= 16 and size_out * size_in <= (12 if sliced else 8) << 20
-
-    def _is_long(self, x: torch.Tensor, weight: torch.Tensor) -> bool:
-        """Of GEMMs with nothing fused: those behind a sum over ranks, or behind a gated one. Measured on an H200
-        in a chain of Qwen3-32B's kernels over two ranks; alone, cuBLAS is as fast. Behind attention, which has fewer
-        inputs than outputs, cuBLAS was faster by 12 us."""
-        rows, size_out, size_in = x.shape[0], *weight.shape
-        serves = self.ops.has_pdl and self._has_room and x.stride(1) == 1 and x.element_size() == 2
-        return serves and rows <= 16 and size_out <= size_in and size_out * size_in >= LARGE_LONG
+        return self.ops.has_pdl and x.shape[0] <= grouped.MAX_PDL_TOKENS
 
     def route(
         self, logits: torch.Tensor, experts_per_token: int, renormalize: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return moe.route(logits, experts_per_token, renormalize, self.moe_pdl(logits))
+        return grouped.route(logits, experts_per_token, renormalize, self.moe_pdl(logits))
 
     def moe(
         self,
@@ -180,10 +159,18 @@ class TritonPlainKernels(TorchPlainKernels):
         activation: str = "silu",
         biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
-        return moe.moe(
-            x, expert_ids, expert_weights, gate_up, down, residual, activation, tma=self.ops.has_pdl,
-            pdl=self.moe_pdl(x), biases=biases,
+        (tokens, k), (num_experts, hidden, size) = expert_ids.shape, down.shape
+        aligned = gate_up.data_ptr() % 16 == 0 and down.data_ptr() % 16 == 0
+        kernel = self._experts_kernel(
+            ExpertsKey(
+                tokens, num_experts, k, hidden, size, x.dtype, bias=biases is not None, activation=activation,
+                unit_stride=x.stride(1) == 1, aligned=aligned,
+            )
         )  # fmt: skip
+        arguments = (x, expert_ids, expert_weights, gate_up, down, residual, activation)
+        if kernel == "grouped_tma":
+            return grouped_tma.moe(*arguments, biases=biases)
+        return grouped.moe(*arguments, pdl=self.moe_pdl(x), biases=biases)
 
     def mixture(
         self,
@@ -201,13 +188,20 @@ class TritonPlainKernels(TorchPlainKernels):
         router_bias: torch.Tensor | None = None,
         biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
     ) -> torch.Tensor:
-        if moe_one.serves(x, router):
-            return moe_one.mixture(
+        (tokens, hidden), (num_experts, _, size) = x.shape, down.shape
+        kernel = self._experts_kernel(
+            ExpertsKey(
+                tokens, num_experts, experts_per_token, hidden, size, x.dtype, routed=True, bias=biases is not None,
+                activation=activation, unit_stride=x.stride(1) == 1,
+            )
+        )  # fmt: skip
+        if kernel == "one_token":
+            return one_token.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
                 residual=residual, activation=activation, router_bias=router_bias, biases=biases, pdl=self.ops.pdl(x),
             )  # fmt: skip
-        if moe_few.serves(x, router):
-            return moe_few.mixture(
+        if kernel == "few_tokens":
+            return few_tokens.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, self.workspace, norm_weight=norm_weight,
                 eps=eps, residual=residual, activation=activation, router_bias=router_bias, biases=biases,
                 pdl=self.ops.pdl(x),
@@ -220,7 +214,11 @@ class TritonPlainKernels(TorchPlainKernels):
     def early_router(
         self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: torch.Tensor
     ) -> torch.Tensor | None:
-        return early_router.early_router(router, norm_weight, o_proj) if early_router.serves(router, o_proj) else None
+        (num_experts, hidden), size_in = router.shape, o_proj.shape[1]
+        key = ExpertsKey(1, num_experts, 1, hidden, 1, router.dtype, routed=True, o_proj_inputs=size_in)
+        if self._experts_kernel(key) != "early_router":
+            return None
+        return early_router.early_router(router, norm_weight, o_proj)
 
     def o_proj_and_mixture(
         self,
@@ -239,7 +237,7 @@ class TritonPlainKernels(TorchPlainKernels):
     ) -> torch.Tensor:
         pdl = self.ops.pdl(x)
         hidden, logits = early_router.output_and_logits(x, o_proj, residual, early, experts_per_token, pdl=pdl)
-        return moe_one.experts(
+        return one_token.experts(
             hidden, logits, gate_up, down, renormalize, divided=False, norm_weight=norm_weight, eps=eps,
             residual=hidden, activation=activation, pdl=pdl,
         )  # fmt: skip

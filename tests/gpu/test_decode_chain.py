@@ -6,6 +6,7 @@ lengths and pages change between replays, and every replay must say what the sam
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import pytest
@@ -52,6 +53,7 @@ class Layers:
 
     def __init__(self, heads: Heads, dtype: torch.dtype, batch: int, *, pdl: bool) -> None:
         from minisgl_backend.kernels.attention.decode import DecodeWorkspace
+        from minisgl_backend.kernels.device_facts import DeviceFacts
         from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
         def weight(rows: int, columns: int) -> torch.Tensor:
@@ -60,9 +62,8 @@ class Layers:
         torch.manual_seed(1)
         device = torch.device("cuda")
         self.heads, self.pdl = heads, pdl
-        ops = TritonOps(device)
-        ops.has_pdl = pdl
-        self.plain = TritonPlainKernels(ops, device)
+        facts = dataclasses.replace(DeviceFacts.of(device), dependent_launch=pdl)
+        self.plain = TritonPlainKernels(TritonOps(device, facts=facts), device)
         self.workspace = DecodeWorkspace(batch + 3, heads.q, heads.kv, heads.dim, device)
         sizes = ((heads.size, HIDDEN), (HIDDEN, heads.q * heads.dim), (2 * INNER, HIDDEN), (HIDDEN, INNER))
         self.weights = [[weight(*size) for size in sizes] for _ in range(LAYERS)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -16,12 +17,21 @@ def relative(out: torch.Tensor, ref: torch.Tensor) -> float:
     return ((out.double() - ref.double()).norm() / ref.double().norm()).item()
 
 
-def triton_kernels():
-    """Of plain weights."""
+def triton_kernels(dependent_launch=True):
+    """Of plain weights. dependent_launch: where the device has it."""
+    from minisgl_backend.kernels.device_facts import DeviceFacts
     from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
 
     device = torch.device("cuda")
-    return TritonPlainKernels(TritonOps(device), device)
+    facts = DeviceFacts.of(device)
+    facts = dataclasses.replace(facts, dependent_launch=dependent_launch and facts.dependent_launch)
+    return TritonPlainKernels(TritonOps(device, facts=facts), device)
+
+
+def chosen_kernel(kernels, x, weight, **more):
+    from minisgl_backend.kernels.linear.choose import LinearKey
+
+    return kernels._linear_kernel(LinearKey(len(x), *weight.shape, x.dtype, **more))
 
 
 def dense_attention(q, k_cache, v_cache, row_pages, kv_len, scale):
@@ -125,7 +135,8 @@ def test_small_linear(rows, size_out, size_in):
     [(1, 4096, 1024), (1, 1024, 3072), (1, 1000, 520), (1, 151936, 1024), (2, 5120, 2560), (2, 1000, 4104)],
 )
 def test_small_linear_vector(rows, size_out, size_in, pdl):
-    from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear, linear_shape
+    from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
+    from minisgl_backend.kernels.linear.tiling import linear_shape
 
     torch.manual_seed(rows)
     workspace = LinearWorkspace(torch.device("cuda"))
@@ -150,7 +161,7 @@ def test_long_products(rows, size_out, size_in):
     torch.manual_seed(rows)
     ops, norm = triton_kernels(), torch.ones(size_in, device="cuda").bfloat16()
     weight = torch.randn(size_out, size_in, device="cuda").bfloat16() / math.sqrt(size_in)
-    assert ops._is_long(torch.empty(rows, size_in, device="cuda").bfloat16(), weight)
+    assert chosen_kernel(ops, torch.empty(rows, size_in, device="cuda").bfloat16(), weight) == "long_rows"
     for _ in range(20):
         states = torch.randn(rows, size_in, device="cuda").bfloat16()
         x = ops.ops.rms_norm(states, norm, 1e-6)
@@ -163,7 +174,7 @@ def test_gated_products_of_many_rows(rows):
     torch.manual_seed(rows)
     ops, x = triton_kernels(), torch.randn(rows, 5120, device="cuda").bfloat16()
     weight = torch.randn(25600, 5120, device="cuda").bfloat16() / 72
-    assert ops._is_small(x, weight, None, True, False)
+    assert chosen_kernel(ops, x, weight, activation="silu") == "small_rows"
     gate, up = (x.double() @ weight.double().T).chunk(2, 1)
     for _ in range(3):
         assert relative(ops.linear(x, weight, activation="silu"), F.silu(gate) * up) < 8e-3
@@ -206,7 +217,7 @@ def test_fused_chains_match_torch(rows):
 @pytest.mark.parametrize("tokens", [1, 7, 64, 1000])
 def test_moe_matches_torch(tokens, tma, biased):
     """biased: as in gpt-oss, with its activation."""
-    from minisgl_backend.kernels.moe.grouped import moe
+    from minisgl_backend.kernels.moe import grouped, grouped_tma
     from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
     torch.manual_seed(tokens)
@@ -225,7 +236,8 @@ def test_moe_matches_torch(tokens, tma, biased):
     if tma and torch.cuda.get_device_capability() < (9, 0):
         pytest.skip("needs tensor memory access")
     more = {"activation": activation, "biases": biases if biased else None}
-    assert relative(moe(x, ids, weights, gate_up, down, tma=tma, **more), ref) < 1e-2
+    moe = grouped_tma.moe if tma else grouped.moe
+    assert relative(moe(x, ids, weights, gate_up, down, **more), ref) < 1e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 8, 9, 16, 64])
@@ -272,8 +284,7 @@ def test_mixtures_that_start_early_see_what_the_ones_before_wrote(tokens, expert
         for _ in range(4)
     ]
     norm = torch.rand(hidden, device="cuda").bfloat16() + 0.5
-    ops, patient = triton_kernels(), triton_kernels()
-    patient.ops.has_pdl = False
+    ops, patient = triton_kernels(), triton_kernels(dependent_launch=False)
 
     def chain(by, x):
         for router, gate_up, down in layers:
@@ -321,8 +332,7 @@ def test_routers_that_start_early_see_what_was_written_before():
     """A chain of layers as one graph, replayed with another token each time, against launches that wait for others."""
     torch.manual_seed(0)
     experts, k, hidden, size = 60, 4, 1024, 256
-    ops, patient = triton_kernels(), triton_kernels()
-    patient.ops.has_pdl = False
+    ops, patient = triton_kernels(), triton_kernels(dependent_launch=False)
     norm = torch.rand(hidden, device="cuda").bfloat16() + 0.5
     layers = []
     for _ in range(4):

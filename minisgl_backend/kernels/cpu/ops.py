@@ -7,12 +7,10 @@ import ctypes
 
 import torch
 
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.choose import CPU_LANES, LinearKey, linear_chooser
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.layout import ONE, KVScales
-
-# Rows up to which `kernels.cpp` multiplies: with more, oneDNN (torch's) is as fast, and faster on processors with AMX.
-MOST_ROWS = 64
-_LANES = 32  # numbers of a register: what is summed over has a multiple of them
 
 
 class CpuOps(TorchOps):
@@ -25,7 +23,7 @@ class CpuOps(TorchOps):
         self, x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         size = x.shape[-1]
-        if out is not None or size % _LANES or not _are_plain(x, weight):
+        if out is not None or size % CPU_LANES or not _are_plain(x, weight):
             return super().rms_norm(x, weight, eps, out)
         out = torch.empty_like(x)
         self.library.minisgl_rms_norm(x.data_ptr(), weight.data_ptr(), eps, x.numel() // size, size, out.data_ptr())
@@ -46,7 +44,7 @@ class CpuOps(TorchOps):
         scales: KVScales = ONE,
     ) -> torch.Tensor:
         _, num_kv_heads, page_size, head_dim = k_cache.shape
-        if head_dim % _LANES or not _are_plain(qkv, q_norm, k_norm, k_cache, v_cache) or scales != ONE:
+        if head_dim % CPU_LANES or not _are_plain(qkv, q_norm, k_norm, k_cache, v_cache) or scales != ONE:
             return super().rope_store(
                 qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, scales
             )
@@ -76,6 +74,7 @@ class CpuPlainKernels(TorchPlainKernels):
     def __init__(self, ops: CpuOps) -> None:
         super().__init__(ops)
         self._library = ops.library
+        self._linear_kernel = linear_chooser("plain", DeviceFacts.cpu()).kernel
 
     def linear(
         self,
@@ -92,9 +91,13 @@ class CpuPlainKernels(TorchPlainKernels):
         if norm_weight is not None and norm_weight.dtype != x.dtype:
             x, norm_weight = self.ops.rms_norm(x, norm_weight, eps), None
         gated = activation is not None
-        fuses = activation in (None, "silu") and not (gated and bias is not None)
-        plain = _are_plain(x, weight, norm_weight, bias, residual)
-        if rows == 0 or rows > MOST_ROWS or size % _LANES or not plain or not fuses:
+        kernel = self._linear_kernel(
+            LinearKey(
+                rows, len(weight), size, x.dtype, norm_weight is not None, bias is not None, residual is not None,
+                activation, x.stride(1) == 1,
+            )
+        )  # fmt: skip
+        if kernel != "cpu" or not _are_plain(x, weight, norm_weight, bias, residual):
             return super().linear(
                 x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, activation=activation
             )

@@ -34,6 +34,8 @@ from typing import NamedTuple
 
 import torch
 
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.choose import is_tunable
 from minisgl_backend.kernels.linear.cublaslt import ALIGNMENT, CLUSTERS, CublasLt, Product, tile_sizes
 
 log = logging.getLogger(__name__)
@@ -49,7 +51,6 @@ LONG_TILES = ((256, 160), (128, 256), (256, 128), (192, 192), (128, 192))
 LONG_CLUSTERS = (3, 5)
 WORTH = 0.98  # of torch's time: a smaller gain is noise
 _COLD_BYTES = 200 << 20  # of weights, one after the other: none of them stays in the L2 cache
-_SMALL_BYTES = 16 << 20  # of one weight: such a product takes 8 us on an H200, of which tiles decide 0.3
 
 Shape = tuple[int, int]  # size_out, size_in
 Launch = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, bool], None]
@@ -88,7 +89,7 @@ class TunedLinear:
         """
         weight = weights[0]
         shape, dtype = (weight.shape[0], weight.shape[1]), weight.dtype
-        if dtype not in (torch.float16, torch.bfloat16) or weight.nbytes < _SMALL_BYTES or shape[0] % 8 or shape[1] % 8:
+        if not is_tunable(*shape, dtype):
             return
         lt = self._library()
         if lt is None or not all(map(_is_plain, weights)):
@@ -232,8 +233,7 @@ def _fastest(lt: CublasLt, x: torch.Tensor, weights: Sequence[torch.Tensor]) -> 
             return None
         return _Timed([partial(launch, weight, x, out, False) for weight in weights])
 
-    num_sms = torch.cuda.get_device_properties(x.device).multi_processor_count
-    tried = candidates(product, num_sms)
+    tried = candidates(product, DeviceFacts.of(x.device).multiprocessors)
     found = [(timed, algorithm) for algorithm in tried if (timed := by(algorithm)) is not None]
     if tried and not found:
         raise RuntimeError("no candidate gave the right result")

@@ -17,17 +17,10 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.launch import pdl_options
-from minisgl_backend.kernels.moe.one_token import MAX_EXPERTS
 
-MAX_SIZE = 8192  # of a line of weights, which a program holds in registers
 # Measured best on an H200 for 2,048 outputs, 4,096 inputs and 128 experts: all programs run at once.
 NUMBERS = 8192  # of a program's weights; a program of the router has one expert's
 NUM_WARPS = 4
-
-
-def serves(router: torch.Tensor, product: torch.Tensor) -> bool:
-    """Whether `early_router` and `output_and_logits` do. Undivided logits may be more than float16 holds."""
-    return router.dtype == torch.bfloat16 and max(product.shape) <= MAX_SIZE and len(router) <= MAX_EXPERTS
 
 
 def early_router(router: torch.Tensor, norm_weight: torch.Tensor, product: torch.Tensor) -> torch.Tensor:

@@ -25,9 +25,7 @@ from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace, linear
 from minisgl_backend.kernels.moe.one_token import GONE, Biases, order_keys
 
-MAX_TOKENS = 64
 MAX_ROUTED_TOKENS = 8  # whose states one program holds in registers beside a line of the router
-MAX_EXPERTS = 256  # which one program ranks
 SLOTS = 16  # tokens of a tile, the fewest rows of a product by tensor cores
 MAX_PACKED_CHOICES = 15
 UNPICKED = tl.constexpr(15)  # of four bits, instead of a token's choice
@@ -85,12 +83,6 @@ class Plan:
         return self.tiles[2 * self.max_tiles :].view(self.max_tiles, SLOTS)
 
 
-def serves(x: torch.Tensor, router: torch.Tensor) -> bool:
-    """Whether `mixture` does: tiles were chosen for numbers of two bytes."""
-    fits = 1 < len(x) <= MAX_TOKENS and router.shape[0] <= MAX_EXPERTS
-    return fits and x.stride(1) == 1 and x.element_size() == 2
-
-
 def mixture(
     x: torch.Tensor,
     router: torch.Tensor,
@@ -108,7 +100,7 @@ def mixture(
     biases: Biases | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `PlainKernels.mixture`'s, for up to MAX_TOKENS tokens."""
+    """The contract is `PlainKernels.mixture`'s, for up to MAX_FEW_TOKENS tokens (choose.py)."""
     (_, hidden, size), k, num_tokens = down.shape, experts_per_token, len(x)
     gate_up_cut, down_cut = few_shapes(num_tokens)
     normed, plan = route(

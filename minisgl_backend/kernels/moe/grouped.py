@@ -18,9 +18,8 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import pdl_options
-from minisgl_backend.kernels.moe import few_tokens as moe_few
-from minisgl_backend.kernels.moe import grouped_tma as moe_wide
 from minisgl_backend.kernels.moe.align import ALIGN_BLOCK, FEW_BLOCKS, align
+from minisgl_backend.kernels.moe.choose import MAX_FEW_TOKENS, MIN_WIDE_PAIRS
 from minisgl_backend.kernels.shared_memory import LARGEST, shared_memory, stages_that_fit
 
 MAX_PDL_TOKENS = 256  # of a decode step
@@ -75,8 +74,8 @@ def _route_kernel(
 
 def token_counts(num_experts: int, experts_per_token: int) -> tuple[int, ...]:
     """From each of these numbers of tokens on, a mixture takes kernels that fewer tokens did not need; ascending."""
-    pairs = [mean * num_experts for mean in (*MEAN_PAIRS, moe_wide.MIN_PAIRS)] + [FEW_BLOCKS * ALIGN_BLOCK]
-    last = {moe_few.MAX_TOKENS, MAX_PDL_TOKENS, *(count // experts_per_token for count in pairs)}
+    pairs = [mean * num_experts for mean in (*MEAN_PAIRS, MIN_WIDE_PAIRS)] + [FEW_BLOCKS * ALIGN_BLOCK]
+    last = {MAX_FEW_TOKENS, MAX_PDL_TOKENS, *(count // experts_per_token for count in pairs)}
     return tuple(sorted(count + 1 for count in last))
 
 
@@ -124,7 +123,6 @@ def moe(
     residual: torch.Tensor | None = None,
     activation: str = "silu",
     *,
-    tma: bool = False,
     shape: MoeShape | None = None,
     pdl: bool = False,
     biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
@@ -133,8 +131,7 @@ def moe(
 
     x [num_tokens, hidden], expert_ids int64 [num_tokens, k], expert_weights float32 [num_tokens, k],
     gate_up [num_experts, 2 * size, hidden], down [num_experts, hidden, size] -> [num_tokens, hidden].
-    tma: the device has tensor memory access (Hopper and later), which many tokens are computed with.
-    pdl: programmatic dependent launch, whose rules stand in linear/small_rows.py, but not of those many.
+    pdl: programmatic dependent launch, whose rules stand in linear/small_rows.py.
     """
     num_experts, hidden, size = down.shape
     k = expert_ids.shape[1]
@@ -142,19 +139,12 @@ def moe(
     if pairs == 0:
         return torch.empty_like(x) if residual is None else residual.clone()
     activated = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
-    result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)  # by pair; of many tokens, in sorted order
-    ids, weights = expert_ids.contiguous(), expert_weights.contiguous()
-    shared = shared_memory(x.device)
+    result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)  # by pair
     inner, outer = biases or (None, None)
-    if tma and moe_wide.serves(x, gate_up, down, pairs, shared):
-        tiles = align(ids, num_experts, moe_wide.TILE_PAIRS)
-        moe_wide.gate_up_product(x, gate_up, activated, tiles, k, activation, bias=inner)
-        moe_wide.down_product(activated, down, result, tiles, bias=outer)
-        return combine(result, k, residual, place=tiles.place, weights=weights)
-    shape = shape or moe_shape(pairs, num_experts, x.element_size(), shared)
-    tiles = align(ids, num_experts, shape.tile_pairs, pdl)
+    shape = shape or moe_shape(pairs, num_experts, x.element_size(), shared_memory(x.device))
+    tiles = align(expert_ids.contiguous(), num_experts, shape.tile_pairs, pdl)
     count = tiles.expert.numel()
-    arguments = (tiles.order, tiles.expert, tiles.first, tiles.end, weights)
+    arguments = (tiles.order, tiles.expert, tiles.first, tiles.end, expert_weights.contiguous())
     tile_out, tile_in, num_warps, num_stages = shape.gate_up
     _grouped_kernel[(count, triton.cdiv(size, tile_out))](
         x, gate_up, activated, gate_up if inner is None else inner, *arguments, x.stride(0),

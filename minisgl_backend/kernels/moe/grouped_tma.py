@@ -9,7 +9,6 @@ there is no more. Results stay in sorted order until they are summed.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,11 +17,12 @@ import triton
 import triton.language as tl
 
 from minisgl_backend.kernels.activation import gate_mul
-from minisgl_backend.kernels.moe.align import Tiles
-from minisgl_backend.kernels.shared_memory import LARGEST
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.elementwise import combine
+from minisgl_backend.kernels.moe.align import Tiles, align
+from minisgl_backend.kernels.moe.choose import WIDE_TILE_IN
 
 TILE_PAIRS = 128
-MIN_PAIRS = 48  # of an expert, on average; of fewer, half a tile would be empty
 
 
 @dataclass(frozen=True)
@@ -35,25 +35,30 @@ class WideShape:
     num_stages: int
 
 
-GATE_UP = WideShape(128, 64, 8, 4)
-DOWN = WideShape(256, 64, 8, 4)
+GATE_UP = WideShape(128, WIDE_TILE_IN, 8, 4)
+DOWN = WideShape(256, WIDE_TILE_IN, 8, 4)
 
 
-def serves(x: torch.Tensor, gate_up: torch.Tensor, down: torch.Tensor, pairs: int, shared: int = LARGEST) -> bool:
-    """Whether the tiles fit: they were chosen for numbers of two bytes and for all the shared memory of an H200, and
-    inputs are not padded. And whether this Triton has descriptors (3.4 and later)."""
-    num_experts, hidden, size = down.shape
-    return (
-        importlib.util.find_spec("triton.tools.tensor_descriptor") is not None
-        and pairs > MIN_PAIRS * num_experts
-        and shared >= LARGEST
-        and x.element_size() == 2
-        and x.stride(1) == 1
-        and hidden % GATE_UP.tile_in == 0
-        and size % DOWN.tile_in == 0
-        and gate_up.data_ptr() % 16 == 0
-        and down.data_ptr() % 16 == 0
-    )
+def moe(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    residual: torch.Tensor | None = None,
+    activation: str = "silu",
+    *,
+    biases: tuple[torch.Tensor, torch.Tensor | None] | None = None,
+) -> torch.Tensor:
+    """As of grouped.py, for what moe/choose.py leaves to this file."""
+    (num_experts, hidden, size), k, pairs = down.shape, expert_ids.shape[1], expert_ids.numel()
+    activated = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
+    result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)  # in sorted order
+    inner, outer = biases or (None, None)
+    tiles = align(expert_ids.contiguous(), num_experts, TILE_PAIRS)
+    gate_up_product(x, gate_up, activated, tiles, k, activation, bias=inner)
+    down_product(activated, down, result, tiles, bias=outer)
+    return combine(result, k, residual, place=tiles.place, weights=expert_weights.contiguous())
 
 
 def gate_up_product(
@@ -117,9 +122,7 @@ def _descriptor(matrix: torch.Tensor, rows: int, columns: int) -> Any:
 
 def _programs(device: torch.device, tasks: int) -> int:
     """One for each multiprocessor: a tile takes most of its shared memory."""
-    if device.type != "cuda":
-        return min(tasks, 4)
-    return min(tasks, torch.cuda.get_device_properties(device).multi_processor_count)
+    return min(tasks, DeviceFacts.of(device).multiprocessors or 4)
 
 
 @triton.jit

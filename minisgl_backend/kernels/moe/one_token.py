@@ -23,8 +23,6 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import pdl_options
 
-MAX_EXPERTS = 256  # which one program ranks
-
 
 @dataclass(frozen=True)
 class ProductShape:
@@ -41,11 +39,6 @@ GATE_UP, DOWN, ROUTE = ProductShape(4, 2048, 4), ProductShape(8, 256, 8), Produc
 GATE_UP_PROGRAMS = 800
 
 Biases = tuple[torch.Tensor, torch.Tensor | None]  # see `PlainKernels.moe`
-
-
-def serves(x: torch.Tensor, router: torch.Tensor) -> bool:
-    """Whether `mixture` does: tiles were chosen for numbers of two bytes."""
-    return len(x) == 1 and x.stride(1) == 1 and x.element_size() == 2 and router.shape[0] <= MAX_EXPERTS
 
 
 def mixture(

@@ -17,7 +17,8 @@ from minisgl_backend.engine.build import resolve_options
 from minisgl_backend.environment import Environment
 from minisgl_backend.kernels.cpu import library as library_module
 from minisgl_backend.kernels.cpu.library import cpu_kernels, cpu_library, multiplies_bfloat16
-from minisgl_backend.kernels.cpu.ops import MOST_ROWS, CpuOps, CpuPlainKernels
+from minisgl_backend.kernels.cpu.ops import CpuOps, CpuPlainKernels
+from minisgl_backend.kernels.linear.choose import CPU_ROWS
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
@@ -48,7 +49,7 @@ def numbers(*shape: int, scale: float = 1.0) -> torch.Tensor:
     return (torch.randn(shape) * scale).bfloat16()
 
 
-@pytest.mark.parametrize("rows", [*range(1, 12), 16, 17, MOST_ROWS, MOST_ROWS + 1])
+@pytest.mark.parametrize("rows", [*range(1, 12), 16, 17, CPU_ROWS, CPU_ROWS + 1])
 @pytest.mark.parametrize("kind", ["plain", "norm", "bias", "residual", "gated", "gated norm", "bias residual norm"])
 @pytest.mark.parametrize(("size", "outputs"), [(256, 100), (32, 2), (1024, 62)])
 def test_linear(ops: CpuOps, rows: int, kind: str, size: int, outputs: int) -> None:

@@ -18,9 +18,8 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels.linear import small_rows as small_linear
-from minisgl_backend.kernels.moe import early_router
+from minisgl_backend.kernels.moe import early_router, grouped_tma
 from minisgl_backend.kernels.moe import few_tokens as moe_few
-from minisgl_backend.kernels.moe import grouped_tma as moe_wide
 from minisgl_backend.kernels.moe import one_token as moe_one
 from minisgl_backend.kernels.moe.align import align
 from minisgl_backend.kernels.moe.grouped import moe, route
@@ -47,10 +46,8 @@ def test_route(experts, k, renormalize):
     [(3, 8, False), (40, 2, False), (70, 6, False), (150, 3, False), (400, 2, False), (30, 3, True), (290, 3, True)],
 )
 @pytest.mark.parametrize("with_residual", [False, True])
-def test_moe(num_tokens, experts, tma, with_residual, monkeypatch):
+def test_moe(num_tokens, experts, tma, with_residual):
     """In tiles of 16, 32, 64 and 128, over one block of the sort and several, with tensor memory access and without."""
-    if tma:
-        monkeypatch.setattr(moe_wide, "serves", lambda *arguments: True)  # numbers of four bytes too
     torch.manual_seed(num_tokens)
     x = torch.randn(num_tokens, 64)
     ids = torch.stack([torch.randperm(experts)[:2] for _ in range(num_tokens)])
@@ -59,22 +56,21 @@ def test_moe(num_tokens, experts, tma, with_residual, monkeypatch):
     gate_up, down = torch.randn(experts, 2 * size, 64) * 0.1, torch.randn(experts, 64, size) * 0.1
     residual = torch.randn(num_tokens, 64) if with_residual else None
     expected = TorchPlainKernels(TorchOps()).moe(x, ids, weights, gate_up, down, residual)
-    found = moe(x, ids, weights, gate_up, down, residual, tma=tma)
+    found = (grouped_tma.moe if tma else moe)(x, ids, weights, gate_up, down, residual)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(("num_tokens", "tma"), [(5, False), (40, True)])
 @pytest.mark.parametrize("adds_outer", [False, True])
-def test_moe_with_biases(num_tokens, tma, adds_outer, monkeypatch):
+def test_moe_with_biases(num_tokens, tma, adds_outer):
     """As of gpt-oss; of ranks but the first, that of down is not added."""
-    monkeypatch.setattr(moe_wide, "serves", lambda *arguments: True)
     torch.manual_seed(num_tokens)
     experts, hidden, size = 3, 64, 160 if tma else 40
     x, weights = torch.randn(num_tokens, hidden), torch.rand(num_tokens, 2)
     ids = torch.stack([torch.randperm(experts)[:2] for _ in range(num_tokens)])
     gate_up, down = torch.randn(experts, 2 * size, hidden), torch.randn(experts, hidden, size) * 0.1
     biases = (torch.randn(experts, 2 * size), torch.randn(experts, hidden) if adds_outer else None)
-    found = moe(x, ids, weights, gate_up, down, activation="swiglu_oai", tma=tma, biases=biases)
+    found = (grouped_tma.moe if tma else moe)(x, ids, weights, gate_up, down, activation="swiglu_oai", biases=biases)
     reference = TorchPlainKernels(TorchOps())
     expected = reference.moe(x, ids, weights, gate_up, down, activation="swiglu_oai", biases=biases)
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)

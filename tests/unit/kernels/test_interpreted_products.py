@@ -20,7 +20,7 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 
 from minisgl_backend.kernels import elementwise as fused
 from minisgl_backend.kernels.linear import small_rows as small_linear
-from minisgl_backend.kernels.triton_ops import TritonPlainKernels
+from minisgl_backend.kernels.linear import tiling
 
 CPU = torch.device("cpu")
 
@@ -32,11 +32,11 @@ def test_small_linear(num_rows, split):
     x, weight = torch.randn(num_rows, 160), torch.randn(60, 160) / math.sqrt(160)
     norm, bias, residual = torch.randn(160), torch.randn(60), torch.randn(num_rows, 60)
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
-    shapes = [small_linear.LinearShape(16, 32, split, 4, 2)]
-    if num_rows <= small_linear.MAX_VECTOR_ROWS:
-        shapes.append(small_linear.LinearShape(8, 64, 1, 4, 1, vector=True))
-    if num_rows <= small_linear.MAX_SLICED_ROWS:
-        shapes.append(small_linear.LinearShape(16, 32, split, 4, 1, slices=8 // min(split, 2)))
+    shapes = [tiling.LinearShape(16, 32, split, 4, 2)]
+    if num_rows <= tiling.MAX_VECTOR_ROWS:
+        shapes.append(tiling.LinearShape(8, 64, 1, 4, 1, vector=True))
+    if num_rows <= tiling.MAX_SLICED_ROWS:
+        shapes.append(tiling.LinearShape(16, 32, split, 4, 1, slices=8 // min(split, 2)))
     reference = TorchPlainKernels(TorchOps())
     for shape in shapes:
         for wish in ({}, {"bias": bias, "residual": residual}, {"norm_weight": norm, "eps": 1e-6}):
@@ -57,7 +57,7 @@ def test_weights_that_are_there_before_the_inputs(early, split, gated):
     torch.manual_seed(early)
     x, weight, norm = torch.randn(5, 300), torch.randn(40, 300) / 17, torch.rand(300) + 0.5
     workspace = small_linear.LinearWorkspace(CPU, max_out=128, max_split=4)
-    shape = small_linear.LinearShape(16, 64, split, 4, 3, early=early)
+    shape = tiling.LinearShape(16, 64, split, 4, 3, early=early)
     for wish in ({}, {"norm_weight": norm, "eps": 1e-6}):
         expected = TorchPlainKernels(TorchOps()).linear(x, weight, activation="silu" if gated else None, **wish)
         found = small_linear.linear(x, weight, workspace, activation="silu" if gated else None, shape=shape, **wish)
@@ -67,7 +67,7 @@ def test_weights_that_are_there_before_the_inputs(early, split, gated):
 
 @pytest.mark.parametrize(("size_out", "size_in"), [(5120, 5120), (5120, 12800), (2048, 14336), (20480, 20480)])
 def test_long_products_are_cut_so_that_two_programs_fit_a_multiprocessor(size_out, size_in):
-    shape = small_linear.long_shape(size_out, size_in)
+    shape = tiling.long_shape(size_out, size_in)
     assert shape.split == 1 or shape.split * size_out // shape.tile_out <= 2 * 132
     numbers = shape.tile_out + 16
     assert 2 * shape.tile_in * (shape.num_stages * numbers + shape.early * shape.tile_out) <= 227 << 9
@@ -77,7 +77,7 @@ def test_long_products_are_cut_so_that_two_programs_fit_a_multiprocessor(size_ou
 @pytest.mark.parametrize("num_rows", [3, 16, 17, 32, 64])
 @pytest.mark.parametrize(("size_out", "size_in"), [(3072, 1024), (12800, 5120), (17408, 5120), (5120, 12800)])
 def test_stages_of_a_small_product_fit_a_multiprocessor(num_rows, size_out, size_in, gated):
-    shape = small_linear.linear_shape(num_rows, size_out, size_in, gated)
+    shape = tiling.linear_shape(num_rows, size_out, size_in, gated)
     if shape.slices == 1:
         numbers = shape.tile_out * (2 if gated else 1) + max(16, num_rows)
         assert 2 * shape.num_stages * shape.tile_in * numbers <= 227 << 10
@@ -89,39 +89,18 @@ def test_stages_of_a_small_product_fit_a_multiprocessor(num_rows, size_out, size
 )
 def test_a_product_without_a_loop_holds_its_inputs_and_fits_a_small_gpu(size_out, size_in, gated):
     """99 KiB of shared memory for a block have GPUs of compute capability 8.6, 8.9 and 12."""
-    for num_rows in range(2, small_linear.MAX_SLICED_ROWS + 1):
-        shape = small_linear.linear_shape(num_rows, size_out, size_in, gated)
+    for num_rows in range(2, tiling.MAX_SLICED_ROWS + 1):
+        shape = tiling.linear_shape(num_rows, size_out, size_in, gated)
         if shape.slices > 1:
             assert shape.slices * shape.tile_in * shape.split >= size_in
             numbers = shape.tile_out * (2 if gated else 1) + 16
             assert 2 * shape.slices * shape.tile_in * numbers <= 99 << 10
 
 
-def test_which_gated_products_are_small():
-    """A shard of Qwen3-32B, whose norm comes before it; not where the norm would be inside, nor smaller weights."""
-    ops = object.__new__(TritonPlainKernels)
-    ops._num_sms = 132
-
-    def is_small(rows, size_out, size_in, normed):
-        x = torch.empty(rows, size_in, dtype=torch.bfloat16, device="meta")
-        weight = torch.empty(2 * size_out, size_in, dtype=torch.bfloat16, device="meta")
-        return ops._is_small(x, weight, None, True, normed)
-
-    assert all(is_small(rows, 12800, 5120, normed=False) for rows in (1, 3, 16, 32, 33, 64))
-    assert not is_small(65, 12800, 5120, normed=False)
-    assert not is_small(33, 17408, 5120, normed=False)  # more tiles than run at once
-    assert not is_small(33, 7168, 10240, normed=False)  # too few of them
-    assert not is_small(8, 12800, 5120, normed=True)
-    assert not is_small(8, 25600, 5120, normed=True)
-    assert not is_small(8, 8704, 5120, normed=False)
-    assert is_small(8, 3072, 1024, normed=True)
-    assert not is_small(9, 3072, 1024, normed=True)
-
-
 def test_one_row_of_many_inputs():
     for size_in in (8192, 12800, 17408):
-        assert small_linear.linear_shape(1, 5120, size_in).tile_in == 4096
-        assert small_linear.linear_shape(1, 5120, size_in, gated=True).tile_in == 2048
+        assert tiling.linear_shape(1, 5120, size_in).tile_in == 4096
+        assert tiling.linear_shape(1, 5120, size_in, gated=True).tile_in == 2048
 
 
 @pytest.mark.parametrize("split", [1, 2])
@@ -140,7 +119,7 @@ def test_small_linear_with_activations_that_their_norm_weight_would_make_too_lar
     if gated:
         expected = torch.nn.functional.silu(expected[:, :32]) * expected[:, 32:]
     for slices in (1, 4):
-        shape = small_linear.LinearShape(16, 32, split, 4, 2, slices=slices)
+        shape = tiling.LinearShape(16, 32, split, 4, 2, slices=slices)
         out = small_linear.linear(
             x, weight, workspace, norm_weight=norm, eps=1e-6, activation="silu" if gated else None, shape=shape
         )

@@ -121,13 +121,13 @@ def test_kernels_fit_the_gpus_that_are_served(kernels: list[tuple[Any, ...]]) ->
 
 def test_a_gpu_with_room_takes_what_was_measured() -> None:
     from minisgl_backend.kernels.attention.prefill import long_tiles_fit
-    from minisgl_backend.kernels.linear import small_rows as small_linear
+    from minisgl_backend.kernels.linear import tiling
     from minisgl_backend.kernels.moe import grouped as moe
 
     for rows in (2, 3, 8, 16):
         for size_out, size_in in ((1024, 3072), (4096, 4096), (5120, 5120), (4096, 12288), (5120, 25600), (2048, 4096)):
-            measured = small_linear._measured_shape(rows, size_out, size_in, False, 132)
-            assert small_linear.linear_shape(rows, size_out, size_in) == measured
+            measured = tiling._measured_shape(rows, size_out, size_in, False, 132)
+            assert tiling.linear_shape(rows, size_out, size_in) == measured
     for pairs in (4, 16, 30, 100):
         assert moe.moe_shape(128 * pairs, 128) == moe._measured_shape(128 * pairs, 128)
     assert long_tiles_fit(256, LIMITS[90])

@@ -82,6 +82,9 @@ def record(kernel, *args, grid, warmup, **options):
 
 JITFunction.run = record
 from minisgl_backend.kernels import triton_ops
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.choose import linear_chooser
+from minisgl_backend.kernels.moe.choose import experts_chooser
 from minisgl_backend.kernels.attention import decode as decode_attention
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.linear import small_rows as small_linear
@@ -93,10 +96,11 @@ class NoLibrary:
     def linear(self, *args): return None
 
 def make_ops():
-    ops = triton_ops.TritonOps.__new__(triton_ops.TritonOps)
-    ops.has_pdl = True
+    ops = triton_ops.TritonOps(torch.device("cpu"), facts=DeviceFacts.named("h200"))
     plain = triton_ops.TritonPlainKernels.__new__(triton_ops.TritonPlainKernels)
-    plain.ops, plain._tuned, plain._num_sms, plain._has_room = ops, NoLibrary(), 132, True
+    plain.ops, plain._tuned = ops, NoLibrary()
+    plain._linear_kernel = linear_chooser("plain", ops.facts).kernel
+    plain._experts_kernel = experts_chooser("plain", ops.facts).kernel
     plain.workspace = small_linear.LinearWorkspace(torch.device("cpu"), 512, 8)
     return plain
 

@@ -1,0 +1,44 @@
+"""A kernel that could compute something, and when it is taken: the rows of the tables in linear/choose.py and
+moe/choose.py.
+
+A table is read from above: the first row whose condition holds is what runs. So its last row has none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Generic, TypeVar
+
+from minisgl_backend.kernels.device_facts import DeviceFacts
+
+Key = TypeVar("Key")
+REMEMBERED = 8192  # choices of one kind of weights: a few shapes by the row counts of steps
+
+
+@dataclass(frozen=True)
+class Candidate(Generic[Key]):
+    """One row. Several may name the same kernel, each with a reason of its own."""
+
+    kernel: str
+    why: str  # it is taken where `serves` holds; for people, and printed by `minisgl kernels`
+    serves: Callable[[Key, DeviceFacts], bool]
+
+
+Table = Mapping[str, Sequence[Candidate[Key]]]  # by weight format
+
+
+class Chooser(Generic[Key]):
+    """The choices for one weight format on one device. A key is looked at once; then its choice costs a look-up."""
+
+    def __init__(self, table: Table[Key], weight_format: str, facts: DeviceFacts) -> None:
+        self._rows, self._facts = tuple(table[weight_format]), facts
+        self.kernel: Callable[[Key], str] = lru_cache(maxsize=REMEMBERED)(self._kernel)
+
+    def candidate(self, key: Key) -> Candidate[Key]:
+        """The row that is taken."""
+        return next(row for row in self._rows if row.serves(key, self._facts))
+
+    def _kernel(self, key: Key) -> str:
+        return self.candidate(key).kernel

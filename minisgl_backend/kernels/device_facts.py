@@ -1,0 +1,111 @@
+"""What kernels are chosen by of a device: read once from the one that is there, or by name from data sheets."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+import torch
+
+from minisgl_backend.errors import ConfigError
+
+LARGEST_SHARED = 227 << 10  # bytes of shared memory of a program, of all GPUs
+# Of a program, by compute capability; of those between, the next lower one's.
+_SHARED = {(7, 5): 64 << 10, (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 7): 163 << 10, (8, 9): 99 << 10}
+_SHARED |= {(9, 0): LARGEST_SHARED, (11, 0): LARGEST_SHARED, (12, 0): 99 << 10}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts:
+    """One device. Rates are nominal, of the data sheet, unless somebody measured them; None: unknown."""
+
+    kind: str  # "cpu" or "cuda"
+    name: str
+    capability: tuple[int, int] | None  # (9, 0) for Hopper; None on the CPU
+    multiprocessors: int  # 132 of an H200; 0 on the CPU
+    shared_memory: int = LARGEST_SHARED  # bytes that a program may have; a CPU has no limit of its own
+    own_kernels: bool = True  # this project's run here: Triton is installed, or the CPU's could be compiled
+    dependent_launch: bool = False  # programmatic dependent launch (PDL): Hopper and later
+    tensor_memory: bool = False  # tensor memory access (TMA), likewise, by a Triton that has descriptors for it
+    bytes_per_s: float | None = None  # of memory
+    flop_per_s: float | None = None  # of dense bfloat16 products
+
+    @classmethod
+    def of(cls, device: torch.device) -> DeviceFacts:
+        """Of a device of this process. A CPU's kernels are taken to be there: whoever asks has compiled them."""
+        if device.type != "cuda":
+            return cls.cpu()
+        return _of_gpu(torch.cuda.current_device() if device.index is None else device.index)
+
+    @classmethod
+    def cpu(cls, own_kernels: bool = True) -> DeviceFacts:
+        return cls(kind="cpu", name="CPU", capability=None, multiprocessors=0, own_kernels=own_kernels)
+
+    @classmethod
+    def named(cls, name: str) -> DeviceFacts:
+        """Of one of NAMED. Raises ConfigError for others."""
+        if name not in NAMED:
+            raise ConfigError(f"device_facts is {name!r}; allowed: {', '.join(NAMED)}")
+        return NAMED[name]
+
+
+def shared_memory_of(capability: tuple[int, int]) -> int:
+    """Bytes that a program may have on GPUs of a compute capability."""
+    return _SHARED[max((known for known in _SHARED if known <= capability), default=(7, 5))]
+
+
+def _gpu(
+    name: str,
+    capability: tuple[int, int],
+    multiprocessors: int,
+    *,
+    shared_memory: int | None = None,
+    has_triton: bool = True,
+    has_descriptors: bool = True,
+    bytes_per_s: float | None = None,
+    flop_per_s: float | None = None,
+) -> DeviceFacts:
+    is_hopper = capability >= (9, 0)
+    return DeviceFacts(
+        kind="cuda",
+        name=name,
+        capability=capability,
+        multiprocessors=multiprocessors,
+        shared_memory=shared_memory or shared_memory_of(capability),
+        own_kernels=has_triton,
+        dependent_launch=is_hopper,
+        tensor_memory=is_hopper and has_descriptors,
+        bytes_per_s=bytes_per_s,
+        flop_per_s=flop_per_s,
+    )
+
+
+# From NVIDIA's data sheets; dense bfloat16, of the SXM modules where there are several.
+NAMED: Mapping[str, DeviceFacts] = MappingProxyType(
+    {
+        "h100": _gpu("NVIDIA H100 80GB HBM3", (9, 0), 132, bytes_per_s=3.35e12, flop_per_s=989e12),
+        "h200": _gpu("NVIDIA H200", (9, 0), 132, bytes_per_s=4.8e12, flop_per_s=989e12),
+        "a100": _gpu("NVIDIA A100-SXM4-80GB", (8, 0), 108, bytes_per_s=2.039e12, flop_per_s=312e12),
+        "l40s": _gpu("NVIDIA L40S", (8, 9), 142, bytes_per_s=0.864e12, flop_per_s=362e12),
+    }
+)
+
+
+@cache
+def _of_gpu(index: int) -> DeviceFacts:
+    properties = torch.cuda.get_device_properties(index)
+    has_triton = importlib.util.find_spec("triton") is not None
+    known = next((facts for facts in NAMED.values() if facts.name == properties.name), None)
+    return _gpu(
+        properties.name,
+        (properties.major, properties.minor),
+        properties.multi_processor_count,
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", None),
+        has_triton=has_triton,
+        has_descriptors=has_triton and importlib.util.find_spec("triton.tools.tensor_descriptor") is not None,
+        bytes_per_s=None if known is None else known.bytes_per_s,
+        flop_per_s=None if known is None else known.flop_per_s,
+    )

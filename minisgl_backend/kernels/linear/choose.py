@@ -1,0 +1,155 @@
+"""Which kernel multiplies with a weight: one table for all weight formats, read from above.
+
+A weight's kernels ask it for each new `LinearKey`, and `minisgl kernels` prints what it says; neither does it need
+Triton, nor a GPU. A new kernel is a row here and an entry of the `runs` of the class that launches it. Thresholds were
+measured on an H200 with benchmarks/kernels, norm and activation kernels counted in.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from minisgl_backend.kernels.candidate import Candidate, Chooser, Table
+from minisgl_backend.kernels.device_facts import LARGEST_SHARED, DeviceFacts
+from minisgl_backend.kernels.linear.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
+
+LARGE_GATED = 120 << 20  # numbers of a gated weight from which on our kernel, with the activation alone, is faster
+LARGE_LONG = 24 << 20  # likewise of a weight with at least as many inputs as outputs
+LARGEST_OUT = 65536  # of weights of GEMMs with a few rows; a vocabulary has more
+LEAST_VOCABULARY_IN = 2048  # inputs of a GEMM with a vocabulary, one row, that were measured to be enough for ours
+LEAST_TUNED_BYTES = 16 << 20  # of one weight: such a GEMM takes 8 us on an H200, of which tiles decide 0.3
+CPU_ROWS = 64  # of kernels.cpp: with more, oneDNN (torch's) is as fast, and faster on processors with AMX
+CPU_LANES = 32  # numbers of a register: what is summed over has a multiple of them
+
+
+class LinearKey(NamedTuple):
+    """What a kernel of epilogue(norm(x) @ weight.T) is chosen by: x [rows, size_in], weight [size_out, size_in]."""
+
+    rows: int
+    size_out: int  # gate and up rows both count
+    size_in: int
+    dtype: torch.dtype  # of x
+    norm: bool = False
+    bias: bool = False
+    residual: bool = False
+    activation: str | None = None  # layers.config.Activation, of a gated weight
+    unit_stride: bool = True  # the numbers of a row of x touch
+    into: bool = False  # the result's rows may be apart, and in another GPU's memory: no norm, no epilogue
+
+    @property
+    def weights(self) -> int:
+        """How many numbers the weight has."""
+        return self.size_out * self.size_in
+
+    @property
+    def is_bare(self) -> bool:
+        """Neither norm nor epilogue."""
+        return not (self.norm or self.bias or self.residual or self.activation)
+
+
+def _fits_small_rows(key: LinearKey, facts: DeviceFacts) -> bool:
+    """What small_rows.py asks for, whatever is faster: its tiles were chosen for numbers of two bytes, and a bias of
+    up rows is not added."""
+    return (
+        _on_gpu(key, facts)
+        and key.rows <= MAX_ROWS
+        and key.unit_stride
+        and key.dtype.itemsize == 2
+        and not (key.activation and key.bias)
+    )
+
+
+def _few_rows(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _fits_small_rows(key, facts) and key.size_out <= LARGEST_OUT
+
+
+def _vocabulary(key: LinearKey, facts: DeviceFacts) -> bool:
+    # Into another tensor it was not tried: the kernel's programs write two numbers each, which may have far to go.
+    measured = key.rows == 1 and key.size_in >= LEAST_VOCABULARY_IN and not key.into
+    plain = not (key.activation or key.norm or key.residual)
+    return _fits_small_rows(key, facts) and key.size_out > LARGEST_OUT and measured and plain
+
+
+def _vector(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _few_rows(key, facts) and key.rows <= MAX_VECTOR_ROWS
+
+
+def _residual(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _few_rows(key, facts) and key.residual and (key.size_out <= 2048 or key.rows <= 16)
+
+
+def _gated_sliced(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _few_rows(key, facts) and bool(key.activation) and not key.residual and is_sliced(key.rows, key.size_in)
+
+
+def _gated_large(key: LinearKey, facts: DeviceFacts) -> bool:
+    if not (_few_rows(key, facts) and key.activation) or key.residual or key.norm or key.weights < LARGE_GATED:
+        return False
+    # With many rows, tiles of 128 outputs, one to a multiprocessor.
+    num_sms = facts.multiprocessors
+    return key.rows <= 32 or 3 * num_sms // 4 <= key.size_out // 256 <= num_sms
+
+
+def _small_weight(key: LinearKey, facts: DeviceFacts) -> bool:
+    sliced = key.rows <= MAX_SLICED_ROWS and key.size_in <= 2048
+    bare = not (key.activation or key.residual)
+    return _few_rows(key, facts) and bare and key.rows <= 16 and key.weights <= (12 if sliced else 8) << 20
+
+
+def _long(key: LinearKey, facts: DeviceFacts) -> bool:
+    serves = _fits_small_rows(key, facts) and key.is_bare and not key.into
+    has_room = facts.dependent_launch and facts.shared_memory >= LARGEST_SHARED
+    return serves and has_room and key.rows <= 16 and key.size_out <= key.size_in and key.weights >= LARGE_LONG
+
+
+def is_tunable(size_out: int, size_in: int, dtype: torch.dtype) -> bool:
+    """Whether linear/tuned.py measures algorithms of cuBLASLt for such weights."""
+    large = size_out * size_in * dtype.itemsize >= LEAST_TUNED_BYTES
+    return large and dtype in (torch.float16, torch.bfloat16) and size_out % 8 == 0 and size_in % 8 == 0
+
+
+def _tuned(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _on_gpu(key, facts) and not key.bias and is_tunable(key.size_out, key.size_in, key.dtype)
+
+
+def _on_gpu(key: LinearKey, facts: DeviceFacts) -> bool:
+    return facts.kind == "cuda" and facts.own_kernels
+
+
+def _on_cpu(key: LinearKey, facts: DeviceFacts) -> bool:
+    fuses = key.activation in (None, "silu") and not (key.activation and key.bias)
+    fits = key.dtype == torch.bfloat16 and key.size_in % CPU_LANES == 0 and key.unit_stride and not key.into
+    return facts.kind == "cpu" and facts.own_kernels and fits and fuses and 0 < key.rows <= CPU_ROWS
+
+
+def _always(key: LinearKey, facts: DeviceFacts) -> bool:
+    return True
+
+
+_Row = Candidate[LinearKey]
+CANDIDATES: Table[LinearKey] = MappingProxyType(
+    {
+        "plain": (
+            _Row("small_rows", "one row, a vocabulary: weights stream through registers", _vocabulary),
+            _Row("small_rows", "one or two rows: bound by weights' bytes; norm and epilogue inside", _vector),
+            _Row("small_rows", "the residual is added inside, which saves a kernel", _residual),
+            _Row("small_rows", "gated, few inputs: all weights of a program are on their way at once", _gated_sliced),
+            _Row("small_rows", "gated, a large weight, normed before: the activation is inside", _gated_large),
+            _Row("small_rows", "a small weight: launches and ramps cost more than its bytes", _small_weight),
+            # Behind a sum over ranks or a gated GEMM, in a chain of Qwen3-32B's kernels over two ranks; alone, cuBLAS
+            # is as fast. Behind attention, which has fewer inputs than outputs, cuBLAS was faster by 12 us.
+            _Row("long_rows", "nothing fused, many inputs: weights are loaded before the inputs are there", _long),
+            _Row("cublaslt", "a large weight: the algorithm measured at start, or torch's if faster", _tuned),
+            _Row("cpu", "few rows in bfloat16: norm, activation and residual inside", _on_cpu),
+            _Row("torch", "everything else: cuBLAS or oneDNN", _always),
+        ),
+    }
+)
+
+
+def linear_chooser(weight_format: str, facts: DeviceFacts) -> Chooser[LinearKey]:
+    """The choices for weights of one format on one device."""
+    return Chooser(CANDIDATES, weight_format, facts)

@@ -1,0 +1,100 @@
+"""Which kernels compute a mixture of experts: one table for all weight formats, read from above.
+
+As linear/choose.py, of which a row here may speak: where no kernel has the router inside, it is a GEMM like others.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import NamedTuple
+
+import torch
+
+from minisgl_backend.kernels.candidate import Candidate, Chooser, Table
+from minisgl_backend.kernels.device_facts import LARGEST_SHARED, DeviceFacts
+
+MAX_FEW_TOKENS = 64  # of few_tokens.py
+MAX_EXPERTS = 256  # which one program ranks
+MAX_EARLY_SIZE = 8192  # of a line of weights, which a program of early_router.py holds in registers
+MIN_WIDE_PAIRS = 48  # of an expert, on average; of fewer, half a tile of grouped_tma.py would be empty
+WIDE_TILE_IN = 64  # of both its GEMMs, whose inputs are not padded
+
+
+class ExpertsKey(NamedTuple):
+    """What kernels of a layer's experts are chosen by: x [tokens, hidden_size], gate_up [num_experts, 2 *
+    intermediate_size, hidden_size]."""
+
+    tokens: int
+    num_experts: int
+    experts_per_token: int
+    hidden_size: int
+    intermediate_size: int  # of one expert, of one rank
+    dtype: torch.dtype  # of x
+    routed: bool = False  # with the router before them, and norm and residual
+    o_proj_inputs: int = 0  # of the o_proj that is left to them, too; 0: it is not
+    bias: bool = False
+    activation: str = "silu"  # layers.config.Activation
+    unit_stride: bool = True  # the numbers of a row of x touch
+    aligned: bool = True  # weights begin at multiples of 16 bytes
+
+    @property
+    def pairs(self) -> int:
+        """Of tokens and experts."""
+        return self.tokens * self.experts_per_token
+
+
+def _on_gpu(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    return facts.kind == "cuda" and facts.own_kernels
+
+
+def _early_router(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    # Undivided logits may be more than float16 holds.
+    fits = max(key.hidden_size, key.o_proj_inputs) <= MAX_EARLY_SIZE and key.num_experts <= MAX_EXPERTS
+    one = key.tokens == 1 and key.o_proj_inputs > 0
+    return _on_gpu(key, facts) and one and key.dtype == torch.bfloat16 and fits
+
+
+def _ranks(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    """Tiles of one_token.py and few_tokens.py were chosen for numbers of two bytes."""
+    fits = key.unit_stride and key.dtype.itemsize == 2 and key.num_experts <= MAX_EXPERTS
+    return _on_gpu(key, facts) and key.routed and not key.o_proj_inputs and fits
+
+
+def _one_token(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    return _ranks(key, facts) and key.tokens == 1
+
+
+def _few_tokens(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    return _ranks(key, facts) and 1 < key.tokens <= MAX_FEW_TOKENS
+
+
+def _grouped_tma(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    # Tiles were chosen for numbers of two bytes and for all the shared memory of an H200.
+    has_room = facts.tensor_memory and facts.shared_memory >= LARGEST_SHARED and key.dtype.itemsize == 2
+    whole = key.hidden_size % WIDE_TILE_IN == 0 and key.intermediate_size % WIDE_TILE_IN == 0
+    many = key.pairs > MIN_WIDE_PAIRS * key.num_experts
+    return _on_gpu(key, facts) and many and has_room and whole and key.unit_stride and key.aligned
+
+
+def _always(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    return True
+
+
+_Row = Candidate[ExpertsKey]
+CANDIDATES: Table[ExpertsKey] = MappingProxyType(
+    {
+        "plain": (
+            _Row("early_router", "one token: the router runs beside o_proj, not behind it", _early_router),
+            _Row("one_token", "one token: bound by weights' bytes; router, norm and residual inside", _one_token),
+            _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _few_tokens),
+            _Row("grouped_tma", "many pairs an expert: bound by the matrix units; tiles come by TMA", _grouped_tma),
+            _Row("grouped", "pairs sorted by expert, two grouped GEMMs", _on_gpu),
+            _Row("torch", "torch's grouped GEMM, or one expert after the other", _always),
+        ),
+    }
+)
+
+
+def experts_chooser(weight_format: str, facts: DeviceFacts) -> Chooser[ExpertsKey]:
+    """The choices for experts of one weight format on one device."""
+    return Chooser(CANDIDATES, weight_format, facts)

@@ -1,0 +1,155 @@
+"""The tables by which kernels are chosen, walked without any device."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.candidate import Candidate, Chooser
+from minisgl_backend.kernels.device_facts import NAMED, DeviceFacts, shared_memory_of
+from minisgl_backend.kernels.linear import choose as linear
+from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
+from minisgl_backend.kernels.moe import choose as moe
+from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
+
+H200 = DeviceFacts.named("h200")
+DEVICES = [*NAMED.values(), replace(H200, own_kernels=False), DeviceFacts.cpu(), DeviceFacts.cpu(own_kernels=False)]
+BF16 = torch.bfloat16
+ROWS = (1, 8, 64, 256, 4096)
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"{device.name} {device.own_kernels}")
+def test_every_key_has_a_kernel_that_its_device_can_run(device: DeviceFacts) -> None:
+    on_gpu = device.kind == "cuda" and device.own_kernels
+    allowed = {"torch"} | ({"cpu"} if device.kind == "cpu" and device.own_kernels else set())
+    for weight_format in linear.CANDIDATES:
+        chooser = linear_chooser(weight_format, device)
+        for rows, size_out, size_in, dtype, flags in itertools.product(
+            (0, 1, 5, 16, 64, 65, 9000), (40, 2048, 34816, 151936), (64, 1000, 17408), (BF16, torch.float32),
+            itertools.product((False, True), repeat=4),
+        ):  # fmt: skip
+            norm, bias, residual, touches = flags
+            for activation in (None, "silu", "swiglu_oai"):
+                key = LinearKey(rows, size_out, size_in, dtype, norm, bias, residual, activation, touches)
+                kernel = chooser.kernel(key)
+                assert on_gpu or kernel in allowed, key
+    for weight_format in moe.CANDIDATES:
+        experts = experts_chooser(weight_format, device)
+        for tokens, num_experts, dtype in itertools.product((1, 2, 64, 65, 9000), (8, 300), (BF16, torch.float32)):
+            for routed, o_proj_inputs in ((False, 0), (True, 0), (True, 4096)):
+                key = ExpertsKey(tokens, num_experts, 4, 2880, 2880, dtype, routed, o_proj_inputs)
+                assert on_gpu or experts.kernel(key) == "torch", key
+
+
+# Products of one layer, and the kernels for each of ROWS on an H200: as they were measured inside of whole steps.
+PRODUCTS = {
+    "0.6B qkv": ((4096, 1024), {"norm": True}, "small small torch torch torch"),
+    "0.6B o": ((1024, 2048), {"residual": True}, "small small small torch torch"),
+    "0.6B gate_up": ((6144, 1024), {"norm": True, "activation": "silu"}, "small small torch torch torch"),
+    "0.6B down": ((1024, 3072), {"residual": True}, "small small small torch torch"),
+    "0.6B lm_head": ((151936, 1024), {}, "lt lt lt lt lt"),
+    "14B qkv": ((7168, 5120), {"norm": True}, "small lt lt lt lt"),
+    "14B o": ((5120, 5120), {"residual": True}, "small small lt lt lt"),
+    "14B gate_up": ((34816, 5120), {"norm": True, "activation": "silu"}, "small lt lt lt lt"),
+    "14B down": ((5120, 17408), {"residual": True}, "small small lt lt lt"),
+    "14B lm_head": ((151936, 5120), {}, "small lt lt lt lt"),
+    "32B/2 qkv": ((5120, 5120), {}, "small long lt lt lt"),
+    "32B/2 o": ((5120, 4096), {}, "small lt lt lt lt"),
+    "32B/2 gate_up": ((25600, 5120), {"activation": "silu"}, "small small small lt lt"),
+    "32B/2 down": ((5120, 12800), {}, "small long lt lt lt"),
+    "30B qkv": ((5120, 2048), {"norm": True}, "small small lt lt lt"),
+    "gpt-oss qkv": ((5120, 2880), {"bias": True, "norm": True}, "small torch torch torch torch"),
+}
+SHORT = {"small_rows": "small", "long_rows": "long", "cublaslt": "lt"}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_which_kernel_multiplies(name: str) -> None:
+    shape, more, expected = PRODUCTS[name]
+    chooser = linear_chooser("plain", H200)
+    found = [chooser.kernel(LinearKey(rows, *shape, BF16, **more)) for rows in ROWS]
+    assert " ".join(SHORT.get(kernel, kernel) for kernel in found) == expected
+
+
+@pytest.mark.parametrize(
+    ("rows", "size_out", "size_in", "normed", "expected"),
+    [
+        *((rows, 12800, 5120, False, True) for rows in (1, 3, 16, 32, 33, 64)),  # a shard of Qwen3-32B
+        (65, 12800, 5120, False, False),
+        (33, 17408, 5120, False, False),  # more tiles than run at once
+        (33, 7168, 10240, False, False),  # too few of them
+        (8, 12800, 5120, True, False),  # the norm would be inside
+        (8, 25600, 5120, True, False),
+        (8, 8704, 5120, False, False),
+        (8, 3072, 1024, True, True),
+        (9, 3072, 1024, True, False),
+    ],
+)
+def test_which_gated_products_are_small(rows: int, size_out: int, size_in: int, normed: bool, expected: bool) -> None:
+    key = LinearKey(rows, 2 * size_out, size_in, BF16, norm=normed, activation="silu")
+    assert (linear_chooser("plain", H200).kernel(key) == "small_rows") == expected
+
+
+def test_what_a_device_lacks_is_not_chosen() -> None:
+    long, wide = LinearKey(8, 5120, 12800, BF16), ExpertsKey(4096, 128, 8, 2048, 768, BF16)
+    for name, device in NAMED.items():
+        is_hopper = name in ("h100", "h200")
+        assert (linear_chooser("plain", device).kernel(long) == "long_rows") == is_hopper
+        assert (experts_chooser("plain", device).kernel(wide) == "grouped_tma") == is_hopper
+    patient = replace(H200, dependent_launch=False)
+    assert linear_chooser("plain", patient).kernel(long) == "cublaslt"
+
+
+def test_a_result_that_lies_elsewhere() -> None:
+    """Rows of the result are apart, or it is in another GPU's memory."""
+    chooser = linear_chooser("plain", H200)
+    assert chooser.kernel(LinearKey(1, 37984, 5120, BF16, into=True)) == "small_rows"
+    assert chooser.kernel(LinearKey(1, 75968, 5120, BF16, into=True)) == "cublaslt"
+    assert chooser.kernel(LinearKey(8, 5120, 12800, BF16, into=True)) == "cublaslt"
+
+
+@pytest.mark.parametrize(
+    ("tokens", "more", "expected"),
+    [
+        (1, {"routed": True, "o_proj_inputs": 4096}, "early_router"),
+        (1, {"routed": True, "o_proj_inputs": 16384}, "grouped"),
+        (1, {"routed": True}, "one_token"),
+        (2, {"routed": True}, "few_tokens"),
+        (64, {"routed": True}, "few_tokens"),
+        (65, {"routed": True}, "grouped"),
+        (1, {"routed": True, "unit_stride": False}, "grouped"),
+        (1, {}, "grouped"),
+        (768, {}, "grouped"),  # 48 pairs an expert
+        (769, {}, "grouped_tma"),
+        (769, {"aligned": False}, "grouped"),
+    ],
+)
+def test_which_kernels_compute_experts(tokens: int, more: dict[str, int], expected: str) -> None:
+    key = ExpertsKey(tokens, 128, 8, 2048, 768, BF16, **more)
+    assert experts_chooser("plain", H200).kernel(key) == expected
+
+
+def test_a_choice_is_made_once() -> None:
+    asked: list[int] = []
+
+    def serves(key: int, facts: DeviceFacts) -> bool:
+        asked.append(key)
+        return key < 2
+
+    rows = (Candidate("few", "", serves), Candidate[int]("many", "", lambda key, facts: True))
+    chooser = Chooser[int]({"plain": rows}, "plain", H200)
+    assert [chooser.kernel(key) for key in (1, 2, 1, 2)] == ["few", "many", "few", "many"]
+    assert asked == [1, 2]
+
+
+def test_devices_by_name() -> None:
+    assert DeviceFacts.of(torch.device("cpu")).kind == "cpu"
+    with pytest.raises(ConfigError, match="device_facts is 'tpu'; allowed: h100, h200, a100, l40s"):
+        DeviceFacts.named("tpu")
+    assert [shared_memory_of(capability) >> 10 for capability in ((8, 0), (8, 9), (9, 0), (10, 3), (12, 1))] == [
+        163, 99, 227, 227, 99,
+    ]  # fmt: skip
