@@ -46,7 +46,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.build import build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
-from minisgl_backend.runner.start.device import DeviceFacts
+from minisgl_backend.runner.start.device import MachineFacts
 
 MODELS = ("qwen3-0.6b", "llama-3.2-1b")
 BACKENDS = ("torch", "triton", "fa", "fi", "trtllm", "fa,triton", "fa,fi", "fa,trtllm")
@@ -215,7 +215,7 @@ def _max_seq_len(workload: Workload) -> int:
 
 
 def _capability() -> int | None:
-    capability = DeviceFacts.detect().capability
+    capability = MachineFacts.detect().capability
     return None if capability is None else 10 * capability[0] + capability[1]
 
 

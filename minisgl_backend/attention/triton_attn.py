@@ -30,6 +30,7 @@ from minisgl_backend.kernels.attention.decode import (
     rotation_pays,
 )
 from minisgl_backend.kernels.attention.prefill import prefill_attention
+from minisgl_backend.kernels.device_facts import DeviceFacts
 
 
 @dataclass(frozen=True)
@@ -55,9 +56,8 @@ class TritonBackend(AttentionBackend):
         self._workspace = DecodeWorkspace(
             spec.max_rows, group.num_q_heads, group.num_kv_heads, group.head_dim, spec.device
         )
-        properties = torch.cuda.get_device_properties(spec.device) if spec.device.type == "cuda" else None
-        self._pdl = properties is not None and properties.major >= 9
-        self._num_sms = properties.multi_processor_count if properties else 1
+        facts = DeviceFacts.of(spec.device)
+        self._pdl, self._num_sms = facts.dependent_launch, facts.multiprocessors or 1
 
     def plan_prefill(self, inputs: PrefillInputs) -> _PrefillPlan:
         lengths = inputs.cu_seqlens_q_host[1:] - inputs.cu_seqlens_q_host[:-1]

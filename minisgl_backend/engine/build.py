@@ -146,12 +146,12 @@ def _grammar_compilers(
 
 def resolve_options(config: EngineConfig, environment: Environment) -> tuple[RuntimeConfig, ModelConfig]:
     """What the options come to on this machine, without loading anything. Raises ConfigError."""
-    from minisgl_backend.runner.start.device import DeviceFacts
+    from minisgl_backend.runner.start.device import MachineFacts
     from minisgl_backend.runner.start.resolve import resolve
 
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
-    return resolve(config, model_dir, model, DeviceFacts.detect(), environment), model
+    return resolve(config, model_dir, model, MachineFacts.detect(), environment), model
 
 
 def start_progress() -> Any:
@@ -208,11 +208,11 @@ def _resolve(
 ) -> tuple[RuntimeConfig, str]:
     """What the options come to on this machine, and a description of it."""
     opened = _load_torch(config.first_device(dp_rank))
-    from minisgl_backend.runner.start.device import DeviceFacts
+    from minisgl_backend.runner.start.device import MachineFacts
     from minisgl_backend.runner.start.memory import check_weights_fit
     from minisgl_backend.runner.start.resolve import resolve
 
-    facts = DeviceFacts.detect()
+    facts = MachineFacts.detect()
     if opened is not None and facts.kind == "cpu":
         opened.close()
     runtime = resolve(config, model_dir, model, facts, environment, dp_rank=dp_rank)

@@ -28,7 +28,7 @@ from minisgl_backend.runner.async_output import PendingStep, UnsampledStep
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.build import build_runner
 from minisgl_backend.runner.start.compiling import announce_compiling
-from minisgl_backend.runner.start.device import DeviceFacts
+from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.prefill_budget import measure_prefill_budget
 from minisgl_backend.runner.start.resolve import resolve
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
@@ -82,7 +82,7 @@ def _build(
 ) -> ModelRunner:
     model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
     model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
-    runtime = resolve(config, model_dir, model, DeviceFacts.detect(), environment, dp_rank=options.dp_rank)
+    runtime = resolve(config, model_dir, model, MachineFacts.detect(), environment, dp_rank=options.dp_rank)
     device = device_of_rank(runtime.device, runtime.device_index(options.rank))
     tp = TensorParallel.connect(
         options.rank, config.tp, HOST, options.port, device, address=options.address, shared=runtime.shared()

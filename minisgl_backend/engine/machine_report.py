@@ -56,9 +56,9 @@ def _engine_report() -> dict[str, Any]:
     from minisgl_backend.attention.registry import BACKENDS, choose_attention, preferences
     from minisgl_backend.engine.build import resolve_options
     from minisgl_backend.kernels.cpu.library import cpu_kernels
-    from minisgl_backend.runner.start.device import DeviceFacts, free_bytes
+    from minisgl_backend.runner.start.device import MachineFacts, free_bytes
 
-    device = DeviceFacts.detect()
+    device = MachineFacts.detect()
     found: dict[str, Any] = {
         "torch": {
             "version": torch.__version__,

@@ -6,6 +6,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kv.layout import ONE, KVScales
@@ -189,4 +190,5 @@ def has_grouped_products(x: torch.Tensor) -> bool:
     """Whether torch multiplies groups of unknown size in one kernel, without asking the device for the sizes."""
     if not x.is_cuda or x.dtype != torch.bfloat16 or not hasattr(F, "grouped_mm"):
         return False
-    return torch.cuda.get_device_capability(x.device) >= (8, 0)
+    capability = DeviceFacts.of(x.device).capability
+    return capability is not None and capability >= (8, 0)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from minisgl_backend.kernels.cpu.library import cpu_library
+from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.sampling import logprobs
 from minisgl_backend.sampling.gumbel import gumbel, row_keys
@@ -52,7 +53,7 @@ class Sampler:
         self._penalties = penalties
         self._rules = rules
         self._workspace = workspace
-        self._pdl = params.is_cuda and torch.cuda.get_device_capability(params.device) >= (9, 0)
+        self._pdl = DeviceFacts.of(params.device).dependent_launch
 
     def sample_plain(self, logits: torch.Tensor, rows: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Temperature or greedy sampling, as it is captured in graphs: logits [n, vocab_size], rows and positions [n].

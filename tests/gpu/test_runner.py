@@ -23,7 +23,7 @@ from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.whole import LARGEST_SAMPLING_GRAPH, GraphRunner
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.build import build_runner
-from minisgl_backend.runner.start.device import DeviceFacts
+from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.resolve import resolve
 from tests.unit.runner.hand_made_plans import EVERY_WISH, Driver, say
 
@@ -47,7 +47,7 @@ def make_runner(model_name: str = "demo", **options: object) -> ModelRunner:
     folder = find_model_dir(model_name)
     model = ModelConfig.load(folder)
     environment = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
-    return build_runner(resolve(config, folder, model, DeviceFacts.detect(), environment), model)
+    return build_runner(resolve(config, folder, model, MachineFacts.detect(), environment), model)
 
 
 def generate(runner: ModelRunner, wishes: list[SamplingParams], steps: int = 24) -> list[list[int]]:

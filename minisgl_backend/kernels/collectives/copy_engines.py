@@ -38,6 +38,7 @@ from minisgl_backend.kernels.collectives.peer_memory import (
     open_together,
     tensor_at,
 )
+from minisgl_backend.kernels.device_facts import DeviceFacts
 
 PLACES = 4  # for sums that have begun and not ended, of which there are at most half as many
 MOST_BYTES = 128 << 20  # of a rank's part: longer ones are left to NCCL
@@ -173,7 +174,6 @@ class PeerCopies:
         inbox_bytes = torch.Size(shape).numel() * dtype.itemsize
 
         def use(memory: PeerMemory, opened: Mapping[int, int]) -> PeerCopies:
-            properties = torch.cuda.get_device_properties(device)
             others = {}
             for other, address in opened.items():
                 source = (rank - other) % size - 1  # this rank, counted from the one after the other
@@ -187,7 +187,7 @@ class PeerCopies:
                 memory.address + inbox_bytes,
                 memory,
                 torch.zeros(1, dtype=torch.int32).pin_memory(),
-                _PROGRAMS_EACH * properties.multi_processor_count,
+                _PROGRAMS_EACH * DeviceFacts.of(device).multiprocessors,
             )
 
         return open_together(

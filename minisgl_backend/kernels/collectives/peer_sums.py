@@ -8,6 +8,7 @@ import torch
 
 from minisgl_backend.kernels.collectives import all_reduce_norm as peer_reduce
 from minisgl_backend.kernels.collectives.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together
+from minisgl_backend.kernels.device_facts import DeviceFacts
 
 # The largest sum, in bytes, by number of ranks. Every rank sends all of it to every other, so that the more ranks there
 # are, the sooner NCCL's rings and trees are faster.
@@ -51,7 +52,7 @@ class PeerSums:
 
         def use(memory: PeerMemory, opened: Mapping[int, int]) -> PeerSums:
             stop = torch.zeros(1, dtype=torch.int32).pin_memory()
-            properties = torch.cuda.get_device_properties(device)
+            facts = DeviceFacts.of(device)
             addresses = [opened.get(one, memory.address) for one in range(size)]
             inboxes = peer_reduce.Inboxes(
                 rank=rank,
@@ -61,9 +62,9 @@ class PeerSums:
                 addresses=torch.tensor(addresses, dtype=torch.int64, device=device),
                 turns=torch.zeros(max_rows, dtype=torch.int32, device=device),
                 stop=stop.data_ptr(),
-                num_programs=peer_reduce.programs_each(size, hidden) * properties.multi_processor_count,
+                num_programs=peer_reduce.programs_each(size, hidden) * facts.multiprocessors,
             )
-            return cls(inboxes, memory, stop, properties.major >= 9)
+            return cls(inboxes, memory, stop, facts.dependent_launch)
 
         return open_together(
             rank,

@@ -9,18 +9,15 @@ from dataclasses import dataclass
 import torch
 
 from minisgl_backend.kernels.cpu.library import cpu_library
+from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.process.memory import free_host_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeviceFacts:
-    """One device as it was at start."""
+class MachineFacts(DeviceFacts):
+    """The first device of this process as it was at start, and what is around it."""
 
-    kind: str  # "cpu" or "cuda"
-    name: str
-    capability: tuple[int, int] | None  # (9, 0) for Hopper; None on the CPU
     count: int  # devices of this kind that the process sees; 1 on the CPU
-    multiprocessors: int  # 132 of an H200; 0 on the CPU
     bfloat16: Callable[[], bool]  # computes in it at full speed; of a CPU the first answer compiles its kernels
     triton: str | None = None  # the version of the package that compiles a GPU's kernels; None: there is none
 
@@ -30,24 +27,14 @@ class DeviceFacts:
         return None if self.capability is None else 10 * self.capability[0] + self.capability[1]
 
     @classmethod
-    def detect(cls) -> DeviceFacts:
+    def detect(cls) -> MachineFacts:
         """The first CUDA device where there is one, else the CPU."""
-        if torch.cuda.is_available():
-            return cls._of_cuda()
-        return cls(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=_cpu_has_kernels)
-
-    @classmethod
-    def _of_cuda(cls) -> DeviceFacts:
-        properties = torch.cuda.get_device_properties(0)
-        major, minor = properties.major, properties.minor
+        if not torch.cuda.is_available():
+            return cls(**vars(DeviceFacts.cpu()), count=1, bfloat16=_cpu_has_kernels)
+        facts = DeviceFacts.of(torch.device("cuda", 0))
+        has_bfloat16 = facts.capability is not None and facts.capability >= (8, 0)
         return cls(
-            kind="cuda",
-            name=properties.name,
-            capability=(major, minor),
-            count=torch.cuda.device_count(),
-            multiprocessors=properties.multi_processor_count,
-            bfloat16=lambda: (major, minor) >= (8, 0),
-            triton=_triton_version(),
+            **vars(facts), count=torch.cuda.device_count(), bfloat16=lambda: has_bfloat16, triton=_triton_version()
         )
 
 

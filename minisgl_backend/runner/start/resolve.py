@@ -13,7 +13,7 @@ from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.pool import max_pages
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.number_formats import KV_CACHE_DTYPES, WEIGHT_FORMATS
-from minisgl_backend.runner.start.device import DeviceFacts
+from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH
 
@@ -37,7 +37,7 @@ def resolve(
     config: EngineConfig,
     model_dir: str | Path,
     model: ModelConfig,
-    device: DeviceFacts,
+    device: MachineFacts,
     environment: Environment,
     why_missing: Callable[[str], str | None] = import_failure,
     dp_rank: int = 0,
@@ -92,7 +92,7 @@ def resolve(
     )
 
 
-def _check_quantization(quantization: str | None, model: ModelConfig, device: DeviceFacts) -> None:
+def _check_quantization(quantization: str | None, model: ModelConfig, device: MachineFacts) -> None:
     if quantization is None:
         return
     if model.implementation != "native":
@@ -116,7 +116,7 @@ def _check_num_pages(num_pages: int | None, page_size: int) -> None:
         )
 
 
-def _dtype(requested: str, saved: str, device: DeviceFacts) -> str:
+def _dtype(requested: str, saved: str, device: MachineFacts) -> str:
     if requested == "auto":
         if saved == "bfloat16" and device.bfloat16():
             return "bfloat16"
@@ -126,7 +126,7 @@ def _dtype(requested: str, saved: str, device: DeviceFacts) -> str:
     return requested
 
 
-def _graph_max_bs(config: EngineConfig, device: DeviceFacts, eager: bool) -> int | None:
+def _graph_max_bs(config: EngineConfig, device: MachineFacts, eager: bool) -> int | None:
     wanted = config.cuda_graph_max_bs
     if device.kind == "cpu":
         wanted = (EAGER_GRAPH_MAX_BS if wanted is None else wanted) if eager else 0
@@ -144,7 +144,7 @@ def _max_prefill_length(config: EngineConfig, model: ModelConfig, multiprocessor
 
 
 def _graph_max_tokens(
-    config: EngineConfig, model: ModelConfig, device: DeviceFacts, eager: bool, max_prefill_length: int
+    config: EngineConfig, model: ModelConfig, device: MachineFacts, eager: bool, max_prefill_length: int
 ) -> int:
     if device.kind == "cpu" and not eager:
         return 0
@@ -167,7 +167,7 @@ def _graph_tokens(model: ModelConfig, tp: int, multiprocessors: int) -> int:
     return min(MOST_GRAPH_TOKENS, max(LEAST_GRAPH_TOKENS, whole))
 
 
-def _check_triton(device: DeviceFacts) -> None:
+def _check_triton(device: MachineFacts) -> None:
     if device.triton is None or tuple(int(part) for part in device.triton.split(".")[:2]) >= LEAST_TRITON:
         return
     least = ".".join(map(str, LEAST_TRITON))
@@ -177,7 +177,7 @@ def _check_triton(device: DeviceFacts) -> None:
     )
 
 
-def _check_num_devices(config: EngineConfig, model: ModelConfig, device: DeviceFacts) -> None:
+def _check_num_devices(config: EngineConfig, model: ModelConfig, device: MachineFacts) -> None:
     model.check_tensor_parallel(config.tp)
     if device.kind == "cuda" and config.ranks_per_node > device.count:
         on_nodes = f", on {config.nodes} nodes" if config.nodes > 1 else ""

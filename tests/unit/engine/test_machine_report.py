@@ -17,7 +17,7 @@ from minisgl_backend.engine.machine_report import report
 from minisgl_backend.environment import Environment
 from minisgl_backend.host import doctor
 from minisgl_backend.runner.start import device as device_module
-from minisgl_backend.runner.start.device import DeviceFacts
+from minisgl_backend.runner.start.device import MachineFacts
 
 
 def test_it_is_what_the_engine_would_take() -> None:
@@ -38,7 +38,7 @@ def test_whether_python_keeps_torch_compiled(monkeypatch: pytest.MonkeyPatch, tm
 
 @pytest.mark.parametrize("capability", [(7, 5), (8, 0), (9, 0), (10, 0)])
 def test_a_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
-    facts = DeviceFacts(
+    facts = MachineFacts(
         kind="cuda",
         name="GPU",
         capability=capability,
@@ -46,7 +46,7 @@ def test_a_gpu(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> 
         multiprocessors=132,
         bfloat16=lambda: capability >= (8, 0),
     )
-    monkeypatch.setattr(DeviceFacts, "detect", classmethod(lambda cls: facts))
+    monkeypatch.setattr(MachineFacts, "detect", classmethod(lambda cls: facts))
     monkeypatch.setattr(device_module, "free_bytes", lambda device: 79 << 30)
     found = report()
     assert "broken" not in found
@@ -72,10 +72,10 @@ def test_a_wrong_environment_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_broken_torch_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(cls: type[DeviceFacts]) -> DeviceFacts:
+    def broken(cls: type[MachineFacts]) -> MachineFacts:
         raise OSError("libcudart.so.13:\n cannot open")
 
-    monkeypatch.setattr(DeviceFacts, "detect", classmethod(broken))
+    monkeypatch.setattr(MachineFacts, "detect", classmethod(broken))
     found = report()
     assert found["broken"] == "OSError: libcudart.so.13: cannot open"
     assert set(found) == {"idle_cpus", "broken"}

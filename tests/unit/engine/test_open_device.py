@@ -153,10 +153,10 @@ load = build._load_torch
 def load_and_tell(first_device):
     opened = load(first_device)
     import torch
-    from minisgl_backend.runner.start.device import DeviceFacts
+    from minisgl_backend.runner.start.device import MachineFacts
     torch.version.cuda = "12.8"
-    facts = dataclasses.replace(DeviceFacts.detect(), count=4, **FACTS)
-    DeviceFacts.detect = lambda: facts
+    facts = dataclasses.replace(MachineFacts.detect(), count=4, **FACTS)
+    MachineFacts.detect = lambda: facts
     return opened
 build._load_torch = load_and_tell
 runtime, _ = build._resolve(config, Environment.read(), 3, folder, model)

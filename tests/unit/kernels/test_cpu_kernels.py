@@ -22,7 +22,7 @@ from minisgl_backend.kernels.linear.choose import CPU_ROWS
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
-from minisgl_backend.runner.start.device import DeviceFacts
+from minisgl_backend.runner.start.device import MachineFacts
 
 CPU = torch.device("cpu")
 EPS = 1e-6
@@ -266,7 +266,7 @@ def test_a_broken_compiler_costs_speed_alone(
     compiler(tmp_path / "bin" / "g++", script)
     monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     with caplog.at_level(logging.WARNING):
-        assert not DeviceFacts.detect().bfloat16() or torch.cuda.is_available()
+        assert not MachineFacts.detect().bfloat16() or torch.cuda.is_available()
         assert type(select_ops(CPU, 64, torch.bfloat16)) is TorchOps
     assert len(caplog.records) == 1
     for word in words:

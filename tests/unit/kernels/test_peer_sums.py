@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ import torch
 from minisgl_backend.kernels.collectives import peer_sums as module
 from minisgl_backend.kernels.collectives.peer_memory import HANDLE_BYTES
 from minisgl_backend.kernels.collectives.peer_sums import PeerSums
+from minisgl_backend.kernels.device_facts import DeviceFacts
 
 
 @pytest.mark.parametrize(
@@ -100,9 +100,7 @@ def test_no_rank_frees_what_another_one_still_has_open(monkeypatch: pytest.Monke
     monkeypatch.setattr(module, "PeerMemory", lambda *_: memories[threading.get_ident()])
     monkeypatch.setattr(PeerSums, "_trial", trial)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda *_: True)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=4, major=9)
-    )
+    monkeypatch.setattr(DeviceFacts, "of", lambda _: DeviceFacts.named("h200"))
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: tensor)
     with ThreadPoolExecutor(size) as pool:
         list(pool.map(rank, range(size)))

@@ -22,7 +22,7 @@ from minisgl_backend.runner.graphs.pieces import EagerPieces
 from minisgl_backend.runner.graphs.whole import EagerGraphRunner
 from minisgl_backend.runner.start import build, memory
 from minisgl_backend.runner.start.build import StartProgress, build_runner
-from minisgl_backend.runner.start.device import DeviceFacts, is_out_of_memory
+from minisgl_backend.runner.start.device import MachineFacts, is_out_of_memory
 from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, prompt_plan, worst_plans
 from minisgl_backend.runner.start.resolve import resolve
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 def runtime_for(folder: Path, **options: object) -> tuple[RuntimeConfig, ModelConfig]:
     model = ModelConfig.load(folder)
     config = EngineConfig(**{"max_running_requests": 4, **options})  # type: ignore[arg-type]
-    facts = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)
+    facts = MachineFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)
     environment = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
     return resolve(config, folder, model, facts, environment), model
 

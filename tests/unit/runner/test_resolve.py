@@ -14,15 +14,16 @@ from benchmarks.model_shapes import SHAPES
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels import device_facts
 from minisgl_backend.models.config import ModelConfig
-from minisgl_backend.runner.start.device import DeviceFacts, free_bytes
+from minisgl_backend.runner.start.device import MachineFacts, free_bytes
 from minisgl_backend.runner.start.resolve import resolve
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.tensor_parallel import device_of_rank
 
-CPU = DeviceFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)
+CPU = MachineFacts(kind="cpu", name="CPU", capability=None, count=1, multiprocessors=0, bfloat16=lambda: False)
 BFLOAT16_CPU = dataclasses.replace(CPU, bfloat16=lambda: True)
-HOPPER = DeviceFacts(kind="cuda", name="H200", capability=(9, 0), count=4, multiprocessors=132, bfloat16=lambda: True)
+HOPPER = MachineFacts(kind="cuda", name="H200", capability=(9, 0), count=4, multiprocessors=132, bfloat16=lambda: True)
 ADA = dataclasses.replace(HOPPER, name="L4", capability=(8, 9), count=1, multiprocessors=58)
 TURING = dataclasses.replace(HOPPER, name="T4", capability=(7, 5), count=1, multiprocessors=40, bfloat16=lambda: False)
 ENVIRONMENT = Environment(overlap=True, log_level="INFO", flashinfer_tensor_cores=None)
@@ -68,7 +69,7 @@ def test_nodes_may_differ_in_where_things_are_alone() -> None:
 
 
 def resolved(
-    device: DeviceFacts, saved: str = "bfloat16", shape: Mapping[str, int] = MappingProxyType({}), **options: object
+    device: MachineFacts, saved: str = "bfloat16", shape: Mapping[str, int] = MappingProxyType({}), **options: object
 ) -> RuntimeConfig:
     model = ModelConfig.from_dicts({**MODEL, "torch_dtype": saved, **shape}, {})
     config = EngineConfig(**options)  # type: ignore[arg-type]
@@ -91,7 +92,7 @@ def resolved(
         (TURING, "bfloat16", "auto", "float16"),
     ],
 )
-def test_dtype(device: DeviceFacts, saved: str, requested: str, expected: str) -> None:
+def test_dtype(device: MachineFacts, saved: str, requested: str, expected: str) -> None:
     assert resolved(device, saved, dtype=requested).dtype == expected
 
 
@@ -106,7 +107,7 @@ def test_dtype(device: DeviceFacts, saved: str, requested: str, expected: str) -
         (CPU, "float16", "float16"),
     ],
 )
-def test_the_format_of_the_cache(device: DeviceFacts, requested: str, expected: str) -> None:
+def test_the_format_of_the_cache(device: MachineFacts, requested: str, expected: str) -> None:
     assert resolved(device, kv_cache_dtype=requested).kv_dtype == expected
 
 
@@ -160,7 +161,7 @@ QWEN3_235B_A22B = {"hidden_size": 4096, "num_hidden_layers": 94, "num_attention_
     ],
 )
 def test_a_mixture_that_computes_them_soon_has_longer_steps(
-    shape: dict[str, Any], device: DeviceFacts, options: dict[str, Any], expected: int
+    shape: dict[str, Any], device: MachineFacts, options: dict[str, Any], expected: int
 ) -> None:
     assert resolved(device, shape=shape, **options).max_prefill_length == expected
 
@@ -177,7 +178,7 @@ def test_a_mixture_that_computes_them_soon_has_longer_steps(
     ],
 )
 def test_a_small_model_has_longer_steps_captured(
-    hidden: int, intermediate: int, layers: int, device: DeviceFacts, tp: int, expected: int
+    hidden: int, intermediate: int, layers: int, device: MachineFacts, tp: int, expected: int
 ) -> None:
     """Of which the host's launches take longer than the device's work."""
     sizes = {"hidden_size": hidden, "intermediate_size": intermediate, "num_hidden_layers": layers}
@@ -186,7 +187,7 @@ def test_a_small_model_has_longer_steps_captured(
 
 
 @pytest.mark.parametrize("device", [HOPPER, ADA, TURING])
-def test_facts_of_a_gpu(device: DeviceFacts, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_facts_of_a_gpu(device: MachineFacts, monkeypatch: pytest.MonkeyPatch) -> None:
     assert device.capability is not None
     major, minor = device.capability
     properties = SimpleNamespace(
@@ -195,9 +196,16 @@ def test_facts_of_a_gpu(device: DeviceFacts, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: device.count)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
-    found = DeviceFacts.detect()
+    device_facts._of_gpu.cache_clear()
+    try:
+        found = MachineFacts.detect()
+    finally:
+        device_facts._of_gpu.cache_clear()
     assert found.bfloat16() == device.bfloat16()
-    assert dataclasses.replace(found, bfloat16=device.bfloat16, triton=None) == device
+    for fact in ("kind", "name", "capability", "count", "multiprocessors", "compute_capability"):
+        assert getattr(found, fact) == getattr(device, fact)
+    assert found.dependent_launch == (found.capability == (9, 0))
+    assert found.shared_memory == {(7, 5): 64 << 10, (8, 9): 99 << 10, (9, 0): 227 << 10}[found.capability]
 
 
 def test_a_mixture_counts_the_experts_of_a_token() -> None:
@@ -229,7 +237,7 @@ def test_a_mixture_counts_the_experts_of_a_token() -> None:
     ],
 )
 def test_refusals_name_option_value_and_limit(
-    device: DeviceFacts, options: dict[str, object], words: tuple[str, ...]
+    device: MachineFacts, options: dict[str, object], words: tuple[str, ...]
 ) -> None:
     with pytest.raises(ConfigError) as caught:
         resolved(device, **options)
@@ -238,7 +246,7 @@ def test_refusals_name_option_value_and_limit(
 
 
 def test_this_machine_has_facts() -> None:
-    facts = DeviceFacts.detect()
+    facts = MachineFacts.detect()
     assert facts.kind in ("cpu", "cuda")
     assert free_bytes(torch.device(facts.kind)) > 0
 
