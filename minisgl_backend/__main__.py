@@ -258,6 +258,8 @@ def check(
     through = "a native family" if model.implementation == "native" else f"transformers {version('transformers')}"
     table.add_row("runs through", f"{through} (model_impl {config.model_impl})")
     table.add_row("vocabulary", f"{model.vocab_size} tokens")
+    schemes = model.quantization.with_option(config.quantization).schemes
+    table.add_row("number format of weights", "; ".join(map(str, schemes)) or f"plain: {runtime.dtype}")
     for spec in dataclasses.fields(runtime):
         if spec.name != "config":
             value = getattr(runtime, spec.name)

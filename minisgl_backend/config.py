@@ -156,8 +156,8 @@ class EngineConfig:
         "number format that weights of linear layers and experts are converted to while they load; fp8: e4m3 with a "
         "scale for each output, and activations in FP8 with a scale for each token: half the memory of 16 bits for a "
         "little quality, on GPUs from compute capability 8.9 on; unset: as dtype says",
-        ", ".join(number_formats.WEIGHT_FORMATS),
-        number_formats.WEIGHT_FORMATS.__contains__,
+        ", ".join(number_formats.CONVERTED_FORMATS),
+        number_formats.CONVERTED_FORMATS.__contains__,
     )
     attention_backend: str = _option(
         "auto",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 
 # Of weights and computation: named as in config.json, and in torch.
@@ -20,17 +20,33 @@ KV_CACHE_DTYPES: Mapping[str, str] = MappingProxyType(
 class WeightFormat:
     """A number format of the weights of linear layers and experts. Weights in the model's own have none."""
 
+    title: str  # what of it is served, in words
     factory: str  # MODULE:CLASS of its `weights.method.MethodFactory`, imported when a model first uses it
-    number_bytes: float  # of one number of a weight
-    output_bytes: int  # of the scales of one output
     capability: tuple[int, int]  # of a GPU, at least
+    # quant_method of config.json's quantization_config -> MODULE:FUNCTION, which says whether a checkpoint is in this
+    # format, and in which variant: a `weights.quantization_config.SchemeReader`, in a module without torch.
+    readers: Mapping[str, str] = field(default_factory=dict)
+    converts: bool = False  # 16-bit weights while they load: the option `quantization`; these take:
+    number_bytes: float = 0  # of one number of a weight
+    output_bytes: int = 0  # of the scales of one output
 
 
-# The option `quantization` -> the format.
 WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
     {
         "fp8": WeightFormat(
-            factory="minisgl_backend.weights.fp8:Fp8Factory", number_bytes=1, output_bytes=4, capability=(8, 9)
+            title="FP8 (e4m3) with a scale for each tensor, each output, or each block",
+            factory="minisgl_backend.weights.fp8:Fp8Factory",
+            capability=(8, 9),
+            readers={
+                "fp8": "minisgl_backend.weights.schemes.fp8:read_fp8",
+                "modelopt": "minisgl_backend.weights.schemes.fp8:read_modelopt",
+                "compressed-tensors": "minisgl_backend.weights.schemes.fp8:read_compressed_tensors",
+            },
+            converts=True,
+            number_bytes=1,
+            output_bytes=4,
         )
     }
 )
+# What the option `quantization` may be.
+CONVERTED_FORMATS = tuple(name for name, row in WEIGHT_FORMATS.items() if row.converts)

@@ -16,7 +16,6 @@ from minisgl_backend.host.settings import read_engine_config, read_parameters
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.folder import DEMO, is_local
 from minisgl_backend.process.memory import free_host_bytes
-from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
 
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
@@ -54,7 +53,7 @@ def check_folder(config: EngineConfig, free: Callable[[], int] = free_host_bytes
         model.tensor_names,
         item_bytes,
         tied=model.tie_word_embeddings,
-        quantization=QuantizationConfig(format=config.quantization),
+        quantization=model.quantization.with_option(config.quantization),
     )
     if not has_gpu():
         check_memory(config.model, weights * config.dp // config.nodes, free())

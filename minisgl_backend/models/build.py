@@ -45,7 +45,7 @@ def build_model(
     on_progress: Progress | None = None,
 ) -> CausalLM:
     """The model of one rank, ready to run. `dummy_weights` reads no files but config.json's.
-    `quantization`: formats that weights are converted to while they load.
+    `quantization`: number formats of its weights; None: those that the checkpoint says.
 
     `max_seq_len` bounds the positions that the model can be asked for. Raises ConfigError naming tensors that are
     missing, unexpected, in two files or of another shape than config.json says.
@@ -53,7 +53,7 @@ def build_model(
     tp = tp or TensorParallel.single()
     config.check_tensor_parallel(tp.size)
     ops = ops or select_ops(device, config.hidden_size, dtype, is_mixture=config.mixture is not None)
-    formats, plain = quantization or QuantizationConfig(), select_plain_kernels(ops, device)
+    formats, plain = quantization or config.quantization, select_plain_kernels(ops, device)
     methods = WeightMethods(formats, plain, dtype=dtype, device=device)
     layer_context = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
     checkpoint = None if dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
@@ -64,7 +64,7 @@ def build_model(
     if checkpoint is None:
         _fill_with_noise(model)
     else:
-        _load(model, config, checkpoint, device, on_progress or (lambda done, total: None))
+        _load(model, config, formats, checkpoint, device, on_progress or (lambda done, total: None))
     model.derive_weights()
     return model
 
@@ -137,13 +137,19 @@ def weight_parts(model: CausalLM) -> list[WeightPart]:
 
 
 def _load(
-    model: CausalLM, config: ModelConfig, checkpoint: Checkpoint, device: torch.device, on_progress: Progress
+    model: CausalLM,
+    config: ModelConfig,
+    formats: QuantizationConfig,
+    checkpoint: Checkpoint,
+    device: torch.device,
+    on_progress: Progress,
 ) -> None:
     def is_redundant(name: str) -> bool:
-        """Tensors that some exporters write and that say nothing new: a tied output projection, rope frequencies. And
-        the scales of an FP8 KV cache, which `read_kv_scales` reads where there is one."""
+        """Tensors that some exporters write and that say nothing new: a tied output projection, rope frequencies, what
+        a number format has no use for. And the scales of an FP8 KV cache, which `read_kv_scales` reads where there is
+        one."""
         tied = config.tie_word_embeddings and name == _OUTPUT
-        return tied or name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name)
+        return tied or name.endswith(".rotary_emb.inv_freq") or is_kv_scale(name) or formats.is_unread(name)
 
     names = config.tensor_names
     draft_layers = (f"model.layers.{config.num_layers + index}." for index in range(config.num_draft_layers))

@@ -17,12 +17,14 @@ from minisgl_backend.models.families import FAMILIES
 from minisgl_backend.models.families.common import Family
 from minisgl_backend.models.families.vectors import find_family
 from minisgl_backend.models.generation import GenerationDefaults
-from minisgl_backend.models.json_files import read_json
+from minisgl_backend.models.json_files import read_json, read_json_if_there
 from minisgl_backend.models.keys import Keys, refuse
 from minisgl_backend.models.known_keys import check_model_type, check_unread
 from minisgl_backend.models.pooling import EmbeddingDefaults
 from minisgl_backend.number_formats import DTYPES
+from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.names import TensorNames
+from minisgl_backend.weights.quantization_config import read_quantization_config
 
 # Keys that wrappers of a text model may have outside of its own description.
 _AROUND_TEXT = (
@@ -42,6 +44,7 @@ class ModelConfig(DecoderConfig):
     bos_token_id: int | None
     generation: GenerationDefaults
     tensor_names: TensorNames  # of its checkpoints
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)  # number formats of its weights
     embedding: EmbeddingDefaults = field(default_factory=EmbeddingDefaults)
     unknown_keys: tuple[str, ...] = ()  # of config.json, which neither this engine nor transformers knows
 
@@ -54,7 +57,7 @@ class ModelConfig(DecoderConfig):
                 f"{folder} holds a LoRA adapter (adapter_config.json), which is not served; "
                 "merge it into its base model and serve the result"
             )
-        config = read_json(folder / "config.json")
+        config = _with_modelopt(read_json(folder / "config.json"), folder)
         generation_file = folder / "generation_config.json"
         generation = read_json(generation_file) if generation_file.exists() else {}
         model = cls.from_dicts(config, generation, read_end_of_text(folder))
@@ -73,8 +76,7 @@ class ModelConfig(DecoderConfig):
         config = _of_text(config, family.text_config)
         keys = Keys(config, family.defaults)
 
-        if _is_of_kv_cache_alone(config.get("quantization_config")):
-            keys.without_effect("quantization_config")
+        quantization = keys.get("quantization_config") or keys.get("compression_config")  # its older name
         keys.choice("is_encoder_decoder", (False,))
         keys.choice("is_causal", (True,))  # of embedding models that see what follows a token, too
         decoder = family.read(keys)
@@ -87,6 +89,7 @@ class ModelConfig(DecoderConfig):
             bos_token_id=next(iter(token_ids("config.json: bos_token_id", config.get("bos_token_id"))), None),
             generation=GenerationDefaults.read(generation),
             tensor_names=family.tensor_names,
+            quantization=read_quantization_config(quantization, family.tensor_names),
             unknown_keys=check_unread(keys, family.model_type),
         )
 
@@ -130,13 +133,9 @@ def _of_text(config: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
     return {**{name: config[name] for name in _AROUND_TEXT if name in config}, **inner}
 
 
-def _is_of_kv_cache_alone(quantization: Any) -> bool:
-    """Weights as they were, and scales for an FP8 KV cache: compressed-tensors' kv_cache_scheme without any group."""
-    if not isinstance(quantization, dict) or quantization.get("config_groups"):
-        return False
-    scheme = quantization.get("kv_cache_scheme")
-    return (
-        isinstance(scheme, dict)
-        and (scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy", "tensor")) == (8, "float", "tensor")
-        and not scheme.get("dynamic")
-    )
+def _with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """With ModelOpt's own description of the weights, which older checkpoints of it have in a file beside."""
+    described = read_json_if_there(folder / "hf_quant_config.json").get("quantization")
+    if config.get("quantization_config") or not isinstance(described, dict) or not described.get("quant_algo"):
+        return config
+    return {**config, "quantization_config": {"quant_method": "modelopt", **described}}

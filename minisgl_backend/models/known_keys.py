@@ -41,8 +41,6 @@ _NEUTRAL: tuple[Any, ...] = (False, 0, 1, "", [], {})
 # Keys of other engines and of models' own code, which no config class of transformers defines: with any value but
 # null and false they change what is computed.
 _REFUSED = (
-    "quantization_config",
-    "compression_config",
     "dual_chunk_attention_config",
     "use_mrope",
 )

@@ -10,14 +10,17 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, quantize_outputs
 from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointExpertsMethod, Fp8CheckpointLinearMethod
+from minisgl_backend.weights.fp8_experts import Fp8ExpertsMethod
 from minisgl_backend.weights.layer import NOISE, empty_parameter
-from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import WeightPart
 from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
 
@@ -53,44 +56,7 @@ class Fp8LinearMethod(LinearMethod):
             self.bias.data.fill_(1.0)
 
 
-class Fp8ExpertsMethod(ExpertsMethod):
-    def __init__(self, spec: ExpertsSpec, kernels: Fp8Kernels, plain: PlainKernels, device: torch.device) -> None:
-        super().__init__()
-        self.spec, self._kernels, self._plain = spec, kernels, plain
-        experts, local, hidden = spec.num_experts, spec.local, spec.hidden_size
-        self.gate_up = empty_parameter(experts, 2 * local, hidden, dtype=FP8, device=device)
-        self.gate_up_scale = empty_parameter(experts, 2 * local, dtype=torch.float32, device=device)
-        self.down = empty_parameter(experts, hidden, local, dtype=FP8, device=device)
-        self.down_scale = empty_parameter(experts, hidden, dtype=torch.float32, device=device)
-
-    def apply_experts(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._kernels.moe(
-            x, expert_ids, expert_weights, self.gate_up, self.gate_up_scale, self.down, self.down_scale, residual,
-            self.spec.activation,
-        )  # fmt: skip
-
-    def apply_routed(
-        self,
-        x: torch.Tensor,
-        router: torch.Tensor,
-        *,
-        router_bias: torch.Tensor | None = None,
-        norm_weight: torch.Tensor | None = None,
-        eps: float = 0.0,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        if norm_weight is not None:
-            x = self._plain.ops.rms_norm(x, norm_weight, eps)
-        spec, logits = self.spec, self._plain.linear(x, router, bias=router_bias)
-        ids, weights = self._plain.route(logits, spec.experts_per_token, spec.renormalize)
-        return self.apply_experts(x, ids, weights, residual)
-
+class Fp8ConvertedExpertsMethod(Fp8ExpertsMethod):
     def weight_parts(self) -> list[WeightPart]:
         spec, local = self.spec, self.spec.local
         return [
@@ -109,17 +75,21 @@ class Fp8ExpertsMethod(ExpertsMethod):
 
 
 class Fp8Factory(MethodFactory):
-    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device) -> None:
-        super().__init__(plain, dtype, device)
+    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None) -> None:
+        super().__init__(plain, dtype, device, parameters)
         self._kernels = _kernels(plain, device)
 
-    def linear(self, spec: LinearSpec) -> Fp8LinearMethod:
+    def linear(self, spec: LinearSpec) -> LinearMethod:
+        if self.parameters is not None:
+            return Fp8CheckpointLinearMethod(spec, self.parameters, self._kernels, self.plain, self.dtype, self.device)
         return Fp8LinearMethod(spec, self._kernels, self.dtype, self.device)
 
     def experts(self, spec: ExpertsSpec) -> Fp8ExpertsMethod:
         if spec.bias:
             raise ConfigError(f"quantization is 'fp8'; allowed for {spec.name}, which have biases: unset")
-        return Fp8ExpertsMethod(spec, self._kernels, self.plain, self.device)
+        if self.parameters is not None:
+            return Fp8CheckpointExpertsMethod(spec, self.parameters, self._kernels, self.plain, self.device)
+        return Fp8ConvertedExpertsMethod(spec, self._kernels, self.plain, self.device)
 
 
 def _kernels(plain: PlainKernels, device: torch.device) -> Fp8Kernels:

@@ -39,7 +39,7 @@ class Read:
             values = values.transpose(-1, -2)
         if self.outputs is not None:
             values = values[(slice(None),) * self.axis + (self.outputs,)]
-        self.part.fill(values)
+        self.part.fill(values.reshape(self.part.shape) if self.part.is_scalar else values)
 
 
 @dataclass(frozen=True)
@@ -81,29 +81,39 @@ def _add(
     shapes: list[tuple[int, ...]],
 ) -> None:
     """`position`: of the part's tensor among those that are stored together, whose shapes are `shapes`."""
-    axis = 1 if part.experts else 0
+    if part.is_scalar:
+        _append(plan, name, part.shape, Read(part=part, index=()))
+        return
+    axis = (1 if part.experts else 0) if part.output_axis == "first" else part.output_axis
     ranges = [(0, length) for length in part.shape]
     ranges[part.dim] = part.read_range
     whole, outputs = list(part.shape), None
-    whole[axis] = sum(shape[axis] for shape in shapes)
-    start, stop = ranges[axis]
-    if stored.interleaved:
+    if axis is not None:
+        whole[axis] = sum(shape[axis] for shape in shapes)
+    start, stop = ranges[axis or 0]
+    if axis is None:
+        pass
+    elif stored.interleaved:
         turns = len(stored.of)
         ranges[axis], outputs = (start * turns, stop * turns), slice(position, None, turns)
     else:
         before = sum(shape[axis] for shape in shapes[:position])
         ranges[axis] = (before + start, before + stop)
-    transposed = stored.transposed and len(whole) - axis == 2
+    transposed = stored.transposed and part.output_axis == "first" and len(whole) - (axis or 0) == 2
     if transposed:
         whole[-1], whole[-2] = whole[-2], whole[-1]
         ranges[-1], ranges[-2] = ranges[-2], ranges[-1]
     index: tuple[slice | int, ...] = tuple(slice(*r) for r in ranges)
     if stored.one_row:
         whole, index = [1, *whole], (0, *index)
-    read = Read(part=part, index=index, transposed=transposed, outputs=outputs, axis=axis)
-    tensor = plan.setdefault(name, TensorReads(tuple(whole)))
-    if tensor.shape != tuple(whole):
-        raise ValueError(f"{name}: two parts of it make it {tensor.shape} and {tuple(whole)}")
+    read = Read(part=part, index=index, transposed=transposed, outputs=outputs, axis=axis or 0)
+    _append(plan, name, tuple(whole), read)
+
+
+def _append(plan: dict[str, TensorReads], name: str, shape: tuple[int, ...], read: Read) -> None:
+    tensor = plan.setdefault(name, TensorReads(shape))
+    if tensor.shape != shape:
+        raise ValueError(f"{name}: two parts of it make it {tensor.shape} and {shape}")
     tensor.reads.append(read)
 
 
@@ -128,8 +138,8 @@ def load_weights(
     done = 0
     for name, source in checkpoint.slices(plan, device):
         tensor, path = plan[name], checkpoint.path(name)
-        if tuple(source.get_shape()) != tensor.shape:
-            found = tuple(source.get_shape())
+        found = tuple(source.get_shape())
+        if found != tensor.shape and not {found, tensor.shape} <= {(), (1,)}:
             raise ConfigError(f"{path}: {name} has shape {found}; config.json makes it {tensor.shape}")
         _fill(name, tensor.reads, source, path)
         done += sum(read.part.target.nbytes for read in tensor.reads)
@@ -142,12 +152,12 @@ def _fill(name: str, reads: Iterable[Read], source: Any, path: Path) -> None:
         if index is None or index != read.index:  # interleaved parts have one index
             index = read.index
             values = source[index]  # in the file's number format; `copy_` converts it
-            if not values.is_floating_point():
-                format_name = str(values.dtype).removeprefix("torch.")
-                raise ConfigError(
-                    f"{path}: {name} has the number format {format_name}; allowed: floating point. Quantized weights "
-                    "are not served: use the model that they were made from"
-                )
+        if values.dtype not in read.part.dtypes:
+            found, *allowed = (str(one).removeprefix("torch.") for one in (values.dtype, *read.part.dtypes))
+            raise ConfigError(
+                f"{path}: {name} has the number format {found}; allowed by config.json's quantization_config, or "
+                f"without one: {', '.join(allowed)}. Quantized embeddings, LM heads and routers are not served"
+            )
         read.fill(values)
 
 

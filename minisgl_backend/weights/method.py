@@ -10,7 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -166,9 +166,10 @@ class ExpertsMethod(WeightedLayer, ABC):
 class MethodFactory(ABC):
     """Makes the methods of one format, which share what is one a device (vLLM's `QuantizationConfig`)."""
 
-    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device) -> None:
-        """dtype: of the model, its activations and its plain weights, whose kernels are `plain`."""
-        self.plain, self.dtype, self.device = plain, dtype, device
+    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None) -> None:
+        """dtype: of the model, its activations and its plain weights, whose kernels are `plain`. parameters: what the
+        format's reader made of the checkpoint's quantization_config; None: weights are converted while they load."""
+        self.plain, self.dtype, self.device, self.parameters = plain, dtype, device, parameters
 
     @abstractmethod
     def linear(self, spec: LinearSpec) -> LinearMethod: ...

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-
 import torch
 
 from minisgl_backend.errors import ConfigError
@@ -11,7 +9,7 @@ from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kernels.select import select_plain_kernels
 from minisgl_backend.number_formats import WEIGHT_FORMATS
-from minisgl_backend.weights.formats import QuantizationConfig
+from minisgl_backend.weights.formats import QuantizationConfig, WeightScheme, load_attribute
 from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.plain import PlainFactory, PlainLinearMethod
 
@@ -24,7 +22,7 @@ class WeightMethods:
     ) -> None:
         """dtype: of the model. plain: kernels of weights in it."""
         self._config, self._plain, self._dtype, self._device = config, plain, dtype, device
-        self._factories: dict[str | None, MethodFactory] = {None: PlainFactory(plain, dtype, device)}
+        self._factories: dict[WeightScheme | None, MethodFactory] = {None: PlainFactory(plain, dtype, device)}
 
     @classmethod
     def all_plain(cls, ops: Ops, *, dtype: torch.dtype, device: torch.device) -> WeightMethods:
@@ -38,14 +36,14 @@ class WeightMethods:
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
         """By the paths of its outputs. Raises ConfigError where these are to have several formats in one weight."""
-        formats = {self._config.format_of(output.name): output.name for output in spec.outputs}
-        if len(formats) > 1:
-            found = ", ".join(f"{path} {name or 'plain'}" for name, path in formats.items())
+        schemes = {self._config.scheme_of(output.name): output.name for output in spec.outputs}
+        if len(schemes) > 1:
+            found = ", ".join(f"{path} is {scheme or 'plain'}" for scheme, path in schemes.items())
             raise ConfigError(f"quantization: {found}; allowed: one format for layers that are multiplied together")
-        return self._factory(next(iter(formats))).linear(spec)
+        return self._factory(next(iter(schemes))).linear(spec)
 
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
-        return self._factory(self._config.format_of(spec.name)).experts(spec)
+        return self._factory(self._config.scheme_of(spec.name)).experts(spec)
 
     def plain_linear(
         self, spec: LinearSpec, shared: torch.Tensor | None = None, dtype: torch.dtype | None = None
@@ -54,9 +52,8 @@ class WeightMethods:
         the model's."""
         return PlainLinearMethod(spec, self._plain, dtype or self._dtype, self._device, shared)
 
-    def _factory(self, name: str | None) -> MethodFactory:
-        if name is not None and name not in self._factories:
-            module, _, factory = WEIGHT_FORMATS[name].factory.partition(":")
-            made = getattr(importlib.import_module(module), factory)
-            self._factories[name] = made(self._plain, self._dtype, self._device)
-        return self._factories[name]
+    def _factory(self, scheme: WeightScheme | None) -> MethodFactory:
+        if scheme is not None and scheme not in self._factories:
+            made = load_attribute(WEIGHT_FORMATS[scheme.format].factory)
+            self._factories[scheme] = made(self._plain, self._dtype, self._device, scheme.parameters)
+        return self._factories[scheme]

@@ -10,15 +10,15 @@ import re
 from dataclasses import dataclass
 
 _LAYER = re.compile(r"(model\.layers\.\d+\.)(.+)")
-_SUFFIXES = (".weight", ".bias")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
     """One or more tensors of this project that a checkpoint has under another name, in one tensor, or in another order.
 
-    Names are relative to the layer (or to the model, outside of layers). Without a suffix they stand for both `.weight`
-    and `.bias`, which the checkpoint's name gets as well.
+    Names are relative to the layer (or to the model, outside of layers). Without a suffix they stand for `.weight`,
+    `.bias` and whatever else a number format stores of a weight (`.weight_scale`), which the checkpoint's name gets as
+    well.
     """
 
     name: str  # in the checkpoint; with {expert} in it, each expert has a tensor of its own
@@ -55,9 +55,10 @@ class TensorNames:
         `Stored` leaves open. None: under its own name, as it is."""
         match = _LAYER.fullmatch(name)
         layer, local = (match[1], match[2]) if match else ("", name)
+        module, dot, kind = local.rpartition(".")
         for stored in (*self.stored, *_EXPERTS):
-            for suffix in ("", *_SUFFIXES):
-                if local.endswith(suffix) and local[: len(local) - len(suffix)] in stored.of:
+            for base, suffix in ((local, ""), (module, dot + kind)):
+                if base in stored.of:
                     return stored, layer, suffix
         return None
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
+
+PLAIN_DTYPES = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -15,30 +18,46 @@ class WeightPart:
 
     With a `row_order` its rows are taken in groups of as many, each of them in that order. A `quantize` makes of what
     was read what `target` and `scale` receive; with `whole` that is all along `dim`, of which it keeps this rank's.
+    Where a format stores a tensor in its own way, the part says so: `output_axis`, `dtypes`, `length` and `convert`.
     """
 
     name: str  # this project's, in full: see weights.names
-    shape: tuple[int, ...]  # of the whole tensor, before it is split over ranks
-    target: torch.Tensor  # a parameter or a view of one
+    shape: tuple[int, ...]  # of the whole tensor, before it is split over ranks; () and (1,) are the same in files
+    target: torch.Tensor  # a parameter or a view of one, to which what was read is broadcast
     dim: int = 0
-    start: int = 0
+    start: int = 0  # along `dim`, of the tensor in the file
+    length: int | None = None  # likewise; None: as much as the target has there
     add: float = 0.0
     row_order: tuple[int, ...] | None = None
     experts: bool = False  # the first axis counts experts
+    # Along which outputs of tensors that are stored together follow one another; "first": the first one, behind that of
+    # the experts. None: they have the tensor in common, as they have a scale of all or the order of their inputs.
+    output_axis: int | Literal["first"] | None = "first"
+    dtypes: tuple[torch.dtype, ...] = PLAIN_DTYPES  # that it may have in the file
+    convert: Callable[[torch.Tensor], torch.Tensor] | None = None  # what was read -> what the target receives
     quantize: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]] | None = None
     scale: torch.Tensor | None = None
     whole: bool = False
 
     @property
+    def is_scalar(self) -> bool:
+        """Whether the tensor has one number, which files store with one axis or with none."""
+        return self.shape in ((), (1,))
+
+    @property
     def read_range(self) -> tuple[int, int]:
         """Of the tensor, along `dim`."""
-        return (0, self.shape[self.dim]) if self.whole else (self.start, self.start + self.target.shape[self.dim])
+        if self.whole:
+            return 0, self.shape[self.dim]
+        return self.start, self.start + (self.target.shape[self.dim] if self.length is None else self.length)
 
     def fill(self, values: torch.Tensor) -> None:
         """values: what was read, in rows' own order. `copy_` converts number formats."""
         if self.row_order is not None:
             order = torch.tensor(self.row_order, device=values.device)
             values = values.unflatten(0, (-1, len(order))).index_select(1, order).flatten(0, 1)
+        if self.convert is not None:
+            values = self.convert(values)
         if self.quantize is not None:
             values, scale = self.quantize(values)
             assert self.scale is not None, "it comes with `quantize`"
@@ -49,16 +68,14 @@ class WeightPart:
 
     def expert(self, index: int) -> WeightPart:
         """The part of one expert."""
-        return WeightPart(
-            name=self.name,
+        return replace(
+            self,
             shape=self.shape[1:],
             target=self.target[index],
             dim=self.dim - 1,
-            start=self.start,
-            add=self.add,
-            quantize=self.quantize,
+            experts=False,
             scale=None if self.scale is None else self.scale[index],
-            whole=self.whole,
+            output_axis=self.output_axis - 1 if isinstance(self.output_axis, int) else self.output_axis,
         )
 
 

@@ -34,7 +34,7 @@ def weight_bytes(
     """Memory that the weights take, without those that `names` leaves out.
 
     `item_bytes`: of one number once it is loaded; None: as in the files. `tied`: an output matrix is not loaded.
-    `quantization`: the formats that weights are converted to.
+    `quantization`: the number formats of its weights; None: plain.
     Raises ConfigError for files that are missing, cannot be read or are cut off.
     """
     formats, total = quantization or QuantizationConfig(), 0
@@ -44,10 +44,8 @@ def weight_bytes(
             if name == "__metadata__" or here.startswith(names.left_out) or (tied and here == _OUTPUT):
                 continue
             stored = tensor["data_offsets"][1] - tensor["data_offsets"][0]
-            if item_bytes is None or tensor["dtype"] not in _FLOATS:
-                total += stored
-            else:
-                total += formats.bytes_of(here, tuple(tensor["shape"]), item_bytes)
+            plain = item_bytes if tensor["dtype"] in _FLOATS else None
+            total += formats.bytes_of(here, tuple(tensor["shape"]), stored, plain)
     return total
 
 

@@ -15,7 +15,6 @@ from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.fallback.build import build_fallback
 from minisgl_backend.tensor_parallel import TensorParallel
-from minisgl_backend.weights.formats import QuantizationConfig
 from tests.specs import make_pool
 
 
@@ -50,7 +49,7 @@ class PagedModel:
         if model_impl == "transformers":
             self.model: Any = build_fallback(config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len)
         else:
-            formats = QuantizationConfig(format=quantization)
+            formats = config.quantization.with_option(quantization)
             self.model = build_model(
                 config, folder, dtype=dtype, device=self.device, max_seq_len=max_seq_len, tp=tp, quantization=formats
             )

@@ -6,6 +6,7 @@ divergence from the same weights with activations as they are.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,18 @@ def fp8(x: torch.Tensor) -> torch.Tensor:
 
 def quantize_reference(model: Any, *, activations: bool) -> None:
     """Linear layers and experts of the decoder layers in place. activations: these, too."""
-    of_input = fp8 if activations else lambda x: x
+    for module in model.model.layers.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.weight.data = fp8(module.weight.data)
+        elif type(module).__name__.endswith("Experts"):
+            for weight in (module.gate_up_proj, module.down_proj):
+                weight.data = fp8(weight.data)
+    if activations:
+        quantize_activations(model, fp8)
+
+
+def quantize_activations(model: Any, of_input: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """The inputs of linear layers and experts of the decoder layers become what `of_input` makes of them."""
 
     def experts_forward(self: Any, hidden: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(hidden)
@@ -48,11 +60,8 @@ def quantize_reference(model: Any, *, activations: bool) -> None:
 
     for module in model.model.layers.modules():
         if isinstance(module, torch.nn.Linear):
-            module.weight.data = fp8(module.weight.data)
             module.register_forward_pre_hook(lambda _, inputs: tuple(map(of_input, inputs)))
         elif type(module).__name__.endswith("Experts"):
-            for weight in (module.gate_up_proj, module.down_proj):
-                weight.data = fp8(weight.data)
             module.forward = experts_forward.__get__(module)
 
 

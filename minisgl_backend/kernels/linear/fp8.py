@@ -59,8 +59,15 @@ class TritonFp8Kernels(Fp8Kernels):
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         activation: str | None = None,
+        x_scale: torch.Tensor | None = None,
+        block: tuple[int, int] | None = None,
     ) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
+        if x_scale is not None or block is not None:
+            return super().linear(
+                x, weight, scale, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual,
+                activation=activation, x_scale=x_scale, block=block,
+            )  # fmt: skip
         rows, (size_out, size_in) = len(x), weight.shape
         pdl = self._plain.ops.pdl(x)
         if 0 < rows <= MAX_ROWS:
@@ -107,7 +114,14 @@ class TritonFp8Kernels(Fp8Kernels):
         down_scale: torch.Tensor,
         residual: torch.Tensor | None = None,
         activation: str = "silu",
+        x_scales: torch.Tensor | None = None,
+        blocks: tuple[tuple[int, int], tuple[int, int]] | None = None,
     ) -> torch.Tensor:
+        if x_scales is not None or blocks is not None:
+            return super().moe(
+                x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale, residual, activation,
+                x_scales, blocks,
+            )  # fmt: skip
         from minisgl_backend.kernels.moe.fp8 import moe  # which needs what is above
 
         return moe(

@@ -1,7 +1,9 @@
 """FP8 weights in plain torch: what CPUs run, and what the kernels for GPUs are tested against.
 
-Numbers are e4m3 without infinities (Micikevicius et al., 2022), weights with a scale for each output, activations with
-one for each token, made when they come. Products of FP8 numbers are exact in float32, in which they are summed.
+Numbers are e4m3 without infinities (Micikevicius et al., 2022). Weights have a scale for each output, activations one
+for each token, made when they come, or one that the checkpoint gives. Or weights have one for each block of outputs and
+inputs, and activations one for each token and block of inputs, as DeepSeek-V3's technical report has it (2024, section
+3.3). Products of FP8 numbers are exact in float32, in which they are summed.
 """
 
 from __future__ import annotations
@@ -36,6 +38,23 @@ def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return scaled.to(FP8).float(), scales
 
 
+def quantize_groups(x: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [num_tokens, inputs] -> FP8 numbers as float32, and float32 scales [num_tokens, groups] of `size` inputs each,
+    the last of which may have fewer."""
+    padded = F.pad(x.float(), (0, -x.shape[1] % size)).unflatten(1, (-1, size))
+    scaled, scales = _scaled(padded)
+    return scaled.to(FP8).float().flatten(1)[:, : x.shape[1]], scales
+
+
+def dequantize(weight: torch.Tensor, scale: torch.Tensor, block: tuple[int, int] | None = None) -> torch.Tensor:
+    """weight FP8 [..., outputs, inputs] in float32. scale: [..., outputs], or one a `block` of outputs and inputs."""
+    if block is None:
+        return weight.float() * scale.unsqueeze(-1)
+    outputs, inputs = weight.shape[-2:]
+    scale = scale.repeat_interleave(block[0], -2)[..., :outputs, :]
+    return weight.float() * scale.repeat_interleave(block[1], -1)[..., :inputs]
+
+
 def _scaled(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     rows32 = rows.float()
     scales = rows32.abs().amax(-1).clamp_min(LEAST) / LARGEST
@@ -60,11 +79,17 @@ class Fp8Kernels:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         activation: str | None = None,
+        x_scale: torch.Tensor | None = None,
+        block: tuple[int, int] | None = None,
     ) -> torch.Tensor:
-        """As `PlainKernels.linear`: weight FP8 [size_out, size_in], scale float32 [size_out]."""
+        """As `PlainKernels.linear`: weight FP8 [size_out, size_in], scale float32 [size_out].
+
+        x_scale: one float32 number, of all activations; None: each token has its own. block: of outputs and inputs,
+        each of which has a scale [blocks of outputs, blocks of inputs]; activations have one for each token and block.
+        """
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
-        out = _product(*quantize_tokens(x), weight, scale)
+        out = _product(x, weight, scale, x_scale, block)
         if bias is not None:
             out += bias.float()
         if activation is not None:
@@ -84,20 +109,41 @@ class Fp8Kernels:
         down_scale: torch.Tensor,
         residual: torch.Tensor | None = None,
         activation: str = "silu",
+        x_scales: torch.Tensor | None = None,
+        blocks: tuple[tuple[int, int], tuple[int, int]] | None = None,
     ) -> torch.Tensor:
         """As `PlainKernels.moe`: weights FP8 as there, scales float32 [num_experts, outputs]. The implementation in
-        torch synchronises with the device."""
-        numbers, scales = quantize_tokens(x)
+        torch synchronises with the device.
+
+        x_scales: float32 [2], of all activations before gate and up, and before down. blocks: of gate and up, and of
+        down; see `linear`.
+        """
+        before, between = x_scales if x_scales is not None else (None, None)
+        of_gate_up, of_down = blocks or (None, None)
         out = torch.zeros((*expert_ids.shape, x.shape[1]), dtype=torch.float32, device=x.device)
         for expert in expert_ids.unique().tolist():
             tokens, choices = torch.where(expert_ids == expert)
-            gate_and_up = _product(numbers[tokens], scales[tokens], gate_up[expert], gate_up_scale[expert])
+            gate_and_up = _product(x[tokens], gate_up[expert], gate_up_scale[expert], before, of_gate_up)
             activated = activate_mul(gate_and_up, activation).to(x.dtype)
-            out[tokens, choices] = _product(*quantize_tokens(activated), down[expert], down_scale[expert])
+            out[tokens, choices] = _product(activated, down[expert], down_scale[expert], between, of_down)
         summed = (out * expert_weights.float().unsqueeze(-1)).sum(1)
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
 
 
-def _product(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """x float32 [num_tokens, size_in] and weight FP8 [size_out, size_in], scaled: float32 [num_tokens, size_out]."""
-    return F.linear(x, weight.float()) * x_scale.unsqueeze(1) * scale
+def _product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    block: tuple[int, int] | None,
+) -> torch.Tensor:
+    """x [num_tokens, size_in], which is quantized, by FP8 weight [size_out, size_in]: float32 [num_tokens, size_out]"""
+    if block is not None:
+        numbers, scales = quantize_groups(x, block[1])
+        scales = scales.repeat_interleave(block[1], 1)[:, : x.shape[1]]
+        return F.linear(numbers * scales, dequantize(weight, scale, block))
+    if x_scale is not None:
+        numbers = (x.float() / x_scale).clamp(-LARGEST, LARGEST).to(FP8).float()
+        return F.linear(numbers, weight.float()) * x_scale * scale
+    numbers, scales = quantize_tokens(x)
+    return F.linear(numbers, weight.float()) * scales.unsqueeze(1) * scale

@@ -36,7 +36,6 @@ from minisgl_backend.runner.start.warm_up import compile_kernels, warm_up
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
-from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.kv_scales import read_kv_scales
 
 log = logging.getLogger(__name__)
@@ -191,7 +190,7 @@ def _build_model(
             device=device,
             max_seq_len=max_seq_len,
             tp=tp,
-            quantization=QuantizationConfig(format=config.quantization),
+            quantization=model_config.quantization.with_option(config.quantization),
             dummy_weights=config.dummy_weights,
             on_progress=progress.weights,
         )

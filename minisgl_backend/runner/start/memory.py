@@ -24,7 +24,6 @@ from minisgl_backend.runner.start.device import free_bytes
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
-from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.sizes import ITEM_BYTES, check_memory, weight_bytes
 
 # On the CPU memory is shared with everything else, so nobody wants "all that is left" by default.
@@ -124,7 +123,7 @@ def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int 
     config, on_gpu = runtime.config, runtime.device == "cuda"
     item_bytes = ITEM_BYTES[runtime.dtype]
     folder, tied = Path(runtime.model_dir), model.tie_word_embeddings
-    formats = QuantizationConfig(format=config.quantization)
+    formats = model.quantization.with_option(config.quantization)
     weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=tied, quantization=formats) // config.tp
     if not on_gpu:
         weights *= config.ranks_per_node * cores

@@ -92,18 +92,21 @@ def resolve(
     )
 
 
-def _check_quantization(quantization: str | None, model: ModelConfig, device: MachineFacts) -> None:
-    if quantization is None:
-        return
-    if model.implementation != "native":
+def _check_quantization(option: str | None, model: ModelConfig, device: MachineFacts) -> None:
+    if option is not None and model.implementation != "native":
         raise ConfigError(
-            f"quantization is {quantization!r}; allowed for {model.architecture}, which transformers' code runs: unset"
+            f"quantization is {option!r}; allowed for {model.architecture}, which transformers' code runs: unset"
         )
-    needed, found = WEIGHT_FORMATS[quantization].capability, device.capability
-    if found is not None and found < needed:
+    for scheme in model.quantization.with_option(option).schemes:
+        needed, found = WEIGHT_FORMATS[scheme.format].capability, device.capability
+        if found is None or found >= needed:
+            continue
+        needs = f"needs a GPU of compute capability {needed[0]}.{needed[1]}"
+        name = f"{device.name} ({found[0]}.{found[1]})"
+        if option is not None:
+            raise ConfigError(f"quantization is {option!r}, which {needs}; allowed on {name}: unset")
         raise ConfigError(
-            f"quantization is {quantization!r}, which needs a GPU of compute capability {needed[0]}.{needed[1]}; "
-            f"allowed on {device.name} ({found[0]}.{found[1]}): unset"
+            f"the checkpoint's number format ({scheme}) {needs}; allowed on {name}: one of another format"
         )
 
 

@@ -1,0 +1,134 @@
+"""Writes checkpoints with FP8 weights as the tools do that publish them, and the same weights in float32."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+FP8 = torch.float8_e4m3fn
+BLOCK = (32, 32)
+INPUT_SCALE = 0.03  # static: what is above 13 is cut off
+LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+
+Tensors = dict[str, torch.Tensor]
+
+
+def _group(weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
+    common = {"num_bits": 8, "type": "float", "symmetric": True}
+    inputs = activations and {**common, "dynamic": True, **activations}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*block_sparse_moe.gate$"],
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {**common, "dynamic": False, **weights},
+                "input_activations": inputs,
+                "output_activations": None,
+            }
+        },
+    }
+
+
+# Name -> quantization_config, and how activations are quantized: token, group, static or none.
+VARIANTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "fp8-blocks": (
+        {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(BLOCK),
+            "modules_to_not_convert": ["lm_head"],
+        },
+        "group",
+    ),
+    "fp8-static": ({"quant_method": "fp8", "activation_scheme": "static"}, "static"),
+    "fp8-tensor": ({"quant_method": "fp8", "activation_scheme": "dynamic"}, "token"),
+    "ct-blocks": (
+        _group({"strategy": "block", "block_structure": list(BLOCK)}, {"strategy": "group", "group_size": BLOCK[1]}),
+        "group",
+    ),
+    "ct-channel": (_group({"strategy": "channel"}, {"strategy": "token"}), "token"),
+    "ct-tensor-static": (_group({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}), "static"),
+    "ct-blocks-weights-only": (_group({"strategy": "block", "block_structure": list(BLOCK)}, None), None),
+    "ct-weights-only": (_group({"strategy": "channel"}, None), None),
+    "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.gate"]}, "static"),
+}  # fmt: skip
+
+
+def quantize(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [outputs, inputs] -> FP8, and scales [blocks of outputs, blocks of inputs]."""
+    outputs, inputs = weight.shape
+    rows, columns = -(-outputs // block[0]), -(-inputs // block[1])
+    padded = weight.new_zeros(rows * block[0], columns * block[1])
+    padded[:outputs, :inputs] = weight
+    blocks = padded.view(rows, block[0], columns, block[1])
+    scales = blocks.abs().amax((1, 3)).clamp_min(1e-10) / 448
+    numbers = (blocks / scales[:, None, :, None]).clamp(-448, 448).view_as(padded)[:outputs, :inputs]
+    return numbers.to(FP8), scales
+
+
+def dequantize(numbers: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
+    return numbers.float() * whole[: len(numbers), : numbers.shape[1]]
+
+
+def write_fp8(source: Path, variant: str, quantized: Path, plain: Path) -> None:
+    """source: a folder with a plain checkpoint. plain: gets the same weights, dequantized."""
+    config, activations = VARIANTS[variant]
+    of_blocks = "blocks" in variant
+    scale_name = "weight_scale_inv" if variant == "fp8-blocks" else "weight_scale"
+
+    def write(name: str, weight: torch.Tensor) -> tuple[Tensors, Tensors]:
+        if not is_linear(name):
+            return {name: weight}, {name: weight}
+        by_channel = config.get("config_groups", {}).get("group_0", {}).get("weights", {}).get("strategy") == "channel"
+        block = BLOCK if of_blocks else (1, weight.shape[1]) if by_channel else None
+        whole = block or (weight.shape[0], weight.shape[1])
+        numbers, scales = quantize(weight, whole)
+        module = name.removesuffix(".weight")
+        stored = {name: numbers, f"{module}.{scale_name}": scales if block else scales.view(1)}
+        if variant == "modelopt":
+            stored[f"{module}.{scale_name}"] = scales.view(())
+        if activations == "static" or variant == "fp8-tensor":
+            stored[f"{module}.input_scale"] = torch.tensor(INPUT_SCALE)
+        return stored, {name: dequantize(numbers, scales, whole)}
+
+    rewrite(source, config, quantized, plain, write)
+
+
+def is_linear(name: str) -> bool:
+    return name.endswith(".weight") and name.split(".")[-2] in LINEAR
+
+
+def rewrite(
+    source: Path,
+    config: dict[str, Any],
+    quantized: Path,
+    plain: Path,
+    write: Callable[[str, torch.Tensor], tuple[Tensors, Tensors]],
+) -> None:
+    """Writes both folders. write: (name, tensor) -> what the quantized checkpoint has for it, and what the plain one.
+
+    config: quantization_config.
+    """
+    stored: Tensors = {}
+    same: Tensors = {}
+    for file in sorted(source.glob("*.safetensors")):
+        for name, tensor in load_file(file).items():
+            one, other = write(name, tensor)
+            stored.update(one)
+            same.update(other)
+    described = json.loads((source / "config.json").read_text())
+    for folder, tensors, more in ((quantized, stored, {"quantization_config": config}), (plain, same, {})):
+        folder.mkdir(exist_ok=True)
+        for file in source.glob("*.json"):
+            if file.name != "model.safetensors.index.json":
+                shutil.copy(file, folder)
+        save_file({name: one.contiguous() for name, one in tensors.items()}, folder / "model.safetensors")
+        (folder / "config.json").write_text(json.dumps({**described, **more}))
