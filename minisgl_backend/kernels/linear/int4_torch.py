@@ -1,0 +1,149 @@
+"""4-bit weights in plain torch: their one layout in memory, what CPUs run, and what GPUs' kernels are tested against.
+
+A weight is scale * (number - zero point), with numbers of 0 to 15 and a scale (and a zero point) for each output and
+group of inputs; symmetric weights have the zero point 8. All formats of checkpoints are repacked into one layout while
+they are read (AWQ: Lin et al. 2023, GPTQ: Frantar et al. 2022).
+
+The layout is made for kernels: inputs are cut into blocks of 8 planes, of 16 or 32 inputs each, and an output has as
+many words of 32 bits in a block as a plane has inputs. Of inputs 2 i and 2 i + 1 of plane p, word 2 i + p // 4 holds
+the numbers, p % 4 nibbles from the bottom of its lower and of its upper half. So one shift and one logical operation
+make two neighbours, ready for a tensor core, out of two words that lie side by side; and a plane is contiguous in x.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.torch_ops import activate_mul
+
+PLANES = 8
+MIDDLE = 8  # the zero point of symmetric weights
+LEAST_GROUP = 16  # inputs: a plane has one scale, and tensor cores multiply 16 inputs at least
+
+
+@dataclass(frozen=True, kw_only=True)
+class Int4Weight:
+    """One weight, or one for each expert, with a first dimension of experts everywhere."""
+
+    words: torch.Tensor  # int32 [size_out, padded inputs / 8]
+    scales: torch.Tensor  # [num_groups, size_out], of the model's number format; finite where inputs only fill a block
+    zeros: torch.Tensor | None = None  # uint8 [num_groups, size_out]; None: 8
+    size_in: int
+    group: int  # inputs with one scale
+    plane: int
+
+    @property
+    def size_out(self) -> int:
+        return self.words.shape[-2]
+
+    @property
+    def padded(self) -> int:
+        """Inputs, with those that fill the last block; their numbers count for nothing."""
+        return PLANES * self.words.shape[-1]
+
+    def expert(self, index: int) -> Int4Weight:
+        return Int4Weight(
+            words=self.words[index],
+            scales=self.scales[index],
+            zeros=None if self.zeros is None else self.zeros[index],
+            size_in=self.size_in,
+            group=self.group,
+            plane=self.plane,
+        )
+
+
+def plane_size(size_in: int, group: int) -> int:
+    """Inputs of a plane: 32 where that needs no more padding, and no second scale."""
+    return 32 if -(-size_in // 128) % 2 == 0 and group % 32 == 0 else 16
+
+
+def padded_inputs(size_in: int, plane: int) -> int:
+    return -(-size_in // (PLANES * plane)) * PLANES * plane
+
+
+def num_groups(size_in: int, group: int, plane: int) -> int:
+    """With those of the inputs that fill the last block."""
+    return -(-padded_inputs(size_in, plane) // group)
+
+
+def pack(numbers: torch.Tensor, plane: int) -> torch.Tensor:
+    """numbers uint8 [..., inputs], 0 to 15 -> words int32 [..., padded inputs / 8]."""
+    size_in = numbers.shape[-1]
+    numbers = F.pad(numbers, (0, padded_inputs(size_in, plane) - size_in))
+    halves = numbers.unflatten(-1, (-1, 2, PLANES // 2, plane // 2, 2))  # block, half, nibble, pair, first or second
+    axis = halves.dim() - 5
+    nibbles = halves.permute(*range(axis), axis, axis + 3, axis + 1, axis + 4, axis + 2).flatten(-2)
+    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).contiguous().view(torch.int32).flatten(-4)
+
+
+def unpack(words: torch.Tensor, size_in: int, plane: int) -> torch.Tensor:
+    """The inverse of `pack`: uint8 [..., size_in]."""
+    octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, plane // 2, 2, 2, 2))  # ..., half, second, byte
+    nibbles = torch.stack((octets & 15, octets >> 4), -1).flatten(-2)  # block, pair, half, first or second, nibble
+    axis = nibbles.dim() - 5
+    order = (axis, axis + 2, axis + 4, axis + 1, axis + 3)
+    return nibbles.permute(*range(axis), *order).flatten(-5)[..., :size_in]
+
+
+def dequantize(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:
+    """[..., size_out, size_in], computed in float32 and rounded once."""
+    numbers = unpack(weight.words, weight.size_in, weight.plane).float()
+    scales = _of_inputs(weight.scales.float(), weight)
+    zeros = MIDDLE if weight.zeros is None else _of_inputs(weight.zeros.float(), weight)
+    return ((numbers - zeros) * scales).to(dtype)
+
+
+def _of_inputs(of_groups: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
+    """[..., groups, size_out] -> [..., size_out, size_in]"""
+    return of_groups.transpose(-1, -2).repeat_interleave(weight.group, -1)[..., : weight.size_in]
+
+
+class Int4Kernels:
+    """GEMMs and experts with 4-bit weights, by torch. Made for each model; all its 4-bit weights hold it."""
+
+    def __init__(self, ops: Ops) -> None:
+        """ops: of the same device."""
+        self.ops = ops
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: Int4Weight,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        """As `PlainKernels.linear`."""
+        if norm_weight is not None:
+            x = self.ops.rms_norm(x, norm_weight, eps)
+        out = F.linear(x, dequantize(weight, x.dtype), bias)
+        if activation is not None:
+            out = activate_mul(out, activation)
+        return out if residual is None else out.add_(residual)
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        gate_up: Int4Weight,
+        down: Int4Weight,
+        residual: torch.Tensor | None = None,
+        activation: str = "silu",
+    ) -> torch.Tensor:
+        """As `PlainKernels.moe`. The implementation in torch synchronises with the device."""
+        out = torch.zeros((*expert_ids.shape, x.shape[1]), dtype=torch.float32, device=x.device)
+        for expert in expert_ids.unique().tolist():
+            tokens, choices = torch.where(expert_ids == expert)
+            gate_and_up = F.linear(x[tokens], dequantize(gate_up.expert(expert), x.dtype))
+            activated = activate_mul(gate_and_up, activation)
+            out[tokens, choices] = F.linear(activated, dequantize(down.expert(expert), x.dtype)).float()
+        summed = (out * expert_weights.float().unsqueeze(-1)).sum(1)
+        return (summed if residual is None else summed + residual.float()).to(x.dtype)

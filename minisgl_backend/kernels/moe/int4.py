@@ -1,0 +1,239 @@
+"""Mixtures of experts with 4-bit weights, in the Triton language: few_tokens.py's and grouped.py's two GEMMs.
+
+Which pairs of (token, expert) a tile holds comes from the same plans; what a tile computes is linear/int4.py's product.
+`pdl`: programmatic dependent launch, whose rules stand in linear/small_rows.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.activation import gate_mul
+from minisgl_backend.kernels.elementwise import combine
+from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.linear.int4 import (
+    block_product,
+    planes_together,
+    scales_of,
+    uses_assembly,
+    words_of,
+)
+from minisgl_backend.kernels.linear.int4_torch import MIDDLE, Int4Weight
+from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
+from minisgl_backend.kernels.moe import few_tokens
+from minisgl_backend.kernels.moe.align import Tiles, align
+
+
+@dataclass(frozen=True)
+class Int4Cut:
+    """How one product is cut: see `linear.int4.Int4Shape`. tile_out: outputs after gating."""
+
+    tile_out: int
+    num_warps: int
+    num_stages: int
+    x_first: bool = False
+    scaled: bool = False
+
+
+@dataclass(frozen=True)
+class Int4MoeShape:
+    tile_pairs: int
+    gate_up: Int4Cut
+    down: Int4Cut
+
+
+FEW = Int4MoeShape(few_tokens.SLOTS, Int4Cut(32, 2, 4), Int4Cut(64, 2, 4))
+
+
+def moe_shape(pairs: int, num_experts: int) -> Int4MoeShape:
+    """By the pairs of an expert."""
+    mean = pairs / num_experts
+    if mean <= 12:
+        return FEW
+    if mean <= 48:
+        return Int4MoeShape(32, Int4Cut(64, 4, 3, scaled=True), Int4Cut(128, 4, 3, scaled=True))
+    return Int4MoeShape(64, Int4Cut(64, 4, 3, scaled=True), Int4Cut(128, 4, 3, scaled=True))
+
+
+def moe(
+    x: torch.Tensor,
+    expert_ids: torch.Tensor,
+    expert_weights: torch.Tensor,
+    gate_up: Int4Weight,
+    down: Int4Weight,
+    residual: torch.Tensor | None = None,
+    activation: str = "silu",
+    *,
+    shape: Int4MoeShape | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The contract is `Int4Kernels.moe`'s; nothing waits for the device."""
+    num_experts, k, pairs = len(down.words), expert_ids.shape[1], expert_ids.numel()
+    if pairs == 0:
+        return torch.empty_like(x) if residual is None else residual.clone()
+    shape = shape or moe_shape(pairs, num_experts)
+    tiles = align(expert_ids.contiguous(), num_experts, shape.tile_pairs, pdl)
+    result = _products(x, tiles, expert_weights.contiguous(), gate_up, down, k, pairs, shape, activation, pdl)
+    return combine(result, k, residual, pdl)
+
+
+def mixture(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: Int4Weight,
+    down: Int4Weight,
+    experts_per_token: int,
+    renormalize: bool,
+    workspace: LinearWorkspace,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    activation: str = "silu",
+    shape: Int4MoeShape = FEW,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The contract is `PlainKernels.mixture`'s, for up to few_tokens.MAX_TOKENS tokens."""
+    k = experts_per_token
+    normed, plan = few_tokens.route(x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
+    result = _products(normed, plan, plan.weights, gate_up, down, k, len(x) * k, shape, activation, pdl)
+    return combine(result, k, residual, pdl)
+
+
+def _products(
+    x: torch.Tensor,
+    plan: Tiles | few_tokens.Plan,
+    pair_weights: torch.Tensor,
+    gate_up: Int4Weight,
+    down: Int4Weight,
+    k: int,
+    pairs: int,
+    shape: Int4MoeShape,
+    activation: str,
+    pdl: bool,
+) -> torch.Tensor:
+    """By pair [pairs, hidden], times the pair's weight."""
+    if isinstance(plan, Tiles):
+        count, arguments = plan.expert.numel(), (plan.order, plan.expert, plan.first, plan.end)
+        kind = "sorted"
+    else:
+        count, arguments = plan.max_tiles, (plan.tiles,) * 4
+        kind = "packed" if plan.is_packed else "few"
+    activated = torch.empty((pairs, gate_up.size_out // 2), dtype=x.dtype, device=x.device)
+    result = torch.empty((pairs, down.size_out), dtype=x.dtype, device=x.device)
+    for source, weight, out, cut, gated in (
+        (x, gate_up, activated, shape.gate_up, True),
+        (activated, down, result, shape.down, False),
+    ):
+        size_out = out.shape[1]
+        _experts_kernel[(count, triton.cdiv(size_out, cut.tile_out))](
+            source, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros, out,
+            *arguments, pair_weights, source.stride(0), K=k, PLAN=kind, SIZE_OUT=size_out, SIZE_IN=weight.size_in,
+            WORDS=weight.words.shape[-1], GROUPS=weight.scales.shape[-2], GROUP=weight.group, PLANE=weight.plane,
+            TOGETHER=planes_together(weight), ROWS=shape.tile_pairs, TILE_OUT=cut.tile_out, X_FIRST=cut.x_first,
+            SCALED=cut.scaled, ZEROS=weight.zeros is not None, MIDDLE=MIDDLE, GATED=gated,
+            ACTIVATION=activation if gated else None, ASM=uses_assembly(x), num_warps=cut.num_warps,
+            num_stages=cut.num_stages, **pdl_options(pdl),
+        )  # fmt: skip
+    return result
+
+
+@triton.jit
+def _pairs_of(
+    order_ptr, expert_ptr, first_ptr, end_ptr, PLAN: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
+):  # fmt: skip
+    """Of this program's tile: the expert (negative: none), its pairs [ROWS], which of them there are, and where each
+    lies among all pairs in sorted order, or by number. See `few_tokens.Plan` and `align.Tiles`."""
+    tile = tl.program_id(0)
+    s = tl.arange(0, ROWS)
+    if PLAN == "sorted":
+        expert = tl.load(expert_ptr + tile).to(tl.int64)
+        place = tl.load(first_ptr + tile) + s
+        ok = place < tl.load(end_ptr + tile)
+        pair = tl.load(order_ptr + place, mask=ok, other=0)
+    elif PLAN == "packed":
+        packed = tl.load(order_ptr + tile, cache_modifier=".cg")
+        expert = packed >> 32
+        choice = ((packed >> (4 * s)) & 15).to(tl.int32)
+        ok = (choice < few_tokens.UNPICKED) & (s < 8)
+        pair = tl.where(ok, s * K + choice, 0)
+        place = pair
+    else:
+        most = tl.num_programs(0)
+        expert = tl.load(order_ptr + tile, cache_modifier=".cg").to(tl.int64)
+        ok = s < tl.load(order_ptr + most + tile, cache_modifier=".cg")
+        pair = tl.load(order_ptr + 2 * most + tile * ROWS + s, cache_modifier=".cg")
+        pair = tl.where(ok, pair, 0)
+        place = pair
+    return expert, pair, ok, place
+
+
+@triton.jit
+def _experts_kernel(
+    x_ptr, words_ptr, scales_ptr, zeros_ptr, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, pair_weights_ptr,
+    x_stride,
+    K: tl.constexpr, PLAN: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, WORDS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, PLANE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
+    TILE_OUT: tl.constexpr, X_FIRST: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr,
+    GATED: tl.constexpr, ACTIVATION: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GATED: activation(x @ gate.T) * (x @ up.T), of the pair's token. Else: of the pair, and times its weight."""
+    if PDL:
+        if PLAN == "sorted":
+            tl_cuda.gdc_launch_dependents()
+            tl_cuda.gdc_wait()
+        else:  # as in few_tokens.py: the second product reads the plan before it waits
+            if GATED:
+                tl_cuda.gdc_wait()
+            tl_cuda.gdc_launch_dependents()
+    expert, pair, ok, place = _pairs_of(order_ptr, expert_ptr, first_ptr, end_ptr, PLAN, K, ROWS)
+    if expert < 0:
+        return
+    BLOCK: tl.constexpr = 8 * PLANE
+    TILE: tl.constexpr = 2 * TILE_OUT if GATED else TILE_OUT
+    WIDTH: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
+    j = tl.arange(0, TILE)
+    column = tl.program_id(1) * TILE_OUT + j % TILE_OUT
+    column_ok = column < SIZE_OUT
+    row = column + j // TILE_OUT * SIZE_OUT
+    c = tl.arange(0, PLANE)
+    word_rows = words_ptr + (expert * WIDTH + row) * WORDS
+    if X_FIRST:
+        word_rows, word_c, word_ok = word_rows[None, :], c[:, None], column_ok[None, :]
+        acc = tl.zeros([ROWS, TILE], tl.float32)
+    else:
+        word_rows, word_c, word_ok = word_rows[:, None], c[None, :], column_ok[:, None]
+        acc = tl.zeros([TILE, ROWS], tl.float32)
+    scales_ptr += expert * (GROUPS * WIDTH)
+    zeros_ptr += expert * (GROUPS * WIDTH)
+    scales = scales_of(scales_ptr, zeros_ptr, row, column_ok, 0, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
+    source = pair // K if GATED else place
+    x_rows = x_ptr + source.to(tl.int64)[:, None] * x_stride
+    if PDL and PLAN != "sorted" and not GATED:
+        tl_cuda.gdc_wait()
+    for first in tl.range(0, WORDS * 8, BLOCK):
+        words, odd = words_of(word_rows, word_c, word_ok, first, PLANE, ASM)
+        after = first + BLOCK
+        after_ok = column_ok & (j * 0 + after < WORDS * 8)
+        following = scales_of(scales_ptr, zeros_ptr, row, after_ok, after, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
+        acc = block_product(
+            acc, words, odd, scales, x_rows, ok, first, SIZE_IN, PLANE, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE, ASM
+        )
+        scales = following
+    if X_FIRST:
+        acc = tl.trans(acc)
+    o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_OUT, ROWS)), (1, 2, 0)))
+        acc = gate_mul(gate, up, ACTIVATION)
+        target = place
+    else:
+        acc = acc * tl.load(pair_weights_ptr + pair, mask=ok, other=0.0).to(tl.float32)[None, :]
+        target = pair
+    address = target.to(tl.int64)[None, :] * SIZE_OUT + o[:, None]
+    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=ok[None, :] & (o < SIZE_OUT)[:, None])

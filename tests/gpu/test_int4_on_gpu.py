@@ -1,0 +1,84 @@
+"""4-bit weights on a GPU against their torch reference: every way of multiplying."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, dequantize
+from minisgl_backend.kernels.torch_ops import TorchOps
+from tests.unit.kernels.int4_weights import random_weight, relative
+
+BF16, FP16 = torch.bfloat16, torch.float16
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 0), reason="needs a GPU with bfloat16"
+)
+
+
+def kernels() -> Any:
+    from minisgl_backend.kernels.linear.int4_triton import TritonInt4Kernels
+    from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+
+    device = torch.device("cuda")
+    return TritonInt4Kernels(TritonPlainKernels(TritonOps(device), device), device)
+
+
+@pytest.mark.parametrize(
+    ("kind", "group", "zeros"),
+    [("plain", 128, False), ("norm residual", 128, True), ("gated norm", 32, True), ("bias", -1, False)],
+)
+@pytest.mark.parametrize(
+    ("rows", "dtype"),
+    [(1, BF16), (8, FP16), (9, BF16), (16, FP16), (33, BF16), (64, FP16), (65, BF16), (200, FP16), (2048, BF16)],
+)
+def test_linear(rows: int, kind: str, group: int, zeros: bool, dtype: torch.dtype) -> None:
+    torch.manual_seed(rows)
+    size_in = 1920 if kind == "bias" else 2048  # planes of 16 and of 32
+    x = torch.randn(rows, size_in, device="cuda").to(dtype)
+    weight = random_weight(1088, size_in, group=group, zeros=zeros, dtype=dtype, device="cuda")
+    options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
+    if "norm" in kind:
+        options |= {"norm_weight": (torch.rand(size_in, device="cuda") + 0.5).to(dtype), "eps": 1e-6}
+    if "bias" in kind:
+        options["bias"] = torch.randn(1088, device="cuda").to(dtype)
+    residual = torch.randn(rows, 1088, device="cuda").to(dtype) if "residual" in kind else None
+    plain = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
+    expected = Int4Kernels(TorchOps()).linear(
+        x.float(), weight, residual=None if residual is None else residual.float(), **plain
+    )
+    found = kernels().linear(x, weight, residual=None if residual is None else residual.clone(), **options)
+    assert relative(found, expected) < (1e-2 if dtype == torch.bfloat16 else 2e-3)
+
+
+def test_numbers_are_exact() -> None:
+    """Each of the 16 at each place of a block, with each zero point: x picks one input."""
+    from minisgl_backend.kernels.linear.int4_triton import dequantize_rows
+
+    for plane in (16, 32):
+        block = 8 * plane
+        weight = random_weight(256, block, group=block, zeros=True, dtype=BF16, device="cuda", plane=plane)
+        weight.scales.fill_(1.0)
+        expected = dequantize(weight, torch.bfloat16)
+        scratch = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+        assert torch.equal(dequantize_rows(weight, slice(0, 256), torch.bfloat16, scratch), expected)
+        one = torch.eye(block, device="cuda", dtype=torch.bfloat16)
+        for rows in (8, 16, 64):
+            for start in range(0, block, rows):
+                found = kernels().linear(one[start : start + rows], weight)
+                assert torch.equal(found, expected[:, start : start + rows].t())
+
+
+@pytest.mark.parametrize("zeros", [False, True])
+@pytest.mark.parametrize("tokens", [1, 7, 64, 500, 3000])
+def test_experts(tokens: int, zeros: bool) -> None:
+    torch.manual_seed(tokens)
+    experts, k, hidden, size = 32, 4, 512, 192
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    ids = torch.stack([torch.randperm(experts, device="cuda")[:k] for _ in range(tokens)])
+    shares = torch.rand(tokens, k, device="cuda")
+    gate_up = random_weight(experts, 2 * size, hidden, group=128, zeros=zeros, dtype=torch.bfloat16, device="cuda")
+    down = random_weight(experts, hidden, size, group=64, zeros=zeros, dtype=torch.bfloat16, device="cuda")
+    expected = Int4Kernels(TorchOps()).moe(x.float(), ids, shares, gate_up, down)
+    assert relative(kernels().moe(x, ids, shares, gate_up, down), expected) < 1e-2
