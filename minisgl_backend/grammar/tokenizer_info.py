@@ -1,19 +1,22 @@
 """Describes the model's tokenizer to xgrammar: `python -m minisgl_backend.grammar.tokenizer_info`, started by an engine
 core.
 
-It imports transformers and goes through all tokens, which takes seconds that the core has not: it loads weights.
+It goes through all tokens, which takes seconds that the core has not: it loads weights. Where tokenizer.json says all,
+transformers is not imported for it, which takes the most of them.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from minisgl_backend.grammar.helper import Helper, begin_helper
-from minisgl_backend.grammar.light_import import absent_torch, import_xgrammar
+from minisgl_backend.grammar.light_import import UNUSED, absent_torch, import_xgrammar
 
 
 class TokenizerSource(msgspec.Struct, frozen=True):
@@ -52,10 +55,51 @@ def describe(source: TokenizerSource, helper: Helper | None = None) -> str:
     torch."""
     if helper is None or helper.options.whole:
         return _info(_load(source), source)
+    backend = _complete_backend(Path(source.folder))
+    if backend is not None:
+        import_xgrammar(UNUSED)
+        return _info(_fast_tokenizer(backend), source)
     with absent_torch():
         tokenizer = _load(source)
     import_xgrammar(["torch"])
     return _info(tokenizer, source)
+
+
+def _complete_backend(folder: Path) -> Any:
+    """The tokenizers.Tokenizer of the folder's tokenizer.json; None where transformers would add tokens to it, or makes
+    the tokenizer by code of its own."""
+    path = folder / "tokenizer.json"
+    if not path.is_file() or (folder / "added_tokens.json").exists():
+        return None
+    from tokenizers import Tokenizer
+
+    config_path = folder / "tokenizer_config.json"
+    config = json.loads(config_path.read_bytes()) if config_path.is_file() else {}
+    if "auto_map" in config or config.get("tokenizer_class") is None:
+        return None
+    backend = Tokenizer.from_file(str(path))
+    listed = config.get("added_tokens_decoder", {}).items()
+    special = [value for name, value in config.items() if name.endswith("_token")]
+    for name in ("additional_special_tokens", "extra_special_tokens"):
+        more = config.get(name) or []
+        special += more.values() if isinstance(more, dict) else more
+    texts = [token["content"] if isinstance(token, dict) else token for token in special]
+    has_special = all(backend.token_to_id(text) is not None for text in texts if isinstance(text, str))
+    same_ids = all(backend.token_to_id(token["content"]) == int(token_id) for token_id, token in listed)
+    return backend if same_ids and has_special else None
+
+
+def _fast_tokenizer(backend: Any) -> Any:
+    """What xgrammar asks of transformers' class, which it then takes the one for that it is given."""
+    import xgrammar
+
+    class BackendTokenizer(xgrammar.tokenizer_info.PreTrainedTokenizerFast):  # type: ignore[misc]
+        backend_tokenizer = backend
+
+        def get_vocab(self) -> dict[str, int]:
+            return dict(backend.get_vocab())
+
+    return object.__new__(BackendTokenizer)  # its constructor would want files
 
 
 def _load(source: TokenizerSource) -> Any:
