@@ -62,6 +62,14 @@ class _Check(_HandedOn):
         return [*shown, "--repository", "--help"]
 
 
+class _Kernels(_HandedOn):
+    def option_names(self) -> list[str]:
+        from minisgl_backend.config import OPTIONS
+
+        shown = [flag for option in OPTIONS.values() if not option.internal for flag in option.flags]
+        return [*shown, "--device-facts", "--help"]
+
+
 class _Fetch(_HandedOn):
     def option_names(self) -> list[str]:
         from minisgl_backend.host.fetch import fetch_parser
@@ -112,6 +120,15 @@ def add_local_commands(app: typer.Typer) -> None:
 
         named = ["--model"] if context.args and not context.args[0].startswith("-") else []
         engine(["check", *named, *context.args], prog_name="minisgl")
+
+    @app.command(cls=_Kernels)
+    def kernels(context: typer.Context) -> None:
+        """Say which kernels multiply with a model's weights on this machine, or on a GPU that is not there."""
+        _need_engine()
+        from minisgl_backend.__main__ import app as engine
+
+        named = ["--model"] if context.args and not context.args[0].startswith("-") else []
+        engine(["kernels", *named, *context.args], prog_name="minisgl")
 
     @app.command(cls=_Fetch)
     def fetch(context: typer.Context) -> None:

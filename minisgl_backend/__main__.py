@@ -104,7 +104,8 @@ def _print_version(wanted: bool) -> None:
 
 app = typer.Typer(
     help="A large language model engine for Triton Inference Server. These commands use it without a server: "
-    "`generate` answers prompts, `options` lists every option, `check` says what options come to on this machine.",
+    "`generate` answers prompts, `options` lists every option, `check` says what options come to on this machine, "
+    "`kernels` which kernels a model takes.",
     epilog="\n".join((EXAMPLES, _options_text(), ENVIRONMENT)),
     no_args_is_help=True,
     add_completion=False,
@@ -269,6 +270,20 @@ def check(
         table.add_row("free memory", in_words(memory.free))
         table.add_row("KV pages", f"about {memory.pages} of {runtime.page_size} tokens: {memory.room}")
     Console().print(table)
+
+
+@app.command(cls=EngineCommand)
+@with_engine_options
+def kernels(
+    config: EngineConfig,
+    device_facts: Annotated[
+        str | None, typer.Option(help="h100, h200, a100 or l40s: a GPU that need not be there; unset: this machine's")
+    ] = None,
+) -> None:
+    """Say which kernel multiplies with which weight of this model, by the rows of a step, and why."""
+    from minisgl_backend.runner.start.kernel_report import kernel_report
+
+    typer.echo(kernel_report(config, Environment.read(), device_facts))
 
 
 if __name__ == "__main__":

@@ -147,14 +147,15 @@ class TensorParallel:
     def share_memory(self, hidden_size: int, dtype: torch.dtype, max_rows: int) -> None:
         """From now on sums of rows of `hidden_size` go through memory that the ranks' GPUs share, where they can.
 
-        max_rows: of a pass. Takes memory for 4 sums of half as many rows, and for 2 of fewer, each up to MOST_BYTES of
-        copy_engines.py and peer_sums.py in kernels/collectives; what is larger is NCCL's. All ranks call this at the
+        max_rows: of a pass. Takes memory for 4 sums of half as many rows, and for 2 of fewer, each up to the limits of
+        kernels/collectives/choose.py; what is larger is NCCL's. All ranks call this at the
         same time, before anything is captured.
         """
         if self._group is None or self._device.type != "cuda":
             return
         # Imported here: Triton exists only where there is a GPU.
-        from minisgl_backend.kernels.collectives.copy_engines import MOST_RANKS, PeerCopies
+        from minisgl_backend.kernels.collectives.choose import MOST_COPY_RANKS
+        from minisgl_backend.kernels.collectives.copy_engines import PeerCopies
         from minisgl_backend.kernels.collectives.peer_sums import PeerSums
 
         try:
@@ -164,7 +165,7 @@ class TensorParallel:
         except OSError as error:
             log.warning("all sums over the ranks are left to NCCL: %s", error)
             return
-        if self.size > MOST_RANKS or max_rows < OVERLAP_ROWS:
+        if self.size > MOST_COPY_RANKS or max_rows < OVERLAP_ROWS:
             return
         longest = self.micro_batches(max_rows)[0]
         try:

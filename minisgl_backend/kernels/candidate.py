@@ -14,6 +14,7 @@ from typing import Generic, TypeVar
 from minisgl_backend.kernels.device_facts import DeviceFacts
 
 Key = TypeVar("Key")
+PLAIN = "plain"  # weights in the model's own number format, as a weight format
 REMEMBERED = 8192  # choices of one kind of weights: a few shapes by the row counts of steps
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels import elementwise as fused
+from minisgl_backend.kernels.candidate import PLAIN
 from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear import small_rows
@@ -81,8 +82,8 @@ class TritonPlainKernels(TorchPlainKernels):
 
     def __init__(self, ops: TritonOps, device: torch.device) -> None:
         super().__init__(ops)
-        self._linear_kernel = linear_chooser("plain", ops.facts).kernel
-        self._experts_kernel = experts_chooser("plain", ops.facts).kernel
+        self._linear_kernel = linear_chooser(PLAIN, ops.facts).kernel
+        self._experts_kernel = experts_chooser(PLAIN, ops.facts).kernel
         self.workspace = small_rows.LinearWorkspace(device)
         self._tuned = TunedLinear(device, _cache_folder() / "minisgl" / "products.json")
 

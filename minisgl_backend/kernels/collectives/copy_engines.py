@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES
 from minisgl_backend.kernels.collectives.peer_memory import (
     Gather,
     Minimum,
@@ -41,8 +42,6 @@ from minisgl_backend.kernels.collectives.peer_memory import (
 from minisgl_backend.kernels.device_facts import DeviceFacts
 
 PLACES = 4  # for sums that have begun and not ended, of which there are at most half as many
-MOST_BYTES = 128 << 20  # of a rank's part: longer ones are left to NCCL
-MOST_RANKS = 2  # every rank sends all of its part to all others: with more, NCCL's rings send less
 SPINS = tl.constexpr(1024)  # between two looks at `stop`
 _PROGRAMS_EACH = 4  # of a multiprocessor, at most
 _COUNT_BYTES = 4
@@ -166,11 +165,11 @@ class PeerCopies:
         gather: Gather,
         minimum: Minimum,
     ) -> PeerCopies:
-        """For sums of up to max_rows rows, and MOST_BYTES. `gather` and `minimum` are the ranks' own.
+        """For sums of up to max_rows rows, and MOST_COPY_BYTES. `gather` and `minimum` are the ranks' own.
 
         Raises OSError, on all ranks alike, where the GPUs cannot reach each other's memory.
         """
-        shape = (PLACES, size - 1, min(max_rows, MOST_BYTES // (hidden * dtype.itemsize)), hidden)
+        shape = (PLACES, size - 1, min(max_rows, MOST_COPY_BYTES // (hidden * dtype.itemsize)), hidden)
         inbox_bytes = torch.Size(shape).numel() * dtype.itemsize
 
         def use(memory: PeerMemory, opened: Mapping[int, int]) -> PeerCopies:

@@ -7,19 +7,11 @@ from collections.abc import Mapping
 import torch
 
 from minisgl_backend.kernels.collectives import all_reduce_norm as peer_reduce
+from minisgl_backend.kernels.collectives.choose import most_rows
 from minisgl_backend.kernels.collectives.peer_memory import Gather, Minimum, PeerMemory, ends_in_time, open_together
 from minisgl_backend.kernels.device_facts import DeviceFacts
 
-# The largest sum, in bytes, by number of ranks. Every rank sends all of it to every other, so that the more ranks there
-# are, the sooner NCCL's rings and trees are faster.
-MOST_BYTES = {2: 40 << 20, 3: 1 << 20, 4: 512 << 10, 5: 384 << 10, 6: 256 << 10, 7: 256 << 10, 8: 256 << 10}
 PDL_ROWS = 64  # as in triton_ops: at more, a kernel that starts early takes room from the one that still runs
-
-
-def most_rows(size: int, hidden: int, dtype: torch.dtype) -> int:
-    """Rows of the largest sum that goes this way; 0: none does."""
-    row_bytes = hidden * dtype.itemsize
-    return 0 if row_bytes % 16 else MOST_BYTES.get(size, 0) // row_bytes
 
 
 class PeerSums:

@@ -7,6 +7,7 @@ import ctypes
 
 import torch
 
+from minisgl_backend.kernels.candidate import PLAIN
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.choose import CPU_LANES, LinearKey, linear_chooser
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
@@ -74,7 +75,7 @@ class CpuPlainKernels(TorchPlainKernels):
     def __init__(self, ops: CpuOps) -> None:
         super().__init__(ops)
         self._library = ops.library
-        self._linear_kernel = linear_chooser("plain", DeviceFacts.cpu()).kernel
+        self._linear_kernel = linear_chooser(PLAIN, DeviceFacts.cpu()).kernel
 
     def linear(
         self,

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from minisgl_backend.kernels.candidate import Candidate, Chooser, Table
+from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, DeviceFacts
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, MAX_SLICED_ROWS, MAX_VECTOR_ROWS, is_sliced
 
@@ -132,7 +132,7 @@ def _always(key: LinearKey, facts: DeviceFacts) -> bool:
 _Row = Candidate[LinearKey]
 CANDIDATES: Table[LinearKey] = MappingProxyType(
     {
-        "plain": (
+        PLAIN: (
             _Row("small_rows", "one row, a vocabulary: weights stream through registers", _vocabulary),
             _Row("small_rows", "one or two rows: bound by weights' bytes; norm and epilogue inside", _vector),
             _Row("small_rows", "the residual is added inside, which saves a kernel", _residual),

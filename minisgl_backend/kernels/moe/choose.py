@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from minisgl_backend.kernels.candidate import Candidate, Chooser, Table
+from minisgl_backend.kernels.candidate import PLAIN, Candidate, Chooser, Table
 from minisgl_backend.kernels.device_facts import LARGEST_SHARED, DeviceFacts
 
 MAX_FEW_TOKENS = 64  # of few_tokens.py
@@ -83,7 +83,7 @@ def _always(key: ExpertsKey, facts: DeviceFacts) -> bool:
 _Row = Candidate[ExpertsKey]
 CANDIDATES: Table[ExpertsKey] = MappingProxyType(
     {
-        "plain": (
+        PLAIN: (
             _Row("early_router", "one token: the router runs beside o_proj, not behind it", _early_router),
             _Row("one_token", "one token: bound by weights' bytes; router, norm and residual inside", _one_token),
             _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _few_tokens),

@@ -27,6 +27,11 @@ class MachineFacts(DeviceFacts):
         return None if self.capability is None else 10 * self.capability[0] + self.capability[1]
 
     @classmethod
+    def named(cls, name: str, count: int = 1) -> MachineFacts:
+        """As many GPUs as asked for, of those that `DeviceFacts.named` knows, and all software."""
+        return cls(**vars(DeviceFacts.named(name)), count=count, bfloat16=lambda: True)
+
+    @classmethod
     def detect(cls) -> MachineFacts:
         """The first CUDA device where there is one, else the CPU."""
         if not torch.cuda.is_available():

@@ -1,0 +1,317 @@
+"""Which kernels a model's weights are multiplied with, on a device that need not be there.
+
+The layers of a model run on tensors without data (torch's `meta` device), and its weights, instead of multiplying, note
+what is asked of them: so norms, residuals and ranks are where the layers have them. Kernels are then looked up in the
+tables of kernels/linear/choose.py and kernels/moe/choose.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+
+from minisgl_backend.attention.base import QKNormRope
+from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kernels.candidate import PLAIN, Candidate
+from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COPY_RANKS, most_rows
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.linear.choose import CANDIDATES as LINEAR
+from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
+from minisgl_backend.kernels.moe.choose import CANDIDATES as EXPERTS
+from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
+from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.weights import LayerContext
+from minisgl_backend.models.build import attention_spec
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.tensor_parallel import OVERLAP_ROWS, AllReduce, TensorParallel
+from minisgl_backend.weights.formats import QuantizationConfig, WeightScheme
+from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.methods import WeightMethods
+from minisgl_backend.weights.parts import WeightPart
+
+META = torch.device("meta")
+ROWS = (1, 8, 64, 256, 4096)  # of a step: three decode batches and two with prompts
+MOST_LOGITS = 256  # rows of a step that want logits: of a prompt one does
+_PAGE_SIZE = 64
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A kernel, and why it is taken."""
+
+    kernel: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A weight as it is multiplied with, alike in several layers."""
+
+    path: str  # within its layer: self_attn.qkv_proj
+    shape: str
+    weight_format: str
+    inside: str  # what is asked for beside the GEMM: norm, residual, activation; a result that lies elsewhere
+
+
+@dataclass
+class _Notes:
+    """What the weights of a model are asked for, in a pass of `rows` rows."""
+
+    facts: DeviceFacts
+    dtype: torch.dtype
+    rows: int = 0
+    choices: dict[Weight, dict[int, Choice]] = field(default_factory=dict)
+
+    def linear(self, path: str, weight_format: str, key: LinearKey) -> None:
+        choice = _listed(LINEAR, weight_format, lambda: linear_chooser(weight_format, self.facts).candidate(key))
+        parts = ("norm", key.norm), ("bias", key.bias), (key.activation, key.activation), ("residual", key.residual)
+        inside = [str(name) for name, is_there in (*parts, ("elsewhere", key.into)) if is_there]
+        weight = Weight(_in_layer(path), f"{key.size_out} x {key.size_in}", weight_format, " ".join(inside))
+        self.choices.setdefault(weight, {})[self.rows] = choice
+
+    def experts(self, path: str, weight_format: str, key: ExpertsKey, inside: Sequence[str]) -> None:
+        choice = _listed(EXPERTS, weight_format, lambda: experts_chooser(weight_format, self.facts).candidate(key))
+        shape = f"{key.experts_per_token} of {key.num_experts} x 3 x {key.intermediate_size} x {key.hidden_size}"
+        weight = Weight(_in_layer(path), shape, weight_format, " ".join(inside))
+        self.choices.setdefault(weight, {})[self.rows] = choice
+
+
+def _listed(tables: Collection[str], weight_format: str, choose: Callable[[], Candidate[Any]]) -> Choice:
+    if weight_format not in tables:
+        return Choice(weight_format, "kernels of this format, which no table lists")
+    row = choose()
+    return Choice(row.kernel, row.why)
+
+
+def _in_layer(path: str) -> str:
+    """model.layers.3.mlp.down_proj -> mlp.down_proj."""
+    _, _, within = path.partition("model.layers.")
+    return within.partition(".")[2] or path
+
+
+class _NotedLinear(LinearMethod):
+    def __init__(self, spec: LinearSpec, notes: _Notes, weight_format: str, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.spec, self._notes, self._format = spec, notes, weight_format
+        first, *others = [output.name for output in spec.outputs]
+        self.path = "+".join([first, *(name.rpartition(".")[2] for name in others)])
+        self.weight = torch.empty(spec.shape, dtype=dtype, device=META)
+        self.bias = torch.empty(spec.shape[0], dtype=dtype, device=META) if spec.bias else None
+        self.apply_weights = self._multiply
+
+    def _multiply(
+        self,
+        x: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        bias = self.bias is not None and self.spec.adds_bias
+        size_out, size_in = self.spec.shape
+        key = LinearKey(
+            len(x), size_out, size_in, x.dtype, norm_weight is not None, bias, residual is not None, activation
+        )
+        self._notes.linear(self.path, self._format, key)
+        return x.new_empty(len(x), size_out // 2 if activation else size_out)
+
+    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        self._notes.linear(self.path, self._format, LinearKey(len(x), *self.spec.shape, x.dtype, into=True))
+
+    def weight_parts(self) -> list[WeightPart]:
+        return []
+
+
+class _NotedExperts(ExpertsMethod):
+    def __init__(self, spec: ExpertsSpec, notes: _Notes, weight_format: str) -> None:
+        super().__init__()
+        self.spec, self._notes, self._format = spec, notes, weight_format
+
+    def _key(self, tokens: int, *, routed: bool, o_proj_inputs: int = 0) -> ExpertsKey:
+        spec = self.spec
+        return ExpertsKey(
+            tokens, spec.num_experts, spec.experts_per_token, spec.hidden_size, spec.local, self._notes.dtype, routed,
+            o_proj_inputs, spec.bias, spec.activation,
+        )  # fmt: skip
+
+    def apply_experts(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        inside = () if residual is None else ("residual",)
+        self._notes.experts(self.spec.name, self._format, self._key(len(x), routed=False), inside)
+        return torch.empty_like(x)
+
+    def apply_routed(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        *,
+        router_bias: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        parts = ("router", True), ("norm", norm_weight is not None), ("residual", residual is not None)
+        inside = [name for name, is_there in parts if is_there]
+        self._notes.experts(self.spec.name, self._format, self._key(len(x), routed=True), inside)
+        return torch.empty_like(x)
+
+    def early_router(
+        self, router: torch.Tensor, norm_weight: torch.Tensor, o_proj: LinearMethod
+    ) -> torch.Tensor | None:
+        key = self._key(1, routed=True, o_proj_inputs=o_proj.spec.local_inputs)
+        chosen = experts_chooser(self._format, self._notes.facts).kernel(key)
+        return torch.empty(0, device=META) if chosen == "early_router" else None
+
+    def apply_with_o_proj(
+        self,
+        x: torch.Tensor,
+        o_proj: LinearMethod,
+        residual: torch.Tensor,
+        early: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        key = self._key(1, routed=True, o_proj_inputs=o_proj.spec.local_inputs)
+        self._notes.experts(self.spec.name, self._format, key, ("router", "norm", "residual"))
+        return torch.empty_like(residual)
+
+    def weight_parts(self) -> list[WeightPart]:
+        return []
+
+
+class _NotingFactory(MethodFactory):
+    """Of weights that are not there, in one format."""
+
+    def __init__(self, plain: PlainKernels, notes: _Notes, weight_format: str) -> None:
+        super().__init__(plain, notes.dtype, META)
+        self._notes, self._format = notes, weight_format
+
+    def linear(self, spec: LinearSpec, dtype: torch.dtype | None = None) -> LinearMethod:
+        return _NotedLinear(spec, self._notes, self._format, dtype or self.dtype)
+
+    def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
+        return _NotedExperts(spec, self._notes, self._format)
+
+
+class _NotingMethods(WeightMethods):
+    def __init__(self, formats: QuantizationConfig, notes: _Notes) -> None:
+        super().__init__(formats, TorchPlainKernels(TorchOps()), dtype=notes.dtype, device=META)
+        self._notes = notes
+
+    def plain_linear(  # type: ignore[override]
+        self, spec: LinearSpec, shared: torch.Tensor | None = None, dtype: torch.dtype | None = None
+    ) -> LinearMethod:
+        return self._factory(None).linear(spec, dtype)
+
+    def _factory(self, scheme: WeightScheme | None) -> _NotingFactory:
+        return _NotingFactory(self.kernels, self._notes, PLAIN if scheme is None else scheme.format)
+
+
+class _PretendedRanks(TensorParallel):
+    """Rank 0 of ranks that are not there: on GPUs of one machine, which share memory, or on processors."""
+
+    def __init__(self, size: int, hidden_size: int, dtype: torch.dtype, *, on_gpu: bool) -> None:
+        super().__init__(0, size, None, META)
+        self._most = most_rows(size, hidden_size, dtype) if on_gpu else 0
+        most_copied = MOST_COPY_BYTES // (hidden_size * dtype.itemsize)
+        self._most_copied = most_copied if on_gpu and size <= MOST_COPY_RANKS else 0
+
+    def all_reduce_for(self, num_rows: int, *, captured: bool) -> AllReduce:
+        if num_rows < OVERLAP_ROWS:
+            return AllReduce.FUSED_IN_NORM if num_rows <= self._most else AllReduce.NCCL
+        return AllReduce.COPY_ENGINE if self.micro_batches(num_rows)[0] <= self._most_copied else AllReduce.NCCL
+
+    def send_ahead(self, partial: torch.Tensor, all_reduce: AllReduce) -> None:
+        return None
+
+    def sum_norm(
+        self, partial: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, sent: object = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return residual, torch.empty_like(residual)
+
+    def logits_columns(self, num_rows: int, start: int, count: int) -> torch.Tensor | None:
+        return torch.empty(num_rows, count, device=META) if self._most else None
+
+    def collect_logits(self, num_rows: int) -> torch.Tensor:
+        return torch.empty(num_rows, 0, device=META)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NoAttention(ForwardContext):
+    """Attention has no weights but those around it."""
+
+    def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
+        return q
+
+    def fuses_rope(self, layer: AttentionLayer) -> bool:
+        return True
+
+    def attend_with_rope(self, layer: AttentionLayer, qkv: torch.Tensor, rotation: QKNormRope) -> torch.Tensor:
+        return qkv.new_empty(len(qkv), layer.num_q_heads, layer.head_dim)
+
+
+def kernel_choices(
+    config: ModelConfig,
+    facts: DeviceFacts,
+    dtype: torch.dtype,
+    *,
+    tp_size: int = 1,
+    quantization: QuantizationConfig | None = None,
+    rows: Sequence[int] = ROWS,
+) -> dict[Weight, dict[int, Choice]]:
+    """Of each weight as it is asked for, in the order of a forward pass: the kernel by the number of rows of a step.
+
+    A weight may have several entries: the first layer's norm, for one, cannot be made by a sum over ranks before it.
+    quantization: number formats of the weights; None: those that the checkpoint says.
+    """
+    config.check_tensor_parallel(tp_size)
+    notes, ops = _Notes(facts, dtype), TorchOps()
+    tp = (
+        TensorParallel.single()
+        if tp_size == 1
+        else _PretendedRanks(tp_size, config.hidden_size, dtype, on_gpu=facts.kind == "cuda")
+    )
+    methods = _NotingMethods(quantization or config.quantization, notes)
+    model = CausalLM(config, LayerContext(device=META, dtype=dtype, ops=ops, tp=tp, methods=methods), _PAGE_SIZE)
+    spec = attention_spec(
+        config, tp_size=tp_size, page_size=_PAGE_SIZE, max_seq_len=_PAGE_SIZE, max_rows=1, dtype=dtype, device=META
+    )
+    model.bind_attention(spec, KVPool(spec.kv_layouts, _PAGE_SIZE, 1, META))
+    model.derive_weights()
+    for notes.rows in sorted(rows, reverse=True):  # the largest asks for all but logits, in order
+        ints = partial(torch.empty, (notes.rows,), dtype=torch.int64, device=META)
+        hidden = model(ints(), ints(), _NoAttention(slots=ints(), rehearses=True))
+        if notes.rows <= MOST_LOGITS:
+            model.decode_logits(hidden)
+    return notes.choices
+
+
+def table(choices: dict[Weight, dict[int, Choice]], rows: Sequence[int] = ROWS) -> str:
+    """Aligned text, a line a weight; numbers in brackets point to the reasons below."""
+    paths = list(dict.fromkeys(weight.path for weight in choices))
+    weights = sorted(choices, key=lambda weight: paths.index(weight.path))
+    found = [choices[weight].get(count) for weight in weights for count in rows]
+    numbers = {choice: number for number, choice in enumerate(dict.fromkeys(filter(None, found)), 1)}
+    lines = [["weight", "outputs x inputs", "format", "inside", *map(str, rows)]]
+    for weight in weights:
+        chosen = [choices[weight].get(count) for count in rows]
+        cells = ["" if one is None else f"{one.kernel} [{numbers[one]}]" for one in chosen]
+        lines.append([weight.path, weight.shape, weight.weight_format, weight.inside or "-", *cells])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
+    return "\n".join([*text, "", *(f"[{number}] {choice.kernel}: {choice.why}" for choice, number in numbers.items())])

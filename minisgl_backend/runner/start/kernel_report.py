@@ -1,0 +1,50 @@
+"""`minisgl kernels`: the kernels of a model's weights on this machine's device, or on a GPU by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import torch
+
+from minisgl_backend.attention.registry import import_failure
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.environment import Environment
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.choose import load_model_config
+from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.models.kernel_choices import kernel_choices, table
+from minisgl_backend.runner.start.device import MachineFacts
+from minisgl_backend.runner.start.resolve import resolve
+
+
+def kernel_report(config: EngineConfig, environment: Environment, device_facts: str | None = None) -> str:
+    """Text of aligned columns. device_facts: of `DeviceFacts.named`, with every package installed; None: what is here.
+
+    Raises ConfigError for what cannot be served, and for models that transformers' code runs.
+    """
+    model_dir = find_model_dir(config.model, trust_remote_code=config.trust_remote_code)
+    model = load_model_config(model_dir, config.model_impl, trust_remote_code=config.trust_remote_code)
+    if model.implementation != "native":
+        raise ConfigError(f"model_impl is {model.implementation!r}; allowed for a report of kernels: a native family")
+    why_missing: Callable[[str], str | None] = import_failure
+    if device_facts is None:
+        machine = MachineFacts.detect()
+    else:
+        machine, why_missing = MachineFacts.named(device_facts, config.dp * config.ranks_per_node), _nothing_is_missing
+    runtime = resolve(config, model_dir, model, machine, environment, why_missing)
+    dtype = getattr(torch, runtime.dtype)
+    quantization = model.quantization.with_option(config.quantization)
+    if machine.kind == "cpu":
+        machine = dataclasses.replace(machine, own_kernels=dtype == torch.bfloat16 and machine.bfloat16())
+    choices = kernel_choices(model, machine, dtype, tp_size=config.tp, quantization=quantization)
+    ranks = f" x {config.tp}" if config.tp > 1 else ""
+    head = (
+        f"{model.architecture}, {runtime.dtype}, on {machine.name}{ranks}, by rows of a step; "
+        f"attention: {runtime.prefill_backend} for prompts, {runtime.decode_backend} for decode"
+    )
+    return f"{head}\n\n{table(choices)}"
+
+
+def _nothing_is_missing(package: str) -> str | None:
+    return None
