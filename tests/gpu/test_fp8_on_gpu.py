@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear.fp8_torch import Fp8Kernels, quantize_outputs
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, dequantize, quantize_outputs
 from minisgl_backend.kernels.torch_ops import TorchOps
 
 pytestmark = pytest.mark.skipif(
@@ -53,6 +53,56 @@ def test_linear_of_other_sizes(rows: int, size_out: int, size_in: int) -> None:
     weight, scale = quantize_outputs(torch.randn(size_out, size_in, device="cuda").bfloat16() / size_in**0.5)
     expected = Fp8Kernels(TorchOps()).linear(x.float(), weight, scale)
     assert relative(kernels().linear(x, weight, scale), expected) < 3e-3
+
+
+def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [..., outputs, inputs] -> FP8, and scales that differ from block to block."""
+    outputs, inputs = weight.shape[-2:]
+    shape = (*weight.shape[:-2], -(-outputs // block[0]), -(-inputs // block[1]))
+    scale = torch.rand(*shape, device="cuda") / 2000 + 1e-4
+    whole = dequantize(torch.ones_like(weight).to(FP8), scale, block)
+    return (weight / whole).clamp(-448, 448).to(FP8), scale
+
+
+@pytest.mark.parametrize("sizes", [(2048, 5120, 128), (1000, 2056, 128), (768, 1216, 64)])
+@pytest.mark.parametrize("kind", ["plain", "norm residual", "gated norm"])
+@pytest.mark.parametrize("rows", [1, 9, 64, 65, 300, 2048])
+def test_linear_in_blocks(rows: int, kind: str, sizes: tuple[int, int, int]) -> None:
+    """Also of sizes that are no multiples of blocks."""
+    torch.manual_seed(rows)
+    size_out, size_in, block = sizes
+    x = torch.randn(rows, size_in, device="cuda").bfloat16()
+    weight, scale = in_blocks(torch.randn(size_out, size_in, device="cuda") / 72, (block, block))
+    options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None, "block": (block, block)}
+    if "norm" in kind:
+        options |= {"norm_weight": (torch.rand(size_in, device="cuda") + 0.5).bfloat16(), "eps": 1e-6}
+    residual = torch.randn(rows, size_out, device="cuda").bfloat16() if "residual" in kind else None
+    expected = Fp8Kernels(TorchOps()).linear(x, weight, scale, residual=residual, **options)
+    found = kernels().linear(x, weight, scale, residual=None if residual is None else residual.clone(), **options)
+    assert relative(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize("rows", [1, 64, 300])
+def test_linear_with_a_given_scale_of_odd_sizes(rows: int) -> None:
+    torch.manual_seed(rows)
+    x, x_scale = torch.randn(rows, 1003, device="cuda").bfloat16(), torch.tensor(0.01, device="cuda")
+    weight, scale = quantize_outputs(torch.randn(777, 1003, device="cuda").bfloat16() / 72)
+    expected = Fp8Kernels(TorchOps()).linear(x, weight, scale, x_scale=x_scale)
+    assert relative(kernels().linear(x, weight, scale, x_scale=x_scale), expected) < 1e-2
+
+
+@pytest.mark.parametrize("tokens", [1, 7, 64, 500, 3000])
+def test_experts_in_blocks(tokens: int) -> None:
+    """Of 192 inputs, where a rank has one and a half blocks."""
+    torch.manual_seed(tokens)
+    experts, k, hidden, size, blocks = 32, 4, 512, 192, ((64, 128), (128, 64))
+    x = torch.randn(tokens, hidden, device="cuda").bfloat16()
+    ids = torch.stack([torch.randperm(experts, device="cuda")[:k] for _ in range(tokens)])
+    shares = torch.rand(tokens, k, device="cuda")
+    gate_up = in_blocks(torch.randn(experts, 2 * size, hidden, device="cuda") * 0.05, blocks[0])
+    down = in_blocks(torch.randn(experts, hidden, size, device="cuda") * 0.05, blocks[1])
+    given = (x, ids, shares, *gate_up, *down, None, "silu", None, blocks)
+    assert relative(kernels().moe(*given), Fp8Kernels(TorchOps()).moe(*given)) < 2e-2
 
 
 @pytest.mark.parametrize("tokens", [1, 7, 64, 500, 3000])

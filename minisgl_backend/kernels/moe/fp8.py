@@ -1,7 +1,7 @@
 """Mixtures of experts with FP8 weights, in the Triton language: grouped.py's two GEMMs, of FP8 numbers.
 
-Tokens are quantized once, and what is between the GEMMs again, by kernels of their own. With many pairs an expert the
-matrix units multiply FP8; with few the weights become float16 in registers, since tiles are too small for those.
+Tokens are quantized once, and what is between the GEMMs again, by kernels of their own. With few pairs an expert the
+weights are the left operand of the matrix units, whose tiles have 64 rows at least; with many the pairs are.
 `pdl`: programmatic dependent launch, whose rules stand in linear/small_rows.py. None of this was measured yet.
 """
 
@@ -12,15 +12,18 @@ import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
-from minisgl_backend.kernels.activation import activate
+from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import pdl_options
-from minisgl_backend.kernels.linear.fp8 import quantize_tokens
-from minisgl_backend.kernels.moe.align import align
+from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
+from minisgl_backend.kernels.moe.align import Tiles, align
 from minisgl_backend.kernels.moe.grouped import MoeShape, moe_shape
-from minisgl_backend.kernels.shared_memory import shared_memory
+from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 
-NATIVE_PAIRS = 64  # of a tile, from which on the matrix units multiply FP8
+MANY_PAIRS = 64  # of a tile, from which on pairs are the left operand
+_FEW_TILE_OUT = 64
+Cut = tuple[int, int, int, int]  # outputs a tile, inputs a step, warps, stages
+Block = tuple[int, int]
 
 
 def moe(
@@ -33,6 +36,8 @@ def moe(
     down_scale: torch.Tensor,
     residual: torch.Tensor | None = None,
     activation: str = "silu",
+    x_scales: torch.Tensor | None = None,
+    blocks: tuple[Block, Block] | None = None,
     *,
     shape: MoeShape | None = None,
     pdl: bool = False,
@@ -41,37 +46,74 @@ def moe(
     (num_experts, hidden, size), k, pairs = down.shape, expert_ids.shape[1], expert_ids.numel()
     if pairs == 0:
         return torch.empty_like(x) if residual is None else residual.clone()
-    shape = shape or moe_shape(pairs, num_experts, 2, shared_memory(x.device))
+    shape = shape or fp8_shape(pairs, num_experts, shared_memory(x.device))
     tiles = align(expert_ids.contiguous(), num_experts, shape.tile_pairs, pdl)
     activated = torch.empty((pairs, size), dtype=x.dtype, device=x.device)
     result = torch.empty((pairs, hidden), dtype=x.dtype, device=x.device)
-    shared = (tiles.order, tiles.expert, tiles.first, tiles.end, expert_weights.contiguous())
-    native = shape.tile_pairs >= NATIVE_PAIRS
-    tile_out, tile_in, num_warps, num_stages = shape.gate_up
-    count = tiles.expert.numel()
-    _grouped_kernel[(count, triton.cdiv(size, tile_out))](
-        *quantize_tokens(x, pdl=pdl), gate_up, gate_up_scale, activated, *shared, K=k, SIZE_OUT=size, SIZE_IN=hidden,
-        TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=True, ACTIVATION=activation,
-        NATIVE=native, num_warps=num_warps, num_stages=num_stages, **pdl_options(pdl),
-    )  # fmt: skip
-    tile_out, tile_in, num_warps, num_stages = shape.down
-    _grouped_kernel[(count, triton.cdiv(hidden, tile_out))](
-        *quantize_tokens(activated, pdl=pdl), down, down_scale, result, *shared, K=k, SIZE_OUT=hidden, SIZE_IN=size,
-        TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=False, ACTIVATION=None,
-        NATIVE=native, num_warps=num_warps, num_stages=num_stages, **pdl_options(pdl),
-    )  # fmt: skip
+    before, between = (None, None) if x_scales is None else x_scales.unbind()
+    of_gate_up, of_down = blocks or (None, None)
+    shares = expert_weights.contiguous()
+    _gemm(x, gate_up, gate_up_scale, activated, tiles, shares, k, shape, shape.gate_up, before, of_gate_up, activation,
+          pdl)  # fmt: skip
+    _gemm(activated, down, down_scale, result, tiles, shares, k, shape, shape.down, between, of_down, None, pdl)
     return combine(result, k, residual, pdl)
 
 
-@triton.jit
-def _grouped_kernel(
+def fp8_shape(pairs: int, num_experts: int, shared: int) -> MoeShape:
+    """grouped.py's cuts; with few pairs those of the few rows of a linear layer."""
+    shape = moe_shape(pairs, num_experts, 2, shared)
+    if shape.tile_pairs >= MANY_PAIRS:
+        return shape
+
+    def few(tiles: int) -> Cut:
+        stages = stages_that_fit(4, 128 * (shape.tile_pairs + tiles * _FEW_TILE_OUT), shared)
+        return _FEW_TILE_OUT, 128, 4, stages
+
+    return MoeShape(shape.tile_pairs, few(2), few(1))
+
+
+def _gemm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    out: torch.Tensor,
+    tiles: Tiles,
+    shares: torch.Tensor,
+    k: int,
+    shape: MoeShape,
+    cut: Cut,
+    x_scale: torch.Tensor | None,
+    block: Block | None,
+    activation: str | None,
+    pdl: bool,
+) -> None:
+    """One of the two GEMMs, with x quantized before. activation: that with gate and up."""
+    tile_out, tile_in, num_warps, num_stages = cut
+    block_out, block_in = block or (0, 0)
+    if block is None:
+        numbers, scales = quantize_tokens(x, pdl=pdl, x_scale=x_scale)
+    else:
+        numbers, scales = quantize_groups(x, block_in, pdl=pdl)
+        tile_in = min(tile_in, block_in)
+    kernel = _many_pairs_kernel if shape.tile_pairs >= MANY_PAIRS else _few_pairs_kernel
+    size_out, size_in = out.shape[1], x.shape[1]
+    kernel[(tiles.expert.numel(), triton.cdiv(size_out, tile_out))](
+        numbers, scales, weight, scale, out, tiles.order, tiles.expert, tiles.first, tiles.end, shares, len(x), K=k,
+        SIZE_OUT=size_out, SIZE_IN=size_in, TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in,
+        BLOCK_OUT=block_out, BLOCK_IN=block_in, GATED=activation is not None, ACTIVATION=activation,
+        num_warps=num_warps, num_stages=num_stages, **pdl_options(pdl),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["x_rows"])
+def _few_pairs_kernel(
     x_ptr, x_scale_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, pair_weight_ptr,
-    K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
-    TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, NATIVE: tl.constexpr, PDL: tl.constexpr,
+    x_rows,
+    K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
+    TILE_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """GATED: activation(x @ gate.T) * (x @ up.T), read by token and written in sorted order. Else: read in sorted
-    order, written by pair and multiplied by the pair's weight."""
+    """As `_many_pairs_kernel`."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -84,38 +126,129 @@ def _grouped_kernel(
     pair = tl.load(order_ptr + i, mask=i_ok, other=0)
     source = pair // K if GATED else i
     o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
+    o_ok = o < SIZE_OUT
+    outputs: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
+    k = tl.arange(0, TILE_IN)
+    x_lines = x_ptr + source.to(tl.int64)[:, None] * SIZE_IN
+    weight_rows = weight_ptr + (expert * outputs + o)[:, None] * SIZE_IN
+    w_scales = _scales_of(scale_ptr, expert, o, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+    up_scales = _scales_of(scale_ptr, expert, o + SIZE_OUT, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+    acc = tl.zeros([TILE_OUT, TILE_PAIRS], tl.float32)
+    acc_up = tl.zeros([TILE_OUT, TILE_PAIRS], tl.float32)
+    x_scale = tl.load(x_scale_ptr + source, mask=i_ok, other=0.0)
+    w_scale = tl.load(w_scales, mask=o_ok, other=0.0)
+    if GATED:
+        up_scale = tl.load(up_scales, mask=o_ok, other=0.0)
+    for start in tl.range(0, SIZE_IN, TILE_IN):
+        j = start + k
+        j_ok = j < SIZE_IN
+        w_ok = o_ok[:, None] & j_ok[None, :]
+        x = tl.trans(tl.load(x_lines + j[None, :], mask=i_ok[:, None] & j_ok[None, :], other=0.0))
+        w = tl.load(weight_rows + j[None, :], mask=w_ok, other=0.0)
+        if BLOCK_IN:
+            acc += tl.dot(w, x) * (w_scale[:, None] * x_scale[None, :])
+        else:
+            acc += tl.dot(w, x)
+        if GATED:
+            w_up = tl.load(weight_rows + SIZE_OUT * SIZE_IN + j[None, :], mask=w_ok, other=0.0)
+            if BLOCK_IN:
+                acc_up += tl.dot(w_up, x) * (up_scale[:, None] * x_scale[None, :])
+            else:
+                acc_up += tl.dot(w_up, x)
+        if BLOCK_IN:  # of the next block, while its tiles are on their way
+            g = tl.minimum(start + TILE_IN, SIZE_IN - 1) // BLOCK_IN
+            x_scale = tl.load(x_scale_ptr + g * x_rows + source, mask=i_ok, other=0.0)
+            w_scale = tl.load(w_scales + g, mask=o_ok, other=0.0)
+            if GATED:
+                up_scale = tl.load(up_scales + g, mask=o_ok, other=0.0)
+    if BLOCK_IN == 0:
+        acc = acc * w_scale[:, None] * x_scale[None, :]
+    if GATED:
+        if BLOCK_IN == 0:
+            acc_up = acc_up * up_scale[:, None] * x_scale[None, :]
+        acc = gate_mul(acc, acc_up, ACTIVATION)
+        target = i
+    else:
+        acc = acc * tl.load(pair_weight_ptr + pair, mask=i_ok, other=0.0).to(tl.float32)[None, :]
+        target = pair
+    address = target.to(tl.int64)[None, :] * SIZE_OUT + o[:, None]
+    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=i_ok[None, :] & o_ok[:, None])
+
+
+@triton.jit(do_not_specialize=["x_rows"])
+def _many_pairs_kernel(
+    x_ptr, x_scale_ptr, weight_ptr, scale_ptr, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, pair_weight_ptr,
+    x_rows,
+    K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, TILE_PAIRS: tl.constexpr, TILE_OUT: tl.constexpr,
+    TILE_IN: tl.constexpr, BLOCK_OUT: tl.constexpr, BLOCK_IN: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GATED: activation(x @ gate.T) * (x @ up.T), read by token and written in sorted order. Else: read in sorted
+    order, written by pair and multiplied by the pair's weight. x_rows: how many rows x has."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    tile = tl.program_id(0)
+    expert = tl.load(expert_ptr + tile).to(tl.int64)
+    if expert < 0:
+        return
+    i = tl.load(first_ptr + tile) + tl.arange(0, TILE_PAIRS)
+    i_ok = i < tl.load(end_ptr + tile)
+    pair = tl.load(order_ptr + i, mask=i_ok, other=0)
+    source = pair // K if GATED else i
+    o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
+    outputs: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
     if GATED:
         # One GEMM for both halves: the first TILE_OUT columns are gate rows, the others the same up rows.
         c = tl.arange(0, 2 * TILE_OUT)
         column = tl.program_id(1) * TILE_OUT + c % TILE_OUT
         column_ok = column < SIZE_OUT
-        weight_row = expert * (2 * SIZE_OUT) + column + (c // TILE_OUT) * SIZE_OUT
+        row = column + (c // TILE_OUT) * SIZE_OUT
         acc = tl.zeros([TILE_PAIRS, 2 * TILE_OUT], tl.float32)
     else:
         column_ok = o < SIZE_OUT
-        weight_row = expert * SIZE_OUT + o
+        row = o
         acc = tl.zeros([TILE_PAIRS, TILE_OUT], tl.float32)
     k = tl.arange(0, TILE_IN)
-    x_rows = x_ptr + source.to(tl.int64)[:, None] * SIZE_IN
-    weight_rows = weight_ptr + weight_row[None, :] * SIZE_IN
+    x_lines = x_ptr + source.to(tl.int64)[:, None] * SIZE_IN
+    weight_rows = weight_ptr + (expert * outputs + row)[None, :] * SIZE_IN
+    w_scales = _scales_of(scale_ptr, expert, row, outputs, SIZE_IN, BLOCK_OUT, BLOCK_IN)
+    x_scale = tl.load(x_scale_ptr + source, mask=i_ok, other=0.0)
+    w_scale = tl.load(w_scales, mask=column_ok, other=0.0)
     for start in tl.range(0, SIZE_IN, TILE_IN):
         j = start + k
         j_ok = j < SIZE_IN
-        x = tl.load(x_rows + j[None, :], mask=i_ok[:, None] & j_ok[None, :], other=0.0)
+        x = tl.load(x_lines + j[None, :], mask=i_ok[:, None] & j_ok[None, :], other=0.0)
         w = tl.load(weight_rows + j[:, None], mask=j_ok[:, None] & column_ok[None, :], other=0.0)
-        if NATIVE:
-            acc += tl.dot(x, w)  # the units sum FP8 with fewer bits than float32: one tile at a time
+        if BLOCK_IN:
+            acc += tl.dot(x, w) * (x_scale[:, None] * w_scale[None, :])
+            g = tl.minimum(start + TILE_IN, SIZE_IN - 1) // BLOCK_IN  # of the next tiles
+            x_scale = tl.load(x_scale_ptr + g * x_rows + source, mask=i_ok, other=0.0)
+            w_scale = tl.load(w_scales + g, mask=column_ok, other=0.0)
         else:
-            acc = tl.dot(x.to(tl.float16), w.to(tl.float16), acc)
-    x_scale = tl.load(x_scale_ptr + source, mask=i_ok, other=0.0)
-    w_scale = tl.load(scale_ptr + weight_row, mask=column_ok, other=0.0)
-    acc = acc * x_scale[:, None] * w_scale[None, :]
+            acc += tl.dot(x, w)  # the units sum FP8 with fewer bits than float32: one tile at a time
+    if BLOCK_IN == 0:
+        acc = acc * x_scale[:, None] * w_scale[None, :]
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (TILE_PAIRS, 2, TILE_OUT)), (0, 2, 1)))
-        acc = activate(gate, ACTIVATION) * up
+        acc = gate_mul(gate, up, ACTIVATION)
         target = i
     else:
         acc = acc * tl.load(pair_weight_ptr + pair, mask=i_ok, other=0.0).to(tl.float32)[:, None]
         target = pair
     address = target.to(tl.int64)[:, None] * SIZE_OUT + o[None, :]
     tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=i_ok[:, None] & (o < SIZE_OUT)[None, :])
+
+
+@triton.jit
+def _scales_of(
+    scale_ptr, expert, row, OUTPUTS: tl.constexpr, SIZE_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+):  # fmt: skip
+    """Of rows of an expert's weight: the scales of their first blocks of inputs, or their own."""
+    if BLOCK_IN:
+        groups: tl.constexpr = (SIZE_IN + BLOCK_IN - 1) // BLOCK_IN
+        blocks: tl.constexpr = (OUTPUTS + BLOCK_OUT - 1) // BLOCK_OUT
+        return scale_ptr + (expert * blocks + row // BLOCK_OUT) * groups
+    else:
+        return scale_ptr + expert * OUTPUTS + row

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from minisgl_backend.kernels.linear.fp8_torch import Fp8Kernels, quantize_outputs
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, dequantize, quantize_outputs
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
 if torch.cuda.is_available():
@@ -24,6 +24,8 @@ pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turn
 import triton.language as tl
 
 from minisgl_backend.kernels.linear import fp8 as linear_fp8
+from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
+from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
 from minisgl_backend.kernels.moe import fp8 as moe_fp8
 from minisgl_backend.kernels.moe.grouped import MoeShape
@@ -52,15 +54,34 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
 
 
-@pytest.mark.parametrize("kind", ["plain", "norm", "bias residual", "gated norm", "gated bias"])
-@pytest.mark.parametrize("rows", [1, 17])
+def in_blocks(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [..., outputs, inputs] -> FP8, and scales that differ from block to block."""
+    outputs, inputs = weight.shape[-2:]
+    scale = torch.rand(*weight.shape[:-2], -(-outputs // block[0]), -(-inputs // block[1])) / 2000 + 1e-4
+    whole = dequantize(torch.ones_like(weight).to(FP8), scale, block)
+    return (weight / whole).clamp(-448, 448).to(FP8), scale
+
+
+@pytest.mark.parametrize(
+    ("rows", "kind"),
+    [
+        (1, "plain"), (17, "norm"), (1, "bias residual"), (17, "gated norm"), (1, "gated bias"), (3, "static norm"),
+        (3, "blocks"), (17, "blocks norm residual"), (1, "blocks gated norm"), (3, "small blocks bias"),
+    ],
+)  # fmt: skip
 def test_linear(kind: str, rows: int) -> None:
     """With the inputs split over programs."""
     torch.manual_seed(rows)
-    x, (weight, scale) = torch.randn(rows, 600), quantize_outputs(torch.randn(90, 600) / 20)
+    x, weight_32 = torch.randn(rows, 600), torch.randn(90, 600) / 20
+    weight, scale = quantize_outputs(weight_32)
     options: dict[str, Any] = {"activation": "silu" if "gated" in kind else None}
     if "norm" in kind:
         options |= {"norm_weight": torch.rand(600) + 0.5, "eps": 1e-6}
+    if "blocks" in kind:
+        options["block"] = (16, 32) if "small" in kind else (32, 64)
+        weight, scale = in_blocks(weight_32, options["block"])
+    if "static" in kind:
+        options["x_scale"] = torch.tensor(0.01)
     if "bias" in kind:
         options["bias"] = torch.randn(90)
     if "residual" in kind:
@@ -71,39 +92,72 @@ def test_linear(kind: str, rows: int) -> None:
     assert int(workspace.counters.abs().sum()) == 0
 
 
+@pytest.mark.parametrize("descriptors", [False, True])
+@pytest.mark.parametrize("kind", ["channels bias", "blocks residual", "small blocks"])
+def test_many_rows(kind: str, descriptors: bool) -> None:
+    """Sizes that are no multiples of tiles; descriptors need rows of whole 16 bytes."""
+    torch.manual_seed(5)
+    rows, size_in = 75, 208 if descriptors else 201
+    x, weight_32 = torch.randn(rows, size_in), torch.randn(90, size_in) / 20
+    block = None if "channels" in kind else (16, 32) if "small" in kind else (64, 64)
+    weight, scale = quantize_outputs(weight_32) if block is None else in_blocks(weight_32, block)
+    numbers, x_scale = quantize_tokens(x) if block is None else quantize_groups(x, block[1])
+    options: dict[str, Any] = {
+        "bias": torch.randn(90) if "bias" in kind else None,
+        "residual": torch.randn(rows, 90) if "residual" in kind else None,
+    }
+    found = many_rows.linear(
+        numbers, x_scale, weight, scale, torch.float32, block=block, **options,
+        shape=many_rows.ManyRowsShape(32, 32, 32, 4, 2), descriptors=descriptors,
+    )  # fmt: skip
+    assert relative(found, Fp8Kernels(TorchOps()).linear(x, weight, scale, block=block, **options)) < 2e-3
+
+
 def test_tokens_are_quantized_as_by_torch() -> None:
     x = torch.randn(3, 100)
     x[1] = 0
     for norm in (None, torch.rand(100)):
         normed = x if norm is None else TorchOps().rms_norm(x, norm, 1e-6)
-        numbers, scales = linear_fp8.quantize_tokens(x, norm, 1e-6)
+        numbers, scales = quantize_tokens(x, norm, 1e-6)
         assert relative(numbers.float() * scales[:, None], normed) < 4e-2
         torch.testing.assert_close(scales, normed.abs().amax(1).clamp_min(1e-10) / 448, rtol=1e-5, atol=0)
 
+        grouped, by_group = quantize_groups(x, 32, norm, 1e-6)
+        assert by_group.shape == (3, 4)
+        assert relative(grouped.float() * by_group.repeat_interleave(32, 1)[:, :100], normed) < 4e-2
 
+
+@pytest.mark.parametrize("kind", ["channels", "static", "blocks"])
 @pytest.mark.parametrize("tile_pairs", [16, 64])
-def test_experts(tile_pairs: int) -> None:
-    """With weights as float16 in registers, and with matrix units that multiply FP8."""
+def test_experts(tile_pairs: int, kind: str) -> None:
+    """With weights as the left operand of the matrix units, and with pairs."""
     torch.manual_seed(1)
     experts, k, hidden, size, tokens = 4, 2, 96, 40, 7
-    gate_up = quantize_outputs(torch.randn(experts, 2 * size, hidden) / 10)
-    down = quantize_outputs(torch.randn(experts, hidden, size) / 6)
+    gate_up, down = torch.randn(experts, 2 * size, hidden) / 10, torch.randn(experts, hidden, size) / 6
+    blocks = ((8, 32), (16, 16)) if kind == "blocks" else None
+    x_scales = torch.tensor([0.01, 0.02]) if kind == "static" else None
+    of_gate_up = quantize_outputs(gate_up) if blocks is None else in_blocks(gate_up, blocks[0])
+    of_down = quantize_outputs(down) if blocks is None else in_blocks(down, blocks[1])
     x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
     ids, shares = TorchPlainKernels(TorchOps()).route(torch.randn(tokens, experts), k, True)
-    expected = Fp8Kernels(TorchOps()).moe(x, ids, shares, *gate_up, *down, residual)
+    given = (x, ids, shares, *of_gate_up, *of_down, residual, "silu", x_scales, blocks)
+    expected = Fp8Kernels(TorchOps()).moe(*given)
     shape = MoeShape(tile_pairs, (32, 32, 4, 2), (32, 32, 4, 2))
-    assert relative(moe_fp8.moe(x, ids, shares, *gate_up, *down, residual, shape=shape), expected) < 2e-3
+    assert relative(moe_fp8.moe(*given, shape=shape), expected) < 2e-3
 
 
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from minisgl_backend.kernels.linear import fp8 as linear
+from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
+from minisgl_backend.kernels.linear import fp8_quantize as quantize
 from minisgl_backend.kernels.moe import fp8 as moe
 
 TYPES = dict(weight_ptr="*fp8e4nv", scale_ptr="*fp32", x_scale_ptr="*fp32", partial_ptr="*fp32",
              pair_weight_ptr="*fp32", counters_ptr="*i32", order_ptr="*i32", expert_ptr="*i32", first_ptr="*i32",
-             end_ptr="*i32", rows="i32", x_stride="i32", eps="fp32")
+             end_ptr="*i32", rows="i32", x_rows="i32", num_tokens="i32", x_stride="i32", eps="fp32", x="*fp8e4nv",
+             weight="*fp8e4nv", given_ptr="*fp32")
 
 def compiled(kernel, num_warps, num_stages, x="*bf16", out="*bf16", **constants):
     types = TYPES | {"x_ptr": x, "out_ptr": out}
@@ -118,20 +172,28 @@ def compiled(kernel, num_warps, num_stages, x="*bf16", out="*bf16", **constants)
     assert found.metadata.shared <= 227 << 10, found.metadata.shared
 
 for pdl in (True,):
-    compiled(linear._quantize_kernel, 8, 3, out="*fp8e4nv", SIZE=5120, PADDED=8192, NORM=True, LARGEST=448.0,
-             LEAST=1e-10, PDL=pdl)
-    for gated, rows in ((False, 1), (True, 64), (False, 64)):
-        shape = linear.linear_shape(rows, 5120, 5120, gated)
+    compiled(quantize._quantize_kernel, 8, 3, out="*fp8e4nv", SIZE=5120, PADDED=8192, NORM=True, GIVEN=False,
+             LARGEST=448.0, LEAST=1e-10, PDL=pdl)
+    compiled(quantize._quantize_groups_kernel, 8, 3, out="*fp8e4nv", SIZE=5120, WIDTH=8192, GROUP=128, NORM=True,
+             LARGEST=448.0, LEAST=1e-10, PDL=pdl)
+    for gated, rows, block in ((False, 1, 0), (True, 64, 0), (True, 64, 128)):
+        shape = linear.linear_shape(rows, 5120, 5120, gated, block_in=block or None)
         compiled(linear._linear_kernel, 4, shape.num_stages, x="*fp8e4nv", SIZE_OUT=5120, SIZE_IN=5120,
                  PART=5120 // shape.split, SPLIT=shape.split, ROWS=max(16, rows), TILE_OUT=shape.tile_out,
-                 TILE_IN=shape.tile_in, BIAS=False, RESIDUAL=not gated, GATED=gated,
+                 TILE_IN=shape.tile_in, BLOCK_OUT=block, BLOCK_IN=block, BIAS=False, RESIDUAL=not gated, GATED=gated,
                  ACTIVATION="silu" if gated else None, IMPRECISE=128, PDL=pdl)
-for pairs in (8, 100):
-    shape = moe.moe_shape(128 * pairs, 128)
+for block in (128,):
+    shape = many_rows.many_rows_shape(4096, block or None)
+    compiled(many_rows._many_rows_kernel, shape.num_warps, shape.num_stages, SIZE_OUT=5120, SIZE_IN=5120,
+             TILE_ROWS=shape.tile_rows, TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, TOGETHER=8, BLOCK_OUT=block,
+             BLOCK_IN=block, BIAS=False, RESIDUAL=True, DESCRIPTORS=False)
+for pairs, block in ((8, 128), (100, 128)):
+    shape = moe.fp8_shape(128 * pairs, 128, 227 << 10)
     for gated, (tile_out, tile_in, num_warps, num_stages) in ((True, shape.gate_up), (False, shape.down)):
-        compiled(moe._grouped_kernel, num_warps, num_stages, x="*fp8e4nv", K=8, SIZE_OUT=768, SIZE_IN=2048,
-                 TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, GATED=gated,
-                 ACTIVATION="silu" if gated else None, NATIVE=shape.tile_pairs >= moe.NATIVE_PAIRS, PDL=False)
+        kernel = moe._few_pairs_kernel if shape.tile_pairs < moe.MANY_PAIRS else moe._many_pairs_kernel
+        compiled(kernel, num_warps, num_stages, x="*fp8e4nv", K=8, SIZE_OUT=768, SIZE_IN=2048,
+                 TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, BLOCK_OUT=block, BLOCK_IN=block,
+                 GATED=gated, ACTIVATION="silu" if gated else None, PDL=False)
 print("compiled")
 """
 

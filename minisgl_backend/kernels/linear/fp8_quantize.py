@@ -1,0 +1,118 @@
+"""Activations become FP8: a kernel with the norm inside, for a scale a token, one a group of inputs, or a given one.
+
+`pdl`: programmatic dependent launch, whose rules stand in small_rows.py.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.linear.fp8_torch import FP8, LARGEST, LEAST
+
+_WIDTH = 2048  # inputs of a program that needs no more of a row than its groups
+
+
+def quantize_tokens(
+    x: torch.Tensor,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+    x_scale: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm(x) [num_tokens, size] as FP8, and its float32 scales [num_tokens]. norm_weight [size]: RMSNorm first.
+
+    x_scale: a number that all of them are, instead of one by a token's largest number.
+    """
+    num_tokens, size = x.shape
+    numbers = torch.empty((num_tokens, size), dtype=FP8, device=x.device)
+    scales = torch.empty(num_tokens, dtype=torch.float32, device=x.device)
+    padded = triton.next_power_of_2(size)
+    if num_tokens > 0:
+        _quantize_kernel[(num_tokens,)](
+            x, norm_weight if norm_weight is not None else x, scales if x_scale is None else x_scale, numbers, scales,
+            eps, x.stride(0), SIZE=size, PADDED=padded, NORM=norm_weight is not None, GIVEN=x_scale is not None,
+            LARGEST=LARGEST, LEAST=LEAST, num_warps=min(16, max(1, padded // 512)), **pdl_options(pdl),
+        )  # fmt: skip
+    return numbers, scales
+
+
+def quantize_groups(
+    x: torch.Tensor, group: int, norm_weight: torch.Tensor | None = None, eps: float = 0.0, pdl: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """norm(x) [num_tokens, size] as FP8, and its float32 scales [num_tokens, groups of `group` inputs], whose columns
+    are contiguous: those of all tokens follow one another, as tiles of a GEMM and libraries read them."""
+    num_tokens, size = x.shape
+    numbers = torch.empty((num_tokens, size), dtype=FP8, device=x.device)
+    scales = torch.empty((triton.cdiv(size, group), num_tokens), dtype=torch.float32, device=x.device)
+    width = triton.next_power_of_2(size) if norm_weight is not None else min(_WIDTH, triton.next_power_of_2(size))
+    width = max(width, group)
+    if num_tokens > 0:
+        _quantize_groups_kernel[(num_tokens, triton.cdiv(size, width))](
+            x, norm_weight if norm_weight is not None else x, numbers, scales, eps, x.stride(0), num_tokens, SIZE=size,
+            WIDTH=width, GROUP=group, NORM=norm_weight is not None, LARGEST=LARGEST, LEAST=LEAST,
+            num_warps=min(16, max(1, width // 512)), **pdl_options(pdl),
+        )  # fmt: skip
+    return numbers, scales.t()
+
+
+@triton.jit
+def _quantize_kernel(
+    x_ptr, norm_ptr, given_ptr, out_ptr, scale_ptr, eps, x_stride,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, NORM: tl.constexpr, GIVEN: tl.constexpr, LARGEST: tl.constexpr,
+    LEAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    ok = i < SIZE
+    x = tl.load(x_ptr + row * x_stride + i, mask=ok, other=0.0).to(tl.float32)
+    if NORM:
+        x = _normed(x, tl.load(norm_ptr + i, mask=ok, other=0.0), eps, SIZE, x_ptr.dtype.element_ty)
+    if GIVEN:
+        scale = tl.load(given_ptr)
+    else:
+        scale = tl.maximum(tl.max(tl.abs(x), 0), LEAST) / LARGEST
+    tl.store(out_ptr + row * SIZE + i, _to_fp8(x / scale, LARGEST), mask=ok)
+    tl.store(scale_ptr + row, scale)
+
+
+@triton.jit
+def _quantize_groups_kernel(
+    x_ptr, norm_ptr, out_ptr, scale_ptr, eps, x_stride, num_tokens,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr,
+    LEAST: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """NORM: a program has the whole row."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    ok = i < SIZE
+    x = tl.load(x_ptr + row * x_stride + i, mask=ok, other=0.0).to(tl.float32)
+    if NORM:
+        x = _normed(x, tl.load(norm_ptr + i, mask=ok, other=0.0), eps, SIZE, x_ptr.dtype.element_ty)
+    groups = tl.reshape(x, (WIDTH // GROUP, GROUP))
+    scale = tl.maximum(tl.max(tl.abs(groups), 1), LEAST) / LARGEST
+    numbers = _to_fp8(groups / scale[:, None], LARGEST)
+    tl.store(out_ptr + row * SIZE + i, tl.reshape(numbers, (WIDTH,)), mask=ok)
+    g = tl.program_id(1) * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
+    tl.store(scale_ptr + g.to(tl.int64) * num_tokens + row, scale, mask=g * GROUP < SIZE)
+
+
+@triton.jit
+def _normed(x, norm, eps, SIZE: tl.constexpr, dtype: tl.constexpr):
+    x = x / tl.sqrt(tl.sum(x * x, 0) / SIZE + eps) * norm.to(tl.float32)
+    return x.to(dtype).to(tl.float32)  # as a norm by itself rounds
+
+
+@triton.jit
+def _to_fp8(x, LARGEST: tl.constexpr):
+    """A quotient by a rounded scale may be a little more than the format's largest number."""
+    return tl.minimum(tl.maximum(x, -LARGEST), LARGEST).to(tl.float8e4nv)
