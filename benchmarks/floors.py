@@ -15,8 +15,9 @@ from dataclasses import dataclass
 
 from benchmarks.gpu import offline_load
 from benchmarks.model_shapes import SHAPES
-from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig
+from minisgl_backend.layers.config import AttentionConfig, LatentAttentionConfig, LayerConfig, MlpConfig, MoeConfig
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.description import attention_weights
 
 BYTES_PER_VALUE = 2  # bfloat16
 DECODE_CONTEXT = 1024  # tokens, the middle of what benchmarks.gpu averages over
@@ -45,7 +46,8 @@ class Floors:
             if isinstance(layer.mlp, MoeConfig)
         )
         self._head_parameters = config.vocab_size * config.hidden_size
-        self._kv_bytes = 2 * config.num_layers * config.num_kv_heads * config.head_dim * BYTES_PER_VALUE
+        kept = config.head_dim if config.latents else 2 * config.num_kv_heads * config.head_dim  # of a token
+        self._kv_bytes = config.num_layers * kept * BYTES_PER_VALUE
 
     def distinct_experts(self, tokens: int) -> float:
         """How many experts of a layer `tokens` tokens reach together, if each picks its own uniformly; 0: no MoE."""
@@ -69,9 +71,8 @@ class Floors:
         flop = 0.0
         for length in prompts:
             flop += length * self._flop_per_token(head=False) + 2 * self._head_parameters
-            # Scores and their product with the values, 2 * head_dim each, over half of length x length.
-            heads = sum(layer.attention.num_q_heads for layer in self._config.layers)
-            flop += 4 * heads * self._config.head_dim * length**2 / 2
+            # Scores and their product with the values, over half of length x length.
+            flop += sum(_flop_per_pair(layer.attention) for layer in self._config.layers) * length**2 / 2
         return flop / self._limits.flop_per_s
 
     def offline_tok_s(self, load: Sequence[tuple[list[int], int]]) -> float:
@@ -105,13 +106,19 @@ class Floors:
 
 def _shared_parameters(layer: LayerConfig, hidden_size: int) -> int:
     """Those of one layer that every token is multiplied with: all but the routed experts."""
-    attention, mlp = layer.attention, layer.mlp
-    rows = 2 * (attention.num_q_heads + attention.num_kv_heads) * attention.head_dim  # q and o, k and v
+    mlp, rows = layer.mlp, 0
     if isinstance(mlp, MoeConfig):
         rows += mlp.num_experts + 3 * mlp.shared_intermediate_size  # the router
     else:
         rows += (3 if isinstance(mlp, MlpConfig) else 2) * mlp.intermediate_size
-    return rows * hidden_size
+    return attention_weights(layer.attention, hidden_size) + rows * hidden_size
+
+
+def _flop_per_pair(attention: AttentionConfig | LatentAttentionConfig) -> int:
+    """Of a query token and a token that it sees, all heads of one layer: scores, and their product with the values."""
+    a = attention
+    size = 2 * a.head_dim if isinstance(a, AttentionConfig) else a.qk_nope_head_dim + a.qk_rope_head_dim + a.v_head_dim
+    return 2 * a.num_q_heads * size
 
 
 def _digits(value: float) -> float:

@@ -19,7 +19,7 @@ from minisgl_backend.errors import ConfigError
 
 DTYPES = ("auto", *number_formats.DTYPES)
 KV_DTYPES = ("auto", *number_formats.KV_CACHE_DTYPES)
-BACKENDS = ("fa", "fi", "trtllm", "triton", "torch")
+BACKENDS = ("fa", "fi", "trtllm", "triton", "flashmla", "torch")
 CACHE_TYPES = ("radix", "naive")
 POLICIES = ("fcfs", "lpm")
 RUNNERS = ("model", "null")

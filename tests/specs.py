@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
+from minisgl_backend.attention.layer import LatentHeads
+from minisgl_backend.kv.latent import LatentLayout
 from minisgl_backend.kv.layout import MHALayout
 from minisgl_backend.kv.pool import KVPool
 
@@ -36,6 +38,35 @@ def one_group(
         scale=scale,
         soft_cap=soft_cap,
         sinks=sinks,
+    )
+    return AttentionSpec(
+        groups=(group,),
+        page_size=page_size,
+        max_seq_len=max_seq_len,
+        max_rows=max_rows,
+        dtype=dtype,
+        device=torch.device(device),
+    )
+
+
+def latent_group(
+    heads: LatentHeads,
+    *,
+    num_layers: int = 1,
+    num_q_heads: int,
+    page_size: int,
+    max_seq_len: int,
+    max_rows: int,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+) -> AttentionSpec:
+    """All layers alike, and keep latents (MLA)."""
+    group = LayerGroup(
+        layers=tuple(range(num_layers)),
+        num_q_heads=num_q_heads,
+        kv=LatentLayout(rank=heads.rank, rope_dim=heads.rope_dim, dtype=dtype),
+        scale=heads.qk_dim**-0.5,
+        latent=heads,
     )
     return AttentionSpec(
         groups=(group,),

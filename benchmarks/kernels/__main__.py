@@ -1,6 +1,6 @@
 """Kernels alone on one GPU: decode attention and small-batch products against bandwidth and against cuBLAS.
 
-    python -m benchmarks.kernels [--only attention,kv8,linear,shards,moe,sampling,chain] [--json]
+    python -m benchmarks.kernels [--only attention,kv8,latents,linear,shards,moe,sampling,chain] [--json]
 
 Every figure is the median over replays of a CUDA graph that runs the kernel once for each of many copies of its
 weights or caches, so that the L2 cache does not flatter it. TB/s counts bytes that must be read.
@@ -13,6 +13,7 @@ import json
 
 from benchmarks.kernels.attention import bench_attention, bench_kv8
 from benchmarks.kernels.chain import bench_chain
+from benchmarks.kernels.latents import bench_latents
 from benchmarks.kernels.products import bench_linear, bench_moe, bench_shards
 from benchmarks.kernels.sampling import bench_sampling
 from benchmarks.kernels.timing import Timer
@@ -35,6 +36,8 @@ def main() -> None:
         bench_attention(results, options.tune, timer)
     if "kv8" in parts:
         bench_kv8(results)
+    if "latents" in parts:
+        bench_latents(results, options.tune, timer)
     if "linear" in parts:
         bench_linear(results, options.tune, timer)
     if "shards" in parts:

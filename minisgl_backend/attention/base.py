@@ -19,8 +19,9 @@ from typing import Any
 import torch
 
 from minisgl_backend.arrays import Int32Array
-from minisgl_backend.attention.layer import AttentionLayer
-from minisgl_backend.kv.layout import LayerKV, MHALayout
+from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
+from minisgl_backend.kv.latent import KVLayout
+from minisgl_backend.kv.layout import LayerKV
 
 Plan = Any  # whatever a backend prepares for one step; opaque to everyone else
 
@@ -35,11 +36,12 @@ class LayerGroup:
 
     layers: tuple[int, ...]  # indices in the model
     num_q_heads: int
-    kv: MHALayout
+    kv: KVLayout
     window: int | None = None  # tokens that a query sees, the last of which is itself; None: all up to itself
     scale: float | None = None  # of the scores; None: 1 / sqrt(head_dim)
     soft_cap: float | None = None  # scores become soft_cap * tanh(scores / soft_cap)
     sinks: bool = False  # each query head has a logit that takes part in the softmax and has no value
+    latent: LatentHeads | None = None  # where latents are kept (MLA): what queries and values of a head are
 
     @property
     def num_kv_heads(self) -> int:
@@ -48,6 +50,16 @@ class LayerGroup:
     @property
     def head_dim(self) -> int:
         return self.kv.head_dim
+
+    @property
+    def q_head_dim(self) -> int:
+        """Of what attention is given for each query head."""
+        return self.head_dim if self.latent is None else self.latent.qk_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        """Of what it returns."""
+        return self.head_dim if self.latent is None else self.latent.v_dim
 
     @property
     def softmax_scale(self) -> float:
@@ -75,12 +87,18 @@ class AttentionSpec:
         return tuple(by_layer[layer] for layer in range(len(by_layer)))
 
     @property
-    def kv_layouts(self) -> tuple[MHALayout, ...]:
+    def kv_layouts(self) -> tuple[KVLayout, ...]:
         """By layer."""
         return tuple(self.groups[index].kv for index in self.group_of_layer)
 
-    def layer(self, index: int, kv: LayerKV, sinks: torch.Tensor | None = None) -> AttentionLayer:
-        """What is constant of one layer. sinks: float32 [num_q_heads], where its group has them."""
+    def layer(
+        self,
+        index: int,
+        kv: LayerKV,
+        sinks: torch.Tensor | None = None,
+        latent: LatentProjection | None = None,
+    ) -> AttentionLayer:
+        """What is constant of one layer. sinks: float32 [num_q_heads], and latent: where its group has them."""
         number = self.group_of_layer[index]
         group = self.groups[number]
         return AttentionLayer(
@@ -94,6 +112,7 @@ class AttentionSpec:
             soft_cap=group.soft_cap,
             sinks=sinks,
             kv=kv,
+            latent=latent,
         )
 
     @property
@@ -174,10 +193,10 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """q [num_tokens, num_q_heads, head_dim] -> attention output of the same shape, causal."""
+        """q [num_tokens, num_q_heads, q_head_dim] -> attention output [num_tokens, num_q_heads, v_head_dim], causal."""
 
     def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
-        """`prefill` with its result in `out`, of the shape of q."""
+        """`prefill` with its result in `out`."""
         out.copy_(self.prefill(layer, q, plan))
 
     @abstractmethod
@@ -186,10 +205,11 @@ class AttentionBackend(ABC):
 
     @abstractmethod
     def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
-        """q [batch, num_q_heads, head_dim] -> attention output of the same shape. Never plans, never syncs."""
+        """q [batch, num_q_heads, q_head_dim] -> attention output [batch, num_q_heads, v_head_dim]. Never plans, never
+        syncs."""
 
     def decode_into(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan, out: torch.Tensor) -> None:
-        """`decode` with its result in `out`, of the shape of q."""
+        """`decode` with its result in `out`."""
         out.copy_(self.decode(layer, q, plan))
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:

@@ -2,11 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from minisgl_backend.kv.layout import LayerKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentHeads:
+    """Sizes of each head where latents are kept (MLA)."""
+
+    rank: int  # numbers of a latent
+    nope_dim: int  # of queries and keys: those that are not rotated
+    rope_dim: int  # those that are, whose keys all heads share
+    v_dim: int
+
+    @property
+    def qk_dim(self) -> int:
+        return self.nope_dim + self.rope_dim
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LatentProjection:
+    """What computes keys and values of this rank's heads from latents: kv_b_proj of one layer."""
+
+    weight: torch.Tensor  # [num_q_heads, nope_dim + v_dim, rank]
+    # Latents [n, rank] and a tensor [n, num_q_heads * (nope_dim + v_dim)] that is filled, head for head: key, value.
+    expand_into: Callable[[torch.Tensor, torch.Tensor], None]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,3 +47,4 @@ class AttentionLayer:
     soft_cap: float | None  # scores become soft_cap * tanh(scores / soft_cap), before the mask
     sinks: torch.Tensor | None  # float32 [num_q_heads]: logits that take part in the softmax and have no value
     kv: LayerKV
+    latent: LatentProjection | None = None  # where latents are kept (MLA)

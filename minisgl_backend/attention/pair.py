@@ -50,19 +50,20 @@ class AttentionPair:
         )
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor, plan: PairPlan) -> torch.Tensor:
-        """q [num_tokens, num_q_heads, head_dim] -> output of the same shape."""
+        """q [num_tokens, num_q_heads, q_head_dim] -> output [num_tokens, num_q_heads, v_head_dim]."""
         group = layer.group
         if plan.decode is None:
             assert plan.prefill is not None, "at least one part is given"
             return self._prefill[group].prefill(layer, q, plan.prefill[group])
         if plan.prefill is None:
             return self._decode[group].decode(layer, q, plan.decode[group])
-        out = torch.empty(q.shape, dtype=self.spec.dtype, device=q.device)
+        size = self.spec.groups[group].v_head_dim
+        out = torch.empty((*q.shape[:-1], size), dtype=self.spec.dtype, device=q.device)
         self.attend_into(layer, q, plan, out)
         return out
 
     def attend_into(self, layer: AttentionLayer, q: torch.Tensor, plan: PairPlan, out: torch.Tensor) -> None:
-        """`attend` with its result in `out`, of the shape of q."""
+        """`attend` with its result in `out`."""
         group, first = layer.group, plan.num_prefill_tokens
         if plan.prefill is not None:
             self._prefill[group].prefill_into(layer, q[:first], plan.prefill[group], out[:first])

@@ -133,7 +133,7 @@ class TorchBackend(AttentionBackend):
             return inputs
         first_pages = self._first_pages(inputs.kv_lens_host)
         seen = inputs.kv_lens_host - first_pages * self.spec.page_size
-        groups = _group_by_length(seen, self._group_tokens)
+        groups = group_by_length(seen, self._group_tokens)
         columns = torch.from_numpy(first_pages).to(self.spec.device) if self.group.window is not None else None
         if len(groups) == 1:
             return (self._decode_group(inputs, None, seen, columns),)
@@ -324,7 +324,7 @@ def _attention(
     return (weights @ v.float()).to(q.dtype)
 
 
-def _group_by_length(kv_lens: Int32Array, max_tokens: int) -> list[Int64Array]:
+def group_by_length(kv_lens: Int32Array, max_tokens: int) -> list[Int64Array]:
     """Positions in the batch, grouped: in a group none is padded to more than twice its length, or by more than
     _PADDING_ALLOWED tokens, whichever allows more; and no group of several gathers more than `max_tokens`."""
     order = np.argsort(-kv_lens, kind="stable")

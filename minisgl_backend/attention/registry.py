@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, LayerGroup
+from minisgl_backend.attention.latent_entry import LatentEntry
 from minisgl_backend.attention.pair import AttentionPair
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.number_formats import FP8_E4M3
@@ -50,6 +51,8 @@ class BackendEntry:
     soft_caps: bool = False  # computes scores with a soft cap
     sinks: bool = False  # likewise with sinks
     sink_kernels: str = ""  # MODULE:FUNCTION, as `kernels`, for models with sinks
+    latents: LatentEntry | None = None  # None: it serves none
+    only_latents: bool = False  # it has no kernels for keys and values
 
     def refusal(
         self,
@@ -58,14 +61,21 @@ class BackendEntry:
         kv_dtype: str,
         compute_capability: int | None,
         scores: Scores = PLAIN_SCORES,
+        latents: tuple[int, int] | None = None,
     ) -> str | None:
-        """Why it cannot serve heads of this size in these number formats with these scores; None: it can."""
+        """Why it cannot serve heads of this size in these number formats with these scores; None: it can. latents:
+        kv_lora_rank and qk_rope_head_dim of a model that keeps latents (MLA), whatever head_dim is."""
+        if self.half_only and dtype not in ("float16", "bfloat16"):
+            return f"serves float16 and bfloat16, not {dtype}"
+        if latents is not None:
+            entry = self.latents
+            return "serves no latents (MLA)" if entry is None else entry.refusal(latents, compute_capability)
+        if self.only_latents:
+            return "serves latents (MLA) alone, which this model does not keep"
         if scores.soft_cap and not self.soft_caps:
             return "computes no soft cap of attention's logits, which this model has"
         if scores.sinks and not self.sinks:
             return "computes no attention sinks, which this model has"
-        if self.half_only and dtype not in ("float16", "bfloat16"):
-            return f"serves float16 and bfloat16, not {dtype}"
         if self.head_sizes is not None and head_dim not in self.head_sizes:
             return f"serves head sizes {', '.join(map(str, self.head_sizes))}; this model has {head_dim}"
         if head_dim % self.head_multiple or (self.largest_head is not None and head_dim > self.largest_head):
@@ -107,6 +117,13 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             soft_caps=True,
             sinks=True,
             sink_kernels="minisgl_backend.attention.flash_attn:serves_sinks",
+            latents=LatentEntry(
+                module="latent_fa",
+                class_name="FlashAttentionLatentBackend",
+                sizes=((512, 64),),
+                capabilities=range(90, 100),
+                kernels="minisgl_backend.attention.flash_attn_trial:answers",
+            ),
         ),
         "fi": BackendEntry(
             module="flashinfer",
@@ -119,6 +136,13 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             half_only=True,
             head_sizes=(64, 128, 256),
             soft_caps=True,
+            latents=LatentEntry(
+                module="latent_fi",
+                class_name="FlashInferLatentBackend",
+                sizes=((512, 64),),
+                capabilities=range(80, 1000),
+                kernels=_FLASHINFER_KERNELS,
+            ),
         ),
         "trtllm": BackendEntry(
             module="trtllm",
@@ -147,6 +171,25 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             fp8_capabilities=range(89, 1000),  # those that convert FP8 numbers
             soft_caps=True,
             sinks=True,
+            latents=LatentEntry(module="latent_triton", class_name="TritonLatentBackend"),
+        ),
+        "flashmla": BackendEntry(
+            module="flashmla",
+            class_name="FlashMLABackend",
+            package=None,
+            remedy=_SGL_KERNEL,
+            device="cuda",
+            default_page_size=64,
+            half_only=True,
+            only_latents=True,
+            latents=LatentEntry(
+                module="flashmla",
+                class_name="FlashMLABackend",
+                page_sizes=(64,),
+                sizes=((512, 64),),
+                capabilities=range(90, 100),
+                kernels="minisgl_backend.attention.flashmla:answers",
+            ),
         ),
         "torch": BackendEntry(
             module="reference",
@@ -158,6 +201,7 @@ BACKENDS: Mapping[str, BackendEntry] = MappingProxyType(
             any_kv=True,
             soft_caps=True,
             sinks=True,
+            latents=LatentEntry(module="latent_reference", class_name="TorchLatentBackend"),
         ),
     }
 )
@@ -182,26 +226,31 @@ def choose_attention(
     dtype: str = "bfloat16",
     kv_dtype: str | None = None,
     scores: Scores = PLAIN_SCORES,
+    latents: tuple[int, int] | None = None,
     why_missing: Callable[[str], str | None] | None = None,
 ) -> AttentionChoice:
     """Resolves the two options. Imports the packages that it considers, and nothing on CPU.
 
     `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dim`, `dtype` and `scores` are the
-    model's; `kv_dtype` is that of the KV cache, None: `dtype`.
+    model's, as is `latents`, kv_lora_rank and qk_rope_head_dim where latents are kept (MLA); `kv_dtype` is that of the
+    KV cache, None: `dtype`.
     `why_missing(name)` returns None for a package, or for MODULE:FUNCTION, that is of use, else the reason. Raises
     ConfigError for a named backend that cannot run here.
     """
-    missing = why_missing or import_failure
+    missing, kv_dtype = why_missing or import_failure, kv_dtype or dtype
+    if latents is not None and kv_dtype == FP8_E4M3:
+        raise ConfigError("kv_cache_dtype is 'fp8_e4m3'; allowed for a model that keeps latents (MLA): auto")
+    needs = (head_dim, dtype, kv_dtype, compute_capability, scores, latents)
     if requested == "auto":
-        prefill, decode, warnings = _automatic(compute_capability, head_dim, dtype, kv_dtype or dtype, scores, missing)
+        prefill, decode, warnings = _automatic(*needs, missing)
     else:
-        prefill, decode = _named(requested, compute_capability, scores, missing)
+        prefill, decode = _named(requested, compute_capability, scores, latents, missing)
         for name in (prefill, decode):
-            refusal = BACKENDS[name].refusal(head_dim, dtype, kv_dtype or dtype, compute_capability, scores)
+            refusal = BACKENDS[name].refusal(*needs)
             if refusal is not None:
                 raise ConfigError(f"attention_backend is {requested!r}, but {name} {refusal}; use triton or torch")
         warnings = []
-    size, size_warnings = _page_size(prefill, decode, page_size)
+    size, size_warnings = _page_size(prefill, decode, page_size, latents is not None)
     return AttentionChoice(prefill, decode, size, (*warnings, *size_warnings))
 
 
@@ -227,36 +276,40 @@ def import_failure(name: str) -> str | None:
     return None if usable else f"{function}() says no"
 
 
-def _why_unusable(entry: BackendEntry, scores: Scores, missing: Callable[[str], str | None]) -> str | None:
+def _why_unusable(
+    entry: BackendEntry, scores: Scores, latents: tuple[int, int] | None, missing: Callable[[str], str | None]
+) -> str | None:
     """What is wrong with the package of a backend, in words that follow its name."""
-    if entry.package is None:
-        return None
-    if (reason := missing(entry.package)) is not None:
+    if entry.package is not None and (reason := missing(entry.package)) is not None:
         return f"needs the package {entry.package}, which cannot be imported ({reason})"
-    if entry.kernels and (reason := missing(entry.kernels)) is not None:
-        return f"needs kernels that the package {entry.package} does not have for this machine ({reason})"
+    kernels = entry.latents.kernels if latents is not None and entry.latents is not None else entry.kernels
+    if kernels and (reason := missing(kernels)) is not None:
+        package = "that are not there" if entry.package is None else f"that the package {entry.package} does not have"
+        return f"needs kernels {package} for this machine ({reason})"
     if scores.sinks and entry.sink_kernels and (reason := missing(entry.sink_kernels)) is not None:
         return f"needs kernels with attention sinks, which this version of {entry.package} does not have ({reason})"
     return None
 
 
 def _automatic(
-    compute_capability: int | None,
     head_dim: int,
     dtype: str,
     kv_dtype: str,
+    compute_capability: int | None,
     scores: Scores,
+    latents: tuple[int, int] | None,
     missing: Callable[[str], str | None],
 ) -> tuple[str, str, list[str]]:
     """The first pair, best first, that serves the model and whose packages are of use; and a warning for each better
     one whose packages are not."""
     warnings: list[str] = []
-    for prefill, decode in preferences(compute_capability, kv_dtype == FP8_E4M3):
+    needs = (head_dim, dtype, kv_dtype, compute_capability, scores, latents)
+    for prefill, decode in preferences(compute_capability, kv_dtype == FP8_E4M3, latents is not None):
         names = tuple(dict.fromkeys((prefill, decode)))
-        if any(BACKENDS[name].refusal(head_dim, dtype, kv_dtype, compute_capability, scores) for name in names):
+        if any(BACKENDS[name].refusal(*needs) for name in names):
             continue
         for name in names:
-            reason = _why_unusable(BACKENDS[name], scores, missing)
+            reason = _why_unusable(BACKENDS[name], scores, latents, missing)
             if reason is not None:
                 warnings.append(
                     f"{','.join(names)} would be the best attention here, but {name} {reason}; to use it: "
@@ -268,11 +321,13 @@ def _automatic(
     raise AssertionError("torch needs no package and serves every model")
 
 
-def preferences(compute_capability: int | None, fp8_kv: bool = False) -> list[tuple[str, str]]:
-    """The (prefill, decode) backends that `auto` tries on a device, best first."""
+def preferences(compute_capability: int | None, fp8_kv: bool = False, latents: bool = False) -> list[tuple[str, str]]:
+    """The (prefill, decode) backends that `auto` tries on a device, best first. latents: where these are kept (MLA)."""
     if compute_capability is None:
         return [("torch", "torch")]
     last = [("triton", "triton"), ("torch", "torch")]
+    if latents:
+        return last
     if 100 <= compute_capability < 110:
         return [("trtllm", "trtllm"), ("fi", "fi"), *last]
     if compute_capability == 90 and not fp8_kv:  # FlashAttention would want the queries in FP8 too
@@ -285,7 +340,11 @@ def preferences(compute_capability: int | None, fp8_kv: bool = False) -> list[tu
 
 
 def _named(
-    requested: str, compute_capability: int | None, scores: Scores, missing: Callable[[str], str | None]
+    requested: str,
+    compute_capability: int | None,
+    scores: Scores,
+    latents: tuple[int, int] | None,
+    missing: Callable[[str], str | None],
 ) -> tuple[str, str]:
     names = requested.split(",")
     if len(names) > 2 or any(name not in BACKENDS for name in names):
@@ -296,7 +355,7 @@ def _named(
         entry = BACKENDS[name]
         if entry.device == "cuda" and compute_capability is None:
             raise ConfigError(f"attention_backend is {requested!r}, but {name} needs a GPU; allowed on CPU: torch")
-        reason = _why_unusable(entry, scores, missing)
+        reason = _why_unusable(entry, scores, latents, missing)
         if reason is not None:
             raise ConfigError(f"attention_backend is {requested!r}, but {name} {reason}; to install it: {entry.remedy}")
     first = BACKENDS[names[0]]
@@ -309,11 +368,12 @@ def _named(
     return names[0], names[-1]
 
 
-def _page_size(prefill: str, decode: str, requested: int | None) -> tuple[int, list[str]]:
+def _page_size(prefill: str, decode: str, requested: int | None, latents: bool) -> tuple[int, list[str]]:
     """The size set by the user, else decode's default; 64 where a backend does not allow it."""
     size = requested if requested is not None else BACKENDS[decode].default_page_size
-    for name in dict.fromkeys((prefill, decode)):
-        allowed = BACKENDS[name].page_sizes
+    for name in (decode,) if latents else dict.fromkeys((prefill, decode)):
+        entry = BACKENDS[name]
+        allowed = entry.latents.page_sizes if latents and entry.latents is not None else entry.page_sizes
         if allowed is not None and size not in allowed:
             listed = ", ".join(str(value) for value in allowed)
             return 64, [f"page_size {size} becomes 64: the attention backend {name} allows {listed}"]
@@ -324,11 +384,13 @@ def _create(name: str, spec: AttentionSpec, group: LayerGroup) -> AttentionBacke
     entry = BACKENDS[name]
     dtype, kv_dtype = (str(one).removeprefix("torch.") for one in (spec.dtype, group.kv.dtype))
     scores = Scores(group.soft_cap is not None, group.sinks)
-    if (refusal := entry.refusal(group.head_dim, dtype, kv_dtype, None, scores)) is not None:
+    latents = None if group.latent is None else (group.latent.rank, group.latent.rope_dim)
+    if (refusal := entry.refusal(group.head_dim, dtype, kv_dtype, None, scores, latents)) is not None:
         raise ConfigError(f"the attention backend {name} {refusal}; use triton or torch")
     try:
-        module = importlib.import_module(f"minisgl_backend.attention.{entry.module}")
+        source = entry if latents is None or entry.latents is None else entry.latents
+        module = importlib.import_module(f"minisgl_backend.attention.{source.module}")
     except ImportError as error:
         raise ConfigError(f"the attention backend {name} cannot be loaded: {error}; {entry.remedy}") from error
-    backend: AttentionBackend = getattr(module, entry.class_name)(spec, group)
+    backend: AttentionBackend = getattr(module, source.class_name)(spec, group)
     return backend

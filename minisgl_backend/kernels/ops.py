@@ -58,3 +58,24 @@ class Ops(ABC):
         in any number format: keys and values are divided by `scales` and saturate where the format ends.
         Returns q [num_tokens, num_q_heads, head_dim], possibly a view of qkv.
         """
+
+    @abstractmethod
+    def latent_store(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        norm: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        """Norm of latents, rotary embedding, and the store into the KV pool (MLA).
+
+        q [num_tokens, num_q_heads, nope_dim + rope_dim] is rotated in place in its last rope_dim dimensions, and
+        returned. latents [num_tokens, rank + rope_dim]: of their first rank numbers the norm is stored, of the others
+        the rotation. norm [rank]; cos_sin float32 [max_position, rope_dim], as in `rope_store`; positions and slots
+        int [num_tokens]; cache [num_pages, 1, page_size, rank + rope_dim], in their number format. Rows of q and
+        latents may be apart.
+        """

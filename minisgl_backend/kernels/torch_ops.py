@@ -50,12 +50,30 @@ class TorchOps(Ops):
             # q and k heads are normed in one go; only their weights differ.
             weight = torch.cat([q_norm.expand(num_q_heads, head_dim), k_norm.expand(num_kv_heads, head_dim)]).float()
             qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + eps) * weight
-        cos, sin = cos_sin[positions].unsqueeze(1).chunk(2, dim=-1)
-        first, second = qk.chunk(2, dim=-1)
-        rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(qkv.dtype)
+        rotated = _rotated(qk, cos_sin[positions].unsqueeze(1)).to(qkv.dtype)
         q, k = rotated.split([num_q_heads, num_kv_heads], dim=1)
         store_tokens(k_cache, k, slots, scales.k)
         store_tokens(v_cache, v, slots, scales.v)
+        return q
+
+    def latent_store(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        norm: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        latent, key = latents.split([len(norm), latents.shape[1] - len(norm)], dim=1)
+        angles = cos_sin[positions]
+        rotated = _rotated(key, angles)
+        stored = torch.cat([_rms_norm(latent, norm, eps).to(latents.dtype), rotated], dim=1)
+        store_tokens(cache, stored.unsqueeze(1), slots)
+        turned = q[..., q.shape[-1] - key.shape[1] :]
+        turned.copy_(_rotated(turned, angles.unsqueeze(1)))
         return q
 
 
@@ -117,6 +135,13 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor
     """In float32."""
     x32 = x.float()
     return x32 * torch.rsqrt(x32.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def _rotated(x: torch.Tensor, angles: torch.Tensor) -> torch.Tensor:
+    """x [..., size] with its first half turned against its second; angles float32 [..., size]: cosines, then sines."""
+    cos, sin = angles.chunk(2, dim=-1)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
 
 def store_tokens(cache: torch.Tensor, tokens: torch.Tensor, slots: torch.Tensor, scale: float = 1.0) -> None:

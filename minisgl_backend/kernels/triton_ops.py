@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels import elementwise as fused
+from minisgl_backend.kernels.attention.latent_store import latent_store
 from minisgl_backend.kernels.candidate import PLAIN
 from minisgl_backend.kernels.carveout import LARGEST_HIDDEN, prefer_shared_memory
 from minisgl_backend.kernels.device_facts import DeviceFacts
@@ -73,6 +74,19 @@ class TritonOps(TorchOps):
         return fused.rope_store(
             qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, self.pdl(qkv), scales
         )
+
+    def latent_store(
+        self,
+        q: torch.Tensor,
+        latents: torch.Tensor,
+        norm: torch.Tensor,
+        cos_sin: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        cache: torch.Tensor,
+        eps: float,
+    ) -> torch.Tensor:
+        return latent_store(q, latents, norm, cos_sin, positions, slots, cache, eps, self.pdl(q))
 
 
 class TritonPlainKernels(TorchPlainKernels):

@@ -40,6 +40,10 @@ class MHALayout:
         # Zeros, not garbage, which may hold NaN: kernels of other packages may read a last page whole.
         return torch.zeros(shape, dtype=self.dtype, device=device)
 
+    def layer(self, memory: torch.Tensor, scales: KVScales) -> LayerKV:
+        """What one layer is given of that: memory [2, num_pages, num_kv_heads, page_size, head_dim]."""
+        return LayerKV(memory[0], memory[1], scales)
+
 
 @dataclass(frozen=True)
 class KVScales:
@@ -57,5 +61,5 @@ class LayerKV:
     """Keys and values of one layer: what stores and attention kernels are given."""
 
     k: torch.Tensor  # [num_pages, num_kv_heads, page_size, head_dim]
-    v: torch.Tensor  # the same shape
+    v: torch.Tensor  # the same shape; of latents (`kv.latent`) the leading part of k
     scales: KVScales = ONE

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import torch
 
-from minisgl_backend.kv.layout import ONE, KVScales, LayerKV, MHALayout
+from minisgl_backend.kv.latent import KVLayout
+from minisgl_backend.kv.layout import ONE, KVScales, LayerKV
 
 
 def max_pages(page_size: int) -> int:
@@ -22,7 +23,7 @@ class KVPool:
 
     def __init__(
         self,
-        layouts: Sequence[MHALayout],
+        layouts: Sequence[KVLayout],
         page_size: int,
         num_pages: int,
         device: torch.device,
@@ -39,11 +40,10 @@ class KVPool:
         scales = scales or [ONE] * len(layouts)
         self._layers: list[LayerKV] = []
         for layout, layer_scales in zip(layouts, scales, strict=True):
-            k, v = next(unused[layout])
-            self._layers.append(LayerKV(k, v, layer_scales))
+            self._layers.append(layout.layer(next(unused[layout]), layer_scales))
 
     @staticmethod
-    def bytes_per_page(layouts: Sequence[MHALayout], page_size: int) -> int:
+    def bytes_per_page(layouts: Sequence[KVLayout], page_size: int) -> int:
         """Device memory of one page, all layers."""
         return sum(layout.bytes_per_token for layout in layouts) * page_size
 
@@ -55,5 +55,5 @@ class KVPool:
                 cache.view(torch.uint8).index_fill_(0, pages, 0)  # zero is all bits 0 in every format
 
     def layer(self, layer_index: int) -> LayerKV:
-        """Keys and values of one layer, [num_pages + 1, num_kv_heads, page_size, head_dim] each."""
+        """Keys and values of one layer, with `num_pages` + 1 pages."""
         return self._layers[layer_index]

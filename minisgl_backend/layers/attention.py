@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -16,10 +17,69 @@ from minisgl_backend.layers.norm import NormOverHeads, RMSNorm, SublayerNorms
 from minisgl_backend.layers.residual import MicroBatches, join
 from minisgl_backend.layers.rotary import head_order
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.parts import WeightPart
 
 
-class SelfAttention(WeightedLayer):
+class AttentionBlock(WeightedLayer, ABC):
+    """What lies between a projection of the hidden states and an output projection is `heads`."""
+
+    qkv_proj: ColumnParallelLinear
+    o_proj: RowParallelLinear
+    _tp: TensorParallel
+
+    @abstractmethod
+    def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
+        """From now on attention reads and writes this pool."""
+
+    @abstractmethod
+    def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        """All from qkv_proj to o_proj: norms, rotation, the store of what is kept, and attention.
+
+        qkv: of qkv_proj, [num_tokens, local outputs], which may be overwritten -> the input of o_proj, [num_tokens,
+        local num_q_heads * v_head_dim].
+        """
+
+    def forward(
+        self,
+        micro_batches: MicroBatches,
+        norms: SublayerNorms,
+        positions: torch.Tensor,
+        ctx: ForwardContext,
+        logits_indices: torch.Tensor | None = None,
+        *,
+        defers_o_proj: Callable[[int], bool],
+    ) -> MicroBatches:
+        """The residual stream plus attention(norm(residual)), of all micro-batches together; positions int
+        [num_tokens].
+
+        `logits_indices`, int [num_logits]: only these tokens are returned; keys and values are stored for all.
+        `defers_o_proj`: whether the next sublayer runs o_proj, at this token count.
+        """
+        if len(micro_batches) == 1:
+            residual, qkv = self.qkv_proj(micro_batches[0], norms.before)
+            settled: MicroBatches = (residual,)
+        else:  # attention takes one tensor, of which each micro-batch has its rows
+            qkv = self.qkv_proj.empty_outputs(len(positions))
+            rows = qkv.split([one.num_tokens for one in micro_batches])
+            pairs = zip(micro_batches, rows, strict=True)
+            settled = tuple(self.qkv_proj.into(one, norms.before, out) for one, out in pairs)
+        attended = self.heads(qkv, positions, ctx)
+        if logits_indices is not None:
+            attended, settled = attended[logits_indices], (join(settled).at(logits_indices),)
+        if defers_o_proj(len(attended)):
+            return (join(settled).deferring(attended, self.o_proj.method),)
+        if self._tp.size == 1:
+            return (self.o_proj(settled[0], attended, norms),)
+        sizes = self._tp.micro_batches(len(attended))
+        all_reduce = self._tp.all_reduce_for(len(attended), captured=ctx.captured)
+        if len(sizes) != len(settled):
+            settled = join(settled).split(sizes)
+        pairs = zip(settled, attended.split(sizes), strict=True)
+        return tuple(self.o_proj(one.reduced_by(all_reduce), x, norms) for one, x in pairs)
+
+
+class SelfAttention(AttentionBlock):
     def __init__(
         self,
         config: AttentionConfig,
@@ -71,54 +131,10 @@ class SelfAttention(WeightedLayer):
         )
 
     def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
-        """From now on attention reads and writes this pool."""
         sinks = None if self.sinks is None else self.sinks.data
         self._layer = spec.layer(self._layer_index, pool.layer(self._layer_index), sinks)
 
-    def forward(
-        self,
-        micro_batches: MicroBatches,
-        norms: SublayerNorms,
-        positions: torch.Tensor,
-        ctx: ForwardContext,
-        logits_indices: torch.Tensor | None = None,
-        *,
-        defers_o_proj: Callable[[int], bool],
-    ) -> MicroBatches:
-        """The residual stream plus attention(norm(residual)), of all micro-batches together; positions int
-        [num_tokens].
-
-        `logits_indices`, int [num_logits]: only these tokens are returned; keys and values are stored for all.
-        `defers_o_proj`: whether the next sublayer runs o_proj, at this token count.
-        """
-        if len(micro_batches) == 1:
-            residual, qkv = self.qkv_proj(micro_batches[0], norms.before)
-            settled: MicroBatches = (residual,)
-        else:  # attention takes one tensor, of which each micro-batch has its rows
-            qkv = self.qkv_proj.empty_outputs(len(positions))
-            rows = qkv.split([one.num_tokens for one in micro_batches])
-            pairs = zip(micro_batches, rows, strict=True)
-            settled = tuple(self.qkv_proj.into(one, norms.before, out) for one, out in pairs)
-        attended = self.heads(qkv, positions, ctx)
-        if logits_indices is not None:
-            attended, settled = attended[logits_indices], (join(settled).at(logits_indices),)
-        if defers_o_proj(len(attended)):
-            return (join(settled).deferring(attended, self.o_proj.method),)
-        if self._tp.size == 1:
-            return (self.o_proj(settled[0], attended, norms),)
-        sizes = self._tp.micro_batches(len(attended))
-        all_reduce = self._tp.all_reduce_for(len(attended), captured=ctx.captured)
-        if len(sizes) != len(settled):
-            settled = join(settled).split(sizes)
-        pairs = zip(settled, attended.split(sizes), strict=True)
-        return tuple(self.o_proj(one.reduced_by(all_reduce), x, norms) for one, x in pairs)
-
     def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
-        """Norm and rotation of each head, the store of keys and values, and attention.
-
-        qkv: of qkv_proj, [num_tokens, local outputs], which may be overwritten -> [num_tokens, local num_q_heads *
-        head_dim], the input of o_proj.
-        """
         layer, r = self._layer, self._rotation
         if isinstance(self.q_norm, NormOverHeads) and isinstance(self.k_norm, NormOverHeads):
             q_size, k_size = self._sizes

@@ -6,7 +6,7 @@ Needs neither torch nor transformers, so that a model folder is read and refused
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 # Of the gate; gelu_tanh is transformers' gelu_pytorch_tanh, swiglu_oai clamps the up half too (`gate_mul`).
 Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
@@ -62,6 +62,46 @@ class AttentionConfig:
     qk_norm: NormConfig | None = None  # RMSNorm of queries and keys before the rotation
     qk_norm_over_heads: bool = False  # that norm is over all heads together (OLMo-2), not over each
 
+    @property
+    def rope_head_dim(self) -> int:
+        """Dimensions of a head that the rope's table is made for."""
+        return self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentAttentionConfig:
+    """Multi-head latent attention (MLA; DeepSeek-AI, 2024: DeepSeek-V2) of one layer.
+
+    What is kept of a token is a latent, from which keys and values of all heads are computed, and one rotated key that
+    all heads share. With the computation of keys moved to the queries, it is attention with one KV head (absorbed).
+    """
+
+    num_q_heads: int
+    q_lora_rank: int | None  # numbers of a latent from which queries are computed; None: from the hidden states
+    kv_lora_rank: int  # numbers of the latent that is kept
+    qk_nope_head_dim: int  # of a head's queries and keys: those that are not rotated
+    qk_rope_head_dim: int  # those that are
+    v_head_dim: int
+    rope: RopeConfig
+    scale: float  # of queries' products with keys
+    norm: NormConfig  # of both latents
+    bias: bool = False  # of what computes latents, and of the output
+
+    num_kv_heads: ClassVar[int] = 1
+    window: ClassVar[int | None] = None
+    soft_cap: ClassVar[float | None] = None
+    sinks: ClassVar[bool] = False
+
+    @property
+    def head_dim(self) -> int:
+        """Numbers that are kept of a token: the absorbed key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def rope_head_dim(self) -> int:
+        """As of `AttentionConfig`."""
+        return self.qk_rope_head_dim
+
 
 @dataclass(frozen=True, kw_only=True)
 class MlpConfig:
@@ -113,7 +153,7 @@ class MoeConfig:
 class LayerConfig:
     """One decoder layer: attention, then an MLP, each added to the residual stream; or both at once, of one norm."""
 
-    attention: AttentionConfig
+    attention: AttentionConfig | LatentAttentionConfig
     mlp: MlpConfig | UngatedMlpConfig | MoeConfig
     norm: NormConfig
     # Of attention and MLP: of their input, their output, or both; "parallel": one norm whose output is the input of

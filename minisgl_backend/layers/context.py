@@ -27,9 +27,9 @@ class ForwardContext(ABC):
 
     @abstractmethod
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        """q [num_tokens, num_q_heads, head_dim], rotated; the layer's keys and values of these tokens are stored.
+        """q [num_tokens, num_q_heads, q_head_dim], rotated; what the layer keeps of these tokens is stored.
 
-        Returns attention's output, of the same shape.
+        Returns attention's output, [num_tokens, num_q_heads, v_head_dim].
         """
 
     def fuses_rope(self, layer: AttentionLayer) -> bool:

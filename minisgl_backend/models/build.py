@@ -9,10 +9,12 @@ from pathlib import Path
 import torch
 
 from minisgl_backend.attention.base import AttentionSpec, LayerGroup
+from minisgl_backend.attention.layer import LatentHeads
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.select import select_ops, select_plain_kernels
+from minisgl_backend.kv.latent import KVLayout, LatentLayout
 from minisgl_backend.kv.layout import MHALayout
-from minisgl_backend.layers.config import AttentionConfig
+from minisgl_backend.layers.config import AttentionConfig, LatentAttentionConfig
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.decoder import CausalLM
@@ -85,9 +87,7 @@ def attention_spec(
 
     `kv_dtype`: of keys and values in the cache; None: `dtype`.
     """
-    kv = MHALayout(
-        num_kv_heads=max(1, config.num_kv_heads // tp_size), head_dim=config.head_dim, dtype=kv_dtype or dtype
-    )
+    kv = _kv_layout(config, tp_size, kv_dtype or dtype)
     kinds = [_kind(layer.attention, max_seq_len) for layer in config.layers]
     groups = tuple(
         LayerGroup(
@@ -98,6 +98,7 @@ def attention_spec(
             scale=kind.scale,
             soft_cap=kind.soft_cap,
             sinks=kind.sinks,
+            latent=_latent_heads(kind),
         )
         for kind in dict.fromkeys(kinds)
     )
@@ -114,9 +115,31 @@ def attention_spec(
     )
 
 
-def _kind(attention: AttentionConfig, max_seq_len: int) -> AttentionConfig:
+def _kv_layout(config: ModelConfig, tp_size: int, dtype: torch.dtype) -> KVLayout:
+    attention = config.layers[0].attention
+    if isinstance(attention, LatentAttentionConfig):
+        return LatentLayout(rank=attention.kv_lora_rank, rope_dim=attention.qk_rope_head_dim, dtype=dtype)
+    return MHALayout(num_kv_heads=max(1, config.num_kv_heads // tp_size), head_dim=config.head_dim, dtype=dtype)
+
+
+def _latent_heads(attention: AttentionConfig | LatentAttentionConfig) -> LatentHeads | None:
+    if isinstance(attention, AttentionConfig):
+        return None
+    return LatentHeads(
+        rank=attention.kv_lora_rank,
+        nope_dim=attention.qk_nope_head_dim,
+        rope_dim=attention.qk_rope_head_dim,
+        v_dim=attention.v_head_dim,
+    )
+
+
+def _kind(
+    attention: AttentionConfig | LatentAttentionConfig, max_seq_len: int
+) -> AttentionConfig | LatentAttentionConfig:
     """What layers of one group have in common. A window that no sequence outgrows is none: its layers join those that
     see everything."""
+    if isinstance(attention, LatentAttentionConfig):
+        return attention
     window = attention.window
     return AttentionConfig(
         num_q_heads=attention.num_q_heads,

@@ -9,10 +9,19 @@ from torch import nn
 
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.kv.pool import KVPool
-from minisgl_backend.layers.attention import SelfAttention
-from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, RopeConfig, UngatedMlpConfig
+from minisgl_backend.layers.attention import AttentionBlock, SelfAttention
+from minisgl_backend.layers.config import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    MoeConfig,
+    RopeConfig,
+    UngatedMlpConfig,
+)
 from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
+from minisgl_backend.layers.latent_attention import LatentAttention
 from minisgl_backend.layers.mlp import GatedMLP, UngatedMLP
 from minisgl_backend.layers.moe import MoeMLP
 from minisgl_backend.layers.norm import SublayerNorms, make_norm
@@ -32,7 +41,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self._tp = layer_context.tp
-        self.self_attn = SelfAttention(layer.attention, hidden_size, index, cos_sin, layer_context.at("self_attn"))
+        self.self_attn = _attention(layer.attention, hidden_size, index, cos_sin, layer_context.at("self_attn"))
         self.mlp = _mlp(layer.mlp, hidden_size, layer_context.at("mlp"))
         names = _NORM_NAMES[layer.norms]
         norms = {
@@ -62,6 +71,18 @@ class DecoderLayer(nn.Module):
             micro_batches, self._attention_norms, positions, ctx, logits_indices, defers_o_proj=defers
         )
         return tuple([self.mlp(one, self._mlp_norms) for one in micro_batches])
+
+
+def _attention(
+    attention: AttentionConfig | LatentAttentionConfig,
+    hidden_size: int,
+    index: int,
+    cos_sin: torch.Tensor,
+    layer_context: LayerContext,
+) -> AttentionBlock:
+    if isinstance(attention, AttentionConfig):
+        return SelfAttention(attention, hidden_size, index, cos_sin, layer_context)
+    return LatentAttention(attention, hidden_size, index, cos_sin, layer_context)
 
 
 def _mlp(
@@ -160,7 +181,7 @@ class CausalLM(nn.Module):
         self._tp = layer_context.tp
         # Layers with the same rope share a table.
         tables: dict[tuple[RopeConfig | None, int], torch.Tensor] = {
-            (a.rope, a.head_dim): rope_table(a.rope, a.head_dim, max_seq_len, layer_context.device)
+            (a.rope, a.rope_head_dim): rope_table(a.rope, a.rope_head_dim, max_seq_len, layer_context.device)
             for a in dict.fromkeys(layer.attention for layer in config.layers)
         }
         layers = (
@@ -168,7 +189,7 @@ class CausalLM(nn.Module):
                 layer,
                 index,
                 config.hidden_size,
-                tables[layer.attention.rope, layer.attention.head_dim],
+                tables[layer.attention.rope, layer.attention.rope_head_dim],
                 layer_context.at(f"model.layers.{index}"),
             )
             for index, layer in enumerate(config.layers)
@@ -190,7 +211,7 @@ class CausalLM(nn.Module):
     def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
         """From now on attention reads and writes this pool."""
         for module in self.modules():
-            if isinstance(module, SelfAttention):
+            if isinstance(module, AttentionBlock):
                 module.bind(spec, pool)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig, NormConfig, UngatedMlpConfig
+from minisgl_backend.layers.config import (
+    AttentionConfig,
+    LatentAttentionConfig,
+    LayerConfig,
+    MlpConfig,
+    MoeConfig,
+    NormConfig,
+    UngatedMlpConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,12 +50,22 @@ class DecoderConfig:
         return self.layers[0].attention.num_kv_heads
 
     @property
+    def latents(self) -> tuple[int, int] | None:
+        """kv_lora_rank and qk_rope_head_dim where latents are kept in place of keys and values (MLA), in all layers."""
+        attention = self.layers[0].attention
+        if isinstance(attention, AttentionConfig):
+            return None
+        return attention.kv_lora_rank, attention.qk_rope_head_dim
+
+    @property
     def mixture(self) -> MoeConfig | None:
         """Of the first layer that has one; None: all MLPs are dense."""
         return next((layer.mlp for layer in self.layers if isinstance(layer.mlp, MoeConfig)), None)
 
     def check(self) -> None:
         """Raises ConfigError for what no family may ask of the engine."""
+        if len({type(layer.attention) for layer in self.layers}) > 1:
+            raise ConfigError("config.json: some layers keep latents (MLA); allowed: in all layers, or in none")
         for layer in self.layers:
             attention = layer.attention
             if attention.num_q_heads % attention.num_kv_heads:
@@ -68,7 +86,8 @@ class DecoderConfig:
     @property
     def layer_weights_per_token(self) -> int:
         """The weights of all layers that one token is multiplied with; two operations each."""
-        return self.hidden_size * sum(_rows_per_token(layer) for layer in self.layers)
+        heads = sum(attention_weights(layer.attention, self.hidden_size) for layer in self.layers)
+        return heads + self.hidden_size * sum(_mlp_rows_per_token(layer) for layer in self.layers)
 
     def check_tensor_parallel(self, size: int) -> None:
         """Raises ConfigError unless heads and MLPs split evenly over `size` ranks. Of more ranks than KV heads, several
@@ -90,13 +109,23 @@ class DecoderConfig:
                     )
 
 
-def _rows_per_token(layer: LayerConfig) -> int:
-    """Rows of hidden_size weights that one token is multiplied with in one layer."""
-    attention, mlp = layer.attention, layer.mlp
-    heads = 2 * (attention.num_q_heads + attention.num_kv_heads) * attention.head_dim
+def attention_weights(attention: AttentionConfig | LatentAttentionConfig, hidden_size: int) -> int:
+    """Weights of the linear layers around attention."""
+    a = attention
+    if isinstance(a, AttentionConfig):
+        return 2 * (a.num_q_heads + a.num_kv_heads) * a.head_dim * hidden_size
+    qk_dim = a.qk_nope_head_dim + a.qk_rope_head_dim
+    queries = a.num_q_heads * qk_dim * (a.q_lora_rank or hidden_size) + (a.q_lora_rank or 0) * hidden_size
+    expanded = a.num_q_heads * (a.qk_nope_head_dim + a.v_head_dim) * a.kv_lora_rank
+    return queries + expanded + (a.head_dim + a.num_q_heads * a.v_head_dim) * hidden_size
+
+
+def _mlp_rows_per_token(layer: LayerConfig) -> int:
+    """Rows of hidden_size weights that one token is multiplied with in one layer's MLP."""
+    mlp = layer.mlp
     if isinstance(mlp, MlpConfig):
-        return heads + 3 * mlp.intermediate_size
+        return 3 * mlp.intermediate_size
     if isinstance(mlp, UngatedMlpConfig):
-        return heads + 2 * mlp.intermediate_size
+        return 2 * mlp.intermediate_size
     experts = 3 * mlp.intermediate_size * mlp.experts_per_token + mlp.num_experts
-    return heads + experts + 3 * mlp.shared_intermediate_size + mlp.shared_gate
+    return experts + 3 * mlp.shared_intermediate_size + mlp.shared_gate

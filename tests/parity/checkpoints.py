@@ -42,6 +42,14 @@ _GEMMA: dict[str, Any] = {"pad_token_id": 0, "attn_implementation": "eager"}
 _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 _MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_LATENT: dict[str, Any] = {
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 24,
+    "num_key_value_heads": 4,
+}
 _ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2}
 
 
@@ -199,6 +207,33 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
         rope_parameters={**_YARN_ROPE, "truncate": False},
         attn_implementation="eager",
     ),
+    "deepseek_v2": _maker(
+        "DeepseekV2ForCausalLM",
+        first_k_dense_replace=1,
+        topk_method="group_limited_greedy",
+        n_group=4,
+        topk_group=2,
+        routed_scaling_factor=1.5,
+        rope_parameters={**_YARN_ROPE, "rope_theta": 10000.0, "mscale": 0.8, "mscale_all_dim": 0.5},
+        **_LATENT,
+        **_ROUTED,
+    ),
+    "deepseek_v2-lite": _maker("DeepseekV2ForCausalLM", **{**_LATENT, **_ROUTED, "q_lora_rank": None}),
+    "deepseek_v3": _maker(
+        "DeepseekV3ForCausalLM",
+        first_k_dense_replace=1,
+        n_group=4,
+        topk_group=2,
+        attention_bias=True,
+        rope_parameters={**_YARN_ROPE, "rope_theta": 10000.0, "mscale": 1.0, "mscale_all_dim": 1.0},
+        **_LATENT,
+        **_ROUTED,
+    ),
+    # Kimi-K2's shape.
+    "deepseek_v3-one-group": _maker(
+        "DeepseekV3ForCausalLM", first_k_dense_replace=1, n_group=1, topk_group=1, **_LATENT, **_ROUTED
+    ),
+    "glm4_moe_lite": _maker("Glm4MoeLiteForCausalLM", rope_interleave=False, **_LATENT, **_ROUTED),
     "exaone4": _maker("Exaone4ForCausalLM", sliding_window=24, layer_types=_SLIDES),
     "exaone4-full": _maker("Exaone4ForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3),
     "ministral": _maker("MinistralForCausalLM", head_dim=32, sliding_window=24, layer_types=_SLIDES),

@@ -12,10 +12,11 @@ from minisgl_backend.models.keys import Keys
 
 def read(keys: Keys) -> DecoderConfig:
     num_layers, size = keys.integer("num_hidden_layers"), window(keys, None)
-    layer = LayerConfig(attention=attention(keys), mlp=mlp(keys), norm=norm(keys))
+    heads = attention(keys)
+    layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys))
     types = layer_types(keys, num_layers) or (SLIDING,) * num_layers
     windows = [size if kind == SLIDING else None for kind in types]
-    return decoder(keys, [replace(layer, attention=replace(layer.attention, window=one)) for one in windows])
+    return decoder(keys, [replace(layer, attention=replace(heads, window=one)) for one in windows])
 
 
 FAMILY = Family(model_type="ministral", read=read, defaults={"num_key_value_heads": 8, "sliding_window": 4096})

@@ -12,13 +12,10 @@ from minisgl_backend.models.keys import Keys, refuse
 
 
 def read(keys: Keys) -> DecoderConfig:
-    layer = LayerConfig(
-        attention=attention(keys, qkv_bias=True),
-        mlp=mlp(keys),
-        norm=norm(keys),
-    )
+    heads = attention(keys, qkv_bias=True)
+    layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys))
     windows = windows_above(keys)
-    return decoder(keys, [replace(layer, attention=replace(layer.attention, window=size)) for size in windows])
+    return decoder(keys, [replace(layer, attention=replace(heads, window=size)) for size in windows])
 
 
 def windows_above(keys: Keys) -> list[int | None]:

@@ -12,13 +12,10 @@ from minisgl_backend.models.keys import Keys
 
 
 def read(keys: Keys) -> DecoderConfig:
-    layer = LayerConfig(
-        attention=head_norm_attention(keys, head_dim=128),
-        mlp=mlp(keys),
-        norm=norm(keys),
-    )
+    heads = head_norm_attention(keys, head_dim=128)
+    layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys))
     windows = windows_above(keys)
-    return decoder(keys, [replace(layer, attention=replace(layer.attention, window=size)) for size in windows])
+    return decoder(keys, [replace(layer, attention=replace(heads, window=size)) for size in windows])
 
 
 def head_norm_attention(keys: Keys, head_dim: int | None = None) -> AttentionConfig:

@@ -44,8 +44,8 @@ MOST_PADDING = 1 / 8  # of a longer step: padded by more it is launched kernel b
 class PiecewiseContext(ForwardContext):
     """Leaves the queries of a layer in one static buffer and takes what was attended from another."""
 
-    queries: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
-    attended: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
+    queries: torch.Tensor  # [num_tokens, num_q_heads, q_head_dim]
+    attended: torch.Tensor  # [num_tokens, num_q_heads, v_head_dim]
     at_attention: AtAttention
     captured: bool = True
 
@@ -60,7 +60,7 @@ class PiecewiseContext(ForwardContext):
 class SinglePromptContext(ForwardContext):
     """Attends into one static buffer, so that the rows of padding keep what they had."""
 
-    attended: torch.Tensor  # [num_tokens, num_q_heads, head_dim]
+    attended: torch.Tensor  # [num_tokens, num_q_heads, v_head_dim]
     attention: AttentionPair
     plan: PairPlan
     captured: bool = True
@@ -92,11 +92,11 @@ class PiecewiseRunner(ABC):
         """Makes all sizes ready; called once, before anything runs. The largest comes first: the others fit into it."""
         spec = attention.spec
         group = spec.groups[0]  # the layers of one model differ in windows, not in heads: one buffer serves all
-        heads = (self.sizes[-1], group.num_q_heads, group.head_dim)
+        heads = (self.sizes[-1], group.num_q_heads)
         self._forward, self._attention, self._prompt_inputs = forward, attention, prompt_inputs
         self._inputs = torch.zeros(3, self.sizes[-1], dtype=torch.int32, device=spec.device)  # ids, positions, slots
-        self._queries = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
-        self._attended = torch.zeros(heads, dtype=spec.dtype, device=spec.device)
+        self._queries = torch.zeros((*heads, group.q_head_dim), dtype=spec.dtype, device=spec.device)
+        self._attended = torch.zeros((*heads, group.v_head_dim), dtype=spec.dtype, device=spec.device)
         self._hidden = torch.zeros(self.sizes[-1], self._hidden_size, dtype=spec.dtype, device=spec.device)
         self._last = torch.zeros(1, self._hidden_size, dtype=spec.dtype, device=spec.device)
         if attention.supports_prompt_graphs:

@@ -63,6 +63,7 @@ def resolve(
             soft_cap=any(layer.attention.soft_cap is not None for layer in model.layers),
             sinks=any(layer.attention.sinks for layer in model.layers),
         ),
+        latents=model.latents,
         why_missing=why_missing,
     )
     _check_num_pages(config.num_pages, attention.page_size)

@@ -1,0 +1,27 @@
+"""What the registry knows of a backend's kernels for latents (MLA)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentEntry:
+    """What a backend serves of latents (MLA). Page sizes and kernels are those of decode: prefill gathers latents."""
+
+    module: str
+    class_name: str
+    page_sizes: tuple[int, ...] | None = None  # tokens; None: any
+    sizes: tuple[tuple[int, int], ...] | None = None  # (kv_lora_rank, qk_rope_head_dim); None: any
+    capabilities: range = range(1000)  # compute capabilities of the GPUs that it has kernels for
+    kernels: str = ""  # MODULE:FUNCTION, as of `BackendEntry`
+
+    def refusal(self, sizes: tuple[int, int], compute_capability: int | None) -> str | None:
+        """As of `BackendEntry`; sizes: kv_lora_rank and qk_rope_head_dim."""
+        if self.sizes is not None and sizes not in self.sizes:
+            served = ", ".join(f"{rank} + {rope}" for rank, rope in self.sizes)
+            return f"serves latents (MLA) of {served} numbers; this model has {sizes[0]} + {sizes[1]}"
+        if compute_capability is not None and compute_capability not in self.capabilities:
+            found = f"{compute_capability / 10:.1f}"
+            return f"has no kernels for latents (MLA) on a GPU of compute capability {found}"
+        return None

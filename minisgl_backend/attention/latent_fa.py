@@ -1,0 +1,98 @@
+"""The `fa` backend of latents (MLA): FlashAttention-3 (Shah et al., 2024) through sgl-kernel, any page size.
+
+Its kernels take the part of queries that is rotated and the one that is not (`qv`) apart, the rotated key for the key
+and the latent for the value. Prompts whose keys are expanded at once are computed by it, too; others by this project's
+kernel, which goes on from one piece to the next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup
+from minisgl_backend.attention.batch_tables import BatchTables
+from minisgl_backend.attention.latent import Piece
+from minisgl_backend.attention.latent_triton import TritonPrefillBackend
+from minisgl_backend.attention.layer import AttentionLayer
+
+_PREFILL_HEADS = ((192, 128),)  # of keys and of values
+
+
+@dataclass(frozen=True)
+class _Plan:
+    kv_lens: torch.Tensor  # int32 [batch]
+    page_table: torch.Tensor  # int32 [batch, pages]
+    cu_seqlens_q: torch.Tensor  # int32 [batch + 1]
+
+
+class FlashAttentionLatentBackend(TritonPrefillBackend):
+    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+        super().__init__(spec, group)
+        # Imported here: the package loads compiled code for one GPU generation and fails loudly on others.
+        from sgl_kernel.flash_attn import flash_attn_varlen_func, flash_attn_with_kvcache
+
+        self._decode_kernel, self._prefill_kernel = flash_attn_with_kvcache, flash_attn_varlen_func
+        self._serves_prefill = (self.heads.qk_dim, self.heads.v_dim) in _PREFILL_HEADS
+        self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
+        self._tables = BatchTables(spec)
+
+    def attend_expanded(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        expanded: torch.Tensor,
+        keys: torch.Tensor,
+        piece: Piece,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        if not (piece.is_whole and self._serves_prefill):
+            super().attend_expanded(layer, q, expanded, keys, piece, out, lse)
+            return
+        nope_dim, first = self.heads.nope_dim, int(piece.segments_host[0, 0])
+        k = torch.empty((*expanded.shape[:2], self.heads.qk_dim), dtype=q.dtype, device=q.device)
+        k[..., :nope_dim] = expanded[..., :nope_dim]
+        k[..., nope_dim:] = keys.unsqueeze(1)
+        last = int(piece.segments_host[-1, 1])
+        attended = self._prefill_kernel(
+            q[first:last],
+            k,
+            expanded[..., nope_dim:],
+            cu_seqlens_q=piece.cu_seqlens[0],
+            cu_seqlens_k=piece.cu_seqlens[1],
+            max_seqlen_q=piece.max_q_len,
+            max_seqlen_k=piece.max_kv_len,
+            softmax_scale=layer.scale,
+            causal=True,
+        )
+        out[first:last] = attended[0] if isinstance(attended, tuple) else attended
+
+    def plan_decode(self, inputs: DecodeInputs) -> _Plan:
+        return _Plan(inputs.kv_lens, self._tables.gather(inputs), self._one_each[: inputs.batch_size + 1])
+
+    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, plan: _Plan) -> torch.Tensor:
+        rank, kept = self.heads.rank, layer.kv.k.transpose(1, 2)  # tokens before the head
+        attended: torch.Tensor = self._decode_kernel(
+            q=q[..., rank:],
+            k_cache=kept[..., rank:],
+            v_cache=kept[..., :rank],
+            qv=q[..., :rank],
+            cache_seqlens=plan.kv_lens,
+            page_table=plan.page_table,
+            cu_seqlens_q=plan.cu_seqlens_q,
+            max_seqlen_q=1,
+            softmax_scale=layer.scale,
+            causal=True,
+        )
+        return attended
+
+    def allocate_graph(self, max_batch_size: int) -> None:
+        self._tables.allocate(max_batch_size)
+
+    def plan_capture(self, inputs: DecodeInputs) -> _Plan:
+        return _Plan(inputs.kv_lens, self._tables.gather_static(inputs), self._one_each[: inputs.batch_size + 1])
+
+    def plan_replay(self, inputs: DecodeInputs) -> None:
+        self._tables.gather_static(inputs)

@@ -1,0 +1,68 @@
+"""The `triton` backend of latents (MLA): this project's own Triton-language kernels, any page size, no package."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup, Plan
+from minisgl_backend.attention.latent import LatentBackend, Piece
+from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kernels.attention.latent_decode import (
+    LatentDecodeShape,
+    LatentDecodeWorkspace,
+    latent_decode_attention,
+    latent_decode_shape,
+)
+from minisgl_backend.kernels.attention.latent_prefill import latent_prefill_attention
+
+
+class TritonPrefillBackend(LatentBackend):
+    """What backends share that have a kernel for decode alone."""
+
+    def attend_expanded(
+        self,
+        layer: AttentionLayer,
+        q: torch.Tensor,
+        expanded: torch.Tensor,
+        keys: torch.Tensor,
+        piece: Piece,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        latent_prefill_attention(q, expanded, keys, piece.segments, piece.max_q_len, layer.scale, out, lse)
+
+
+@dataclass(frozen=True)
+class _DecodePlan:
+    inputs: DecodeInputs
+    shape: LatentDecodeShape
+
+
+class TritonLatentBackend(TritonPrefillBackend):
+    """Nothing is planned on the host: captured graphs are replayed as they are."""
+
+    def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
+        super().__init__(spec, group)
+        self._workspace = LatentDecodeWorkspace(group.num_q_heads, self.heads.rank, spec.max_rows, spec.device)
+        properties = torch.cuda.get_device_properties(spec.device) if spec.device.type == "cuda" else None
+        self._num_sms = properties.multi_processor_count if properties else 1
+
+    def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
+        return _DecodePlan(inputs, latent_decode_shape(self.group.num_q_heads, self._num_sms))
+
+    def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
+        i = plan.inputs
+        return latent_decode_attention(
+            q, layer.kv.k, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale, self.heads.rank
+        )
+
+    def allocate_graph(self, max_batch_size: int) -> None:
+        """The workspace of the constructor serves every batch size."""
+
+    def plan_capture(self, inputs: DecodeInputs) -> _DecodePlan:
+        return self.plan_decode(inputs)
+
+    def plan_replay(self, inputs: DecodeInputs) -> None:
+        """Nothing to do: the kernels read lengths and pages from the device."""

@@ -1,0 +1,227 @@
+"""Decode attention over latents (MLA, absorbed; DeepSeek-AI, 2024) in the paged cache, in the Triton language.
+
+All query heads share one latent a token, whose leading part is the value too: each is brought to shared memory once and
+multiplied twice. A program has a block of rows, heads of one or more query tokens, and a share of the cache.
+
+As many programs as run at once share the tiles of all sequences evenly, as Stream-K (Osama et al., 2023) does it for
+GEMMs. They lie one behind the other for this: a program ends one sequence's part, computes whole sequences and begins
+another's. Where shares begin, each finds out from the lengths, so that nothing is planned on the host and one captured
+graph serves every length. A second kernel merges sequences that several programs had parts of (flash decoding, Dao et
+al., 2023).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.launch import pdl_options
+
+LOG2_E = 1.4426950408889634
+MAX_WORKERS = 264  # of a block of rows: two on each of 132 multiprocessors
+LEAST_TILES = 1  # of a program's share
+MERGED_COLUMNS = 256  # of a latent, that one program merges
+
+
+@dataclass(frozen=True)
+class LatentDecodeShape:
+    """How a batch is cut into programs."""
+
+    rows: int  # of a program: query heads, of one token after the other
+    tile: int  # tokens a loop step
+    num_warps: int
+    num_stages: int
+    workers: int  # programs of one block of rows
+
+
+class LatentDecodeWorkspace:
+    """Partial results: of a worker's share there are two parts of sequences that others have parts of, at most."""
+
+    def __init__(self, num_rows: int, rank: int, max_batch: int, device: torch.device) -> None:
+        """num_rows: query heads of all query tokens of a sequence, at most."""
+        self.partial = torch.empty(2 * MAX_WORKERS * num_rows * rank, dtype=torch.float32, device=device)
+        self.lse = torch.empty(2 * MAX_WORKERS * num_rows, dtype=torch.float32, device=device)
+        self.batch_padded = triton.next_power_of_2(max_batch)
+
+
+def latent_decode_shape(num_rows: int, num_sms: int = 132) -> LatentDecodeShape:
+    """num_rows: query heads of all query tokens of a sequence."""
+    if num_rows > 32:
+        blocks = triton.cdiv(num_rows, 64)
+        return LatentDecodeShape(rows=64, tile=64, num_warps=8, num_stages=2, workers=max(1, num_sms // blocks))
+    rows = 32 if num_rows > 16 else 16
+    return LatentDecodeShape(rows=rows, tile=32, num_warps=4, num_stages=3, workers=min(MAX_WORKERS, 2 * num_sms))
+
+
+def latent_decode_attention(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    rows: torch.Tensor,
+    kv_lens: torch.Tensor,
+    page_table: torch.Tensor,
+    workspace: LatentDecodeWorkspace,
+    shape: LatentDecodeShape,
+    scale: float,
+    rank: int,
+    *,
+    num_queries: int = 1,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """Absorbed queries to attention output [batch * num_queries, num_q_heads, rank].
+
+    q [batch * num_queries, num_q_heads, rank + rope_dim] and cache [num_pages, 1, page_size, rank + rope_dim], both
+    contiguous; rows, kv_lens int32 [batch]. Query tokens of a sequence are the last `num_queries` of its kv_lens
+    tokens, causal.
+    """
+    tokens, num_heads, size = q.shape
+    batch, num_rows = tokens // num_queries, num_queries * num_heads
+    out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
+    workers = min(shape.workers, MAX_WORKERS)
+    rank_padded = max(16, triton.next_power_of_2(rank))
+    _latent_decode_kernel[(triton.cdiv(num_rows, shape.rows), workers)](
+        q, cache, out, rows, kv_lens, page_table, workspace.partial, workspace.lse, scale * LOG2_E,
+        page_table.stride(0), batch,
+        MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES, TILE=shape.tile, PAGE_SIZE=cache.shape[2],
+        ROWS=shape.rows, NUM_ROWS=num_rows, NUM_HEADS=num_heads, QUERIES=num_queries, RANK=rank,
+        RANK_PADDED=rank_padded, ROPE=size - rank, ROPE_PADDED=max(16, triton.next_power_of_2(size - rank)),
+        num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(pdl),
+    )  # fmt: skip
+    columns = min(MERGED_COLUMNS, rank_padded)
+    _merge_kernel[(num_rows, triton.cdiv(rank, columns), batch)](
+        out, kv_lens, workspace.partial, workspace.lse, batch, workers,
+        MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES, TILE=shape.tile, NUM_ROWS=num_rows, RANK=rank,
+        COLUMNS=columns, PARTS=8, num_warps=2, **pdl_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _shares(kv_lens_ptr, batch, workers, MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr):
+    """Where each sequence's tiles end, in the row of all tiles, int32 [MAX_BATCH], and how many a worker has."""
+    i = tl.arange(0, MAX_BATCH)
+    lens = tl.load(kv_lens_ptr + i, mask=i < batch, other=0)
+    ends = tl.cumsum(tl.cdiv(lens, TILE), 0)
+    return ends, tl.maximum(tl.cdiv(tl.max(ends, 0), workers), LEAST_TILES)
+
+
+@triton.jit(do_not_specialize=["batch"])
+def _latent_decode_kernel(
+    q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, scale_log2,
+    table_stride, batch,
+    MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
+    ROWS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
+    RANK_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    worker = tl.program_id(1)
+    ends, share = _shares(kv_lens_ptr, batch, tl.num_programs(1), MAX_BATCH, LEAST_TILES, TILE)
+    tile = worker * share
+    stop = tl.minimum(tile + share, tl.max(ends, 0))
+    b = tl.sum((ends <= tile).to(tl.int32), 0)
+    before = tl.max(tl.where(ends <= tile, ends, 0), 0)  # tiles of the sequences before this one
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, RANK_PADDED)
+    e = tl.arange(0, ROPE_PADDED)
+    n = tl.arange(0, TILE)
+    r_ok = r < NUM_ROWS
+    latent_ok = r_ok[:, None] & (d < RANK)[None, :]
+    while tile < stop:
+        kv_len = tl.load(kv_lens_ptr + b)
+        after = before + tl.cdiv(kv_len, TILE)
+        part_stop = tl.minimum(stop, after)
+        table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_stride
+        line = b.to(tl.int64) * NUM_ROWS + r
+        q_row = q_ptr + line[:, None] * (RANK + ROPE)
+        q = tl.load(q_row + d[None, :], mask=latent_ok, other=0.0)
+        q_rope = tl.load(q_row + RANK + e[None, :], mask=r_ok[:, None] & (e < ROPE)[None, :], other=0.0)
+        last = kv_len - QUERIES + r // NUM_HEADS  # that the row's query sees
+        m = tl.full([ROWS], -float("inf"), tl.float32)
+        total = tl.zeros([ROWS], tl.float32)
+        acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
+        end = tl.minimum((part_stop - before) * TILE, kv_len)
+        for start in tl.range((tile - before) * TILE, end, TILE):
+            if PAGE_SIZE % TILE == 0:
+                page = tl.load(table + start // PAGE_SIZE).to(tl.int64)
+                address = kv_ptr + (page * PAGE_SIZE + start % PAGE_SIZE) * (RANK + ROPE) + n[:, None] * (RANK + ROPE)
+            else:
+                position = tl.minimum(start + n, kv_len - 1)
+                pages = tl.load(table + position // PAGE_SIZE).to(tl.int64)
+                address = kv_ptr + (pages * PAGE_SIZE + position % PAGE_SIZE)[:, None] * (RANK + ROPE)
+            n_ok = start + n < end
+            latent = tl.load(address + d[None, :], mask=n_ok[:, None] & (d < RANK)[None, :], other=0.0)
+            key = tl.load(address + RANK + e[None, :], mask=n_ok[:, None] & (e < ROPE)[None, :], other=0.0)
+            scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+            scores = tl.dot(q_rope, tl.trans(key), scores, input_precision="ieee") * scale_log2
+            if QUERIES == 1:
+                seen = n_ok[None, :]
+            else:
+                seen = n_ok[None, :] & ((start + n)[None, :] <= last[:, None])
+            scores = tl.where(seen, scores, -float("inf"))
+            m_new = tl.maximum(tl.maximum(m, tl.max(scores, 1)), -1e30)
+            p = tl.exp2(scores - m_new[:, None])
+            correction = tl.exp2(m - m_new)
+            total = total * correction + tl.sum(p, 1)
+            acc = acc * correction[:, None]
+            acc = tl.dot(p.to(latent.dtype), latent, acc, input_precision="ieee")
+            m = m_new
+        result = acc / tl.where(total > 0, total, 1.0)[:, None]
+        if (tile == before) & (part_stop == after):
+            tl.store(out_ptr + line[:, None] * RANK + d[None, :], result.to(out_ptr.dtype.element_ty), mask=latent_ok)
+        else:
+            # A worker's first part continues a sequence, its last one begins one.
+            place = (2 * worker + (tile == before).to(tl.int32)).to(tl.int64) * NUM_ROWS + r
+            tl.store(partial_ptr + place[:, None] * RANK + d[None, :], result, mask=latent_ok)
+            tl.store(lse_ptr + place, tl.where(total > 0, m + tl.log2(total), -float("inf")), mask=r_ok)
+        tile = part_stop
+        before = after
+        b += 1
+
+
+@triton.jit(do_not_specialize=["batch", "workers"])
+def _merge_kernel(
+    out_ptr, kv_lens_ptr, partial_ptr, lse_ptr, batch, workers,
+    MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr, NUM_ROWS: tl.constexpr,
+    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The weighted mean of a sequence's parts, in their order, of one row and some of a latent's numbers."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    r = tl.program_id(0)
+    d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    b = tl.program_id(2)
+    ends, share = _shares(kv_lens_ptr, batch, workers, MAX_BATCH, LEAST_TILES, TILE)
+    i = tl.arange(0, MAX_BATCH)
+    before = tl.sum(tl.where(i == b - 1, ends, 0), 0)
+    after = tl.sum(tl.where(i == b, ends, 0), 0)
+    first = before // share
+    parts = (after - 1) // share - first + 1
+    if PDL:
+        tl_cuda.gdc_wait()
+    if parts <= 1:
+        return
+    j = tl.arange(0, PARTS)
+    top = tl.full([1], -1e30, tl.float32)
+    total = tl.zeros([1], tl.float32)
+    merged = tl.zeros([COLUMNS], tl.float32)
+    for start in tl.range(0, parts, PARTS):
+        part = start + j
+        ok = part < parts
+        place = (2 * (first + part) + (part == 0).to(tl.int32)).to(tl.int64) * NUM_ROWS + r
+        lse = tl.load(lse_ptr + place, mask=ok, other=-float("inf"))
+        values = tl.load(partial_ptr + place[:, None] * RANK + d[None, :], mask=ok[:, None] & (d < RANK)[None, :])
+        values = tl.where(ok[:, None], values, 0.0)
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weight = tl.exp2(lse - new_top)
+        correction = tl.exp2(top - new_top)
+        total = total * correction + tl.sum(weight, 0)
+        merged = merged * correction + tl.sum(weight[:, None] * values, 0)
+        top = new_top
+    merged = merged / tl.where(total > 0, total, 1.0)
+    address = out_ptr + (b.to(tl.int64) * NUM_ROWS + r) * RANK + d
+    tl.store(address, merged.to(out_ptr.dtype.element_ty), mask=d < RANK)

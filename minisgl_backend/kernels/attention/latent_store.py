@@ -1,0 +1,80 @@
+"""Between the projections and attention over latents (MLA): norm, rotation and store of a token, in one kernel."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.launch import pdl_options
+
+_HEADS = 8  # query heads of a program
+
+
+def latent_store(
+    q: torch.Tensor,
+    latents: torch.Tensor,
+    norm: torch.Tensor,
+    cos_sin: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    cache: torch.Tensor,
+    eps: float,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """As `Ops.latent_store`."""
+    num_tokens, num_heads, qk_dim = q.shape
+    rank, rope = len(norm), latents.shape[1] - len(norm)
+    half = rope // 2
+    if num_tokens > 0:
+        # The first program of a token has its latent, the others some of the query heads each.
+        _latent_store_kernel[(num_tokens, 1 + triton.cdiv(num_heads, _HEADS))](
+            q, latents, norm, cos_sin, positions, slots, cache,
+            q.stride(0), q.stride(1), latents.stride(0), cache.stride(0), cache.stride(2), eps,
+            NUM_HEADS=num_heads, NOPE=qk_dim - rope, RANK=rank, RANK_PADDED=triton.next_power_of_2(rank), HALF=half,
+            HALF_PADDED=triton.next_power_of_2(half), HEADS=_HEADS, PAGE_SIZE=cache.shape[2], num_warps=2,
+            **pdl_options(pdl),
+        )  # fmt: skip
+    return q
+
+
+@triton.jit
+def _latent_store_kernel(
+    q_ptr, latent_ptr, norm_ptr, cos_sin_ptr, positions_ptr, slots_ptr, cache_ptr,
+    q_stride_t, q_stride_h, x_stride, kv_stride_page, kv_stride_token, eps,
+    NUM_HEADS: tl.constexpr, NOPE: tl.constexpr, RANK: tl.constexpr, RANK_PADDED: tl.constexpr, HALF: tl.constexpr,
+    HALF_PADDED: tl.constexpr, HEADS: tl.constexpr, PAGE_SIZE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, HALF_PADDED)
+    i_ok = i < HALF
+    position = tl.load(positions_ptr + token).to(tl.int64)
+    cos = tl.load(cos_sin_ptr + position * (2 * HALF) + i, mask=i_ok, other=0.0)
+    sin = tl.load(cos_sin_ptr + position * (2 * HALF) + HALF + i, mask=i_ok, other=0.0)
+    if tl.program_id(1) == 0:
+        slot = tl.load(slots_ptr + token).to(tl.int64)
+        target = cache_ptr + (slot // PAGE_SIZE) * kv_stride_page + (slot % PAGE_SIZE) * kv_stride_token
+        source = latent_ptr + token * x_stride
+        d = tl.arange(0, RANK_PADDED)
+        d_ok = d < RANK
+        latent = tl.load(source + d, mask=d_ok, other=0.0).to(tl.float32)
+        weight = tl.load(norm_ptr + d, mask=d_ok, other=0.0).to(tl.float32)
+        normed = latent / tl.sqrt(tl.sum(latent * latent, 0) / RANK + eps) * weight
+        tl.store(target + d, normed.to(cache_ptr.dtype.element_ty), mask=d_ok)
+        first = tl.load(source + RANK + i, mask=i_ok, other=0.0).to(tl.float32)
+        second = tl.load(source + RANK + HALF + i, mask=i_ok, other=0.0).to(tl.float32)
+        tl.store(target + RANK + i, (first * cos - second * sin).to(cache_ptr.dtype.element_ty), mask=i_ok)
+        tl.store(target + RANK + HALF + i, (second * cos + first * sin).to(cache_ptr.dtype.element_ty), mask=i_ok)
+    else:
+        head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
+        ok = (head < NUM_HEADS)[:, None] & i_ok[None, :]
+        address = q_ptr + token * q_stride_t + head[:, None] * q_stride_h + NOPE + i[None, :]
+        first = tl.load(address, mask=ok, other=0.0).to(tl.float32)
+        second = tl.load(address + HALF, mask=ok, other=0.0).to(tl.float32)
+        cos, sin = cos[None, :], sin[None, :]
+        tl.store(address, (first * cos - second * sin).to(q_ptr.dtype.element_ty), mask=ok)
+        tl.store(address + HALF, (second * cos + first * sin).to(q_ptr.dtype.element_ty), mask=ok)

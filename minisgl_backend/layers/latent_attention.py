@@ -1,0 +1,109 @@
+"""Multi-head latent attention (MLA; DeepSeek-AI, 2024: DeepSeek-V2): projections, norms, rotation and store around the
+attention kernels, which compute with latents or with what they are expanded to (`attention.latent`)."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.attention.layer import AttentionLayer, LatentProjection
+from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.layers.attention import AttentionBlock
+from minisgl_backend.layers.config import LatentAttentionConfig
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
+from minisgl_backend.layers.norm import RMSNorm
+from minisgl_backend.layers.rotary import head_order
+from minisgl_backend.layers.weights import LayerContext
+from minisgl_backend.weights.method import LinearOutput, LinearSpec
+from minisgl_backend.weights.parts import WeightPart
+
+
+class LatentAttention(AttentionBlock):
+    """Heads are split over the ranks; latents are computed and kept on all of them.
+
+    `qkv_proj` computes the queries, or the latent that they come from, and the latent that is kept with its key.
+    """
+
+    def __init__(
+        self,
+        config: LatentAttentionConfig,
+        hidden_size: int,
+        layer_index: int,
+        cos_sin: torch.Tensor,
+        layer_context: LayerContext,
+    ) -> None:
+        """cos_sin: of `config.rope`, float32 [max_seq_len, qk_rope_head_dim]; shared with other layers."""
+        super().__init__()
+        self._layer_index = layer_index
+        self._layer: AttentionLayer  # see `bind`
+        self._config, self._cos_sin = config, cos_sin
+        self._ops = layer_context.ops
+        self._tp = tp = layer_context.tp
+        self._num_heads = config.num_q_heads // tp.size
+        kept, rank = config.head_dim, config.kv_lora_rank
+        qk_dim = config.qk_nope_head_dim + config.qk_rope_head_dim
+        queries = {"q_proj": config.num_q_heads * qk_dim}
+        order = head_order(config.rope, config.qk_rope_head_dim)
+        q_order = _behind(config.qk_nope_head_dim, order)
+        latents = {"kv_a_proj_with_mqa": kept}
+        if config.q_lora_rank is not None:
+            latents = {"q_a_proj": config.q_lora_rank, **latents}
+        self.qkv_proj = ColumnParallelLinear(
+            hidden_size,
+            latents if config.q_lora_rank is not None else {**queries, **latents},
+            config.bias,
+            layer_context,
+            parts=dict.fromkeys(latents, 1),
+            row_orders={"q_proj": q_order, "kv_a_proj_with_mqa": _behind(rank, order)},
+        )
+        self.q_a_layernorm: RMSNorm | None = None
+        self.q_b_proj: ColumnParallelLinear | None = None
+        if config.q_lora_rank is not None:
+            self.q_a_layernorm = RMSNorm(config.q_lora_rank, config.norm, "q_a_layernorm", layer_context)
+            self.q_b_proj = ColumnParallelLinear(
+                config.q_lora_rank,
+                {"q_b_proj": config.num_q_heads * qk_dim},
+                False,
+                layer_context,
+                row_orders={"q_b_proj": q_order},
+            )
+        self.kv_a_layernorm = RMSNorm(rank, config.norm, "kv_a_layernorm", layer_context)
+        self.kv_b_proj = layer_context.methods.plain_linear(_kv_b_spec(config, layer_context))
+        v_size = config.num_q_heads * config.v_head_dim
+        self.o_proj = RowParallelLinear(v_size, hidden_size, "o_proj", config.bias, layer_context)
+
+    def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
+        weight = self.kv_b_proj.weight.data
+        projection = LatentProjection(
+            weight=weight.view(self._num_heads, -1, weight.shape[1]), expand_into=self.kv_b_proj.apply_into
+        )
+        self._layer = spec.layer(self._layer_index, pool.layer(self._layer_index), latent=projection)
+
+    def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
+        queries, kept = qkv[:, : -self._config.head_dim], qkv[:, -self._config.head_dim :]
+        if self.q_a_layernorm is not None and self.q_b_proj is not None:
+            queries = self.q_b_proj.of(self.q_a_layernorm(queries))
+        q = queries.unflatten(1, (self._num_heads, -1))
+        norm = self.kv_a_layernorm
+        q = self._ops.latent_store(
+            q, kept, norm.weight, self._cos_sin, positions, ctx.slots, self._layer.kv.k, norm.eps
+        )
+        return ctx.attend(self._layer, q).flatten(1)
+
+    def weight_parts(self) -> list[WeightPart]:
+        return []
+
+
+def _kv_b_spec(config: LatentAttentionConfig, layer_context: LayerContext) -> LinearSpec:
+    """Of all heads, one after the other: rows of the key that are not rotated, then those of the value."""
+    tp, size = layer_context.tp, config.num_q_heads * (config.qk_nope_head_dim + config.v_head_dim)
+    output = LinearOutput(
+        name=layer_context.name("kv_b_proj"), size=size, start=tp.rank * size // tp.size, local=size // tp.size
+    )
+    return LinearSpec(outputs=(output,), input_size=config.kv_lora_rank, local_inputs=config.kv_lora_rank)
+
+
+def _behind(size: int, order: tuple[int, ...] | None) -> tuple[int, ...] | None:
+    """The order of rows of which the first `size` stay where they are, and the others are in `order`."""
+    return None if order is None else (*range(size), *(size + row for row in order))

@@ -1,0 +1,44 @@
+"""DeepSeek-V3 and R1, and what has their shape, as Kimi-K2: latent attention (MLA), experts chosen by sigmoids.
+
+DeepSeek-AI, 2024: DeepSeek-V3 Technical Report.
+"""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import Family, decoder, norm
+from minisgl_backend.models.families.deepseek_v2 import latent_attention
+from minisgl_backend.models.families.glm4_moe import mlps
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    keys.choice("moe_layer_freq", (1,))
+    keys.without_effect("aux_loss_alpha", "ep_size", "seq_aux")  # of training, and of serving with the authors' code
+    attention = latent_attention(keys, interleaved=keys.boolean("rope_interleave", True))
+    layers = [LayerConfig(attention=attention, mlp=one, norm=norm(keys)) for one in mlps(keys, dense=3)]
+    drafts = keys.integer("num_nextn_predict_layers", 1, least=0)
+    keys.without_effect("num_mtp_layers")  # the same, as transformers names it
+    return decoder(keys, layers, num_draft_layers=drafts)
+
+
+FAMILY = Family(
+    model_type="deepseek_v3",
+    read=read,
+    defaults={
+        "kv_lora_rank": 512,
+        "q_lora_rank": 1536,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "v_head_dim": 128,
+        "n_routed_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048,
+        "n_group": 8,
+        "topk_group": 4,
+        "routed_scaling_factor": 2.5,
+    },
+    tensor_names=TensorNames(stored=SHARED_EXPERTS),
+)

@@ -1,0 +1,130 @@
+"""Every backend of latents (MLA) of this GPU against the `torch` backend: prefixes, ragged batches, graphs, queries."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minisgl_backend.attention.layer import LatentHeads
+from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
+from minisgl_backend.kernels.torch_ops import TorchOps
+from tests.latents import LatentCase
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+DEEPSEEK = LatentHeads(rank=512, nope_dim=128, rope_dim=64, v_dim=128)
+FLASH = LatentHeads(rank=512, nope_dim=192, rope_dim=64, v_dim=256)  # GLM-4.7-Flash
+NAMES = [name for name, entry in BACKENDS.items() if entry.latents is not None and name != "torch"]
+
+
+def check_backend(name: str, page_size: int) -> None:
+    """Skips where the backend does not run here."""
+    entry, major = BACKENDS[name].latents, torch.cuda.get_device_capability()[0]
+    assert entry is not None
+    reason = import_failure(entry.kernels) if entry.kernels else None
+    if reason is not None:
+        pytest.skip(f"{name}: {reason}")
+    if 10 * major not in entry.capabilities:
+        pytest.skip(f"{name} has no kernels for this GPU")
+    if entry.page_sizes is not None and page_size not in entry.page_sizes:
+        pytest.skip(f"{name} does not serve page size {page_size}")
+
+
+def error(out: torch.Tensor, ref: torch.Tensor) -> float:
+    return ((out.float() - ref.float()).norm() / ref.float().norm()).item()
+
+
+@pytest.mark.parametrize("sizes", [(DEEPSEEK, 16), (DEEPSEEK, 128), (FLASH, 20)], ids=["16", "128", "flash"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_decode_eager_and_captured(name: str, page_size: int, sizes: tuple[LatentHeads, int]) -> None:
+    check_backend(name, page_size)
+    heads, num_q_heads = sizes
+    for kv_lens in ([1], [1, 63, 64, 65, 1000, 517, 3000, 2], [100 * i + 1 for i in range(32)]):
+        case = LatentCase(heads, num_q_heads, kv_lens, page_size, torch.bfloat16, "cuda")
+        backend, reference = (create_attention(one, one, case.spec) for one in (name, "torch"))
+        backend.allocate_graph(32)
+        inputs, q = case.decode_inputs(), case.queries(len(kv_lens))
+        expected = reference.attend(case.layer, q, reference.plan(None, inputs))
+        assert error(backend.attend(case.layer, q, backend.plan(None, inputs)), expected) < 1e-2
+        ones = replace(inputs, kv_lens=inputs.kv_lens.clone().fill_(1), kv_lens_host=case.kv_lens * 0 + 1)
+        plan = backend.plan_capture(ones)
+        backend.attend(case.layer, q, plan)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = backend.attend(case.layer, q, plan)
+        ones.kv_lens.copy_(inputs.kv_lens)
+        backend.plan_replay(replace(ones, kv_lens_host=case.kv_lens))
+        graph.replay()
+        assert error(out, expected) < 1e-2
+
+
+@pytest.mark.parametrize("sizes", [(DEEPSEEK, 16), (FLASH, 20)], ids=["16", "flash"])
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("name", NAMES)
+def test_prefill(name: str, page_size: int, sizes: tuple[LatentHeads, int]) -> None:
+    """Whole prompts, chunks behind prefixes; keys expanded at once and in pieces."""
+    check_backend(name, page_size)
+    heads, num_q_heads = sizes
+    for q_lens, kv_lens in [([7], [7]), ([1, 700, 33, 64], [400, 1000, 33, 3000]), ([300, 200], [300, 200])]:
+        case = LatentCase(heads, num_q_heads, kv_lens, page_size, torch.bfloat16, "cuda")
+        q = case.queries(sum(q_lens))
+        reference = create_attention("torch", "torch", case.spec)
+        expected = reference.attend(case.layer, q, reference.plan(case.prefill_inputs(q_lens), None))
+        for piece_tokens in (None, 900):
+            backend = create_attention(name, name, case.spec)
+            if piece_tokens is not None:
+                (only,) = set(backend.backends[0])
+                only._piece_tokens = min(only._piece_tokens, piece_tokens)
+            found = backend.attend(case.layer, q, backend.plan(case.prefill_inputs(q_lens), None))
+            assert error(found, expected) < 1e-2
+
+
+@pytest.mark.parametrize(("num_q_heads", "num_queries"), [(16, 1), (16, 4), (128, 2), (20, 3)])
+@pytest.mark.parametrize("page_size", [16, 64])
+def test_several_queries(page_size: int, num_q_heads: int, num_queries: int) -> None:
+    """The decode kernel with several query tokens a sequence, each of which sees one token more."""
+    from minisgl_backend.attention.latent_reference import TorchLatentBackend
+    from minisgl_backend.kernels.attention.latent_decode import (
+        LatentDecodeWorkspace,
+        latent_decode_attention,
+        latent_decode_shape,
+    )
+
+    kv_lens = [5, 64, 1000, 3001, 130]
+    case = LatentCase(DEEPSEEK, num_q_heads, kv_lens, page_size, torch.bfloat16, "cuda")
+    q = torch.randn(len(kv_lens) * num_queries, num_q_heads, 576, device="cuda").bfloat16()
+    rows = num_q_heads * num_queries
+    workspace = LatentDecodeWorkspace(rows, 512, len(kv_lens), case.device)
+    inputs, reference = case.decode_inputs(), TorchLatentBackend(case.spec, case.group)
+    found = latent_decode_attention(
+        q, case.layer.kv.k, inputs.rows, inputs.kv_lens, inputs.page_table, workspace, latent_decode_shape(rows),
+        case.layer.scale, 512, num_queries=num_queries,
+    )  # fmt: skip
+    for query in range(num_queries):
+        lens = case.kv_lens - (num_queries - 1 - query)
+        shorter = replace(inputs, kv_lens=torch.from_numpy(lens).cuda(), kv_lens_host=lens)
+        mine = q[query::num_queries]
+        expected = reference.attend_latents(case.layer, mine, reference.plan_decode(shorter))
+        assert error(found[query::num_queries], expected) < 1e-2
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 300])
+def test_store(num_tokens: int) -> None:
+    from minisgl_backend.kernels.attention.latent_store import latent_store
+
+    case = LatentCase(DEEPSEEK, 20, [400], 16, torch.bfloat16, "cuda")
+    positions = torch.randint(0, 400, (num_tokens,), device="cuda").int()
+    slots = (torch.randperm(400, device="cuda")[:num_tokens] + 16).int()
+    norm, cos_sin = torch.randn(512, device="cuda").bfloat16(), torch.randn(400, 64, device="cuda")
+    q, latents = case.queries(num_tokens), torch.randn(num_tokens, 580, device="cuda").bfloat16()[:, :576]
+    found, expected = (case.layer.kv.k.clone() for _ in range(2))
+    turned = [
+        store(q.clone(), latents, norm, cos_sin, positions, slots, cache, 1e-6)
+        for store, cache in ((latent_store, found), (TorchOps().latent_store, expected))
+    ]
+    assert error(turned[0], turned[1]) < 1e-2
+    assert error(found, expected) < 1e-2

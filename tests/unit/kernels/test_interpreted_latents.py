@@ -1,0 +1,105 @@
+"""Kernels of latents (MLA) against their torch references, in Triton's interpreter; tests/gpu runs them compiled."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from minisgl_backend.attention.latent_reference import TorchLatentBackend
+from minisgl_backend.attention.layer import LatentHeads
+from minisgl_backend.kernels.torch_ops import TorchOps
+from tests.latents import LatentCase
+
+if torch.cuda.is_available():
+    pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
+pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
+
+from minisgl_backend.attention.latent_triton import TritonLatentBackend
+from minisgl_backend.kernels.attention.latent_decode import (
+    LatentDecodeShape,
+    LatentDecodeWorkspace,
+    latent_decode_attention,
+)
+from minisgl_backend.kernels.attention.latent_store import latent_store
+
+CPU = torch.device("cpu")
+HEADS = LatentHeads(rank=32, nope_dim=24, rope_dim=8, v_dim=20)
+
+
+def expected_of(case: LatentCase, q: torch.Tensor, num_queries: int) -> torch.Tensor:
+    """Absorbed queries [batch * num_queries, num_q_heads, rank + rope_dim] over latents, by torch."""
+    backend, out = TorchLatentBackend(case.spec, case.group), torch.empty(*q.shape[:2], case.heads.rank)
+    for query in range(num_queries):
+        inputs = case.decode_inputs()
+        lens = case.kv_lens - (num_queries - 1 - query)
+        inputs = replace(inputs, kv_lens=torch.from_numpy(lens), kv_lens_host=lens)
+        plan = backend.plan_decode(inputs)
+        out[query::num_queries] = backend.attend_latents(case.layer, q[query::num_queries], plan)
+    return out
+
+
+@pytest.mark.parametrize(
+    ("lengths", "page_size", "heads", "queries", "shape"),
+    [
+        ([1], 1, 4, 1, LatentDecodeShape(16, 16, 4, 2, 3)),
+        ([3, 1, 1, 33], 16, 20, 1, LatentDecodeShape(16, 32, 4, 2, 1)),
+        ([200, 3, 64, 65, 1, 128], 64, 4, 1, LatentDecodeShape(16, 32, 4, 2, 5)),
+        ([40] * 5, 16, 6, 3, LatentDecodeShape(16, 16, 4, 2, 4)),
+        ([150, 150], 8, 3, 2, LatentDecodeShape(16, 16, 4, 2, 100)),
+    ],
+)
+def test_decode(lengths: list[int], page_size: int, heads: int, queries: int, shape: LatentDecodeShape) -> None:
+    """Sequences in one part, in many, and many in one share; blocks of rows that are not full."""
+    case = LatentCase(HEADS, heads, lengths, page_size)
+    q = torch.randn(len(lengths) * queries, heads, HEADS.rank + HEADS.rope_dim)
+    workspace = LatentDecodeWorkspace(heads * queries, HEADS.rank, len(lengths), CPU)
+    i = case.decode_inputs()
+    found = latent_decode_attention(
+        q, case.layer.kv.k, i.rows, i.kv_lens, i.page_table, workspace, shape, case.layer.scale, HEADS.rank,
+        num_queries=queries,
+    )  # fmt: skip
+    torch.testing.assert_close(found, expected_of(case, q, queries), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("piece_tokens", [1000, 50, 7])
+def test_prefill(page_size: int, piece_tokens: int) -> None:
+    """Prompts, chunks behind a prefix and single tokens, expanded at once or in pieces."""
+    kv_lens, q_lens = [40, 61, 5, 90], [40, 20, 1, 33]
+    case = LatentCase(HEADS, 2, kv_lens, page_size)
+    q = case.queries(sum(q_lens))
+    results = []
+    for kind, tokens in ((TorchLatentBackend, 1000), (TritonLatentBackend, piece_tokens), (TorchLatentBackend, 50)):
+        backend = kind(case.spec, case.group)
+        backend._piece_tokens = min(tokens, backend._piece_tokens)
+        results.append(backend.prefill(case.layer, q, backend.plan_prefill(case.prefill_inputs(q_lens))))
+    expected, *others = results
+    for found in others:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    # Absorbed and expanded are the same attention.
+    decoded = TorchLatentBackend(case.spec, case.group)
+    last = torch.tensor(q_lens).cumsum(0) - 1
+    torch.testing.assert_close(
+        decoded.decode(case.layer, q[last], decoded.plan_decode(case.decode_inputs())), expected[last],
+        atol=1e-4, rtol=1e-4,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+def test_store(page_size: int) -> None:
+    case = LatentCase(HEADS, 5, [30, 20], page_size)
+    count, rank, rope = 7, HEADS.rank, HEADS.rope_dim
+    positions = torch.randint(0, 50, (count,), dtype=torch.int32)
+    slots = (torch.randperm(30)[:count] + page_size).int()
+    norm, cos_sin = torch.randn(rank), torch.randn(50, rope)
+    caches, turned = [], []
+    for store in (TorchOps().latent_store, latent_store):
+        torch.manual_seed(0)
+        q, latents = case.queries(count), torch.randn(count, rank + rope + 3)[:, : rank + rope]
+        cache = case.layer.kv.k.clone()
+        turned.append(store(q, latents, norm, cos_sin, positions, slots, cache, 1e-6))
+        caches.append(cache)
+    torch.testing.assert_close(turned[1], turned[0], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(caches[1], caches[0], atol=1e-5, rtol=1e-5)
