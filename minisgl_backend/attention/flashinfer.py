@@ -62,7 +62,7 @@ def _let_ninja_be_found() -> None:
 
 
 @dataclass(frozen=True)
-class _Pages:
+class Pages:
     """The pages of a batch, flattened."""
 
     indptr: torch.Tensor  # int32 [num_seqs + 1], host
@@ -70,7 +70,7 @@ class _Pages:
     last_page_len: torch.Tensor  # int32 [num_seqs], host
 
 
-class _Planner:
+class Planner:
     """A wrapper and two pinned buffers for its plans, used in turn.
 
     FlashInfer fills one pinned buffer of its own and copies it asynchronously. The step before may still be running
@@ -105,16 +105,16 @@ class FlashInferBackend(AttentionBackend):
         self._flashinfer = flashinfer
         self._tensor_cores = spec.flashinfer_tensor_cores is not False
         self._workspace = torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=spec.device)
-        self._prefill = _Planner(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND"))
-        self._decode = _Planner(
+        self._prefill = Planner(flashinfer.BatchPrefillWithPagedKVCacheWrapper(self._workspace, "HND"))
+        self._decode = Planner(
             flashinfer.BatchDecodeWithPagedKVCacheWrapper(self._workspace, "HND", use_tensor_cores=self._tensor_cores)
         )
         self._window_left = -1 if group.window is None else group.window - 1
-        self._graph_planners: dict[int, _Planner] = {}
+        self._graph_planners: dict[int, Planner] = {}
         self._graph_indices: torch.Tensor | None = None
 
     def plan_prefill(self, inputs: PrefillInputs) -> Any:
-        pages = self._pages(inputs.kv_lens_host, inputs.rows, inputs.page_table)
+        pages = flatten_pages(inputs.kv_lens_host, inputs.rows, inputs.page_table, self.spec.page_size)
         spec, group = self.spec, self.group
         self._prefill.plan(
             torch.from_numpy(inputs.cu_seqlens_q_host), pages.indptr, pages.indices, pages.last_page_len,
@@ -149,15 +149,15 @@ class FlashInferBackend(AttentionBackend):
             paged_kv_indices_buffer=self._graph_indices,
             paged_kv_last_page_len_buffer=torch.ones(batch, dtype=torch.int32, device=device),
         )  # fmt: skip
-        self._graph_planners[batch] = _Planner(wrapper)
+        self._graph_planners[batch] = Planner(wrapper)
         self._plan_decode(self._graph_planners[batch], inputs)
         return wrapper
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
         self._plan_decode(self._graph_planners[inputs.batch_size], inputs)
 
-    def _plan_decode(self, planner: _Planner, inputs: DecodeInputs) -> None:
-        pages = self._pages(inputs.kv_lens_host, inputs.rows, inputs.page_table)
+    def _plan_decode(self, planner: Planner, inputs: DecodeInputs) -> None:
+        pages = flatten_pages(inputs.kv_lens_host, inputs.rows, inputs.page_table, self.spec.page_size)
         spec, group = self.spec, self.group
         planner.plan(
             pages.indptr, pages.indices, pages.last_page_len, group.num_q_heads, group.num_kv_heads, group.head_dim,
@@ -165,17 +165,20 @@ class FlashInferBackend(AttentionBackend):
             sm_scale=group.softmax_scale, logits_soft_cap=group.soft_cap,
         )  # fmt: skip
 
-    def _pages(self, kv_lens: np.ndarray[Any, np.dtype[np.int32]], rows: torch.Tensor, table: torch.Tensor) -> _Pages:
-        page_size = self.spec.page_size
-        counts = (kv_lens + page_size - 1) // page_size
-        indptr = np.zeros(len(counts) + 1, dtype=np.int32)
-        np.cumsum(counts, out=indptr[1:])
-        # One upload for both; `output_size` spares repeat_interleave a look at the device.
-        uploaded = torch.from_numpy(np.concatenate([counts, indptr[:-1]]).astype(np.int32)).pin_memory()
-        counts_device, starts = uploaded.to(table.device, non_blocking=True).chunk(2)
-        total = int(indptr[-1])
-        line = torch.repeat_interleave(torch.arange(len(counts), device=table.device), counts_device, output_size=total)
-        column = torch.arange(total, device=table.device, dtype=torch.int32) - starts[line]
-        indices = table[rows[line], column]
-        last = kv_lens - (counts - 1) * page_size
-        return _Pages(torch.from_numpy(indptr), indices, torch.from_numpy(last.astype(np.int32)))
+
+def flatten_pages(
+    kv_lens: np.ndarray[Any, np.dtype[np.int32]], rows: torch.Tensor, table: torch.Tensor, page_size: int
+) -> Pages:
+    """Of sequences of these lengths, whose rows of the page table are `rows`; without waiting for the device."""
+    counts = (kv_lens + page_size - 1) // page_size
+    indptr = np.zeros(len(counts) + 1, dtype=np.int32)
+    np.cumsum(counts, out=indptr[1:])
+    # One upload for both; `output_size` spares repeat_interleave a look at the device.
+    uploaded = torch.from_numpy(np.concatenate([counts, indptr[:-1]]).astype(np.int32)).pin_memory()
+    counts_device, starts = uploaded.to(table.device, non_blocking=True).chunk(2)
+    total = int(indptr[-1])
+    line = torch.repeat_interleave(torch.arange(len(counts), device=table.device), counts_device, output_size=total)
+    column = torch.arange(total, device=table.device, dtype=torch.int32) - starts[line]
+    indices = table[rows[line], column]
+    last = kv_lens - (counts - 1) * page_size
+    return Pages(torch.from_numpy(indptr), indices, torch.from_numpy(last.astype(np.int32)))

@@ -16,6 +16,7 @@ from minisgl_backend.kernels.attention.latent_decode import (
     latent_decode_shape,
 )
 from minisgl_backend.kernels.attention.latent_prefill import latent_prefill_attention
+from minisgl_backend.kernels.device_facts import DeviceFacts
 
 
 class TritonPrefillBackend(LatentBackend):
@@ -46,8 +47,7 @@ class TritonLatentBackend(TritonPrefillBackend):
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)
         self._workspace = LatentDecodeWorkspace(group.num_q_heads, self.heads.rank, spec.max_rows, spec.device)
-        properties = torch.cuda.get_device_properties(spec.device) if spec.device.type == "cuda" else None
-        self._num_sms = properties.multi_processor_count if properties else 1
+        self._num_sms = DeviceFacts.of(spec.device).multiprocessors or 1
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
         return _DecodePlan(inputs, latent_decode_shape(self.group.num_q_heads, self._num_sms))
