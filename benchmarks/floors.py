@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from benchmarks.gpu import offline_load
+from benchmarks.limits import Limits
 from benchmarks.model_shapes import SHAPES
 from minisgl_backend.layers.config import AttentionConfig, LatentAttentionConfig, LayerConfig, MlpConfig, MoeConfig
 from minisgl_backend.models.config import ModelConfig
@@ -23,14 +23,6 @@ BYTES_PER_VALUE = 2  # bfloat16
 DECODE_CONTEXT = 1024  # tokens, the middle of what benchmarks.gpu averages over
 BATCHES = (1, 8, 64, 256)
 PROMPTS = (1000, 4000, 8000, 32000)
-
-
-@dataclass(frozen=True)
-class Limits:
-    """What one H200 does at best."""
-
-    bytes_per_s: float = 4.58e12  # measured with a kernel that only reads
-    flop_per_s: float = 790e12  # assumed for large bf16 products; the data sheet's peak is 989e12
 
 
 class Floors:

@@ -7,7 +7,8 @@ import json
 import pytest
 
 from benchmarks.comparison import PEERS
-from benchmarks.floors import Floors, Limits
+from benchmarks.floors import Floors
+from benchmarks.limits import Limits
 from benchmarks.model_shapes import SHAPES
 from minisgl_backend.models.config import ModelConfig
 
