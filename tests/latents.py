@@ -21,19 +21,21 @@ class LatentCase:
         page_size: int,
         dtype: torch.dtype = torch.float32,
         device: str = "cpu",
+        max_rows: int | None = None,
     ) -> None:
         torch.manual_seed(page_size + num_q_heads)
         count, most = len(kv_lens), -(-max(kv_lens) // page_size)
+        max_rows = max_rows or count + 2
         self.heads, self.kv_lens, self.device = heads, np.array(kv_lens, dtype=np.int32), torch.device(device)
         self.spec = latent_group(
-            heads, num_q_heads=num_q_heads, page_size=page_size, max_seq_len=most * page_size, max_rows=count + 2,
+            heads, num_q_heads=num_q_heads, page_size=page_size, max_seq_len=most * page_size, max_rows=max_rows,
             dtype=dtype, device=device,
         )  # fmt: skip
         self.group = self.spec.groups[0]
         pool = make_pool(self.spec, count * most)
         pool.layer(0).k.normal_()
-        pages = torch.zeros(count + 2, most, dtype=torch.int32)
-        self.rows = torch.randperm(count + 2)[:count].int()
+        pages = torch.zeros(max_rows, most, dtype=torch.int32)
+        self.rows = torch.randperm(max_rows)[:count].int()
         pages[self.rows.long()] = (torch.randperm(count * most) + 1).int().view(count, most)
         self.page_table = pages.to(device)
         weight = torch.randn(num_q_heads, heads.nope_dim + heads.v_dim, heads.rank, dtype=dtype, device=device)

@@ -23,9 +23,9 @@ def check_backend(name: str, page_size: int) -> None:
     """Skips where the backend does not run here."""
     entry, major = BACKENDS[name].latents, torch.cuda.get_device_capability()[0]
     assert entry is not None
-    reason = import_failure(entry.kernels) if entry.kernels else None
-    if reason is not None:
-        pytest.skip(f"{name}: {reason}")
+    for needed in filter(None, (BACKENDS[name].package, entry.kernels)):
+        if (reason := import_failure(needed)) is not None:
+            pytest.skip(f"{name}: {reason}")
     if 10 * major not in entry.capabilities:
         pytest.skip(f"{name} has no kernels for this GPU")
     if entry.page_sizes is not None and page_size not in entry.page_sizes:
@@ -36,14 +36,17 @@ def error(out: torch.Tensor, ref: torch.Tensor) -> float:
     return ((out.float() - ref.float()).norm() / ref.float().norm()).item()
 
 
-@pytest.mark.parametrize("sizes", [(DEEPSEEK, 16), (DEEPSEEK, 128), (FLASH, 20)], ids=["16", "128", "flash"])
-@pytest.mark.parametrize("page_size", [1, 16, 64])
+@pytest.mark.parametrize(
+    ("page_size", "sizes"),
+    [(1, (DEEPSEEK, 16)), (16, (DEEPSEEK, 16)), (64, (DEEPSEEK, 16)), (64, (DEEPSEEK, 128)), (64, (FLASH, 20))],
+    ids=["1-16", "16-16", "64-16", "64-128", "64-flash"],
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_decode_eager_and_captured(name: str, page_size: int, sizes: tuple[LatentHeads, int]) -> None:
     check_backend(name, page_size)
     heads, num_q_heads = sizes
     for kv_lens in ([1], [1, 63, 64, 65, 1000, 517, 3000, 2], [100 * i + 1 for i in range(32)]):
-        case = LatentCase(heads, num_q_heads, kv_lens, page_size, torch.bfloat16, "cuda")
+        case = LatentCase(heads, num_q_heads, kv_lens, page_size, torch.bfloat16, "cuda", max_rows=34)
         backend, reference = (create_attention(one, one, case.spec) for one in (name, "torch"))
         backend.allocate_graph(32)
         inputs, q = case.decode_inputs(), case.queries(len(kv_lens))
@@ -62,8 +65,9 @@ def test_decode_eager_and_captured(name: str, page_size: int, sizes: tuple[Laten
         assert error(out, expected) < 1e-2
 
 
-@pytest.mark.parametrize("sizes", [(DEEPSEEK, 16), (FLASH, 20)], ids=["16", "flash"])
-@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize(
+    ("page_size", "sizes"), [(1, (DEEPSEEK, 16)), (64, (DEEPSEEK, 16)), (64, (FLASH, 20))], ids=["1", "64", "flash"]
+)
 @pytest.mark.parametrize("name", NAMES)
 def test_prefill(name: str, page_size: int, sizes: tuple[LatentHeads, int]) -> None:
     """Whole prompts, chunks behind prefixes; keys expanded at once and in pieces."""
@@ -83,8 +87,7 @@ def test_prefill(name: str, page_size: int, sizes: tuple[LatentHeads, int]) -> N
             assert error(found, expected) < 1e-2
 
 
-@pytest.mark.parametrize(("num_q_heads", "num_queries"), [(16, 1), (16, 4), (128, 2), (20, 3)])
-@pytest.mark.parametrize("page_size", [16, 64])
+@pytest.mark.parametrize(("page_size", "num_q_heads", "num_queries"), [(64, 16, 4), (64, 128, 2), (16, 20, 3)])
 def test_several_queries(page_size: int, num_q_heads: int, num_queries: int) -> None:
     """The decode kernel with several query tokens a sequence, each of which sees one token more."""
     from minisgl_backend.attention.latent_reference import TorchLatentBackend
