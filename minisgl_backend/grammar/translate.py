@@ -15,6 +15,7 @@ import msgspec
 
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.grammar.json_schema import schema_grammar
+from minisgl_backend.grammar.json_schema.notation import NOTATIONS
 from minisgl_backend.grammar.json_schema.xml_styles import check_kept
 from minisgl_backend.request import Grammar
 
@@ -60,9 +61,9 @@ def _tags(node: Any) -> Any:
         return node
     if node.get("type") == "json_schema":
         schema, style = _read(json.dumps(node.get("json_schema"))), node.get("style", "json")
-        if style == "json":
+        if style in NOTATIONS:
             _check_options(node)
-            return {"type": "grammar", "grammar": schema_grammar(schema)}
+            return {"type": "grammar", "grammar": schema_grammar(schema, NOTATIONS[style])}
         check_kept(schema, str(style), excludes=bool(node.get("excludes")))
     if node.get("type") == "qwen_xml_parameter":
         check_kept(_read(json.dumps(node.get("json_schema"))), "qwen_xml")
@@ -74,7 +75,7 @@ def _check_options(node: dict[str, Any]) -> None:
         if node.get(name):
             raise InvalidRequestError(
                 f"guided_decoding_guide: {name} of a structural tag's json_schema is {json.dumps(node[name])[:60]}, "
-                f"which cannot be kept in JSON; allowed: {allowed}"
+                f"which cannot be kept there; allowed: {allowed}"
             )
 
 

@@ -6,6 +6,7 @@ Read by Python's own parser, never run: only literals as named arguments, and on
 from __future__ import annotations
 
 import ast
+import keyword
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -86,6 +87,11 @@ class Lfm2Parser(TaggedParser):
         return rest, "told"
 
 
+def is_python_name(name: str) -> bool:
+    """Whether Python reads a call of a function of that name as one."""
+    return all(one.isascii() and one.isidentifier() and not keyword.iskeyword(one) for one in name.split("."))
+
+
 def read_calls(text: str, functions: Mapping[str, Any]) -> list[tuple[str, str]] | None:
     """(name, arguments as JSON) of each; None where the text is anything but a list of calls of these functions."""
     if not text.startswith("[") or len(text) > _MAX_CALLS:
@@ -105,9 +111,14 @@ def _call(node: ast.expr, functions: Mapping[str, Any]) -> tuple[str, str]:
     if not isinstance(node, ast.Call) or node.args:
         raise ValueError("no call with named arguments")
     name = ast.unparse(node.func)
-    arguments = {one.arg: _literal(one.value) for one in node.keywords}
-    if name not in functions or None in arguments or len(arguments) < len(node.keywords):
+    # `**{"a name": 1}` is how Python writes an argument whose name is no identifier.
+    given = [one.value if one.arg is None else ast.Dict([ast.Constant(one.arg)], [one.value]) for one in node.keywords]
+    if name not in functions or not all(isinstance(one, ast.Dict) for one in given):
         raise ValueError("no call of a function of the request")
+    pairs = [pair for one in given for pair in _literal(one).items()]
+    arguments = dict(pairs)
+    if len(arguments) < len(pairs):
+        raise ValueError("an argument twice")
     return name, as_json(arguments)
 
 

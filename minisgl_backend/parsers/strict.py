@@ -6,7 +6,8 @@ of the functions, written to its end.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +19,16 @@ class StrictCall:
     trigger: str  # what every call begins with, and nothing else
     begin: str  # the trigger included
     end: str
-    style: str = "json"  # of the arguments, by xgrammar's names
+    style: str = "json"  # of the arguments: `gemma`, `python`, or by xgrammar's names
     number: str = ""  # what follows the number of the call behind `begin`; "": there is none
     around: tuple[str, str, str] | None = None  # of a list of calls: what begins, separates and ends it
+    is_whole_answer: bool = False  # `around`: what else an answer begins with is no call
+    can_name: Callable[[str], bool] = bool  # whether a function's name can be written
 
     @property
-    def keeps_json(self) -> bool:
-        """Every keyword of a schema is kept, as arguments are JSON."""
-        return self.style == "json"
+    def keeps_schemas(self) -> bool:
+        """Every keyword of a schema is kept, which xgrammar's own styles do not."""
+        return not self.style.endswith("_xml")
 
     def tag(self, name: str, schema: Mapping[str, Any]) -> dict[str, Any]:
         arguments = {"type": "json_schema", "json_schema": schema, "style": self.style, "max_whitespace_cnt": 1}
@@ -54,6 +57,33 @@ def structural_tag(
         begin, separator, end = form.around
         calls = {"type": "tags_with_separator", "tags": tags, "separator": separator, "at_least_one": True}
         tags = [{"type": "tag", "begin": begin, "content": {**calls, "stop_after_first": only}, "end": end}]
+    if form.is_whole_answer:
+        return {"type": "structural_tag", "format": tags[0] if forced else _or_text(form, tags[0], list(functions))}
     options = {"at_least_one": forced, "stop_after_first": only}
     found = {"type": "triggered_tags", "triggers": [form.trigger], "tags": tags, **options}
     return {"type": "structural_tag", "format": found}
+
+
+def _or_text(form: StrictCall, calls: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """Calls, or a text that does not begin as they do."""
+    begins = [form.trigger + form.begin.replace("{name}", name) for name in names]
+    return {"type": "or", "elements": [calls, {"type": "regex", "pattern": _text_without(begins)}]}
+
+
+def _text_without(begins: Sequence[str]) -> str:
+    """A regular expression of texts of which none, white space left out, begins so."""
+    tries: dict[str, Any] = {}
+    for text in begins:
+        place = tries
+        for char in text:
+            place = place.setdefault(char, {})
+        place.clear()  # what goes on is of the shorter one
+    return rf"[ \t\r\n]*({_other(tries, is_first=True)})?"
+
+
+def _other(tries: Mapping[str, Any], *, is_first: bool = False) -> str:
+    """What leaves the tree before it has come to one of its ends."""
+    taken = "".join(rf"\u{ord(char):04x}" for char in tries) + (r" \t\r\n" if is_first else "")
+    ways = [rf"[^{taken}][\s\S]*"]
+    ways += [f"{re.escape(char)}({_other(below)})?" for char, below in tries.items() if below]
+    return "|".join(ways)

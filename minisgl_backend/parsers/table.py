@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from minisgl_backend.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser
+from minisgl_backend.parsers.deepseek import DeepSeekV3Parser, DeepSeekV31Parser, DeepSeekV32Parser
 from minisgl_backend.parsers.gemma import Gemma4Parser
 from minisgl_backend.parsers.glm import GlmParser
 from minisgl_backend.parsers.harmony import HarmonyParser
@@ -20,7 +20,7 @@ from minisgl_backend.parsers.kimi import KimiK2Parser
 from minisgl_backend.parsers.minimax import MiniMaxM2Parser
 from minisgl_backend.parsers.mistral import MistralParser
 from minisgl_backend.parsers.parts import ThoughtParser, ToolParser
-from minisgl_backend.parsers.pythonic import Lfm2Parser, PythonicParser
+from minisgl_backend.parsers.pythonic import Lfm2Parser, PythonicParser, is_python_name
 from minisgl_backend.parsers.qwen_coder import QwenCoderParser
 from minisgl_backend.parsers.reasoning import ReasoningParser
 from minisgl_backend.parsers.strict import StrictCall
@@ -145,6 +145,17 @@ FORMATS = (
         special=True,
     ),
     Format(
+        "deepseek_v32",
+        "DeepSeek V3.2, V4",
+        '`<｜DSML｜invoke name="NAME"><｜DSML｜parameter name="KEY" string="true">...`',
+        Marks(template=("｜DSML｜", 'invoke name="')),
+        calls=DeepSeekV32Parser,
+        strict=StrictCall(
+            "<｜DSML｜invoke name=", '<｜DSML｜invoke name="{name}">\n', "\n</｜DSML｜invoke>", "deepseek_xml"
+        ),
+        special=True,
+    ),
+    Format(
         "kimi_k2",
         "Kimi-K2",
         "`<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{...}`",
@@ -189,6 +200,7 @@ FORMATS = (
         '`<|tool_call>call:NAME{key:<|"|>text<|"|>}<tool_call|>`; thoughts `<|channel>thought ... <channel|>`',
         Marks(anywhere=("<|tool_call>", "<|channel>")),
         calls=Gemma4Parser,
+        strict=StrictCall("<|tool_call>", "<|tool_call>call:{name}", "<tool_call|>", "gemma"),
         tags=("<|channel>thought", "<channel|>"),
         special=True,
     ),
@@ -220,6 +232,14 @@ FORMATS = (
         '`<|tool_call_start|>[NAME(key="text")]<|tool_call_end|>`',
         Marks(anywhere=("<|tool_call_start|>", "<|tool_call_end|>")),
         calls=Lfm2Parser,
+        strict=StrictCall(
+            "<|tool_call_start|>",
+            "{name}(",
+            ")",
+            "python",
+            around=("<|tool_call_start|>[", ", ", "]<|tool_call_end|>"),
+            can_name=is_python_name,
+        ),
         special=True,
     ),
     Format(
@@ -228,7 +248,13 @@ FORMATS = (
         '`<tool_calls>[{"name": ..., "arguments": ...}]</tool_calls>`',
         Marks(template=("<tool_calls>", r"\barguments\b")),
         calls=ToolCallsParser,
-        strict_with=(  # Apriel's; MiniMax-M1 writes one a line
+        strict=StrictCall(  # MiniMax-M1's
+            "<tool_calls>",
+            '{"name": "{name}", "arguments": ',
+            "}",
+            around=("<tool_calls>\n", "\n", "\n</tool_calls>"),
+        ),
+        strict_with=(  # Apriel's
             "<tool_calls>[",
             StrictCall(
                 "<tool_calls>",
@@ -261,6 +287,9 @@ FORMATS = (
         '`[NAME(key="text"), ...]` as the whole answer',
         Marks(tokens=("<|python_start|>", "<|python_end|>")),
         calls=PythonicParser,
+        strict=StrictCall(
+            "[", "{name}(", ")", "python", around=("[", ", ", "]"), is_whole_answer=True, can_name=is_python_name
+        ),
         special=True,
     ),
     Format(

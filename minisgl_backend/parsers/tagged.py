@@ -180,6 +180,10 @@ class TagValuesParser(TaggedParser):
         self.tell(call["name"], parts, arguments)
         return rest, "told"
 
+    def value(self, found: re.Match[str], types: ArgumentTypes) -> str:
+        """As JSON. `found`: by VALUE."""
+        return converted(types.chosen(found["key"], found["value"]), types.of(found["key"]))
+
     def _arguments(self, name: str, written: str) -> str | None:
         """As JSON; None where anything else stands among the values."""
         types, place = ArgumentTypes(self.functions.get(name, {})), 0
@@ -192,8 +196,7 @@ class TagValuesParser(TaggedParser):
             if one["key"] in seen:
                 return None
             seen.add(one["key"])
-            value = converted(types.chosen(one["key"], one["value"]), types.of(one["key"]))
-            found.append(f"{as_json(one['key'])}: {value}")
+            found.append(f"{as_json(one['key'])}: {self.value(one, types)}")
             place = one.end()
         return "{" + ", ".join(found) + "}"
 

@@ -17,6 +17,7 @@ TOKENIZER = {
     "harmony": "gptoss",
     "deepseek_v3": "deepseek_v3",
     "deepseek_v31": "deepseek_v3",
+    "deepseek_v32": "deepseek_v3",
     "llama3_json": "llama3_1",
     "pythonic": "llama3_1",
     "gemma4": "gemma3",

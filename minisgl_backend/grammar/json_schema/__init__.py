@@ -13,14 +13,15 @@ from typing import Any
 from minisgl_backend.errors import InvalidRequestError
 from minisgl_backend.grammar.json_schema.build import Builder
 from minisgl_backend.grammar.json_schema.document import Document
+from minisgl_backend.grammar.json_schema.notation import JSON, Notation
 from minisgl_backend.grammar.json_schema.rules import TooManyRulesError
 
 
-def schema_grammar(schema: Any) -> str:
-    """EBNF, as xgrammar reads it, of JSON as `json.dumps` writes it. `schema`: JSON whose numbers are int or Decimal.
+def schema_grammar(schema: Any, notation: Notation = JSON) -> str:
+    """EBNF, as xgrammar reads it, of values as the notation has them. `schema`: JSON whose numbers are int or Decimal.
     Raises InvalidRequestError."""
     try:
-        found = Builder(Document(schema)).grammar()
+        found = Builder(Document(schema), notation).grammar()
     except TooManyRulesError:
         raise InvalidRequestError("guided_decoding_guide: the schema is too large; allowed: a smaller one") from None
     except RecursionError:

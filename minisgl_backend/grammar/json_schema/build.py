@@ -35,6 +35,7 @@ from minisgl_backend.grammar.json_schema.formula import (
     regex_of,
 )
 from minisgl_backend.grammar.json_schema.meaning import Meanings
+from minisgl_backend.grammar.json_schema.notation import ARGUMENT, Notation
 from minisgl_backend.grammar.json_schema.regex import Regex
 from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, literal
 from minisgl_backend.grammar.json_schema.text_rules import TextRules
@@ -49,17 +50,24 @@ Terms = tuple[Term, ...]
 class Builder:
     """Of one document."""
 
-    def __init__(self, document: Document) -> None:
+    def __init__(self, document: Document, notation: Notation) -> None:
         self._document = document
+        self._notation = notation
         self._meanings = Meanings(document)
         self._rules = Rules()
-        self._texts = TextRules(self._rules)
+        self._texts = TextRules(self._rules, notation)
         self._values: dict[frozenset[Term], str] = {}
         self._todo: list[tuple[str, Terms]] = []
 
     def grammar(self) -> str:
         """As EBNF; empty where no value matches. Raises SchemaError, TooManyRulesError."""
-        root = self._value((Term(self._document.root),))
+        terms = (Term(self._document.root),)
+        if self._notation.root is None:
+            root = self._value(terms)
+        else:
+            root = self._rules.new("root_value")
+            formula = self._meanings.of(terms[0], self._notation.root)
+            self._rules.put(root, self._choices(terms, self._notation.root, formula, is_root=True))
         self._finish()
         return self._rules.text(root)
 
@@ -96,19 +104,22 @@ class Builder:
             self._finish()
         return found
 
-    def _choices(self, terms: Terms, kind: Kind, formula: Formula) -> list[Choice]:
+    def _choices(self, terms: Terms, kind: Kind, formula: Formula, *, is_root: bool = False) -> list[Choice]:
         """Of values of one type."""
+        words = self._notation.words
         if formula == FALSE:
             return []
         if kind == "null":
-            return [(literal("null"),)]
+            return [(literal(words[None]),)]
         if kind == "boolean":
             values = [it for it in (True, False) if evaluate(formula, {Truth(it)})]
-            return [(literal("true" if value else "false"),) for value in values]
+            return [(literal(words[value]),) for value in values]
         if kind in ("string", "number"):
             return self._text_choices(terms, kind, formula)
-        make = self._object if kind == "object" else self._array
-        return [make(branch, terms) for branch in branches(formula, lambda: _too_many(terms))]
+        found = branches(formula, lambda: _too_many(terms))
+        if kind == "array":
+            return [self._array(branch, terms) for branch in found]
+        return [self._object(branch, terms, is_call=is_root and self._notation.is_call) for branch in found]
 
     def _text_choices(self, terms: Terms, kind: Kind, formula: Formula) -> list[Choice]:
         try:
@@ -121,19 +132,25 @@ class Builder:
 
     # Objects.
 
-    def _object(self, branch: Branch, terms: Terms) -> Choice:
+    def _object(self, branch: Branch, terms: Terms, *, is_call: bool) -> Choice:
         for fact in branch:
             if isinstance(fact, Exists):
                 raise fact.rule.node.error(fact.rule.keyword, "cannot be negated; allowed: where no `not` concerns it")
         names = list(dict.fromkeys(fact.name for fact in branch if isinstance(fact, Property)))
         needed = dict.fromkeys(fact.name for fact in branch if isinstance(fact, Required))
         names += [name for name in needed if name not in names]
-        named = [Named(name, self._value(terms_of_property(branch, name)), name in needed) for name in names]
+        named = []
+        for name in names:
+            before, behind = self._notation.pair(name, is_argument=is_call)
+            can_be = self._notation.can_write(name)
+            value = self._value(terms_of_property(branch, name)) if can_be else self._rules.new("nothing")
+            named.append(Named(before, value, behind, name in needed))
         least, most = _size(branch)
-        others = self._others(branch, names, terms, max(least - len(needed), 0))
-        return object_choice(self._rules, named, others, least, most)
+        others = self._others(branch, names, terms, max(least - len(needed), 0), is_call)
+        signs = ("" if is_call else "{", self._notation.comma, "" if is_call else "}")
+        return object_choice(self._rules, named, others, least, most, signs)
 
-    def _others(self, branch: Branch, names: list[str], terms: Terms, different: int) -> Others | None:
+    def _others(self, branch: Branch, names: list[str], terms: Terms, different: int, is_call: bool) -> Others | None:
         """Properties beside those that have names. `different`: how many of them an object may need."""
         if different > MAX_DIFFERENT:
             what = f"asks for {different} more properties than have names; allowed: at most {MAX_DIFFERENT}"
@@ -147,14 +164,19 @@ class Builder:
             if number not in made:
                 made[number] = self._rules.new("pair")
                 lengths = rx.ALL if number is None else _length_is(number, different)
-                choices = []
-                for regex, value in classes:
-                    key = self._texts.string(rx.both(regex, lengths), key=True)
-                    choices.append((Ref(key), literal(": "), Ref(value)))
+                choices = [self._pair(rx.both(regex, lengths), value, terms, is_call) for regex, value in classes]
                 self._rules.put(made[number], choices)
             return made[number]
 
         return Others(pairs, different)
+
+    def _pair(self, names: Regex, value: str, terms: Terms, is_call: bool) -> Choice:
+        """A property of one of the names."""
+        bare = rx.both(names, ARGUMENT if is_call else self._notation.bare)
+        if self._has_text(bare, terms):
+            return (Ref(self._texts.bare(bare, "=" if is_call else self._notation.colon)), Ref(value))
+        key = (Ref(self._texts.string(names, key=True)), literal(self._notation.colon), Ref(value))
+        return (literal("**{"), *key, literal("}")) if is_call else key
 
     def _name_classes(self, branch: Branch, names: list[str], terms: Terms, different: int) -> list[tuple[Regex, str]]:
         """(names, the rule of the value), for all names of properties that have none of the known ones."""
@@ -221,7 +243,7 @@ class Builder:
                     own.append(Term(fact.term.node, fact.term.positive == is_one))
             return self._value(own)
 
-        return array_choice(self._rules, item, max([prefix, *starts]), least, most, counters)
+        return array_choice(self._rules, item, max([prefix, *starts]), least, most, counters, self._notation.comma)
 
 
 def _size(branch: Branch) -> tuple[int, int | None]:

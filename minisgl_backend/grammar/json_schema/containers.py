@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -15,10 +14,11 @@ Key = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Named:
-    """A property: its name, the rule of its value, and whether it must be there."""
+    """A property: the rule of its value, what stands before and behind that, and whether it must be there."""
 
-    name: str
+    before: str
     value: str
+    behind: str
     required: bool
 
 
@@ -54,8 +54,15 @@ class Machine:
             self._rules.put(self._names[key], self._choices(self, key))
 
 
-def object_choice(rules: Rules, named: list[Named], others: Others | None, least: int, most: int | None) -> Choice:
-    """What an object looks like.
+def object_choice(
+    rules: Rules,
+    named: list[Named],
+    others: Others | None,
+    least: int,
+    most: int | None,
+    signs: tuple[str, str, str] = ("{", ", ", "}"),
+) -> Choice:
+    """What an object looks like. `signs`: what begins it, separates its properties and ends it.
 
     A state is (named properties behind us, properties written, further ones of them). What is written is counted as
     far as `least` and `most` need it.
@@ -65,22 +72,23 @@ def object_choice(rules: Rules, named: list[Named], others: Others | None, least
         most = None
     least = 0 if least <= needed else least
     cap = max(1, least, 0 if most is None else most)
+    begin, separator, end = signs
 
     def choices(machine: Machine, key: Key) -> list[Choice]:
         number, count, further = key
-        comma = [literal(", ")] if count else []
+        comma = [literal(separator)] if count else []
         found: list[Choice] = []
         is_full = most is not None and count >= most
         if number < len(named):
             one = named[number]
             if not is_full:
-                pair = literal(json.dumps(one.name, ensure_ascii=False) + ": ")
-                found.append((*comma, pair, Ref(one.value), machine.at(number + 1, min(count + 1, cap), 0)))
+                value = (literal(one.before), Ref(one.value), *_sign(one.behind))
+                found.append((*comma, *value, machine.at(number + 1, min(count + 1, cap), 0)))
             if not one.required:
                 found.append((machine.at(number + 1, count, 0),))
             return found
         if count >= least:
-            found.append((literal("}"),))
+            found.append(_sign(end))
         if others is not None and not is_full:
             is_needed = least > 1 and count < least
             if not is_needed:
@@ -96,7 +104,11 @@ def object_choice(rules: Rules, named: list[Named], others: Others | None, least
     machine = Machine(rules, "object", choices)
     first = machine.at(0, 0, 0)
     machine.finish()
-    return (literal("{"), first)
+    return (*_sign(begin), first)
+
+
+def _sign(text: str) -> Choice:
+    return (literal(text),) if text else ()
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,7 @@ def array_choice(
     least: int,
     most: int | None,
     counters: list[Counter],
+    comma: str = ", ",
 ) -> Choice:
     """What an array looks like. `item` gives the rule of an item by its number, which does not matter from
     `uniform_from` on."""
@@ -131,7 +144,7 @@ def array_choice(
         number, *counts = key
         if are_counted and number == same:
             more = rules.new("more")
-            rules.put(more, [(literal(", "), Ref(item(uniform_from, ())))])
+            rules.put(more, [(literal(comma), Ref(item(uniform_from, ())))])
             return [(Times(more, max(least - same, 0), None if most is None else most - same), literal("]"))]
         found: list[Choice] = []
         enough = all(counter.least <= count for counter, count in zip(counters, counts, strict=True))
@@ -139,13 +152,13 @@ def array_choice(
             found.append((literal("]"),))
         if most is not None and number >= most:
             return found
-        comma = [literal(", ")] if number else []
+        before = [literal(comma)] if number else []
         for outcome, following in _outcomes(counters, number, counts):
             missing = sum(max(one.least - count, 0) for one, count in zip(counters, following, strict=True))
             if missing > max(needed_by - number - 1, 0):
                 continue
             rule = Ref(item(min(number, uniform_from), outcome))
-            found.append((*comma, rule, machine.at(min(number + 1, last), *following)))
+            found.append((*before, rule, machine.at(min(number + 1, last), *following)))
         return found
 
     machine = Machine(rules, "array", choices)

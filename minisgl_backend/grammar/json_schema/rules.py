@@ -137,11 +137,6 @@ def literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def json_literal(text: str) -> str:
-    """A string of JSON, with its quotes, as EBNF has it."""
-    return literal(json.dumps(text, ensure_ascii=False))
-
-
 def char_class(ranges: Iterable[tuple[int, int]]) -> str:
     return "[" + "".join(_char(low) + (f"-{_char(high)}" if high > low else "") for low, high in ranges) + "]"
 

@@ -10,21 +10,24 @@ are longer than what is left of the string, most of a vocabulary, are tried one 
     rest0 ::= "\\""
 
 A character is itself or an escape, such as a backslash and n, or \\u and four digits, beyond U+FFFF two
-times four; both count as one. What JSON does not take raw, U+0000 to U+001F, is only ever escaped.
+times four; both count as one. What JSON does not take raw, U+0000 to U+001F, is only ever escaped. A notation may
+have no escapes (`Notation`).
 """
 
 from __future__ import annotations
 
+import contextlib
+
 from minisgl_backend.grammar.json_schema import regex as rx
-from minisgl_backend.grammar.json_schema.automaton import Automaton, State, automaton
+from minisgl_backend.grammar.json_schema.automaton import Automaton, State, TooManyStatesError, automaton
+from minisgl_backend.grammar.json_schema.notation import Notation
 from minisgl_backend.grammar.json_schema.numbers import MAX_EXPONENT_DIGITS, MAX_FRACTION, NUMBER
 from minisgl_backend.grammar.json_schema.regex import Kind, Ranges, Regex
-from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, char_class, json_literal, literal
+from minisgl_backend.grammar.json_schema.rules import Choice, Ref, Rules, char_class, literal
 
 UNROLLED = 48  # longer ones are counted in blocks: each state takes the compiler 20 ms with 150,000 tokens
 BLOCK = 24  # characters
 MAX_COUNTED = 1 << 16  # characters of a string whose length is bounded
-_SHORT_ESCAPES = {0x22: '"', 0x5C: "\\", 0x2F: "/", 8: "b", 12: "f", 10: "n", 13: "r", 9: "t"}
 _NOT_RAW: Ranges = ((0, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 _ANY_NUMBER: tuple[Choice, ...] = (
     (
@@ -43,8 +46,11 @@ MAX_ESCAPED_RANGES = 8
 class TextRules:
     """Of one grammar; equal ones are made once."""
 
-    def __init__(self, rules: Rules) -> None:
+    def __init__(self, rules: Rules, notation: Notation) -> None:
         self._rules = rules
+        self._notation = notation
+        self._quote = literal(notation.quote)
+        self._not_raw = _NOT_RAW if notation.has_escapes else ((ord(notation.quote[0]),) * 2,)
         self._known: dict[object, str] = {}
 
     def string(self, regex: Regex, *, key: bool = False) -> str:
@@ -53,6 +59,10 @@ class TextRules:
         if (regex, key) not in self._known:
             self._known[regex, key] = self._string(regex, key)
         return self._known[regex, key]
+
+    def bare(self, regex: Regex, behind: str) -> str:
+        """The rule of texts without quotes, and what stands behind each."""
+        return self.number(rx.cat(regex, rx.literals([behind])))
 
     def number(self, regex: Regex) -> str:
         if (regex, "number") not in self._known:
@@ -70,16 +80,33 @@ class TextRules:
     def _string(self, regex: Regex, key: bool) -> str:
         name = self._rules.new("string")
         if regex.kind is Kind.LITERALS:
-            self._rules.put(name, [(json_literal(text),) for text in regex.parts])
+            texts = filter(self._notation.can_write, regex.parts)
+            self._rules.put(name, [(literal(self._notation.text(text)),) for text in texts])
             return name
         lengths = _long_lengths(regex)
         if lengths is not None:
-            self._rules.put(name, [(literal('"'), self._long(*lengths))])
+            self._rules.put(name, [(self._quote, self._long(*lengths))])
             return name
-        states = automaton(regex)
-        if states:
-            self._rules.put(name, [(literal('"'), Ref(self._right_linear(states, key)))])
+        behind = self._escaped(regex, key) if self._notation.has_escapes else self._unescaped(regex)
+        if behind is not None:
+            self._rules.put(name, [(self._quote, Ref(behind))])
         return name
+
+    def _escaped(self, regex: Regex, key: bool) -> str | None:
+        """The rule of what follows the opening quote; None where no text is of the regex."""
+        states = automaton(regex)
+        return self._right_linear(states, key) if states else None
+
+    def _unescaped(self, regex: Regex) -> str | None:
+        """The same of texts that may hold anything but the closing quote. Where they have many states, which a part of
+        a quote behind them would multiply, they do not hold its first character."""
+        quote = rx.literals([self._notation.quote])
+        whole = rx.cat(rx.both(regex, rx.complement(rx.cat(rx.ALL, quote, rx.ALL))), quote)
+        with contextlib.suppress(TooManyStatesError):
+            if len(states := automaton(whole)) <= UNROLLED:
+                return self._right_linear(states, None) if states else None
+        plain = rx.repeat(rx.chars(rx.without(rx.TEXT, self._not_raw)))
+        return self._escaped(rx.both(regex, plain), False) or self._right_linear(automaton(whole), None)
 
     def _right_linear(self, states: Automaton, key: bool | None) -> str:
         """The rule of the first state; `key` None: of numbers, which have no quotes."""
@@ -108,7 +135,7 @@ class TextRules:
         return []
 
     def _choices(self, state: State, names: list[str], key: bool | None) -> list[Choice]:
-        end: Choice = () if key is None else (literal('"'),)
+        end: Choice = () if key is None else (self._quote,)
         choices: list[Choice] = [end] if state.accepts else []
         for ranges, target in state.moves:
             if key is None:
@@ -120,11 +147,14 @@ class TextRules:
     def _rest(self) -> str:
         """Any characters, and the quote."""
         if "rest" not in self._known:
+            if not self._notation.has_escapes:
+                self._known["rest"] = self._unescaped(rx.ALL) or ""
+                return self._known["rest"]
             name = self._known["rest"] = self._rules.new("rest")
             escape = self._escape(rx.TEXT, False)
             assert escape is not None
-            anything = char_class(rx.without(rx.TEXT, _NOT_RAW))
-            self._rules.put(name, [(literal('"'),), (anything, Ref(name)), (literal("\\"), Ref(escape), Ref(name))])
+            anything = char_class(rx.without(rx.TEXT, self._not_raw))
+            self._rules.put(name, [(self._quote,), (anything, Ref(name)), (literal("\\"), Ref(escape), Ref(name))])
         return self._known["rest"]
 
     def _long(self, least: int, most: int | None) -> Ref:
@@ -150,7 +180,7 @@ class TextRules:
     def _one(self, characters: Ranges, key: bool, rest: Ref | None) -> list[Choice]:
         """A character, and what follows it."""
         behind = () if rest is None else (rest,)
-        raw, escape = rx.without(characters, _NOT_RAW), self._escape(characters, key)
+        raw, escape = rx.without(characters, self._not_raw), self._escape(characters, key)
         choices: list[Choice] = [(char_class(raw), *behind)] if raw else []
         return choices if escape is None else [*choices, (literal("\\"), Ref(escape), *behind)]
 
@@ -159,7 +189,7 @@ class TextRules:
         known = ("at most", most, characters, key)
         if known not in self._known:
             rest = [] if most == 0 else self._one(characters, key, self._at_most(most - 1, characters, key))
-            self._known[known] = self._joined((literal('"'),), *rest).name
+            self._known[known] = self._joined((self._quote,), *rest).name
         return Ref(self._known[known])
 
     def _block(self, characters: Ranges = rx.TEXT, key: bool = False) -> Ref:
@@ -177,9 +207,11 @@ class TextRules:
 
     def _escape(self, ranges: Ranges, key: bool) -> str | None:
         """The rule of what follows a backslash to stand for one of the characters; None: nothing does."""
+        if not self._notation.has_escapes:
+            return None
         known = ("escape", ranges, key)
         if known not in self._known:
-            short = [char for code, char in _SHORT_ESCAPES.items() if rx.common(ranges, ((code, code),))]
+            short = [char for code, char in self._notation.escapes.items() if rx.common(ranges, ((code, code),))]
             if key:
                 short = [char for char in short if char != "/"]
             spelt = rx.common(ranges, ((0, 0xFFFF),))
@@ -190,7 +222,7 @@ class TextRules:
                 choices.append((char_class(rx.merged((ord(char), ord(char)) for char in short)),))
             for low, high in spelt:
                 choices += [(literal("u"), *digits) for digits in _hexadecimal(low, high)]
-            if not key and _ASTRAL in rx.common(ranges, (_ASTRAL,)):
+            if not key and self._notation.has_pairs and _ASTRAL in rx.common(ranges, (_ASTRAL,)):
                 choices.append((literal("u"), *_PAIR))
             if not choices:
                 return None

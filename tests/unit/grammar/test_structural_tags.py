@@ -45,7 +45,7 @@ KEPT = {
 
 
 @pytest.mark.parametrize("name", KEPT)
-@pytest.mark.parametrize("style", ["qwen_xml", "minimax_xml", "glm_xml"])
+@pytest.mark.parametrize("style", ["qwen_xml", "minimax_xml", "glm_xml", "deepseek_xml"])
 def test_schemas_that_xgrammar_keeps_are_left_to_it(name: str, style: str) -> None:
     assert plain(tag(KEPT[name], style)) == tag(KEPT[name], style)
 

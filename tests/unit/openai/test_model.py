@@ -180,6 +180,8 @@ def test_thoughts_have_a_budget_by_every_name(template: str, fields: dict[str, A
     [
         ("hermes", "structural_tag", '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'),
         ("granite", "structural_tag", '<|tool_call|>[{"name": "f", "arguments": {}}]'),
+        ("gemma4", "structural_tag", "<|tool_call>call:f{}<tool_call|>"),
+        ("pythonic", "structural_tag", "[f()]"),
         ("qwen3_coder", "json", ""),  # XML keeps fewer schemas
         ("auto", "json", ""),
     ],
@@ -202,17 +204,28 @@ def test_a_forced_call_has_the_models_format_where_a_grammar_keeps_any_schema_th
     assert [part.text for part in message.feed(Delta(0, text, 1, "stop", ()))] == ["f", "{}"]
 
 
-@pytest.mark.parametrize(
-    ("strict", "template", "guided"), [(True, HERMES, True), (None, HERMES, False), (True, "x", False)]
-)
-def test_strict_functions_are_kept_by_a_grammar_of_the_format(strict: bool | None, template: str, guided: bool) -> None:
-    async def begin() -> Any:
-        settings = EndpointSettings(port=0, tool_call_parser="auto" if template == HERMES else "gemma4")
-        endpoint, server = Endpoint(settings), Rendering(template, "")
-        endpoint.triton, endpoint.model = server, ServedModel(server, settings)  # type: ignore[assignment, arg-type]
-        tools = [{"type": "function", "function": {"name": "f", "strict": strict, "parameters": {"type": "object"}}}]
-        body = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=tools)
-        await endpoint.start_chat(body, RequestContext("1"), body.names(), figures=False)
-        return server.started[0][1]
+def strict_chat(parser: str, name: str, strict: bool | None, **fields: Any) -> dict[str, Any]:
+    """Its sampling options: one function, offered."""
 
-    assert ("structural_tag" in asyncio.run(begin()).get("guided_decoding", {})) == guided
+    async def begin() -> dict[str, Any]:
+        settings = EndpointSettings(port=0, tool_call_parser=parser)
+        endpoint, server = Endpoint(settings), Rendering(HERMES, "")
+        endpoint.triton, endpoint.model = server, ServedModel(server, settings)  # type: ignore[assignment, arg-type]
+        tools = [{"type": "function", "function": {"name": name, "strict": strict, "parameters": {"type": "object"}}}]
+        body = ChatRequest(messages=[{"role": "user", "content": "x"}], tools=tools, **fields)
+        await endpoint.start_chat(body, RequestContext("1"), body.names(), figures=False)
+        found: dict[str, Any] = server.started[0][1]
+        return found
+
+    return asyncio.run(begin())
+
+
+@pytest.mark.parametrize(("parser", "strict"), [("auto", True), ("gemma4", True), ("lfm2", True), ("auto", None)])
+def test_strict_functions_are_kept_by_a_grammar_of_the_format(parser: str, strict: bool | None) -> None:
+    assert ("structural_tag" in strict_chat(parser, "f", strict).get("guided_decoding", {})) == bool(strict)
+
+
+def test_what_calls_in_python_cannot_name_is_refused_or_forced_as_json() -> None:
+    with pytest.raises(ApiError, match="tools: strict beside a function 'get-time'"):
+        strict_chat("pythonic", "get-time", True)
+    assert "json" in strict_chat("pythonic", "get-time", True, tool_choice="required")["guided_decoding"]

@@ -51,6 +51,20 @@ def deepseek_v31(calls: Sequence[Call]) -> str:
     return f"<｜tool▁calls▁begin｜>{written}<｜tool▁calls▁end｜>"
 
 
+def deepseek_v32(calls: Sequence[Call]) -> str:
+    written = "".join(
+        f'<｜DSML｜invoke name="{name}">\n'
+        + "".join(
+            f'<｜DSML｜parameter name="{key}" string="{"true" if isinstance(value, str) else "false"}">{_plain(value)}'
+            "</｜DSML｜parameter>\n"
+            for key, value in arguments.items()
+        )
+        + "</｜DSML｜invoke>\n"
+        for name, arguments in calls
+    )
+    return f"<｜DSML｜function_calls>\n{written}</｜DSML｜function_calls>"
+
+
 def kimi_k2(calls: Sequence[Call]) -> str:
     written = "".join(
         f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>{_json(arguments)}<|tool_call_end|>"
@@ -147,13 +161,24 @@ def llama3_json(calls: Sequence[Call]) -> str:
     return "; ".join(_json({"name": name, "parameters": arguments}) for name, arguments in calls)
 
 
-def pythonic(calls: Sequence[Call]) -> str:
-    written = (f"{name}({', '.join(f'{key}={value!r}' for key, value in given.items())})" for name, given in calls)
+def pythonic(calls: Sequence[Call], show: Callable[[Any], str] = repr) -> str:
+    written = (f"{name}({', '.join(f'{key}={show(value)}' for key, value in given.items())})" for name, given in calls)
     return f"[{', '.join(written)}]"
 
 
+def pythonic_double(calls: Sequence[Call]) -> str:
+    def show(one: Any) -> str:
+        if isinstance(one, list):
+            return "[" + ", ".join(map(show, one)) + "]"
+        if isinstance(one, dict):
+            return "{" + ", ".join(f"{show(key)}: {show(value)}" for key, value in one.items()) + "}"
+        return _json(one) if isinstance(one, str) else repr(one)
+
+    return pythonic(calls, show)
+
+
 def lfm2(calls: Sequence[Call]) -> str:
-    return f"<|tool_call_start|>{pythonic(calls)}<|tool_call_end|>"
+    return f"<|tool_call_start|>{pythonic_double(calls)}<|tool_call_end|>"
 
 
 def harmony(calls: Sequence[Call]) -> str:
@@ -177,6 +202,7 @@ WRITERS: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "harmony of the template": ("harmony", harmony_template),
     "deepseek_v3": ("deepseek_v3", deepseek_v3),
     "deepseek_v31": ("deepseek_v31", deepseek_v31),
+    "deepseek_v32": ("deepseek_v32", deepseek_v32),
     "kimi_k2": ("kimi_k2", kimi_k2),
     "minimax_m2": ("minimax_m2", minimax_m2),
     "glm45": ("glm45", glm45),
@@ -191,8 +217,9 @@ WRITERS: dict[str, tuple[str, Callable[[Sequence[Call]], str]]] = {
     "apriel": ("minimax", apriel),
     "hermes": ("hermes", hermes),
     "llama3_json": ("llama3_json", llama3_json),
-    "pythonic": ("pythonic", pythonic),
+    "pythonic": ("pythonic", pythonic_double),
+    "pythonic, single quotes": ("pythonic", pythonic),
     "lfm2": ("lfm2", lfm2),
 }
 # These are the whole answer: a text before them makes them text.
-ALONE = frozenset({"llama3_json", "pythonic"})
+ALONE = frozenset({"llama3_json", "pythonic", "pythonic, single quotes"})

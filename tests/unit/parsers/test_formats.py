@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,8 @@ def _is_written(value: Any, text: str) -> bool:
     """Whether a value that no call has stands in the damaged text as it is."""
     if isinstance(value, str):
         forms = (value, json.dumps(value, ensure_ascii=False)[1:-1], repr(value)[1:-1])
-        return any(form.strip() in text for form in forms)
+        # Python keeps the backslash of an escape that it does not know, and drops one before the end of a line.
+        return any(form.strip() in text for form in forms) or value.replace("\\", "") in re.sub(r"\\\n?", "", text)
     if isinstance(value, dict):
         return all(_is_written(one, text) for one in value.values())
     if isinstance(value, list):
@@ -215,6 +217,7 @@ CHOSEN = {
     "deepseek_v3/qwen3": "deepseek-ai-DeepSeek-R1-Distill-Llama-8B deepseek-ai-DeepSeek-R1-Distill-Qwen-32B "
     "llama-cpp-deepseek-r1",
     "deepseek_v31/qwen3": "deepseek-ai-DeepSeek-V3.1",
+    "deepseek_v32/qwen3": "deepseek-ai-DeepSeek-V3.2 deepseek-ai-DeepSeek-V4 deepseek-ai-DeepSeek-V4-Flash-0731",
     "kimi_k2/": "Kimi-K2-Instruct moonshotai-Kimi-K2",
     "kimi_k2/qwen3": "Kimi-K2-Thinking",
     "minimax_m2/qwen3": "MiniMax-M2",
@@ -230,8 +233,7 @@ CHOSEN = {
     "lfm2/": "LFM2-8B-A1B",
     "lfm2/qwen3": "LFM2.5-8B-A1B LFM2.5-Instruct",
     "/seed_oss": "ByteDance-Seed-OSS",
-    "/qwen3": "HuggingFaceTB-SmolLM3-3B NVIDIA-Nemotron-Nano-v2 deepseek-ai-DeepSeek-V3.2 deepseek-ai-DeepSeek-V4 "
-    "deepseek-ai-DeepSeek-V4-Flash-0731 llama-cpp-rwkv-world openbmb-MiniCPM5-1B",
+    "/qwen3": "HuggingFaceTB-SmolLM3-3B NVIDIA-Nemotron-Nano-v2 llama-cpp-rwkv-world openbmb-MiniCPM5-1B",
     "/": "Apertus-8B-Instruct Cohere2MoE CohereForAI-c4ai-command-r-plus-tool_use "
     "CohereForAI-c4ai-command-r7b-12-2024-tool_use GigaChat3-10B-A1.8B GigaChat3.1-10B-A1.8B Kimi-K3 MiniMax-M3 "
     "fireworks-ai-llama-3-firefunction-v2 google-gemma-2-2b-it meetkai-functionary-medium-v3.1 "
