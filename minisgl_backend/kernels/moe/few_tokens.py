@@ -304,6 +304,27 @@ def _plan(
 
 
 @triton.jit
+def read_tile(tiles_ptr, tile, most, K: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr):
+    """Of a plan with `most` tiles: the expert int64 (negative: not used), pairs int32 [SLOTS] and which of them are.
+
+    Written before the kernel before the second product; by way of the L2 cache, since an earlier layer's may lie in
+    the nearer.
+    """
+    s = tl.arange(0, SLOTS)
+    if PACKED:
+        packed = tl.load(tiles_ptr + tile, cache_modifier=".cg")
+        expert = packed >> 32
+        choice = ((packed >> (4 * s)) & 15).to(tl.int32)
+        s_ok = (choice < UNPICKED) & (s < 8)
+        pair = s * K + choice
+    else:
+        expert = tl.load(tiles_ptr + tile, cache_modifier=".cg").to(tl.int64)
+        s_ok = s < tl.load(tiles_ptr + most + tile, cache_modifier=".cg")
+        pair = tl.load(tiles_ptr + 2 * most + tile * SLOTS + s, cache_modifier=".cg")
+    return expert, tl.where(s_ok, pair, 0), s_ok
+
+
+@triton.jit
 def _few_product_kernel(
     x_ptr, weight_ptr, bias_ptr, out_ptr, tiles_ptr, pair_weights_ptr, x_stride,
     K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SLOTS: tl.constexpr, PACKED: tl.constexpr,
@@ -316,24 +337,9 @@ def _few_product_kernel(
         if GATED:
             tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    tile = tl.program_id(0)
-    s = tl.arange(0, SLOTS)
-    # Written before the kernel before the second product; by way of the L2 cache, since an earlier layer's may lie in
-    # the nearer.
-    if PACKED:
-        packed = tl.load(tiles_ptr + tile, cache_modifier=".cg")
-        expert = packed >> 32
-        choice = ((packed >> (4 * s)) & 15).to(tl.int32)
-        s_ok = (choice < UNPICKED) & (s < 8)
-        pair = s * K + choice
-    else:
-        most = tl.num_programs(0)
-        expert = tl.load(tiles_ptr + tile, cache_modifier=".cg").to(tl.int64)
-        s_ok = s < tl.load(tiles_ptr + most + tile, cache_modifier=".cg")
-        pair = tl.load(tiles_ptr + 2 * most + tile * SLOTS + s, cache_modifier=".cg")
+    expert, pair, s_ok = read_tile(tiles_ptr, tl.program_id(0), tl.num_programs(0), K, SLOTS, PACKED)
     if expert < 0:
         return
-    pair = tl.where(s_ok, pair, 0)
     o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     if GATED:
         # One product for both halves: the first TILE_OUT columns are gate rows, the others the same up rows.

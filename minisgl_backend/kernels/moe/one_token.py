@@ -73,18 +73,19 @@ def route(
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     bias: torch.Tensor | None = None,
+    normed: torch.Tensor | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """A token's logits [k, num_experts]: a copy for each choice. x [1, hidden], router [num_experts, hidden], bias
-    [num_experts]."""
+    [num_experts]. normed [1, hidden] receives norm(x), where it is given."""
     (num_experts, hidden), k = router.shape, experts_per_token
     logits = torch.empty((k, num_experts), dtype=x.dtype, device=x.device)
     norm_or_x = norm_weight if norm_weight is not None else x
     _route_kernel[(triton.cdiv(num_experts, ROUTE.tile_out),)](
-        x, norm_or_x, router, router if bias is None else bias, logits, eps, SIZE_IN=hidden,
-        SIZE_PADDED=triton.next_power_of_2(hidden), EXPERTS=num_experts, TILE=ROUTE.tile_out, K=k,
+        x, norm_or_x, router, router if bias is None else bias, logits, logits if normed is None else normed, eps,
+        SIZE_IN=hidden, SIZE_PADDED=triton.next_power_of_2(hidden), EXPERTS=num_experts, TILE=ROUTE.tile_out, K=k,
         K_PADDED=triton.next_power_of_2(k), NORM=norm_weight is not None, BIAS=bias is not None,
-        num_warps=ROUTE.num_warps, **pdl_options(pdl),
+        STORE=normed is not None, num_warps=ROUTE.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return logits
 
@@ -134,9 +135,9 @@ def experts(
 
 @triton.jit
 def _route_kernel(
-    x_ptr, norm_ptr, router_ptr, bias_ptr, logits_ptr, eps,
+    x_ptr, norm_ptr, router_ptr, bias_ptr, logits_ptr, normed_ptr, eps,
     EXPERTS: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr, SIZE_IN: tl.constexpr, SIZE_PADDED: tl.constexpr,
-    TILE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, NORM: tl.constexpr, BIAS: tl.constexpr, STORE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """K copies of a lone token's logits, a few experts a program."""
     if PDL:
@@ -155,6 +156,8 @@ def _route_kernel(
     if NORM:
         scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / SIZE_IN + eps)
         x = x * norm
+    if STORE and tl.program_id(0) == 0:
+        tl.store(normed_ptr + i, (x * scale).to(normed_ptr.dtype.element_ty), mask=i_ok)
     sums = tl.sum(w * x[None, :], 1) * scale
     if BIAS:
         sums += tl.load(bias_ptr + o, mask=o < EXPERTS, other=0.0).to(tl.float32)
@@ -182,13 +185,13 @@ def order_keys(logit, e, EXPERTS: tl.constexpr):
 
 
 @triton.jit
-def _expert(key):
+def expert_of_key(key):
     """Of one of `order_keys`."""
     return (255 - (key & 255)).to(tl.int64)
 
 
 @triton.jit
-def _logit(key):
+def logit_of_key(key):
     """Likewise, in float32: -inf for what was NaN, and for what is no expert."""
     ordered = key & -256
     bits = tl.where(ordered < 0, (ordered ^ 0x7FFFFFFF) & -256, ordered)
@@ -196,12 +199,39 @@ def _logit(key):
 
 
 @triton.jit
-def _keys(logits_ptr, copy, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, WARPS: tl.constexpr):
+def keys(logits_ptr, copy, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, WARPS: tl.constexpr):
     """`order_keys` [warps, experts] of a copy, and again for each warp: the best is found without any other warp."""
     e = tl.arange(0, EXPERTS_PADDED)
     # Not from the nearer cache, where an earlier layer's may lie; and once, which a volatile load is sure to be.
     logit = tl.load(logits_ptr + copy * EXPERTS + e, mask=e < EXPERTS, other=0.0, volatile=True).to(tl.float32)
     return order_keys(logit, e, EXPERTS)[None, :] + tl.zeros([WARPS, 1], tl.int32)
+
+
+@triton.jit
+def pick(key, choice):
+    """The expert, int64, that is a token's `choice`, of 0 and more; from `keys`."""
+    best = tl.max(key, 1)
+    for _ in tl.range(choice):
+        key = tl.where(key == best[:, None], GONE, key)
+        best = tl.max(key, 1)
+    return expert_of_key(tl.max(best, 0))
+
+
+@triton.jit
+def pick_all(
+    logits_ptr, copy, EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
+    WARPS: tl.constexpr,
+):  # fmt: skip
+    """Keys [K_PADDED] of the experts that a token takes, best first, and the logits [WARPS, EXPERTS_PADDED] of all."""
+    c = tl.arange(0, K_PADDED)
+    key = keys(logits_ptr, copy, EXPERTS, EXPERTS_PADDED, WARPS)
+    logits = logit_of_key(key)
+    picked = tl.full([K_PADDED], GONE, tl.int32)
+    for choice in tl.static_range(K):
+        best = tl.max(key, 1)
+        picked = tl.where(c == choice, tl.max(best, 0), picked)
+        key = tl.where(key == best[:, None], GONE, key)
+    return picked, logits
 
 
 @triton.jit
@@ -220,7 +250,7 @@ def _gate_up_kernel(
     if PDL:
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
-    key = _keys(logits_ptr, choice, EXPERTS, EXPERTS_PADDED, WARPS)
+    key = keys(logits_ptr, choice, EXPERTS, EXPERTS_PADDED, WARPS)
     x = tl.load(x_ptr + i, mask=i_ok, other=0.0).to(tl.float32)
     scale = 1.0
     if NORM:
@@ -228,11 +258,7 @@ def _gate_up_kernel(
         x = x * norm
     if not DIVIDED and choice + tl.program_id(1) == 0:
         tl.store(scale_ptr, scale)
-    best = tl.max(key, 1)
-    for _ in tl.range(choice):
-        key = tl.where(key == best[:, None], GONE, key)
-        best = tl.max(key, 1)
-    expert = _expert(tl.max(best, 0))
+    expert = pick(key, choice)
     for tile in tl.range(tl.program_id(1), (SIZE_OUT + TILE_OUT - 1) // TILE_OUT, PROGRAMS):
         o = tile * TILE_OUT + tl.arange(0, TILE_OUT)
         o_ok = o < SIZE_OUT
@@ -252,7 +278,7 @@ def _gate_up_kernel(
 
 
 @triton.jit
-def _shares(below, others, ok, RENORMALIZE: tl.constexpr):
+def shares_of_picked(below, others, ok, RENORMALIZE: tl.constexpr):
     """Of the experts picked, from their logits and those of all experts [warps, experts], less the largest each."""
     share = tl.where(ok, tl.exp(below), 0.0)
     if RENORMALIZE:
@@ -275,18 +301,12 @@ def _down_kernel(
     c = tl.arange(0, K_PADDED)
     c_ok = c < K
     # Logits were written before the kernel before this one.
-    key = _keys(logits_ptr, tl.program_id(0) % K, EXPERTS, EXPERTS_PADDED, WARPS)
-    logits = _logit(key)
-    picked = tl.full([K_PADDED], GONE, tl.int32)
-    for choice in tl.static_range(K):
-        best = tl.max(key, 1)
-        picked = tl.where(c == choice, tl.max(best, 0), picked)
-        key = tl.where(key == best[:, None], GONE, key)
-    expert = _expert(picked)
-    top = _logit(tl.max(picked, 0))
-    below, others = _logit(picked) - top, logits - top
+    picked, logits = pick_all(logits_ptr, tl.program_id(0) % K, EXPERTS, EXPERTS_PADDED, K, K_PADDED, WARPS)
+    expert = expert_of_key(picked)
+    top = logit_of_key(tl.max(picked, 0))
+    below, others = logit_of_key(picked) - top, logits - top
     if DIVIDED:
-        pair_weight = _shares(below, others, c_ok, RENORMALIZE)
+        pair_weight = shares_of_picked(below, others, c_ok, RENORMALIZE)
     o = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     o_ok = o < SIZE_OUT
     k = tl.arange(0, TILE_IN)
@@ -306,7 +326,7 @@ def _down_kernel(
         acc += w.to(tl.float32) * x.to(tl.float32)[:, None, :]
     if not DIVIDED:
         others = tl.where(others == -float("inf"), others, others * scale)  # scale may be 0
-        pair_weight = _shares(below * scale, others, c_ok, RENORMALIZE)
+        pair_weight = shares_of_picked(below * scale, others, c_ok, RENORMALIZE)
     sums = tl.sum(acc, 2)
     if BIAS:
         bias_at = bias_ptr + expert[:, None] * SIZE_OUT + o[None, :]

@@ -1,0 +1,73 @@
+"""Experts in MXFP4 on GPUs that multiply bfloat16 from registers (Hopper and later): which kernel computes how many."""
+
+from __future__ import annotations
+
+import torch
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.moe import few_tokens, mxfp4, mxfp4_one_token, one_token
+from minisgl_backend.kernels.moe.mxfp4_torch import Biases, Mxfp4Kernels, Weight
+from minisgl_backend.kernels.triton_ops import TritonPlainKernels
+
+
+class TritonMxfp4Kernels(Mxfp4Kernels):
+    """The contracts are those of `Mxfp4Kernels`. Nothing synchronises with the device but `pack`."""
+
+    plain: TritonPlainKernels
+
+    def pack(self, blocks: torch.Tensor, scales: torch.Tensor) -> Weight:
+        """Raises ConfigError for scales above two, or that are no number: kernels make no larger weights."""
+        if int(scales.max()) > mxfp4.LARGEST_SCALE:
+            raise ConfigError(
+                f"a scale of the MXFP4 weights is 2^{int(scales.max()) - 127}; allowed on a GPU: at most "
+                f"2^{mxfp4.LARGEST_SCALE - 127}"
+            )
+        return mxfp4.pack(blocks, scales)
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        residual: torch.Tensor | None = None,
+        activation: str = "silu",
+        biases: Biases | None = None,
+    ) -> torch.Tensor:
+        return mxfp4.moe(
+            x, expert_ids, expert_weights, gate_up, down, residual, activation, biases, pdl=self.plain.moe_pdl(x)
+        )
+
+    def mixture(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        gate_up: Weight,
+        down: Weight,
+        experts_per_token: int,
+        renormalize: bool,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        activation: str = "silu",
+        router_bias: torch.Tensor | None = None,
+        biases: Biases | None = None,
+    ) -> torch.Tensor:
+        if one_token.serves(x, router):
+            return mxfp4_one_token.mixture(
+                x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
+                residual=residual, activation=activation, router_bias=router_bias, biases=biases,
+                pdl=self.plain.ops.pdl(x),
+            )  # fmt: skip
+        if few_tokens.serves(x, router):
+            return mxfp4.mixture_of_few(
+                x, router, gate_up, down, experts_per_token, renormalize, self.plain.workspace,
+                norm_weight=norm_weight, eps=eps, residual=residual, activation=activation, router_bias=router_bias,
+                biases=biases, pdl=self.plain.ops.pdl(x),
+            )  # fmt: skip
+        return super().mixture(
+            x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
+            residual=residual, activation=activation, router_bias=router_bias, biases=biases,
+        )  # fmt: skip

@@ -1,0 +1,205 @@
+"""Experts in MXFP4 for one token, in the Triton language: bound by reading the weights of the experts picked.
+
+one_token.py's chain: its router, which norms the token as well, then a product with gate and up whose programs find
+their expert themselves, and one with down that sums the experts up in a fixed order. Matrix units bring nothing to one
+token: a thread has the 16 bytes of a block and multiplies them with 32 inputs. A number becomes a float32 by its bits
+alone, which is 2^-126 of it, or less than the smallest normal number; so inputs are multiplied by a large power of two.
+
+Weights are those of `mxfp4.pack`. `pdl`: as in one_token.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.activation import gate_mul
+from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.moe import one_token
+from minisgl_backend.kernels.moe.mxfp4 import spread_bits
+from minisgl_backend.kernels.moe.mxfp4_torch import Biases, Weight
+from minisgl_backend.kernels.moe.one_token import expert_of_key, keys, logit_of_key, pick, pick_all, shares_of_picked
+
+
+@dataclass(frozen=True)
+class OneTokenShape:
+    """How a product is cut: rows of the weight a tile, blocks of 32 inputs a step, warps of a program."""
+
+    tile_out: int
+    blocks: int
+    num_warps: int
+
+
+GATE_UP, DOWN = OneTokenShape(8, 32, 1), OneTokenShape(4, 32, 1)
+GATE_UP_PROGRAMS = 1600  # of all experts, at most: each finds its expert once, for a few tiles
+UP = tl.constexpr(2.0**60)  # of inputs
+EXACT = tl.constexpr(2.0**66)  # of sums: 126 - 60
+
+
+def mixture(
+    x: torch.Tensor,
+    router: torch.Tensor,
+    gate_up: Weight,
+    down: Weight,
+    experts_per_token: int,
+    renormalize: bool,
+    *,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    residual: torch.Tensor | None = None,
+    activation: str = "silu",
+    router_bias: torch.Tensor | None = None,
+    biases: Biases | None = None,
+    shapes: tuple[OneTokenShape, OneTokenShape] = (GATE_UP, DOWN),
+    most_programs: int = GATE_UP_PROGRAMS,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """The contract is `Mxfp4Kernels.mixture`'s, for one token, with weights of `mxfp4.pack`."""
+    (num_experts, hidden, quarter), k = down[0].shape, experts_per_token
+    normed = x if norm_weight is None else torch.empty_like(x)
+    logits = one_token.route(
+        x, router, k, norm_weight=norm_weight, eps=eps, bias=router_bias, normed=None if normed is x else normed,
+        pdl=pdl,
+    )  # fmt: skip
+    size, (first, second) = 4 * quarter, shapes
+    activated = torch.empty((k, size), dtype=x.dtype, device=x.device)
+    out = torch.empty((1, hidden), dtype=x.dtype, device=x.device)
+    inner, outer = biases or (None, None)
+    words = [weight.view(torch.int32) for weight in (gate_up[0], down[0])]
+    ranked = {"EXPERTS": num_experts, "EXPERTS_PADDED": triton.next_power_of_2(num_experts)}
+    programs = min(max(1, most_programs // k), triton.cdiv(2 * size, first.tile_out))
+    _gate_up_kernel[(k, programs)](
+        normed, logits, words[0], gate_up[1], x if inner is None else inner, activated, SIZE_OUT=size, SIZE_IN=hidden,
+        SCALES=gate_up[1].shape[-1], BLOCKS=first.blocks, TILE_OUT=first.tile_out, PROGRAMS=programs,
+        BIAS=inner is not None, ACTIVATION=activation, WARPS=first.num_warps, **ranked, num_warps=first.num_warps,
+        **pdl_options(pdl),
+    )  # fmt: skip
+    _down_kernel[(triton.cdiv(hidden, second.tile_out),)](
+        activated, logits, words[1], down[1], x if outer is None else outer, x if residual is None else residual, out,
+        SIZE_OUT=hidden, SIZE_IN=size, SCALES=down[1].shape[-1], BLOCKS=second.blocks, TILE_OUT=second.tile_out, K=k,
+        K_PADDED=triton.next_power_of_2(k), RENORMALIZE=renormalize, RESIDUAL=residual is not None,
+        BIAS=outer is not None, WARPS=second.num_warps, **ranked, num_warps=second.num_warps, **pdl_options(pdl),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _add(acc, words, x_ptr, start, place: tl.constexpr, SIZE_IN: tl.constexpr, BLOCKS: tl.constexpr):
+    """acc [rows, blocks, 4] plus the two numbers at one place of each word, uint32, times their inputs."""
+    i = start + tl.arange(0, BLOCKS)[:, None] * 32 + (place * 8 + tl.arange(0, 8))[None, :]
+    x = tl.load(x_ptr + i, mask=i < SIZE_IN, other=0.0).to(tl.float32) * UP
+    lower, upper = tl.split(tl.reshape(x, (BLOCKS, 4, 2)))
+    bits = spread_bits(words, place)
+    acc += (bits << 16).to(tl.float32, bitcast=True) * lower[None, :, :]
+    acc += (bits & 0xFFFF0000).to(tl.float32, bitcast=True) * upper[None, :, :]
+    return acc
+
+
+@triton.jit
+def _load_words(weight_ptr, row, row_ok, start, SIZE_IN: tl.constexpr, BLOCKS: tl.constexpr):
+    """uint32 [rows, 4 * blocks] of rows int64 from the input `start` on; the first to leave the L2 cache."""
+    word = start // 8 + tl.arange(0, 4 * BLOCKS)
+    ok = row_ok[:, None] & (word < SIZE_IN // 8)[None, :]
+    at = weight_ptr + row[:, None] * (SIZE_IN // 8) + word[None, :]
+    return tl.load(at, mask=ok, other=0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _sums(
+    words, x_ptr, scale_ptr, row, row_ok, start, SIZE_IN: tl.constexpr, SCALES: tl.constexpr, BLOCKS: tl.constexpr
+):
+    """words of `_load_words` times their inputs and scales: float32 [rows, blocks], 2^-66 of it."""
+    rows: tl.constexpr = words.shape[0]
+    words = tl.reshape(words, (rows, BLOCKS, 4))
+    g = start // 32 + tl.arange(0, BLOCKS)
+    ok = row_ok[:, None] & (g < SCALES)[None, :]
+    scale = tl.load(scale_ptr + row[:, None] * SCALES + g[None, :], mask=ok, other=0).to(tl.int32)
+    acc = tl.zeros([rows, BLOCKS, 4], tl.float32)
+    acc = _add(acc, words, x_ptr, start, 0, SIZE_IN, BLOCKS)
+    acc = _add(acc, words, x_ptr, start, 1, SIZE_IN, BLOCKS)
+    acc = _add(acc, words, x_ptr, start, 2, SIZE_IN, BLOCKS)
+    acc = _add(acc, words, x_ptr, start, 3, SIZE_IN, BLOCKS)
+    return tl.sum(acc, 2) * (scale << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _gate_up_kernel(
+    x_ptr, logits_ptr, weight_ptr, weight_scale_ptr, bias_ptr, out_ptr,
+    EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr,
+    SCALES: tl.constexpr, BLOCKS: tl.constexpr, TILE_OUT: tl.constexpr, PROGRAMS: tl.constexpr,
+    BIAS: tl.constexpr, ACTIVATION: tl.constexpr, WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """out[choice] = activation(gate @ x) * (up @ x) for each expert of the token. Rows of gate and up take turns."""
+    choice = tl.program_id(0)
+    if PDL:
+        tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    expert = pick(keys(logits_ptr, choice, EXPERTS, EXPERTS_PADDED, WARPS), choice)
+    for tile in tl.range(tl.program_id(1), (2 * SIZE_OUT + TILE_OUT - 1) // TILE_OUT, PROGRAMS):
+        local = tile * TILE_OUT + tl.arange(0, TILE_OUT)
+        ok = local < 2 * SIZE_OUT
+        row = expert * (2 * SIZE_OUT) + local
+        acc = tl.zeros([TILE_OUT, BLOCKS], tl.float32)
+        for step in tl.static_range((SIZE_IN + 32 * BLOCKS - 1) // (32 * BLOCKS)):
+            words = _load_words(weight_ptr, row, ok, step * 32 * BLOCKS, SIZE_IN, BLOCKS)
+            acc += _sums(words, x_ptr, weight_scale_ptr, row, ok, step * 32 * BLOCKS, SIZE_IN, SCALES, BLOCKS)
+        sums = tl.sum(acc, 1) * EXACT
+        if BIAS:
+            sums += tl.load(bias_ptr + row, mask=ok, other=0.0).to(tl.float32)
+        gate, up = tl.split(tl.reshape(sums, (TILE_OUT // 2, 2)))
+        o = tile * (TILE_OUT // 2) + tl.arange(0, TILE_OUT // 2)
+        result = gate_mul(gate, up, ACTIVATION)
+        tl.store(out_ptr + choice * SIZE_OUT + o, result.to(out_ptr.dtype.element_ty), mask=o < SIZE_OUT)
+
+
+@triton.jit
+def _down_kernel(
+    x_ptr, logits_ptr, weight_ptr, weight_scale_ptr, bias_ptr, residual_ptr, out_ptr,
+    EXPERTS: tl.constexpr, EXPERTS_PADDED: tl.constexpr, K: tl.constexpr, K_PADDED: tl.constexpr,
+    SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SCALES: tl.constexpr, BLOCKS: tl.constexpr,
+    TILE_OUT: tl.constexpr, RENORMALIZE: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
+    WARPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """The weighted sum of down @ x[choice] over the token's experts, and its residual."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+    # Logits were written before the kernel before this one.
+    picked, others = pick_all(logits_ptr, tl.program_id(0) % K, EXPERTS, EXPERTS_PADDED, K, K_PADDED, WARPS)
+    c = tl.arange(0, K_PADDED)
+    top = logit_of_key(tl.max(picked, 0))
+    share = shares_of_picked(logit_of_key(picked) - top, others - top, c < K, RENORMALIZE)
+    experts = expert_of_key(picked)
+    o = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
+    o_ok = o < SIZE_OUT
+    acc = tl.zeros([TILE_OUT, BLOCKS], tl.float32)
+    result = tl.zeros([TILE_OUT], tl.float32)
+    for choice in tl.static_range(K):
+        row = tl.sum(tl.where(c == choice, experts, 0), 0) * SIZE_OUT + o
+        mine = tl.sum(tl.where(c == choice, share, 0.0), 0)
+        if BIAS:
+            result += mine * tl.load(bias_ptr + row, mask=o_ok, other=0.0).to(tl.float32)
+        sums = tl.zeros([TILE_OUT, BLOCKS], tl.float32)
+        for step in tl.static_range((SIZE_IN + 32 * BLOCKS - 1) // (32 * BLOCKS)):
+            words = _load_words(weight_ptr, row, o_ok, step * 32 * BLOCKS, SIZE_IN, BLOCKS)
+            if PDL and choice + step == 0:
+                tl_cuda.gdc_wait()
+            sums += _sums(
+                words,
+                x_ptr + choice * SIZE_IN,
+                weight_scale_ptr,
+                row,
+                o_ok,
+                step * 32 * BLOCKS,
+                SIZE_IN,
+                SCALES,
+                BLOCKS,
+            )
+        acc += sums * mine
+    result += tl.sum(acc, 1) * EXACT
+    if RESIDUAL:
+        result += tl.load(residual_ptr + o, mask=o_ok, other=0.0).to(tl.float32)
+    tl.store(out_ptr + o, result.to(out_ptr.dtype.element_ty), mask=o_ok)
