@@ -91,6 +91,12 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
             _Row("grouped", "pairs sorted by expert, two grouped GEMMs", _on_gpu),
             _Row("torch", "torch's grouped GEMM, or one expert after the other", _always),
         ),
+        "mxfp4": (
+            _Row("one_token", "one token: without matrix units; router, norm and residual inside", _one_token),
+            _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _few_tokens),
+            _Row("grouped", "pairs sorted by expert; weights become bfloat16 in registers", _on_gpu),
+            _Row("torch", "an expert of those that were picked after the other, dequantized", _always),
+        ),
     }
 )
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.moe import few_tokens, mxfp4, mxfp4_one_token, one_token
+from minisgl_backend.kernels.moe import mxfp4, mxfp4_one_token
+from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.moe.mxfp4_torch import Biases, Mxfp4Kernels, Weight
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
@@ -14,6 +15,10 @@ class TritonMxfp4Kernels(Mxfp4Kernels):
     """The contracts are those of `Mxfp4Kernels`. Nothing synchronises with the device but `pack`."""
 
     plain: TritonPlainKernels
+
+    def __init__(self, plain: TritonPlainKernels) -> None:
+        super().__init__(plain)
+        self._kernel = experts_chooser("mxfp4", plain.ops.facts).kernel
 
     def pack(self, blocks: torch.Tensor, scales: torch.Tensor) -> Weight:
         """Raises ConfigError for scales above two, or that are no number: kernels make no larger weights."""
@@ -55,13 +60,20 @@ class TritonMxfp4Kernels(Mxfp4Kernels):
         router_bias: torch.Tensor | None = None,
         biases: Biases | None = None,
     ) -> torch.Tensor:
-        if one_token.serves(x, router):
+        (tokens, hidden), (num_experts, _, quarter) = x.shape, down[0].shape
+        kernel = self._kernel(
+            ExpertsKey(
+                tokens, num_experts, experts_per_token, hidden, 4 * quarter, x.dtype, routed=True,
+                bias=biases is not None, activation=activation, unit_stride=x.stride(1) == 1,
+            )
+        )  # fmt: skip
+        if kernel == "one_token":
             return mxfp4_one_token.mixture(
                 x, router, gate_up, down, experts_per_token, renormalize, norm_weight=norm_weight, eps=eps,
                 residual=residual, activation=activation, router_bias=router_bias, biases=biases,
                 pdl=self.plain.ops.pdl(x),
             )  # fmt: skip
-        if few_tokens.serves(x, router):
+        if kernel == "few_tokens":
             return mxfp4.mixture_of_few(
                 x, router, gate_up, down, experts_per_token, renormalize, self.plain.workspace,
                 norm_weight=norm_weight, eps=eps, residual=residual, activation=activation, router_bias=router_bias,
