@@ -21,6 +21,10 @@ LARGE_LONG = 24 << 20  # likewise of a weight with at least as many inputs as ou
 LARGEST_OUT = 65536  # of weights of GEMMs with a few rows; a vocabulary has more
 LEAST_VOCABULARY_IN = 2048  # inputs of a GEMM with a vocabulary, one row, that were measured to be enough for ours
 LEAST_TUNED_BYTES = 16 << 20  # of one weight: such a GEMM takes 8 us on an H200, of which tiles decide 0.3
+FP8_FEW_ROWS = 64  # up to which FP8 weights' bytes decide
+FP8_ROWWISE = (9, 0)  # capability from which torch multiplies FP8 with a scale for each row
+FP8_ALIGNMENT = 16  # numbers that sizes of torch's `_scaled_mm` are multiples of
+INT4_FEW_ROWS = 256  # for which 4-bit weights become operands in registers; for more the weight is dequantized once
 CPU_ROWS = 64  # of kernels.cpp: with more, oneDNN (torch's) is as fast, and faster on processors with AMX
 CPU_LANES = 32  # numbers of a register: what is summed over has a multiple of them
 
@@ -38,6 +42,7 @@ class LinearKey(NamedTuple):
     activation: str | None = None  # layers.config.Activation, of a gated weight
     unit_stride: bool = True  # the numbers of a row of x touch
     into: bool = False  # the result's rows may be apart, and in another GPU's memory: no norm, no epilogue
+    blocks: bool = False  # the weight has scales of blocks of outputs and inputs, not of outputs
 
     @property
     def weights(self) -> int:
@@ -115,6 +120,20 @@ def _tuned(key: LinearKey, facts: DeviceFacts) -> bool:
     return _on_gpu(key, facts) and not key.bias and is_tunable(key.size_out, key.size_in, key.dtype)
 
 
+def _fp8_few(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _on_gpu(key, facts) and key.rows <= FP8_FEW_ROWS
+
+
+def _fp8_rowwise(key: LinearKey, facts: DeviceFacts) -> bool:
+    serves = facts.capability is not None and facts.capability >= FP8_ROWWISE and key.dtype == torch.bfloat16
+    aligned = key.size_out % FP8_ALIGNMENT == 0 and key.size_in % FP8_ALIGNMENT == 0
+    return _on_gpu(key, facts) and serves and aligned and not key.blocks
+
+
+def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
+    return _on_gpu(key, facts) and key.rows <= INT4_FEW_ROWS
+
+
 def _on_gpu(key: LinearKey, facts: DeviceFacts) -> bool:
     return facts.kind == "cuda" and facts.own_kernels
 
@@ -145,6 +164,19 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             _Row("cublaslt", "a large weight: the algorithm measured at start, or torch's if faster", _tuned),
             _Row("cpu", "few rows in bfloat16: norm, activation and residual inside", _on_cpu),
             _Row("torch", "everything else: cuBLAS or oneDNN", _always),
+        ),
+        "fp8": (
+            _Row(
+                "fp8_few_rows", "bound by weights' bytes: epilogue inside, norm in the kernel that quantizes", _fp8_few
+            ),
+            _Row("scaled_mm", "many rows, scales of outputs: torch's", _fp8_rowwise),
+            _Row("fp8_many_rows", "many rows, scales of blocks, or sizes that torch does not take", _on_gpu),
+            _Row("torch", "numbers become float32", _always),
+        ),
+        "int4": (
+            _Row("int4_few_rows", "bound by weights' bytes: they become operands in registers", _int4_few),
+            _Row("int4_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", _on_gpu),
+            _Row("torch", "the weight is dequantized", _always),
         ),
     }
 )

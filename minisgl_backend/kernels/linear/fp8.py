@@ -1,7 +1,7 @@
 """GEMMs with FP8 weights on GPUs that multiply FP8 (compute capability 8.9 and later).
 
 Activations are quantized by a kernel of their own, with the norm inside: where each program of the GEMM did it by
-itself, reading all of x twice, the GEMM took twice as long. Up to MAX_ROWS rows are bound by the bytes of the weights:
+itself, reading all of x twice, the GEMM took twice as long. Few rows are bound by the bytes of the weights:
 a kernel of the Triton language streams them past the matrix units, after the design of small_rows.py's `_linear_kernel`
 and with its epilogues. More are multiplied by torch's `_scaled_mm`, or by fp8_many_rows.py where that does not serve
 them.
@@ -26,6 +26,7 @@ from minisgl_backend.kernels import elementwise
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
+from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.fp8_torch import Fp8Kernels
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
@@ -33,9 +34,6 @@ from minisgl_backend.kernels.shared_memory import LARGEST as LARGEST_SHARED
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
-MAX_ROWS = 64  # of the kernel; more are torch's
-ROWWISE = (9, 0)  # capability from which torch multiplies with a scale for each row
-_ALIGNMENT = 16  # numbers that sizes of `_scaled_mm` are multiples of
 _MAX_SPLIT = 8
 PROMOTE = 256
 
@@ -47,9 +45,9 @@ class TritonFp8Kernels(Fp8Kernels):
         """plain: of the same device, whose workspace is used: the kernels follow one another."""
         super().__init__(plain.ops)
         self._plain = plain
-        properties = torch.cuda.get_device_properties(device)
-        self._num_sms = properties.multi_processor_count
-        self._is_rowwise = (properties.major, properties.minor) >= ROWWISE
+        facts = plain.ops.facts
+        self._num_sms = facts.multiprocessors
+        self._kernel = linear_chooser("fp8", facts).kernel
 
     def linear(
         self,
@@ -70,7 +68,13 @@ class TritonFp8Kernels(Fp8Kernels):
         if len(x) == 0:
             size_out = len(weight) if activation is None else len(weight) // 2
             return x.new_empty((0, size_out)) if residual is None else residual
-        if len(x) <= MAX_ROWS:
+        size_out, size_in = weight.shape
+        key = LinearKey(
+            len(x), size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
+            activation, blocks=block is not None,
+        )  # fmt: skip
+        kernel = self._kernel(key)
+        if kernel == "fp8_few_rows":
             return linear(
                 x, weight, scale, self._plain.workspace, norm_weight=norm_weight, eps=eps, bias=bias,
                 residual=residual, activation=activation, x_scale=x_scale, block=block, num_sms=self._num_sms, pdl=pdl,
@@ -79,7 +83,7 @@ class TritonFp8Kernels(Fp8Kernels):
             numbers, scales = quantize_tokens(x, norm_weight, eps, x_scale=x_scale)
         else:
             numbers, scales = quantize_groups(x, block[1], norm_weight, eps)
-        if block is None and self._is_rowwise and x.dtype == torch.bfloat16 and _is_aligned(weight):
+        if kernel == "scaled_mm":
             out = torch._scaled_mm(
                 numbers, weight.t(), scale_a=scales.unsqueeze(1), scale_b=scale.unsqueeze(0), out_dtype=x.dtype
             )
@@ -113,11 +117,6 @@ class TritonFp8Kernels(Fp8Kernels):
             x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale, residual, activation, x_scales,
             blocks, pdl=self._plain.moe_pdl(x),
         )  # fmt: skip
-
-
-def _is_aligned(weight: torch.Tensor) -> bool:
-    """Whether `_scaled_mm` takes its sizes."""
-    return not any(size % _ALIGNMENT for size in weight.shape)
 
 
 @dataclass(frozen=True)
@@ -172,7 +171,7 @@ def linear(
     num_sms: int = 132,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Fp8Kernels.linear`'s, for up to MAX_ROWS rows."""
+    """The contract is `Fp8Kernels.linear`'s, for a few rows, see choose.py."""
     gated, (rows, size_in) = activation is not None, x.shape
     size_out = len(weight) // 2 if gated else len(weight)
     block_out, block_in = block or (0, 0)

@@ -8,11 +8,11 @@ import triton.language as tl
 
 from minisgl_backend.kernels import elementwise
 from minisgl_backend.kernels.linear import int4
+from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Kernels, Int4Weight
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
-MAX_ROWS = 256  # of the kernel that makes weights in registers; for more the weight is dequantized once
 SCRATCH_BYTES = 32 << 20  # of a dequantized part of a weight: the L2 cache of an H100 has 50 MB
 _TILE_OUT = 32
 
@@ -24,7 +24,9 @@ class TritonInt4Kernels(Int4Kernels):
         """plain: of the same device, whose workspace is used: the kernels follow one another."""
         super().__init__(plain.ops)
         self._plain = plain
-        self._num_sms = torch.cuda.get_device_properties(device).multi_processor_count
+        facts = plain.ops.facts
+        self._num_sms = facts.multiprocessors
+        self._kernel = linear_chooser("int4", facts).kernel
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
     def linear(
@@ -42,7 +44,11 @@ class TritonInt4Kernels(Int4Kernels):
         if norm_weight is not None:
             x = self.ops.rms_norm(x, norm_weight, eps)
         pdl = self._plain.ops.pdl(x)
-        if 0 < len(x) <= MAX_ROWS:
+        key = LinearKey(
+            len(x), weight.size_out, weight.size_in, x.dtype, norm_weight is not None, bias is not None,
+            residual is not None, activation,
+        )  # fmt: skip
+        if len(x) > 0 and self._kernel(key) == "int4_few_rows":
             return int4.linear(
                 x, weight, self._plain.workspace, bias=bias, residual=residual, activation=activation,
                 num_sms=self._num_sms, pdl=pdl,

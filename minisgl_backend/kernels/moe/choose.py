@@ -91,6 +91,14 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
             _Row("grouped", "pairs sorted by expert, two grouped GEMMs", _on_gpu),
             _Row("torch", "torch's grouped GEMM, or one expert after the other", _always),
         ),
+        "fp8": (
+            _Row("grouped", "tokens are quantized, pairs sorted by expert, two grouped GEMMs in FP8", _on_gpu),
+            _Row("torch", "one expert after the other, in float32", _always),
+        ),
+        "int4": (
+            _Row("grouped", "pairs sorted by expert; weights become operands in registers", _on_gpu),
+            _Row("torch", "one expert after the other, dequantized", _always),
+        ),
         "mxfp4": (
             _Row("one_token", "one token: without matrix units; router, norm and residual inside", _one_token),
             _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _few_tokens),

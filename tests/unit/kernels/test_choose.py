@@ -76,6 +76,22 @@ def test_which_kernel_multiplies(name: str) -> None:
 
 
 @pytest.mark.parametrize(
+    ("weight_format", "device", "more", "expected"),
+    [
+        ("fp8", "h200", {}, "fp8_few_rows fp8_few_rows fp8_few_rows scaled_mm scaled_mm"),
+        ("fp8", "h200", {"blocks": True}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
+        ("fp8", "l40s", {}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
+        ("int4", "a100", {}, "int4_few_rows int4_few_rows int4_few_rows int4_few_rows int4_dequantized"),
+    ],
+)
+def test_which_kernel_multiplies_with_other_formats(
+    weight_format: str, device: str, more: dict[str, bool], expected: str
+) -> None:
+    chooser = linear_chooser(weight_format, DeviceFacts.named(device))
+    assert " ".join(chooser.kernel(LinearKey(rows, 7168, 5120, BF16, **more)) for rows in ROWS) == expected
+
+
+@pytest.mark.parametrize(
     ("rows", "size_out", "size_in", "normed", "expected"),
     [
         *((rows, 12800, 5120, False, True) for rows in (1, 3, 16, 32, 33, 64)),  # a shard of Qwen3-32B
