@@ -45,7 +45,17 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             converts=True,
             number_bytes=1,
             output_bytes=4,
-        )
+        ),
+        "int4": WeightFormat(
+            title="4-bit weights with scales of groups of inputs (AWQ, GPTQ, pack-quantized)",
+            factory="minisgl_backend.weights.int4:Int4Factory",
+            capability=(8, 0),
+            readers={
+                "awq": "minisgl_backend.weights.schemes.int4:read_awq",
+                "gptq": "minisgl_backend.weights.schemes.int4:read_gptq",
+                "compressed-tensors": "minisgl_backend.weights.schemes.int4:read_compressed_tensors",
+            },
+        ),
     }
 )
 # What the option `quantization` may be.

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 from minisgl_backend.number_formats import WEIGHT_FORMATS
 from minisgl_backend.weights.formats import QuantizationConfig, SchemeRule, WeightScheme, load_attribute
 from minisgl_backend.weights.names import TensorNames
+from minisgl_backend.weights.schemes.int4 import gptq_exceptions
 from minisgl_backend.weights.schemes.keys import PLAIN_INSTEAD, SchemeKeys, refusal
 
 COMPRESSED_TENSORS = "compressed-tensors"
+GPTQ = "gptq"
 # Where the other methods list the modules that stay plain.
 _PLAIN_MODULES: Mapping[str, tuple[str, ...]] = {"modelopt": ("ignore", "exclude_modules")}
 _PLAIN_MODULES_OF_OTHERS = ("modules_to_not_convert", "ignored_layers", "ignore")
@@ -78,7 +80,27 @@ def _one_scheme(keys: SchemeKeys, method: str, readers: Mapping[str, str]) -> tu
     if scheme is None:
         titles = "; ".join(WEIGHT_FORMATS[name].title for name in readers)
         raise refusal(keys.path, dict(keys.values), f"for quant_method {method}: {titles}; {PLAIN_INSTEAD}")
-    return (SchemeRule(None, left_plain), SchemeRule(scheme))
+    if method != GPTQ:
+        return (SchemeRule(None, left_plain), SchemeRule(scheme))
+    blocks = keys.get("modules_in_block_to_quantize", [])
+    if not isinstance(blocks, list) or not all(isinstance(one, list) for one in blocks):
+        keys.refuse("modules_in_block_to_quantize", "lists of the names of modules, or absent")
+    named = tuple(str(name) for one in blocks for name in one)
+    return (SchemeRule(None, left_plain), *_exceptions(keys, readers), SchemeRule(scheme, named or ("*",)))
+
+
+def _exceptions(keys: SchemeKeys, readers: Mapping[str, str]) -> list[SchemeRule]:
+    """Of GPTQModel's `dynamic`."""
+    found = []
+    for pattern, changes in gptq_exceptions(keys):
+        scheme = None
+        if changes is not None:
+            changed = SchemeKeys({**keys.values, **changes}, keys.path)
+            scheme = _read(changed, readers)
+            changed.without_effect(*(key for key in keys.values if key not in changes))
+            changed.check_unread()
+        found.append(SchemeRule(scheme, (f"re:{pattern}",)))
+    return found
 
 
 def _groups(keys: SchemeKeys) -> tuple[SchemeRule, ...]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear.int4_torch import Int4Kernels, dequantize
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from tests.unit.kernels.int4_weights import random_weight, relative
 
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -45,7 +45,7 @@ def test_linear(rows: int, kind: str, group: int, zeros: bool, dtype: torch.dtyp
         options["bias"] = torch.randn(1088, device="cuda").to(dtype)
     residual = torch.randn(rows, 1088, device="cuda").to(dtype) if "residual" in kind else None
     plain = {key: value.float() if isinstance(value, torch.Tensor) else value for key, value in options.items()}
-    expected = Int4Kernels(TorchOps()).linear(
+    expected = Int4Kernels(TorchPlainKernels(TorchOps())).linear(
         x.float(), weight, residual=None if residual is None else residual.float(), **plain
     )
     found = kernels().linear(x, weight, residual=None if residual is None else residual.clone(), **options)
@@ -80,5 +80,5 @@ def test_experts(tokens: int, zeros: bool) -> None:
     shares = torch.rand(tokens, k, device="cuda")
     gate_up = random_weight(experts, 2 * size, hidden, group=128, zeros=zeros, dtype=torch.bfloat16, device="cuda")
     down = random_weight(experts, hidden, size, group=64, zeros=zeros, dtype=torch.bfloat16, device="cuda")
-    expected = Int4Kernels(TorchOps()).moe(x.float(), ids, shares, gate_up, down)
+    expected = Int4Kernels(TorchPlainKernels(TorchOps())).moe(x.float(), ids, shares, gate_up, down)
     assert relative(kernels().moe(x, ids, shares, gate_up, down), expected) < 1e-2

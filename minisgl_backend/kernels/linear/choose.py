@@ -131,7 +131,7 @@ def _fp8_rowwise(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
-    return _on_gpu(key, facts) and key.rows <= INT4_FEW_ROWS
+    return _on_gpu(key, facts) and 0 < key.rows <= INT4_FEW_ROWS
 
 
 def _on_gpu(key: LinearKey, facts: DeviceFacts) -> bool:

@@ -17,15 +17,20 @@ import triton.language as tl
 
 def _assembly(magic: str, kind: str, scaled: bool) -> str:
     """$0 to $7: the planes; $8 and $9: two words, $10 their packed zero point, $12 their packed scale."""
-    lines = [".reg .b32 t;"]
+    lines = [".reg .b32 t, one, none;"]
     for plane in range(8):
         word, nibble = f"${8 + plane // 4}", plane % 4
         if nibble:
             lines.append(f"shr.u32 t, {word}, {4 * nibble};")
         lines.append(f"lop3.b32 ${plane}, {'t' if nibble else word}, 0x000F000F, {magic}, 0xEA;")
-    lines += [f"sub.{kind} ${plane}, ${plane}, $10;" for plane in range(8)]
-    if scaled:
-        lines += [f"mul.{kind} ${plane}, ${plane}, $12;" for plane in range(8)]
+    planes = [f"${plane}" for plane in range(8)]
+    if kind == "bf16x2":  # before Hopper there is no other instruction for them
+        lines.append("mov.b32 one, 0x3F803F80; mov.b32 none, 0x80008000;")
+        lines += [f"fma.rn.{kind} {plane}, {plane}, one, $10;" for plane in planes]
+        lines += [f"fma.rn.{kind} {plane}, {plane}, $12, none;" for plane in planes if scaled]
+    else:
+        lines += [f"sub.{kind} {plane}, {plane}, $10;" for plane in planes]
+        lines += [f"mul.{kind} {plane}, {plane}, $12;" for plane in planes if scaled]
     return "{" + " ".join(lines) + "}"
 
 
@@ -35,15 +40,16 @@ _FLOAT16 = tl.constexpr(_assembly("0x64006400", "f16x2", False))
 _FLOAT16_SCALED = tl.constexpr(_assembly("0x64006400", "f16x2", True))
 _CONSTRAINTS = tl.constexpr(",".join(["=&r"] * 8 + ["r"] * 6))
 PAIR = tl.constexpr(0x00010001)
+SIGNS = tl.constexpr(0x80008000 - (1 << 32))  # of two
 
 
 @triton.jit
 def packed_zero(zero, DTYPE: tl.constexpr, ASM: tl.constexpr):
-    """What `planes` takes as zero points: int32, the zero point twice; or as it is."""
+    """What `planes` takes as zero points: int32, twice what is subtracted, or in bfloat16 added; or as it is."""
     if not ASM:
         return zero.to(tl.int32)
     elif tl.bfloat16 == DTYPE:
-        return (zero.to(tl.int32) + 0x4300) * PAIR
+        return ((zero.to(tl.int32) + 0x4300) * PAIR) | SIGNS
     else:
         return (zero.to(tl.int32) + 0x6400) * PAIR
 

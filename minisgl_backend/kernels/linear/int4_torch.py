@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 PLANES = 8
@@ -105,9 +105,9 @@ def _of_inputs(of_groups: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
 class Int4Kernels:
     """GEMMs and experts with 4-bit weights, by torch. Made for each model; all its 4-bit weights hold it."""
 
-    def __init__(self, ops: Ops) -> None:
-        """ops: of the same device."""
-        self.ops = ops
+    def __init__(self, plain: PlainKernels) -> None:
+        """plain: of the same device."""
+        self.plain, self.ops = plain, plain.ops
 
     def linear(
         self,
@@ -147,3 +147,24 @@ class Int4Kernels:
             out[tokens, choices] = F.linear(activated, dequantize(down.expert(expert), x.dtype)).float()
         summed = (out * expert_weights.float().unsqueeze(-1)).sum(1)
         return (summed if residual is None else summed + residual.float()).to(x.dtype)
+
+    def mixture(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        gate_up: Int4Weight,
+        down: Int4Weight,
+        experts_per_token: int,
+        renormalize: bool,
+        *,
+        router_bias: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        activation: str = "silu",
+    ) -> torch.Tensor:
+        """As `PlainKernels.mixture`."""
+        if norm_weight is not None:
+            x = self.ops.rms_norm(x, norm_weight, eps)
+        ids, weights = self.plain.route(self.plain.linear(x, router, bias=router_bias), experts_per_token, renormalize)
+        return self.moe(x, ids, weights, gate_up, down, residual, activation)

@@ -11,6 +11,8 @@ from minisgl_backend.kernels.linear import int4
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.int4_planes import packed_scale, packed_zero, planes
 from minisgl_backend.kernels.linear.int4_torch import MIDDLE, PLANES, Int4Kernels, Int4Weight
+from minisgl_backend.kernels.moe import int4 as moe_int4
+from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
 SCRATCH_BYTES = 32 << 20  # of a dequantized part of a weight: the L2 cache of an H100 has 50 MB
@@ -22,11 +24,10 @@ class TritonInt4Kernels(Int4Kernels):
 
     def __init__(self, plain: TritonPlainKernels, device: torch.device) -> None:
         """plain: of the same device, whose workspace is used: the kernels follow one another."""
-        super().__init__(plain.ops)
-        self._plain = plain
-        facts = plain.ops.facts
-        self._num_sms = facts.multiprocessors
-        self._kernel = linear_chooser("int4", facts).kernel
+        super().__init__(plain)
+        self._triton = plain
+        self._linear_kernel = linear_chooser("int4", plain.ops.facts).kernel
+        self._experts_kernel = experts_chooser("int4", plain.ops.facts).kernel
         self._scratch = torch.empty(SCRATCH_BYTES, dtype=torch.uint8, device=device)
 
     def linear(
@@ -41,29 +42,37 @@ class TritonInt4Kernels(Int4Kernels):
         activation: str | None = None,
     ) -> torch.Tensor:
         x = x if x.stride(1) == 1 else x.contiguous()
-        if norm_weight is not None:
-            x = self.ops.rms_norm(x, norm_weight, eps)
-        pdl = self._plain.ops.pdl(x)
         key = LinearKey(
             len(x), weight.size_out, weight.size_in, x.dtype, norm_weight is not None, bias is not None,
             residual is not None, activation,
         )  # fmt: skip
-        if len(x) > 0 and self._kernel(key) == "int4_few_rows":
+        kernel, pdl = self._linear_kernel(key), self._triton.ops.pdl(x)
+        if kernel == "torch":
+            return super().linear(
+                x, weight, norm_weight=norm_weight, eps=eps, bias=bias, residual=residual, activation=activation
+            )
+        if norm_weight is not None:
+            x = self.ops.rms_norm(x, norm_weight, eps)
+        if kernel == "int4_few_rows":
             return int4.linear(
-                x, weight, self._plain.workspace, bias=bias, residual=residual, activation=activation,
-                num_sms=self._num_sms, pdl=pdl,
+                x, weight, self._triton.workspace, bias=bias, residual=residual, activation=activation,
+                num_sms=self._triton.ops.facts.multiprocessors, pdl=pdl,
             )  # fmt: skip
-        out = torch.empty((len(x), weight.size_out), dtype=x.dtype, device=x.device)
-        step = max(_TILE_OUT, len(self._scratch) // (x.element_size() * weight.size_in) // _TILE_OUT * _TILE_OUT)
-        for start in range(0, weight.size_out, step):
-            rows = slice(start, min(start + step, weight.size_out))
-            part = dequantize_rows(weight, rows, x.dtype, self._scratch)
-            torch.mm(x, part.t(), out=out[:, rows])
+        out = self._by_parts(x, weight)
         if bias is not None:
             out += bias
         if activation is not None:
             return elementwise.activate_mul(out, activation, pdl)
         return out if residual is None else residual.add_(out)
+
+    def _by_parts(self, x: torch.Tensor, weight: Int4Weight) -> torch.Tensor:
+        """x @ weight.T, of as many outputs at once as there is scratch for."""
+        out = torch.empty((len(x), weight.size_out), dtype=x.dtype, device=x.device)
+        step = max(_TILE_OUT, len(self._scratch) // (x.element_size() * weight.size_in) // _TILE_OUT * _TILE_OUT)
+        for start in range(0, weight.size_out, step):
+            rows = slice(start, min(start + step, weight.size_out))
+            torch.mm(x, dequantize_rows(weight, rows, x.dtype, self._scratch).t(), out=out[:, rows])
+        return out
 
     def moe(
         self,
@@ -75,9 +84,38 @@ class TritonInt4Kernels(Int4Kernels):
         residual: torch.Tensor | None = None,
         activation: str = "silu",
     ) -> torch.Tensor:
-        from minisgl_backend.kernels.moe.int4 import moe  # which needs the module above
+        x = x if x.stride(1) == 1 else x.contiguous()
+        pdl = self._triton.moe_pdl(x)
+        return moe_int4.moe(x, expert_ids, expert_weights, gate_up, down, residual, activation, pdl=pdl)
 
-        return moe(x, expert_ids, expert_weights, gate_up, down, residual, activation, pdl=self._plain.moe_pdl(x))
+    def mixture(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        gate_up: Int4Weight,
+        down: Int4Weight,
+        experts_per_token: int,
+        renormalize: bool,
+        *,
+        router_bias: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        activation: str = "silu",
+    ) -> torch.Tensor:
+        key = ExpertsKey(
+            len(x), len(router), experts_per_token, down.size_out, down.size_in, x.dtype, routed=True,
+            activation=activation, unit_stride=x.stride(1) == 1,
+        )  # fmt: skip
+        if self._experts_kernel(key) != "few_tokens":
+            return super().mixture(
+                x, router, gate_up, down, experts_per_token, renormalize, router_bias=router_bias,
+                norm_weight=norm_weight, eps=eps, residual=residual, activation=activation,
+            )  # fmt: skip
+        return moe_int4.mixture(
+            x, router, gate_up, down, experts_per_token, renormalize, self._triton.workspace, router_bias=router_bias,
+            norm_weight=norm_weight, eps=eps, residual=residual, activation=activation, pdl=self._triton.ops.pdl(x),
+        )  # fmt: skip
 
 
 def dequantize_rows(weight: Int4Weight, rows: slice, dtype: torch.dtype, scratch: torch.Tensor) -> torch.Tensor:

@@ -68,6 +68,10 @@ def _few_tokens(key: ExpertsKey, facts: DeviceFacts) -> bool:
     return _ranks(key, facts) and 1 < key.tokens <= MAX_FEW_TOKENS
 
 
+def _int4_few_tokens(key: ExpertsKey, facts: DeviceFacts) -> bool:
+    return _ranks(key, facts) and 0 < key.tokens <= MAX_FEW_TOKENS
+
+
 def _grouped_tma(key: ExpertsKey, facts: DeviceFacts) -> bool:
     # Tiles were chosen for numbers of two bytes and for all the shared memory of an H200.
     has_room = facts.tensor_memory and facts.shared_memory >= LARGEST_SHARED and key.dtype.itemsize == 2
@@ -96,6 +100,7 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
             _Row("torch", "one expert after the other, in float32", _always),
         ),
         "int4": (
+            _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _int4_few_tokens),
             _Row("grouped", "pairs sorted by expert; weights become operands in registers", _on_gpu),
             _Row("torch", "one expert after the other, dequantized", _always),
         ),

@@ -91,6 +91,7 @@ def mixture(
     renormalize: bool,
     workspace: LinearWorkspace,
     *,
+    router_bias: torch.Tensor | None = None,
     norm_weight: torch.Tensor | None = None,
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
@@ -98,9 +99,11 @@ def mixture(
     shape: Int4MoeShape = FEW,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `PlainKernels.mixture`'s, for up to few_tokens.MAX_TOKENS tokens."""
+    """The contract is `PlainKernels.mixture`'s, for up to MAX_FEW_TOKENS tokens."""
     k = experts_per_token
-    normed, plan = few_tokens.route(x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, pdl=pdl)
+    normed, plan = few_tokens.route(
+        x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, bias=router_bias, pdl=pdl
+    )
     result = _products(normed, plan, plan.weights, gate_up, down, k, len(x) * k, shape, activation, pdl)
     return combine(result, k, residual, pdl)
 

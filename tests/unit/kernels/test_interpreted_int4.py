@@ -66,7 +66,7 @@ def test_linear(case: tuple[int, int, bool, int, dict[str, Any], str]) -> None:
     workspace = LinearWorkspace(CPU, max_out=256, max_split=4)
     shape = linear_int4.Int4Shape(32, 16, 2, 4, 2, **cut)
     found = linear_int4.linear(x, weight, workspace, shape=shape, **options)
-    assert relative(found, Int4Kernels(TorchOps()).linear(x, weight, **options)) < 1e-5
+    assert relative(found, Int4Kernels(TorchPlainKernels(TorchOps())).linear(x, weight, **options)) < 1e-5
     assert int(workspace.counters.abs().sum()) == 0
 
 
@@ -92,7 +92,7 @@ def test_experts(tokens: int, group: int, zeros: bool) -> None:
     )
     normed = plain.ops.rms_norm(x, norm, 1e-6)
     ids, shares = plain.route(plain.linear(normed, router), k, True)
-    expected = Int4Kernels(TorchOps()).moe(normed, ids, shares, gate_up, down, residual)
+    expected = Int4Kernels(TorchPlainKernels(TorchOps())).moe(normed, ids, shares, gate_up, down, residual)
     cut = moe_int4.Int4Cut(16, 2, 2)
     shape = moe_int4.Int4MoeShape(16, cut, cut)
     assert relative(moe_int4.moe(normed, ids, shares, gate_up, down, residual, shape=shape), expected) < 1e-5

@@ -21,6 +21,9 @@ NAMES = TensorNames(
 FLOAT8 = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False}
 TOKEN = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 INT8 = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True, "dynamic": False}
+INT4 = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 128, "symmetric": True}
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
 FLOAT4 = {"num_bits": 4, "type": "float", "strategy": "tensor_group", "group_size": 16}
 
 
@@ -69,6 +72,19 @@ def test_groups_have_their_own_modules() -> None:
     assert "a scale an output" in str(found.scheme_of("model.layers.0.self_attn.q_proj"))
     assert "a scale a tensor" in str(found.scheme_of("model.layers.0.mlp.experts"))
     assert len(found.schemes) == 2
+
+
+def test_gptq_has_its_own_exceptions() -> None:
+    dynamic = {"-:.*\\.1\\..*": {}, "+:.*q_proj": {"group_size": 32}, ".*v_proj": {"sym": False}}
+    found = read({**GPTQ, "dynamic": dynamic})
+    schemes = {path: str(found.scheme_of(f"model.layers.{path}")) for path in ("0.q_proj", "0.v_proj", "0.o_proj")}
+    assert "groups of 32, symmetric" in schemes["0.q_proj"]
+    assert "groups of 128, with zero points" in schemes["0.v_proj"]
+    assert "groups of 128, symmetric" in schemes["0.o_proj"]
+    assert found.scheme_of("model.layers.1.q_proj") is None
+    some = read({**GPTQ, "modules_in_block_to_quantize": [["self_attn.q_proj"], ["mlp.up_proj"]]})
+    assert some.scheme_of("model.layers.0.self_attn.q_proj") is not None
+    assert some.scheme_of("model.layers.0.self_attn.o_proj") is None
 
 
 def test_experts_have_one_format() -> None:
@@ -120,6 +136,17 @@ NOT_SERVED: list[tuple[Any, str]] = [
     (group({**FLOAT8, "strategy": "group", "group_size": 32}), r'weights.strategy is "group"; allowed: "tensor"'),
     (group({**FLOAT8, "symmetric": False}), r"weights.symmetric is false; allowed: true"),
     ({"quant_method": "fp8", "fmt": "e5m2"}, r'fmt is "e5m2"; allowed: "e4m3"'),
+    ({**AWQ, "version": "gemv"}, r'version is "gemv"; allowed: "gemm"'),
+    ({**AWQ, "bits": 8}, r"bits is 8; allowed: 4"),
+    ({**AWQ, "zero_point": False}, r"zero_point is false; allowed: true"),
+    ({**GPTQ, "bits": 3}, r"bits is 3; allowed: 4"),
+    ({**GPTQ, "group_size": 100}, r"group_size is 100; allowed: multiples of 16, or -1"),
+    ({**GPTQ, "checkpoint_format": "marlin"}, r'checkpoint_format is "marlin"; allowed: "gptq", "gptq_v2"'),
+    ({**GPTQ, "lm_head": True}, r"lm_head is true; allowed: false"),
+    ({**GPTQ, "dynamic": {"+:.*up.*": {"bits": 8}}}, r"bits is 8; allowed: 4"),
+    ({**GPTQ, "dynamic": {"+:.*up.*": {"rotation": "hadamard"}}}, r'rotation is "hadamard"; allowed: absent'),
+    (group(INT4, TOKEN, form="pack-quantized"), r"input_activations is .*allowed: null, with 4-bit weights"),
+    (group({**INT4, "num_bits": 8}, None, form="pack-quantized"), r"num_bits is 8; allowed: 4"),
     ({"quant_method": "fp8", "weight_block_size": [128]}, r"weight_block_size is \[128\]; allowed: \[outputs"),
     ({"quant_method": "fp8", "new_key": 7}, r"quantization_config.new_key is 7; allowed: absent"),
 ]  # fmt: skip

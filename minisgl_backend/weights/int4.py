@@ -1,0 +1,290 @@
+"""The format `int4`: weights that a checkpoint has in 4 bits (AWQ, GPTQ, compressed-tensors), activations in 16."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.linear.int4_torch import (
+    MIDDLE,
+    Int4Kernels,
+    Int4Weight,
+    pack,
+    padded_inputs,
+    unpack,
+)
+from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.weights.int4_checkpoint import (
+    Axis,
+    Int4Groups,
+    Int4Slice,
+    numbers_part,
+    order_part,
+    scales_part,
+    zeros_part,
+)
+from minisgl_backend.weights.layer import NOISE, empty_parameter
+from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.parts import WeightPart
+from minisgl_backend.weights.plain import bias_part
+from minisgl_backend.weights.schemes.int4 import Int4Scheme
+
+_DEVIATION = 4.6  # of a random number of 0 to 15
+
+
+class Int4LinearMethod(LinearMethod):
+    def __init__(
+        self, spec: LinearSpec, scheme: Int4Scheme, kernels: Int4Kernels, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        super().__init__()
+        self.spec, self._scheme, self._kernels = spec, scheme, kernels
+        self._inputs = Axis(spec.input_size, spec.input_start, spec.local_inputs)
+        self._groups = Int4Groups.of(spec.outputs[0].name, scheme, self._inputs)
+        outputs, _ = spec.shape
+        self.words, self.scales, self.zeros = _empty(
+            (), outputs, spec.local_inputs, scheme, self._groups, dtype, device
+        )
+        self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
+        self._bias = self.bias if spec.adds_bias else None
+        self.group_of_input: torch.Tensor | None = None
+        if scheme.act_order:
+            shape = (len(spec.outputs), spec.input_size)
+            self.group_of_input = empty_parameter(*shape, dtype=torch.int32, device=device)
+        self._order: torch.Tensor | None = None  # of the inputs, as the weight has them
+        self._weight = _weight(self.words, self.scales, self.zeros, spec.local_inputs, self._groups)
+
+    def apply_weights(
+        self,
+        x: torch.Tensor,
+        *,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+        activation: str | None = None,
+    ) -> torch.Tensor:
+        if self._order is not None:
+            if norm_weight is not None:
+                x, norm_weight = self._kernels.ops.rms_norm(x, norm_weight, eps), None
+            x = x.index_select(1, self._order)
+        return self._kernels.linear(
+            x, self._weight, norm_weight=norm_weight, eps=eps, bias=self._bias, residual=residual, activation=activation
+        )
+
+    def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(self.apply_weights(x))
+
+    def process_weights_after_loading(self) -> None:
+        if self.group_of_input is None:
+            return
+        first, *others = self.group_of_input
+        if any(not torch.equal(first, other) for other in others):
+            names = ", ".join(output.name for output in self.spec.outputs)
+            raise ConfigError(
+                f"desc_act is true, and {names} have their inputs in different orders; allowed: one order for layers "
+                "that are multiplied together"
+            )
+        if not _is_in_order(first, self._groups.stored):
+            self._order = torch.argsort(first, stable=True)
+            numbers = unpack(self.words.data, self.spec.local_inputs, self._groups.plane)
+            self.words.data.copy_(pack(numbers.index_select(1, self._order), self._groups.plane))
+        self.group_of_input = None
+
+    def weight_parts(self) -> list[WeightPart]:
+        spec, parts, row = self.spec, [], 0
+        for index, output in enumerate(spec.outputs):
+            rows = slice(row, row + output.local)
+            row += output.local
+            of = Int4Slice(
+                name=output.name,
+                outputs=Axis(output.size, output.start, output.local),
+                inputs=self._inputs,
+                row_order=output.row_order,
+            )
+            zeros = None if self.zeros is None else self.zeros[:, rows]
+            parts += _parts(self._scheme, self._groups, of, self.words[rows], self.scales[:, rows], zeros)
+            if self.group_of_input is not None:
+                parts.append(order_part(self._scheme, of, self.group_of_input[index], self._checked_order))
+            if self.bias is not None:
+                parts.append(bias_part(spec, output.name, self.bias[rows]))
+        return parts
+
+    def fill_with_noise(self, generator: torch.Generator) -> None:
+        _fill_with_noise(self.words, self.scales, self.zeros, generator)
+        if self.bias is not None:
+            self.bias.data.fill_(1.0)
+        if self.group_of_input is not None:
+            groups = torch.arange(self.spec.input_size, device=self.words.device) // self._groups.stored
+            self.group_of_input.data.copy_(groups.expand_as(self.group_of_input))
+
+    def _checked_order(self, groups: torch.Tensor) -> torch.Tensor:
+        """The group of each input of the whole weight."""
+        name, size = self.spec.outputs[0].name, self._groups.stored
+        expected = torch.arange(len(groups), device=groups.device) // size
+        if not torch.equal(groups.sort().values, expected.to(groups.dtype)):
+            raise ConfigError(f"{name}: its inputs are not in groups of {size}, as quantization_config says")
+        if self._inputs.is_split and not _is_in_order(groups, size):
+            raise ConfigError(
+                f"desc_act is true, and {name} has its inputs in an order of its own, which ranks cannot split; "
+                "allowed: tp 1"
+            )
+        return groups
+
+
+class Int4ExpertsMethod(ExpertsMethod):
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        scheme: Int4Scheme,
+        kernels: Int4Kernels,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        self.spec, self._scheme, self._kernels = spec, scheme, kernels
+        self._hidden = Axis(spec.hidden_size, 0, spec.hidden_size)
+        self._inner = Axis(spec.intermediate_size, spec.start, spec.local)
+        self._of_gate_up = Int4Groups.of(spec.name, scheme, self._hidden)
+        self._of_down = Int4Groups.of(spec.name, scheme, self._inner)
+        experts = (spec.num_experts,)
+        self.gate_up, self.gate_up_scales, self.gate_up_zeros = _empty(
+            experts, 2 * spec.local, spec.hidden_size, scheme, self._of_gate_up, dtype, device
+        )
+        self.down, self.down_scales, self.down_zeros = _empty(
+            experts, spec.hidden_size, spec.local, scheme, self._of_down, dtype, device
+        )
+        self._gate_up = _weight(
+            self.gate_up, self.gate_up_scales, self.gate_up_zeros, spec.hidden_size, self._of_gate_up
+        )
+        self._down = _weight(self.down, self.down_scales, self.down_zeros, spec.local, self._of_down)
+
+    def apply_experts(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._kernels.moe(
+            x, expert_ids, expert_weights, self._gate_up, self._down, residual, self.spec.activation
+        )
+
+    def apply_routed(
+        self,
+        x: torch.Tensor,
+        router: torch.Tensor,
+        *,
+        router_bias: torch.Tensor | None = None,
+        norm_weight: torch.Tensor | None = None,
+        eps: float = 0.0,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        spec = self.spec
+        return self._kernels.mixture(
+            x, router, self._gate_up, self._down, spec.experts_per_token, spec.renormalize, router_bias=router_bias,
+            norm_weight=norm_weight, eps=eps, residual=residual, activation=spec.activation,
+        )  # fmt: skip
+
+    def weight_parts(self) -> list[WeightPart]:
+        local, parts = self.spec.local, []
+        for kind, rows in (("gate_proj", slice(0, local)), ("up_proj", slice(local, 2 * local))):
+            zeros = None if self.gate_up_zeros is None else self.gate_up_zeros[..., rows]
+            parts += _parts(
+                self._scheme, self._of_gate_up, self._slice(kind, self._inner, self._hidden), self.gate_up[:, rows],
+                self.gate_up_scales[..., rows], zeros,
+            )  # fmt: skip
+        down = self._slice("down_proj", self._hidden, self._inner)
+        return [*parts, *_parts(self._scheme, self._of_down, down, self.down, self.down_scales, self.down_zeros)]
+
+    def fill_with_noise(self, generator: torch.Generator) -> None:
+        _fill_with_noise(self.gate_up, self.gate_up_scales, self.gate_up_zeros, generator)
+        _fill_with_noise(self.down, self.down_scales, self.down_zeros, generator)
+
+    def _slice(self, kind: str, outputs: Axis, inputs: Axis) -> Int4Slice:
+        return Int4Slice(name=f"{self.spec.name}.{kind}", outputs=outputs, inputs=inputs, experts=self.spec.num_experts)
+
+
+class Int4Factory(MethodFactory):
+    parameters: Int4Scheme
+
+    def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None) -> None:
+        super().__init__(plain, dtype, device, parameters)
+        self._kernels = _kernels(plain, device)
+
+    def linear(self, spec: LinearSpec) -> Int4LinearMethod:
+        return Int4LinearMethod(spec, self.parameters, self._kernels, self.dtype, self.device)
+
+    def experts(self, spec: ExpertsSpec) -> Int4ExpertsMethod:
+        if spec.bias:
+            raise ConfigError(f"{spec.name} have biases; allowed with 4-bit weights: experts without")
+        if self.parameters.act_order:
+            raise ConfigError(f"desc_act is true; allowed for {spec.name}: false")
+        return Int4ExpertsMethod(spec, self.parameters, self._kernels, self.dtype, self.device)
+
+
+def _kernels(plain: PlainKernels, device: torch.device) -> Int4Kernels:
+    if device.type == "cuda" and importlib.util.find_spec("triton") is not None:
+        from minisgl_backend.kernels.linear.int4_triton import TritonInt4Kernels
+        from minisgl_backend.kernels.triton_ops import TritonPlainKernels
+
+        if isinstance(plain, TritonPlainKernels):
+            return TritonInt4Kernels(plain, device)
+    return Int4Kernels(plain)
+
+
+def _empty(
+    experts: Sequence[int],
+    outputs: int,
+    inputs: int,
+    scheme: Int4Scheme,
+    groups: Int4Groups,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[torch.nn.Parameter, torch.nn.Parameter, torch.nn.Parameter | None]:
+    """Words, scales and zero points: see `Int4Weight`."""
+    words = padded_inputs(inputs, groups.plane) // 8
+    of_groups = (*experts, groups.count(inputs), outputs)
+    return (
+        empty_parameter(*experts, outputs, words, dtype=torch.int32, device=device),
+        empty_parameter(*of_groups, dtype=dtype, device=device),
+        None if scheme.symmetric else empty_parameter(*of_groups, dtype=torch.uint8, device=device),
+    )
+
+
+def _weight(
+    words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, size_in: int, groups: Int4Groups
+) -> Int4Weight:
+    """Parameters are filled in place."""
+    return Int4Weight(
+        words=words, scales=scales, zeros=zeros, size_in=size_in, group=groups.group, plane=groups.plane
+    )  # fmt: skip
+
+
+def _parts(
+    scheme: Int4Scheme,
+    groups: Int4Groups,
+    of: Int4Slice,
+    words: torch.Tensor,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+) -> list[WeightPart]:
+    found = [numbers_part(scheme, groups, of, words), scales_part(scheme, groups, of, scales)]
+    return found if zeros is None else [*found, zeros_part(scheme, groups, of, zeros)]
+
+
+def _is_in_order(groups: torch.Tensor, size: int) -> bool:
+    """Whether input i is in group i // size."""
+    expected = torch.arange(len(groups), device=groups.device) // size
+    return torch.equal(groups, expected.to(groups.dtype))
+
+
+def _fill_with_noise(
+    words: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, generator: torch.Generator
+) -> None:
+    words.data.random_(-(2**31), 2**31, generator=generator)
+    scales.data.fill_(NOISE / _DEVIATION)
+    if zeros is not None:
+        zeros.data.fill_(MIDDLE)
