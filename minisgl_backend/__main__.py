@@ -54,6 +54,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "max_waiting_requests_per_tenant",
     ),
     "Several devices": ("tp", "dp", "nodes", "rendezvous", "disable_pynccl"),
+    "Speculation": ("speculative_config",),
     "Serving": ("enable_embeddings",),
     "Processors": ("idle_cpus",),
     "KV events": ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"),

@@ -8,6 +8,7 @@ which no "auto" is left.
 from __future__ import annotations
 
 import dataclasses
+import json
 import types
 import typing
 from collections.abc import Callable, Mapping
@@ -16,6 +17,7 @@ from typing import Any
 
 from minisgl_backend import number_formats
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.speculative_config import SpeculativeConfig, read_speculative_config
 
 DTYPES = ("auto", *number_formats.DTYPES)
 KV_DTYPES = ("auto", *number_formats.KV_CACHE_DTYPES)
@@ -294,6 +296,14 @@ class EngineConfig:
         "leave all sums over ranks to torch's NCCL; else through memory that the GPUs share, where they can",
         "true or false",
     )
+    speculative_config: str | None = _option(
+        None,
+        "speculative decoding, which changes no text: a JSON object as vLLM spells it, `method` (ngram: what followed "
+        "the last tokens when they were there before), `num_speculative_tokens` (most drafts of a sequence in a step, "
+        'or "auto"; how many it is, is measured, down to none where they do not pay), `prompt_lookup_max` and '
+        "`prompt_lookup_min` (tokens that are compared); unset: none",
+        'a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}',
+    )
     enable_embeddings: bool = _option(
         True,
         "answer requests for embeddings and scores; false: each is refused",
@@ -328,10 +338,18 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
+        if isinstance(self.speculative_config, Mapping):
+            object.__setattr__(self, "speculative_config", json.dumps(self.speculative_config))
         for option in OPTIONS.values():
             option.validate(getattr(self, option.name))
         self._check_nodes()
         self._check_kv_event_ports()
+        self._check_speculation()
+
+    @property
+    def speculation(self) -> SpeculativeConfig | None:
+        """What `speculative_config` says; None: there is no speculation."""
+        return None if self.speculative_config is None else read_speculative_config(self.speculative_config)
 
     @property
     def ranks_per_node(self) -> int:
@@ -351,6 +369,12 @@ class EngineConfig:
             raise ConfigError(f"dp is {self.dp}; allowed with nodes {self.nodes}: 1")
         if self.rendezvous is None:
             raise ConfigError(f"rendezvous is unset; allowed with nodes {self.nodes}: HOST:PORT, an address of node 0")
+
+    def _check_speculation(self) -> None:
+        try:
+            _ = self.speculation
+        except ValueError as error:
+            raise ConfigError(f"speculative_config is {self.speculative_config!r}: {error}") from None
 
     def _check_kv_event_ports(self) -> None:
         """Each engine core listens at a port of its own for events, and at one for those who missed some."""

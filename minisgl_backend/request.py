@@ -104,6 +104,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     thinking_tags: ThinkingTags | None = None  # with a budget
     skip_special_tokens: bool = True  # special tokens are no part of the text
     include_stop_str_in_output: bool = False  # the text keeps the stop string, or stop token, that ended it
+    speculative: bool = True  # where the engine speculates, for this request too; it changes no text
     cache_salt: str | None = None  # cached prefixes are shared among requests with the same salt alone
 
     def __post_init__(self) -> None:
@@ -396,7 +397,7 @@ _NORMALISE: Mapping[str, Callable[[str, Any], Any]] = {
     "seed": _seed,
     "top_k": _top_k,
     "top_p": _top_p,
-    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output"), _flag),
+    **dict.fromkeys(("ignore_eos", "skip_special_tokens", "include_stop_str_in_output", "speculative"), _flag),
     "cache_salt": _text,
     "stop": _words,
     "bad_words": _words,

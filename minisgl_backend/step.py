@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 import msgspec
 import numpy as np
 
-from minisgl_backend.arrays import NO_INT32, Float32Array, Int32Array, Int64Array
+from minisgl_backend.arrays import NO_INT32, BoolArray, Float32Array, Int32Array, Int64Array
 from minisgl_backend.request import PoolingParams, SamplingParams
 
 
@@ -98,7 +98,8 @@ class StepPlan:
     page_columns: Int32Array  # [num_new_pages]  page_table[page_groups, page_rows, page_columns] = page_ids
     page_ids: Int32Array  # [num_new_pages]  0, the padding page: what was there is out of all windows
     prefill: tuple[PrefillChunk, ...]
-    decode_rows: Int32Array  # [num_decode]
+    # [num_decode]  A row with k drafts is 1 + k entries one after the other, at consecutive lengths.
+    decode_rows: Int32Array
     decode_lengths: (
         Int32Array  # [num_decode]  tokens in the cache after this step; the input token's position is one less
     )
@@ -109,6 +110,9 @@ class StepPlan:
     # [num_new_pages]  cache group of each new entry of the page table; [0] for a model of one group.
     page_groups: Int32Array = field(default_factory=lambda: NO_INT32)
     is_retry: bool = False  # an attempt at it has failed, which may have sampled and counted tokens
+    # [num_decode]  the drafts that are verified: the input token of each entry, and -1 of a row's first, whose input is
+    # its last token; [0] in a step without drafts.
+    draft_tokens: Int32Array = field(default_factory=lambda: NO_INT32)
 
     @property
     def num_tokens(self) -> int:
@@ -121,6 +125,27 @@ class StepPlan:
         first = np.array([chunk.row for chunk in self.prefill if chunk.samples], dtype=np.int32)
         return np.concatenate([first, self.decode_rows]) if len(first) else self.decode_rows
 
+    @property
+    def has_drafts(self) -> bool:
+        return len(self.draft_tokens) > 0
+
+    def accepted(self, token_ids: Int32Array) -> BoolArray:
+        """Which of the step's sampled tokens, int32 [num_sampled], count; bool [num_sampled].
+
+        A draft is accepted where it is the token that was sampled at its position, and all before it are. What was
+        sampled behind a wrong draft is no token of the sequence.
+        """
+        accepted = np.ones(len(token_ids), dtype=np.bool_)
+        if not self.has_drafts:
+            return accepted
+        drafts, sampled = self.draft_tokens, token_ids[len(token_ids) - len(self.draft_tokens) :]
+        wrong = np.zeros(len(drafts), dtype=np.int32)
+        wrong[1:] = (drafts[1:] >= 0) & (drafts[1:] != sampled[:-1])
+        count, places = np.cumsum(wrong), np.arange(len(drafts))
+        first = np.maximum.accumulate(np.where(drafts < 0, places, 0))
+        accepted[len(token_ids) - len(drafts) :] = count == count[first]
+        return accepted
+
     def without(self, rows: Container[int]) -> StepPlan:
         """The same step without the parts of these rows. Those of them that it admits ask for nothing then, so that
         nothing is left of what they asked."""
@@ -132,6 +157,7 @@ class StepPlan:
             decode_rows=self.decode_rows[kept],
             decode_lengths=self.decode_lengths[kept],
             decode_uids=self.decode_uids[kept],
+            draft_tokens=self.draft_tokens[kept] if self.has_drafts else self.draft_tokens,
             is_retry=True,
         )
 
@@ -194,6 +220,10 @@ class SequenceDetail(msgspec.Struct, frozen=True, omit_defaults=True):
     prompt_logprobs: tuple[Logprobs, ...] = ()  # of every prompt token but the first
     pooled: bytes = b""  # the vector that the prompt has become: float32, little-endian
     logprobs: Logprobs | None = None  # of the record's token
+    # With the first record of a step with drafts: those that were verified for the sequence so far, and those of them
+    # that were right
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
     error: str = ""  # with FinishReason.ERROR
     status: str = "INTERNAL"  # of the error, as errors.status_of names it
 
@@ -210,7 +240,28 @@ class StepResult:
     failed_rows: frozenset[int] = frozenset()
     why: str = ""  # they failed, where not because of what the model computed
     executed: bool = True  # False: nothing of the plan has reached the device
+    accepted: BoolArray | None = None  # [num_sampled]  which tokens count; None: all, as in a step without drafts
     pooled: dict[int, Float32Array] = field(default_factory=dict)  # by row: what its chunk was asked for; [width]
+
+
+@dataclass(frozen=True, slots=True)
+class DraftStats:
+    """Totals of speculation since start."""
+
+    drafts: int = 0  # of a row in a step, whatever its length
+    drafted: tuple[int, ...] = ()  # draft tokens, by their position in a draft
+    accepted: tuple[int, ...] = ()  # those that were right, likewise
+
+    def values(self) -> dict[str, float]:
+        """By name: all together, and of each position, from 1 on."""
+        found: dict[str, float] = {
+            "total_drafts": self.drafts,
+            "total_draft_tokens": sum(self.drafted),
+            "total_accepted_draft_tokens": sum(self.accepted),
+        }
+        for name, counts in (("draft_tokens", self.drafted), ("accepted_draft_tokens", self.accepted)):
+            found |= {f"total_{name}_{position}": count for position, count in enumerate(counts, start=1)}
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,3 +285,4 @@ class StepStats:
     total_cancelled: int
     total_failed: int
     total_preempted: int
+    speculation: DraftStats = DraftStats()

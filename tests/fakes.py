@@ -7,11 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_backend.arrays import Float32Array
+from minisgl_backend.arrays import Float32Array, Int32Array
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import Logprobs, PrefillChunk, SequenceDetail, StepPlan, StepResult, Wants
+from tests.proposers import Answers
 
 VOCAB_SIZE = 97
 
@@ -25,6 +26,18 @@ def next_token(position: int, last_token: int, forbidden: Iterable[int] = (), vo
     while token in refused:
         token = (token + 1) % vocab_size
     return token
+
+
+def fake_answers(vocab_size: int = VOCAB_SIZE) -> Answers:
+    """What FakeRunner says of requests that forbid nothing."""
+
+    def answer(uid: int, token_ids: Int32Array, most: int) -> list[int]:
+        tokens = token_ids.tolist()
+        for _ in range(most):
+            tokens.append(next_token(len(tokens), tokens[-1], (), vocab_size))
+        return tokens[len(token_ids) :]
+
+    return answer
 
 
 def fake_logprobs(position: int, token: int) -> Logprobs:
@@ -109,13 +122,19 @@ class FakeRunner:
                 pooled[chunk.row] = self._pool(chunk)
             if chunk.samples:
                 tokens.append(self._sample(chunk.row, chunk.end, len(tokens), logprobs))
-        for row, length in zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), strict=True):
+        first = len(tokens)
+        drafts = plan.draft_tokens.tolist() or [-1] * len(plan.decode_rows)
+        for row, length, draft in zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), drafts, strict=True):
+            if draft >= 0:
+                self._token_table[row, length - 1] = draft
             self._compute(row, length - 1, self._token_table[row, length - 1 : length])
             tokens.append(self._sample(row, length, len(tokens), logprobs))
+        self._token_table[plan.decode_rows, plan.decode_lengths] = tokens[first:]  # drafts were there
         rows = {chunk.row for chunk in plan.prefill} | set(plan.decode_rows.tolist())
         failed = frozenset(row for row in rows if self.fail(self._uids[row]))
         ids = np.array(tokens, dtype=np.int32)
-        result = StepResult(plan.step, ids, logprobs, prompt_logprobs, failed, pooled=pooled)
+        accepted = plan.accepted(ids) if plan.has_drafts else None  # as the engine core does
+        result = StepResult(plan.step, ids, logprobs, prompt_logprobs, failed, accepted=accepted, pooled=pooled)
         return FakePending(result)
 
     def _apply(self, plan: StepPlan) -> None:

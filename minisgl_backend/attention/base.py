@@ -157,10 +157,12 @@ class DecodeInputs:
     """
 
     kv_lens: torch.Tensor  # int32 [batch], device
-    rows: torch.Tensor  # int32 [batch], device
+    rows: torch.Tensor  # int32 [batch], device; with drafts a row has several entries, one after the other
     page_table: torch.Tensor  # int32 [max_rows, max_pages_per_row], device
     kv_lens_host: Int32Array
     rows_host: Int32Array
+    # Some entries see keys of others: all are stored before one attends, and `decode_with_rope` serves no such step.
+    has_drafts: bool = False
 
     @property
     def batch_size(self) -> int:

@@ -29,6 +29,7 @@ class PairPlan:
     prefill: tuple[Plan, ...] | None
     decode: tuple[Plan, ...] | None
     num_prefill_tokens: int
+    has_drafts: bool = False  # see DecodeInputs
 
 
 class AttentionPair:
@@ -47,6 +48,7 @@ class AttentionPair:
             prefill=tuple([one.plan_prefill(prefill) for one in self._prefill]) if prefill is not None else None,
             decode=tuple([one.plan_decode(decode) for one in self._decode]) if decode is not None else None,
             num_prefill_tokens=int(prefill.cu_seqlens_q_host[-1]) if prefill is not None else 0,
+            has_drafts=decode is not None and decode.has_drafts,
         )
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor, plan: PairPlan) -> torch.Tensor:
@@ -76,9 +78,16 @@ class AttentionPair:
 
     def fuses_rope(self, layer: AttentionLayer, plan: PairPlan) -> bool:
         """Whether `attend_with_rope` serves this step: decode alone, on a backend that has a kernel for it."""
-        if plan.prefill is not None or plan.decode is None or not self._rotates[layer.group]:
+        if plan.prefill is not None or plan.decode is None or plan.has_drafts or not self._rotates[layer.group]:
             return False
         return self._decode[layer.group].fuses_rope(plan.decode[layer.group])
+
+    def fuses_some_rope(self, plan: PairPlan) -> bool:
+        """Whether `fuses_rope` says so of the layers of one group."""
+        if plan.prefill is not None or plan.decode is None or plan.has_drafts:
+            return False
+        kinds = zip(self._rotates, self._decode, plan.decode, strict=True)
+        return any(rotates and one.fuses_rope(part) for rotates, one, part in kinds)
 
     def attend_with_rope(
         self, layer: AttentionLayer, qkv: torch.Tensor, rotation: QKNormRope, plan: PairPlan
@@ -98,7 +107,8 @@ class AttentionPair:
             one.allocate_graph(max_batch_size)
 
     def plan_capture(self, inputs: DecodeInputs) -> PairPlan:
-        return PairPlan(None, tuple([one.plan_capture(inputs) for one in self._decode]), 0)
+        plans = tuple([one.plan_capture(inputs) for one in self._decode])
+        return PairPlan(None, plans, 0, has_drafts=inputs.has_drafts)
 
     def plan_replay(self, inputs: DecodeInputs) -> None:
         for one in self._decode:

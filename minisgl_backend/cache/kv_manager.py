@@ -215,6 +215,17 @@ class KVManager:
         self.covered[rows] += self.page_size
         return columns, pages
 
+    def shrink(self, rows: IndexArray, num_tokens: Int32Array) -> None:
+        """Takes back the pages of these rows behind their first `num_tokens` tokens, [num_rows] each, which none of
+        them was published from; no step that is in flight names the rows."""
+        counts = -(-num_tokens // self.page_size)
+        for which in np.flatnonzero(self._held[rows] > counts).tolist():
+            row, count, held = rows[which], counts[which], self._held[rows[which]]
+            self._pool.give_back(self._table[:, row, count:held].flatten())
+            self._table[:, row, count:held] = 0
+            self._held[row], self.covered[row] = count, count * self.page_size
+            self.version += 1
+
     def trim(self, rows: IndexArray, columns: Int32Array) -> TableEntries | None:
         """Groups with windows give back the pages that these rows' tokens from `columns` on, and the one before them,
         do not see; the caller knows that no other is in flight. What is published stays cached.

@@ -117,6 +117,6 @@ def _add_metrics(arrays: Arrays, metrics: PerfMetrics) -> None:
         ("last_token_time_ns", metrics.last_token_ns),
     ):
         arrays[name] = np.asarray([[value]], dtype=np.int64)
-    # Fields of speculative decoding, which this server has not: nothing was drafted.
-    arrays["total_draft_tokens"] = arrays["total_accepted_draft_tokens"] = ints([0])
-    arrays["acceptance_rate"] = floats([0.0])
+    drafted, accepted = metrics.draft_tokens, metrics.accepted_draft_tokens
+    arrays["total_draft_tokens"], arrays["total_accepted_draft_tokens"] = ints([drafted]), ints([accepted])
+    arrays["acceptance_rate"] = floats([accepted / drafted if drafted else 0.0])

@@ -39,6 +39,8 @@ class PerfMetrics(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int  # prompt tokens that the prefix cache supplied
     reused_pages: int
     total_pages: int
+    draft_tokens: int  # that were verified for its sequences
+    accepted_draft_tokens: int  # those of them that were right
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
@@ -184,6 +186,8 @@ class Stream:
             cached_tokens=self._reused_tokens,
             reused_pages=self._reused_tokens // page_size,
             total_pages=-(-tokens // page_size),
+            draft_tokens=sum(sequence._draft_tokens for sequence in self.sequences),
+            accepted_draft_tokens=sum(sequence._accepted_draft_tokens for sequence in self.sequences),
         )
 
     def fail(self, status: str, message: str) -> None:
@@ -228,8 +232,10 @@ class SequenceStream:
     """
 
     __slots__ = (
+        "_accepted_draft_tokens",
         "_blocked",
         "_cumulative_logprob",
+        "_draft_tokens",
         "_failure",
         "_finished",
         "_index",
@@ -261,6 +267,7 @@ class SequenceStream:
         self._pending: list[int] = []
         self._logprobs: list[Logprobs] = []
         self._failure = ("INTERNAL", "the engine failed to compute the answer")
+        self._draft_tokens = self._accepted_draft_tokens = 0
         self._last_token = -1  # that came with `_reason`; -1: none did
         self._reason = 0
         # Written by the sender thread.
@@ -330,6 +337,8 @@ class SequenceStream:
             self._logprobs.append(detail.logprobs)
         if detail.error:
             self._failure = detail.status, detail.error
+        if detail.draft_tokens:
+            self._draft_tokens, self._accepted_draft_tokens = detail.draft_tokens, detail.accepted_draft_tokens
         self.stream._note(detail)
 
     def note_acknowledged(self) -> None:

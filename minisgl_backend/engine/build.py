@@ -43,6 +43,8 @@ from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH, TILE_TOKENS
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.speculation.create import create_proposer
+from minisgl_backend.speculative_config import most_decode_entries
 from minisgl_backend.step import StepPlan
 
 if TYPE_CHECKING:
@@ -119,7 +121,7 @@ def build_engine(
                 compilers.warm()
         undo.callback(close)
         grammars = Grammars(compilers)
-        scheduler = Scheduler(limits)
+        scheduler = Scheduler(limits, proposer=create_proposer(config.speculation))
         health_check = None if config.runner == "null" else _health_check_plan(config)
         core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, health_check_plan=health_check)
         undo.pop_all()
@@ -305,6 +307,7 @@ def _scheduler_limits(
     max_prefill_length: int,
     mixed: int,
 ) -> SchedulerLimits:
+    speculation = config.speculation
     return SchedulerLimits(
         page_size=page_size,
         num_pages=num_pages,
@@ -321,6 +324,8 @@ def _scheduler_limits(
         tenant_weights=tuple((read_weights(config.tenant_weights) or {}).items()),
         max_waiting_requests_per_tenant=config.max_waiting_requests_per_tenant,
         eos_token_ids=model.eos_token_ids,
+        most_drafts=0 if speculation is None else speculation.most_drafts,
+        most_decode_entries=most_decode_entries(config.max_running_requests, speculation),
     )
 
 

@@ -162,7 +162,9 @@ class CoreServer:
             self._collected = self._clock()
 
     def _stats(self) -> Stats:
-        values = {name: float(value) for name, value in dataclasses.asdict(self._core.stats()).items()}
+        stats = self._core.stats()
+        names = [spec.name for spec in dataclasses.fields(stats) if spec.name != "speculation"]
+        values = {name: float(getattr(stats, name)) for name in names} | stats.speculation.values()
         values["uptime_s"] = self._clock() - self._started
         values["total_cancelled_late"] = float(self._cancellations.num_late)
         seconds = self._cancellations.seconds

@@ -1,7 +1,7 @@
 """Which tokens a grammar allows next: has it compiled beside the step loop, follows each sequence by uid.
 
 A step's masks are made once the step before is committed, while the device computes the logits that they will mask. So
-they always rest on committed tokens and nothing is ever rolled back.
+they rest on committed tokens, but for those behind drafts: there a matcher follows the drafts and is rolled back.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -185,11 +186,14 @@ class Grammars:
         """
         matched = self._matched(plan)
         forced: list[tuple[int, int]] = []
+        drafted: list[tuple[int, int]] = []
+        if plan.has_drafts:
+            matched, drafted = self._without_drafts(plan, matched)
         if self._thoughts:
             matched, forced = self._without_thoughts(matched)
         if not matched and not forced:
             return None
-        bits = grammar_bitmask(len(matched) + len(forced))
+        bits = grammar_bitmask(len(matched) + len(forced) + len(drafted))
         indices = [index for index, _ in matched]
         errors = self._filler.fill(
             [self._matchers[uid] for _, uid in matched],
@@ -203,7 +207,55 @@ class Grammars:
         self._heed_pace()
         if self._thoughts:
             self._mask_thoughts(matched, forced, bits)
-        return np.array([index for index, _ in (*matched, *forced)], dtype=np.int32), bits
+        indices = [index for index, _ in (*matched, *forced)]
+        if drafted:
+            indices += self._mask_drafts(plan, drafted, bits[len(indices) :])
+        return np.array(indices, dtype=np.int32), bits[: len(indices)]
+
+    def _without_drafts(
+        self, plan: StepPlan, rows: list[tuple[int, int]]
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+        """Of (result index, uid): those whose input is committed, and those whose input is a draft."""
+        first_decode = len(plan.sampled_rows) - len(plan.decode_rows)
+        is_draft = [index >= first_decode and plan.draft_tokens[index - first_decode] >= 0 for index, _ in rows]
+        split = zip(rows, is_draft, strict=True)
+        parts: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
+        for one, drafted in split:
+            parts[drafted].append(one)
+        return parts
+
+    def _mask_drafts(self, plan: StepPlan, drafted: list[tuple[int, int]], bits: Int32Array) -> list[int]:
+        """Masks of (result index, uid) behind drafts, and their result indices: the matchers follow the drafts and are
+        rolled back. Behind a draft that the grammar does not allow there is none: it cannot be what is sampled."""
+        first_decode = len(plan.sampled_rows) - len(plan.decode_rows)
+        indices: list[int] = []
+        followed: dict[int, int] = {}  # uid -> drafts that its matcher has accepted
+        refused: set[int] = set()
+        for index, uid in drafted:
+            matcher = self._matchers.get(uid)
+            if matcher is None or uid in refused:
+                continue
+            try:
+                goes_on = matcher.accept_token(int(plan.draft_tokens[index - first_decode]))
+                followed[uid] = followed.get(uid, 0) + goes_on
+                if not goes_on or matcher.is_terminated():
+                    refused.add(uid)
+                    continue
+            except Exception as error:
+                self._fail(uid, error)
+                continue
+            line = len(indices)
+            grammar = self._grammars[uid]
+            errors = self._filler.fill([matcher], bits[line : line + 1], partial(_same, grammar))
+            if errors:
+                self._fail(uid, errors[0])
+                continue
+            indices.append(index)
+        for uid, count in followed.items():
+            if count and uid in self._matchers:
+                self._matchers[uid].rollback(count)
+        self._heed_pace()
+        return indices
 
     def _without_thoughts(self, rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Of (result index, uid): those that are masked by their grammar, and (result index, token) of those of which
@@ -232,12 +284,16 @@ class Grammars:
                 words[line, opening // 32] |= bit
 
     def advance(self, plan: StepPlan, result: StepResult) -> None:
-        """Follows the sampled tokens."""
+        """Follows the sampled tokens that count; in `result.accepted` those behind the end of an answer do not."""
         if not self._matchers and not self._thoughts:
             return
-        tokens, clock = result.token_ids.tolist(), ThreadClock()
+        tokens, clock, accepted = result.token_ids.tolist(), ThreadClock(), result.accepted
         now = clock.now
         for index, uid in self._matched(plan):
+            if accepted is not None:
+                accepted[index] &= uid in self._matchers or uid in self._thoughts  # else its answer has ended before
+                if not accepted[index]:
+                    continue
             thoughts = self._thoughts.get(uid)
             if (thoughts is not None and not thoughts.accept(tokens[index])) or uid not in self._matchers:
                 continue
@@ -294,3 +350,8 @@ class Grammars:
     def close(self) -> None:
         self._filler.close()
         self._compilers.close()
+
+
+def _same(grammar: Grammar, line: int) -> Grammar:
+    """Of whichever line."""
+    return grammar

@@ -40,6 +40,7 @@ class _Step(msgspec.Struct, frozen=True, array_like=True):
     cleared_pages: bytes
     page_groups: bytes
     is_retry: bool
+    draft_tokens: bytes
     graph_size: int
     resamples: bool
     sampling_graph: int
@@ -70,6 +71,7 @@ def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
             cleared_pages=_int32(plan.cleared_pages),
             page_groups=_int32(plan.page_groups),
             is_retry=plan.is_retry,
+            draft_tokens=_int32(plan.draft_tokens),
             graph_size=decisions.graph_size,
             resamples=decisions.resamples,
             sampling_graph=decisions.sampling_graph,
@@ -109,6 +111,7 @@ def _plan_of(plan: _Step) -> StepPlan:
         cleared_pages=_array(plan.cleared_pages),
         page_groups=_array(plan.page_groups),
         is_retry=plan.is_retry,
+        draft_tokens=_array(plan.draft_tokens),
     )
 
 

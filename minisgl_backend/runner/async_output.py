@@ -72,6 +72,10 @@ class PendingStep:
         step, plan = self._step, self._step.plan
         found = self._copies[0].numpy()[:, : step.num_sampled + len(step.checked_rows)]
         failed: list[int] = []
+        if plan.has_drafts:
+            # What is computed behind a wrong draft may be anything.
+            found = found.copy()
+            found[1, : step.num_sampled] |= ~plan.accepted(found[0, : step.num_sampled])
         if not found[1].all():
             failed = [*plan.sampled_rows.tolist(), *step.checked_rows]
             failed = [row for row, sound in zip(failed, found[1].tolist(), strict=True) if not sound]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -81,6 +81,7 @@ class StepTensors:
     checked_rows: tuple[int, ...]  # of chunks that do not end their prompt: nothing else tells that they are sound
     prefill: PrefillInputs | None
     decode: DecodeInputs | None
+    drafts: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None  # rows, positions, ids; int32 [num_drafts] each
     token_rows: torch.Tensor | None  # int32 [num_tokens], prefill first; None: decode's are all
     token_positions: torch.Tensor | None  # int32 [num_tokens]
     # int32 [num_sampled + num_checked + pooled states] lines of the hidden states, those that sample first, then those
@@ -113,6 +114,7 @@ class BatchBuilder:
         self._table = table
         self._sampling = sampling
         self._poolings: dict[int, PoolingParams] = {}  # by row, where there is one
+        self._miscounted: set[int] = set()  # rows whose penalties may have counted what was sampled behind wrong drafts
         self._prompts = PromptLayout(table.page_size, table.page_table.shape[1])
         self.staging = Staging(table.max_rows, table.device)
 
@@ -135,6 +137,7 @@ class BatchBuilder:
             except Exception as error:
                 raise RowError(admitted.row, error) from error
             self._poolings.pop(admitted.row, None)
+            self._miscounted.discard(admitted.row)
             if admitted.pooling is not None:
                 self._poolings[admitted.row] = admitted.pooling
         penalised = tuple(
@@ -142,13 +145,11 @@ class BatchBuilder:
             for admitted in plan.admitted
             if admitted.params.has_penalties
         )
-        if plan.is_retry:
-            decoding = zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), strict=True)
-            penalised += tuple(
-                PenaltyReset(row, length, prompt_len)
-                for row, length in decoding
-                if (prompt_len := self._sampling.penalised_prompt(row))
-            )
+        if plan.is_retry or self._miscounted:
+            penalised += self._recounts(plan)
+        if plan.has_drafts:
+            drafted = set(plan.decode_rows[plan.draft_tokens >= 0].tolist())
+            self._miscounted |= {row for row in drafted if self._sampling.penalised_prompt(row)}
         if prompt_sizes and self._prompts.serves(plan) and not plan.prefill[0].pools:
             needs = self._sampling.metadata_of(plan, _sampled_of_prompt(plan)[0])
             prompt_size = piece_size(len(plan.prefill[0].token_ids), prompt_sizes)
@@ -165,6 +166,20 @@ class BatchBuilder:
             prompt_logprobs=needs.prompt_logprobs,
         )
         return self._stage(plan, prefill, sampled, decisions, needs, penalised)
+
+    def _recounts(self, plan: StepPlan) -> tuple[PenaltyReset, ...]:
+        """Of the rows that decode, of which tokens may have been counted that are none of theirs."""
+        rows, lengths = plan.decode_rows, plan.decode_lengths
+        if plan.has_drafts:
+            first = plan.draft_tokens < 0
+            rows, lengths = rows[first], lengths[first]
+        resets = []
+        for row, length in zip(rows.tolist(), lengths.tolist(), strict=True):
+            prompt_len = self._sampling.penalised_prompt(row)
+            if prompt_len and (plan.is_retry or row in self._miscounted):
+                resets.append(PenaltyReset(row, length, prompt_len))
+                self._miscounted.discard(row)
+        return tuple(resets)
 
     def mirror_host(self, plan: StepPlan, decisions: StepDecisions) -> HostBatch:
         """The same on a rank that computes what rank 0 decided, and keeps nothing of what only sampling needs."""
@@ -262,7 +277,8 @@ class BatchBuilder:
             num_sampled=host.num_sampled,
             checked_rows=host.checked_rows,
             prefill=self._prefill_inputs(prefill, arrays) if prefill is not None else None,
-            decode=self.decode_inputs(host.decode_rows, host.decode_lengths) if batch else None,
+            decode=self._decode_part(host) if batch else None,
+            drafts=_drafts(arrays) if host.plan.has_drafts else None,
             token_rows=arrays.get("token_rows"),
             token_positions=arrays.get("token_positions"),
             logits_indices=arrays.get("logits_indices"),
@@ -291,6 +307,7 @@ class BatchBuilder:
             checked_rows=host.checked_rows,
             prefill=None,
             decode=None,
+            drafts=None,
             token_rows=None,
             token_positions=None,
             logits_indices=None,
@@ -319,6 +336,10 @@ class BatchBuilder:
             rows_host=rows,
         )
 
+    def _decode_part(self, host: HostBatch) -> DecodeInputs:
+        inputs = self.decode_inputs(host.decode_rows, host.decode_lengths)
+        return replace(inputs, has_drafts=True) if host.plan.has_drafts else inputs
+
     def padding_inputs(self, size: int) -> DecodeInputs:
         """A decode part that is all padding, with the staging buffer filled to match: what graphs are captured on."""
         rows = np.full(size, self._table.padding_row, dtype=np.int32)
@@ -327,6 +348,8 @@ class BatchBuilder:
         return self.decode_inputs(rows, np.ones(size, dtype=np.int32))
 
     def _apply(self, host: HostBatch, arrays: dict[str, torch.Tensor]) -> None:
+        if host.plan.has_drafts:
+            self._table.write_tokens(*_drafts(arrays))
         if "page_ids" not in arrays and not host.plan.admitted and not host.penalised:
             return
         none = self.staging.rows[:0]
@@ -415,6 +438,13 @@ def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:
     arrays: dict[str, Int32Array] = {}
     if len(plan.cleared_pages):
         arrays["cleared_pages"] = plan.cleared_pages
+    if plan.has_drafts:
+        drafts = plan.draft_tokens >= 0
+        arrays |= {
+            "draft_rows": plan.decode_rows[drafts],
+            "draft_positions": plan.decode_lengths[drafts] - 1,
+            "draft_tokens": plan.draft_tokens[drafts],
+        }
     if len(plan.page_ids):
         arrays |= {"page_rows": plan.page_rows, "page_columns": plan.page_columns, "page_ids": plan.page_ids}
     if plan.admitted:
@@ -431,6 +461,10 @@ def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:
             "admitted_tokens": np.concatenate([admitted.token_ids for admitted in plan.admitted]),
         }
     return arrays
+
+
+def _drafts(arrays: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return arrays["draft_rows"], arrays["draft_positions"], arrays["draft_tokens"]
 
 
 def expand(rows: Int32Array, starts: Int32Array, lengths: Int32Array) -> tuple[Int32Array, Int32Array]:

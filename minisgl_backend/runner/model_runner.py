@@ -151,12 +151,10 @@ class ModelRunner:
 
     def build(self, plan: StepPlan) -> HostBatch:
         """What the host decides about a step, before anything is on the device."""
-        return self._builder.build_host(
-            plan,
-            self._graphs.sizes if self._graphs else (),
-            self._pieces.prompt_sizes if self._pieces else (),
-            self._graphs.sampling_sizes if self._graphs else (),
-        )
+        sizes, sampling_sizes = ((), ()) if self._graphs is None else (self._graphs.sizes, self._graphs.sampling_sizes)
+        if plan.has_drafts and self._graphs is not None:
+            sizes, sampling_sizes = self._graphs.draft_sizes, ()
+        return self._builder.build_host(plan, sizes, self._pieces.prompt_sizes if self._pieces else (), sampling_sizes)
 
     def mirror(self, plan: StepPlan, decisions: StepDecisions) -> Batch | PromptBatch:
         """`prepare` on a rank other than 0, as rank 0 decided."""
@@ -295,6 +293,9 @@ class ModelRunner:
         if logits is None:
             return Sampled(self._no_tokens(0), None)
         inputs, packed = step.sampling, None
+        if step.drafts is not None and step.decisions.resamples:
+            # Bad words look at the tokens before: the graph has written what temperature alone would sample.
+            self._table.write_tokens(*step.drafts)
         if token_ids is not None and step.decisions.sampling_graph:
             self._replay_sampling(step, masks)
         elif token_ids is None or step.decisions.resamples:
@@ -316,7 +317,7 @@ class ModelRunner:
     def _replay(self, step: StepTensors) -> Computed:
         assert self._graphs is not None, "a graph size comes from the graph runner"
         self._reader.protect_outputs()
-        outputs = self._graphs.replay(step.graph_size)
+        outputs = self._graphs.replay(step.graph_size, has_drafts=step.drafts is not None)
         return Computed(step, outputs.logits[: step.num_sampled], outputs.token_ids)
 
     def _replay_sampling(self, step: StepTensors, masks: GrammarMasks | None) -> None:

@@ -34,6 +34,9 @@ class SamplingInputs:
     top_logprobs: int = 0  # most alternatives any of them wants
     mask_index: torch.Tensor | None = None  # [n]  line of mask_bits, or -1
     mask_bits: torch.Tensor | None = None  # [k, ceil(vocab_size / 32)]  1: allowed
+    # Lines that are sampled one round after the other, [k] each and all of them together: with drafts a row with
+    # penalties has several lines, and each counts the tokens before it. (): all at once.
+    rounds: tuple[torch.Tensor, ...] = ()
 
     @property
     def extended(self) -> bool:
@@ -51,6 +54,7 @@ class SamplingMetadata:
     arrays: dict[str, Int32Array]
     logprobs: tuple[tuple[int, int], ...]  # result index and alternatives wanted
     prompt_logprobs: tuple[PromptLogprobsRequest, ...]
+    num_rounds: int = 0  # see SamplingInputs.rounds; `arrays` has them by the names round_0, round_1, ...
 
     @property
     def extended(self) -> bool:
@@ -124,6 +128,8 @@ class SamplingRows:
             arrays["logprob_lines"] = lines
             top_logprobs = int(alternatives.max())
             wanted = tuple(zip(lines.tolist(), alternatives.tolist(), strict=True))
+        rounds = self._rounds(plan, flags) if plan.has_drafts and union & layout.PENALTIES else []
+        arrays |= {f"round_{number}": lines for number, lines in enumerate(rounds)}
         return SamplingMetadata(
             flags=union,
             searches=bool(union & layout.RANKED and self._searches[rows].any()),
@@ -131,6 +137,7 @@ class SamplingRows:
             arrays=arrays,
             logprobs=wanted,
             prompt_logprobs=self._prompt_requests(plan) if plan.prefill else (),
+            num_rounds=len(rounds),
         )
 
     def inputs_of(
@@ -143,8 +150,20 @@ class SamplingRows:
             flags=needs.flags,
             searches=needs.searches,
             top_logprobs=needs.top_logprobs,
-            **{name: uploaded[name] for name in needs.arrays},
+            logprob_lines=uploaded.get("logprob_lines"),
+            rounds=tuple(uploaded[f"round_{number}"] for number in range(needs.num_rounds)),
         )
+
+    def _rounds(self, plan: StepPlan, flags: Int32Array) -> list[Int32Array]:
+        """The lines of each round, where rows with penalties have drafts; [] where none has."""
+        places = np.arange(len(plan.draft_tokens))
+        offsets = np.zeros(len(flags), dtype=np.int32)
+        first = np.maximum.accumulate(np.where(plan.draft_tokens < 0, places, 0))
+        offsets[len(flags) - len(places) :] = places - first
+        offsets[flags & layout.PENALTIES == 0] = 0
+        if not offsets.any():
+            return []
+        return [np.flatnonzero(offsets == offset).astype(np.int32) for offset in range(int(offsets.max()) + 1)]
 
     def _prompt_requests(self, plan: StepPlan) -> tuple[PromptLogprobsRequest, ...]:
         requests, first = [], 0

@@ -10,6 +10,7 @@ summed as integers. So what a row samples depends on nothing but its own logits 
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from typing import TYPE_CHECKING
 
@@ -76,6 +77,9 @@ class Sampler:
         """Overwrites in `token_ids` [2, n or more] the rows that need more than temperature."""
         if not inputs.flags & layout.EXTENDED:
             return
+        if inputs.rounds:
+            self._sample_in_rounds(logits, inputs, token_ids)
+            return
         if self._workspace is not None:
             from minisgl_backend.kernels.sampling.launch import sample_extended
 
@@ -106,6 +110,22 @@ class Sampler:
         token_ids = self.sample_plain(logits, inputs.rows, inputs.positions)
         self.sample_extended(logits, inputs, token_ids)
         return token_ids
+
+    def _sample_in_rounds(self, logits: torch.Tensor, inputs: SamplingInputs, token_ids: torch.Tensor) -> None:
+        """Penalties count what earlier rounds have sampled. Behind a wrong draft they count what is no token of the
+        sequence, and so does what is sampled there: both are dropped."""
+        for lines in inputs.rounds:
+            index = lines.long()
+            part = dataclasses.replace(
+                inputs,
+                rows=inputs.rows[index],
+                positions=inputs.positions[index],
+                mask_index=None if inputs.mask_index is None else inputs.mask_index[index],
+                rounds=(),
+            )
+            sampled = token_ids[:, index]
+            self.sample_extended(logits[index], part, sampled)
+            token_ids[:, index] = sampled
 
     def logprobs(self, logits: torch.Tensor, lines: torch.Tensor, token_ids: torch.Tensor, top: int) -> torch.Tensor:
         """See logprobs.pack; of some `lines` [k] of logits [n, vocab_size]. `token_ids` [n] are those of all lines."""

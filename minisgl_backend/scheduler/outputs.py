@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import Int32Array, Int64Array, UInt8Array
@@ -11,6 +12,7 @@ from minisgl_backend.request import FinishReason
 from minisgl_backend.step import SequenceDetail
 
 NO_TOKEN = -1
+NO_DETAIL = SequenceDetail()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +59,23 @@ class OutputCollector:
     def add_detail(self, index: int, detail: SequenceDetail) -> None:
         """A detail of a record that was added with `add_run`."""
         self._details[index] = detail
+
+    def records_from(self, first: int) -> list[int]:
+        """The uids of the records from this one on, which were added with `add_run` or `add`."""
+        self._close_run()
+        found: list[int] = []
+        count = self._count
+        for uids, _, _ in reversed(self._runs):
+            if count <= first:
+                break
+            found = uids.tolist() + found
+            count -= len(uids)
+        return found[first - count :]
+
+    def add_drafts(self, index: int, drafted: int, accepted: int) -> None:
+        """To a record, what was drafted for its sequence so far, and how much of it was right."""
+        detail = self._details.get(index, NO_DETAIL)
+        self._details[index] = msgspec.structs.replace(detail, draft_tokens=drafted, accepted_draft_tokens=accepted)
 
     def drain(self) -> SequenceOutputs | None:
         """Everything since the last call; None when there is nothing."""

@@ -7,8 +7,9 @@ import bisect
 
 import numpy as np
 
-from minisgl_backend.arrays import BoolArray, IndexArray
+from minisgl_backend.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from minisgl_backend.scheduler.admission import AdmissionControl, Forecast
+from minisgl_backend.scheduler.drafting import Drafting
 from minisgl_backend.scheduler.fairness import FairShares
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
@@ -38,8 +39,10 @@ class Planner:
         queue: WaitingQueue,
         admission: AdmissionControl,
         shares: FairShares | None = None,
+        drafting: Drafting | None = None,
     ) -> None:
-        """`shares`: of tenants, where they are fair; `queue` is theirs then."""
+        """`shares`: of tenants, where they are fair; `queue` is theirs then. `drafting`: where there is speculation."""
+        self._drafting = drafting
         self._shares = shares
         self._limits = limits
         self._running = running
@@ -125,8 +128,40 @@ class Planner:
         if len(short):
             columns, pages = running.kv.extend(index[short])
             builder.write_pages(rows[short], columns, pages)
+        if self._drafting is not None and not self.prompts_wait:
+            self._plan_drafts(self._drafting, builder, step, index, (rows, uids, lengths))
+            return
         state.plan_decode(index, lengths, step)
         builder.decode(rows, uids, lengths)
+
+    def _plan_drafts(
+        self,
+        drafting: Drafting,
+        builder: StepPlanBuilder,
+        step: int,
+        index: IndexArray,
+        entries: tuple[Int32Array, Int64Array, Int32Array],
+    ) -> None:
+        """The decode part, with drafts as far as there are pages for them."""
+        running, (rows, uids, lengths) = self._running, entries
+        drafts = drafting.propose(index, lengths, all_committed=running.committed == step - 1)
+        if not drafts:
+            running.rows.plan_decode(index, lengths, step)
+            builder.decode(rows, uids, lengths)
+            return
+        longest = lengths.copy()
+        for position, tokens in drafts:
+            longest[position] += len(tokens)
+        while len(short := np.flatnonzero(longest > running.kv.covered.take(index))):
+            if len(short) * running.kv.groups.num_groups > running.kv.num_available:
+                longest[short] = running.kv.covered.take(index[short])  # nobody is preempted for drafts
+                break
+            columns, pages = running.kv.extend(index[short])
+            builder.write_pages(rows[short], columns, pages)
+        drafts = [(at, tokens[: longest[at] - lengths[at]]) for at, tokens in drafts]
+        running.rows.plan_decode(index, longest, step)
+        drafted = drafting.expand(rows, uids, lengths, drafts)
+        builder.decode(drafted.rows, drafted.uids, drafted.lengths, drafted.draft_tokens)
 
     def _make_room(self, index: IndexArray, short: IndexArray) -> BoolArray:
         """Preempts until the rows at `index[short]` can get a page each, or will once steps in flight have ended.
@@ -221,6 +256,11 @@ class Planner:
             if victim is sequence or kv.num_available + running.num_releasing_pages() >= needed:
                 return start
             self._preempt(victim)
+
+    @property
+    def prompts_wait(self) -> bool:
+        """Whether the next step has prompts to compute: their first tokens come before drafts."""
+        return bool(self._running.prefilling) or self._may_admit()
 
     def _may_admit(self) -> bool:
         """Whether an admission can succeed: a sequence waits for a free row, and pages or the queue have changed since

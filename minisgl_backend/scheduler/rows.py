@@ -42,6 +42,7 @@ class RowState:
         self.ends_early = np.zeros(max_rows, dtype=np.bool_)  # something but its limit may end it
         self.obeys_eos = np.zeros(max_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(max_rows, dtype=np.bool_)
+        self.may_draft = np.zeros(max_rows, dtype=np.bool_)  # the request allows speculation
 
     @property
     def num_free(self) -> int:
@@ -69,6 +70,7 @@ class RowState:
         self.active[row] = True
         self.ended[row] = self.sampled[row] = False
         self.obeys_eos[row] = not params.ignore_eos
+        self.may_draft[row] = params.speculative
         self._set_stop_ids(row, params.stop_token_ids)
         return row
 
@@ -81,6 +83,10 @@ class RowState:
         """A step computes one token of each of these rows, which have `lengths` tokens in the cache afterwards."""
         self.planned[rows] = lengths
         self.last_step[rows] = step
+
+    def settle(self, rows: IndexArray, lengths: Int32Array) -> None:
+        """Of these rows' drafts it is known how many were right: `lengths` tokens in the cache are theirs."""
+        self.planned[rows] = lengths
 
     def append_one(self, sequence: Sequence, position: int, token_id: int) -> FinishReason:
         """The token that a prompt's last chunk sampled; returns whether and why it ends the sequence."""

@@ -145,6 +145,15 @@ class RunningSet:
             if gone is not None:
                 self._changed.append((sequence, gone))
 
+    def give_back(self, rows: IndexArray) -> None:
+        """Pages that these rows, which no step in flight names, do not need for their next token."""
+        totals = self.rows.total.take(rows)
+        self.kv.shrink(rows, totals)
+        if self.kv.has_windows:
+            gone = self.kv.trim(rows, (totals - 1) // np.int32(self.kv.page_size))
+            if gone is not None:
+                self.send_entries_again(gone)
+
     def commit(self, step: int) -> None:
         """A step has been committed: frees what was kept for it alone."""
         self.committed = step

@@ -20,6 +20,7 @@ from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.errors import CapacityError, InvalidRequestError
 from minisgl_backend.request import SEED_RANGE, FinishReason, Request, SamplingParams, check_prompt
 from minisgl_backend.scheduler.admission import AdmissionControl
+from minisgl_backend.scheduler.drafting import Drafting
 from minisgl_backend.scheduler.fairness import FairShares, TenantStats
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, SequenceOutputs
@@ -27,7 +28,9 @@ from minisgl_backend.scheduler.planner import Planner
 from minisgl_backend.scheduler.policy import DEFAULT_LEVEL, QUEUES, WaitingQueue
 from minisgl_backend.scheduler.running import RunningSet
 from minisgl_backend.scheduler.sequence import Group, Sequence, SequenceState
-from minisgl_backend.step import PrefillChunk, SequenceDetail, StepPlan, StepResult, StepStats
+from minisgl_backend.speculation.control import DraftControl
+from minisgl_backend.speculation.proposer import Proposer
+from minisgl_backend.step import DraftStats, PrefillChunk, SequenceDetail, StepPlan, StepResult, StepStats
 
 NO_LOGITS = "the model produced NaN or infinite logits, or every token is masked"
 
@@ -42,10 +45,17 @@ class Scheduler:
         limits: all that it knows of the configuration.
         seed: of the generator that draws seeds for requests without one; None: from the operating system.
         clock: seconds; the same clock as Request.deadline.
+        proposer: of drafts, of which a step verifies as many as `control` says; None: there is no speculation.
     """
 
     def __init__(
-        self, limits: SchedulerLimits, *, seed: int | None = None, clock: Callable[[], float] = time.monotonic
+        self,
+        limits: SchedulerLimits,
+        *,
+        seed: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        proposer: Proposer | None = None,
+        control: DraftControl | None = None,
     ) -> None:
         self._limits = limits
         self._clock = clock
@@ -55,7 +65,10 @@ class Scheduler:
         self._queue: WaitingQueue = new_queue() if self._shares is None else self._shares.queue
         self._running = RunningSet(limits, self._queue)
         self._admission = AdmissionControl()
-        self._planner = Planner(limits, self._running, self._queue, self._admission, self._shares)
+        self._drafting: Drafting | None = None
+        if proposer is not None:
+            self._drafting = Drafting(limits, self._running, proposer, control or DraftControl(limits.most_drafts))
+        self._planner = Planner(limits, self._running, self._queue, self._admission, self._shares, self._drafting)
         self._outputs = OutputCollector()
         self._sequences: dict[int, Sequence] = {}  # all that have not ended, by uid
         self._deadlines: list[tuple[float, int]] = []  # heap of (deadline, uid); may hold sequences that have ended
@@ -122,12 +135,18 @@ class Scheduler:
             self._running.release_finished()
 
     def plan(self) -> StepPlan | None:
-        """The next step; None when nothing can run now. May be called while steps are in flight."""
+        """The next step; None when nothing can run now, or before the step in flight is committed. May be called while
+        steps are in flight."""
         self._expire()
         self._running.release_finished()
+        drafting, in_flight = self._drafting, self._in_flight
+        if drafting is not None and in_flight and drafting.waits(in_flight[-1], self._planner.prompts_wait):
+            return None
         plan = self._planner.plan(self._next_step)
         if plan is None:
             return None
+        if drafting is not None:
+            drafting.note_plan(plan.step, behind_another=bool(in_flight))
         if plan.admitted:
             self._note_admissions(plan)
         self._next_step += 1
@@ -149,6 +168,8 @@ class Scheduler:
         if not result.executed:  # its own rows have ended; what it said of pages of others is said again
             self._running.send_again(plan)
         self._running.commit(plan.step)
+        if self._drafting is not None:
+            self._drafting.note_end(plan)
 
     def drain_outputs(self) -> SequenceOutputs | None:
         """Everything for clients since the last call; None when there is nothing."""
@@ -180,6 +201,7 @@ class Scheduler:
             total_cancelled=self._ended[FinishReason.CANCELLED],
             total_failed=self._ended[FinishReason.ERROR],
             total_preempted=planner.num_preemptions,
+            speculation=DraftStats() if self._drafting is None else self._drafting.stats(),
         )
 
     def tenant_stats(self) -> dict[str, TenantStats]:
@@ -315,17 +337,36 @@ class Scheduler:
         )
 
     def _commit_decode(self, plan: StepPlan, first: int, result: StepResult) -> None:
-        """Records the decode rows of a step, whose tokens begin at `first`; all rows at once."""
+        """Records the decode entries of a step, whose tokens begin at `first`."""
+        if result.accepted is None:
+            self._commit_entries(plan, first, result)
+            return
+        assert self._drafting is not None, "it has planned the drafts"
+        accepted = result.accepted[first:]
+        self._drafting.settle(plan, accepted, result.failed_rows)
+        records = len(self._outputs)
+        for entries in self._drafting.rounds(plan, accepted):
+            self._commit_entries(plan, first, result, entries)
+        self._drafting.tell(self._outputs, records)
+        self._drafting.give_back(plan)
+
+    def _commit_entries(
+        self, plan: StepPlan, first: int, result: StepResult, entries: IndexArray | None = None
+    ) -> None:
+        """All entries of the decode part, or some of them, at once: one of each row."""
         state = self._running.rows
         rows, uids, lengths = plan.decode_rows.astype(np.intp), plan.decode_uids, plan.decode_lengths
         tokens = np.array(result.token_ids[first:], dtype=np.int32)  # a copy: the runner uses its buffer again
+        if entries is not None:
+            rows, uids, lengths, tokens = rows[entries], uids[entries], lengths[entries], tokens[entries]
         dropped = state.ended.take(rows)  # ghosts
         if result.failed_rows:
             dropped |= self._fail_rows(rows, dropped, result)
-        kept = None
+        kept = entries
         if dropped.any():
-            kept = np.flatnonzero(~dropped)
-            rows, uids, lengths, tokens = rows[kept], uids[kept], lengths[kept], tokens[kept]
+            stay = np.flatnonzero(~dropped)
+            kept = stay if entries is None else entries[stay]
+            rows, uids, lengths, tokens = rows[stay], uids[stay], lengths[stay], tokens[stay]
         reasons = state.append(rows, lengths, tokens)
         self._generated_tokens += len(rows)
         if self._shares is not None:

@@ -28,11 +28,13 @@ class Sequence:
     """The scheduler's record of one answer. `arrival` orders requests, `admission` orders running sequences."""
 
     __slots__ = (
+        "accepted_draft_tokens",
         "admission",
         "admissions_before",
         "arrival",
         "cached_tokens",
         "deadline",
+        "draft_tokens",
         "failed",
         "first_planned",
         "group",
@@ -84,6 +86,7 @@ class Sequence:
         self.cached_tokens: int | None = None  # prompt tokens that the cache supplied at the first admission
         self.prompt_logprobs: list[Logprobs] | None = None  # gathered chunk by chunk; None: not asked for, or told
         self.pooled: Float32Array | None = None  # likewise
+        self.draft_tokens = self.accepted_draft_tokens = 0  # that steps have verified, and those that were right
 
     @property
     def resumed(self) -> bool:
@@ -142,6 +145,11 @@ class Sequence:
         """PREEMPTED to WAITING, without row and lease. `token_ids`: prompt and answer so far, [num_tokens]."""
         self.vacate()
         self.state, self.token_ids = SequenceState.WAITING, token_ids
+
+    def note_drafts(self, drafted: int, accepted: int) -> None:
+        """A step has verified so many drafts, and that many of them were right."""
+        self.draft_tokens += drafted
+        self.accepted_draft_tokens += accepted
 
     def add_prompt_logprobs(self, logprobs: Iterable[Logprobs]) -> None:
         """Those of one more chunk, where they are gathered."""

@@ -18,6 +18,7 @@ class StepPlanBuilder:
         "_decode_lengths",
         "_decode_rows",
         "_decode_uids",
+        "_draft_tokens",
         "_groups",
         "_num_groups",
         "_page_ids",
@@ -34,6 +35,7 @@ class StepPlanBuilder:
         self._decode_rows: Int32Array = NO_INT32
         self._decode_lengths: Int32Array = NO_INT32
         self._decode_uids: Int64Array = NO_INT64
+        self._draft_tokens: Int32Array = NO_INT32
         self._pages_to_zero: Int32Array = NO_INT32
         self._groups: list[Int32Array] = []  # with several groups
         self._rows: list[Int32Array] = []
@@ -58,9 +60,12 @@ class StepPlanBuilder:
     def add_chunk(self, chunk: PrefillChunk) -> None:
         self._prefill.append(chunk)
 
-    def decode(self, rows: Int32Array, uids: Int64Array, lengths: Int32Array) -> None:
-        """All decode rows of the step, [num_decode] each."""
+    def decode(
+        self, rows: Int32Array, uids: Int64Array, lengths: Int32Array, draft_tokens: Int32Array = NO_INT32
+    ) -> None:
+        """All decode entries of the step, [num_decode] each; `draft_tokens` may be [0]."""
         self._decode_rows, self._decode_uids, self._decode_lengths = rows, uids, lengths
+        self._draft_tokens = draft_tokens
 
     def zero_pages(self, pages: Int32Array) -> None:
         """Pages to be set to zero before anything of the step is written, int32 [num_pages]."""
@@ -114,6 +119,7 @@ class StepPlanBuilder:
             decode_lengths=self._decode_lengths,
             decode_uids=self._decode_uids,
             cleared_pages=self._pages_to_zero,
+            draft_tokens=self._draft_tokens,
         )
 
 

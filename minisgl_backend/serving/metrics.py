@@ -24,6 +24,7 @@ from minisgl_backend.delivery.frontend import EngineFront
 from minisgl_backend.errors import EngineDeadError
 from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S
 from minisgl_backend.ipc.messages import Stats
+from minisgl_backend.speculative_config import MOST_DRAFTS
 
 REPORT_EVERY_S = 0.25
 LATENCIES_EVERY = 4  # reports: histograms have many values that change
@@ -81,6 +82,20 @@ _COUNTERS = (
     _Series("minisgl_requests_failed_total", "Sequences that ended by an error", "total_failed"),
     _Series("minisgl_preemptions_total", "Sequences put back into the queue", "total_preempted"),
     _Series("minisgl_engine_restarts_total", "Restarts of the engine core", "restarts"),
+)
+
+
+# Of an engine with speculation, once there are drafts.
+_DRAFT_COUNTERS = (
+    _Series("minisgl_drafts_total", "Drafts verified: of one sequence in one step", "total_drafts"),
+    *(
+        _Series(f"minisgl_{name}_total", help, f"total_{name}_{position}", (("position", str(position)),))
+        for name, help in (
+            ("draft_tokens", "Draft tokens verified, by their position in the draft"),
+            ("accepted_draft_tokens", "Draft tokens accepted, by their position in the draft"),
+        )
+        for position in range(1, MOST_DRAFTS + 1)
+    ),
 )
 
 
@@ -166,6 +181,8 @@ class _EngineMetrics:
         self._counters = {
             series: _Counter(_metric(families, series, pb_utils.MetricFamily.COUNTER), pause) for series in _COUNTERS
         }
+        self._families = families
+        self._drafts: dict[_Series, _Counter] = {}
         self._up = _metric(families, _UP, pb_utils.MetricFamily.GAUGE)
         self._usage = _metric(families, _USAGE, pb_utils.MetricFamily.GAUGE)
         self._tenants = _TenantMetrics(families, pause)
@@ -178,6 +195,7 @@ class _EngineMetrics:
         """`cores`: one entry for each, None where it does not answer."""
         for series, counter in self._counters.items():
             counter.follow([None if stats is None else stats.values.get(series.value) for stats in cores])
+        self._count_drafts(cores)
         found = [None if stats is None else stats.histograms.get("cancellation_seconds") for stats in cores]
         self._cancellation.report([None if counts is None else (counts.counts, counts.sum) for counts in found])
         for series, gauge in self._gauges.items():
@@ -191,6 +209,15 @@ class _EngineMetrics:
             self._tenants.report(cores)
         self._show_cores(cores)
         self._show(_UP, self._up, 1.0)
+
+    def _count_drafts(self, cores: Sequence[Stats | None]) -> None:
+        for series in _DRAFT_COUNTERS:
+            totals = [None if stats is None else stats.values.get(series.value) for stats in cores]
+            if series not in self._drafts and any(totals):
+                metric = _metric(self._families, series, pb_utils.MetricFamily.COUNTER)
+                self._drafts[series] = _Counter(metric, self._pause)
+            if series in self._drafts:
+                self._drafts[series].follow(totals)
 
     def report_dead(self) -> None:
         self._show_cores([None] * len(self._cores))

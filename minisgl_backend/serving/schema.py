@@ -71,6 +71,7 @@ SAMPLING_INPUTS = (
     Tensor("logit_bias", "STRING"),  # JSON
     Tensor("ignore_eos", "BOOL"),
     Tensor("cache_salt", "STRING"),
+    Tensor("speculative", "BOOL"),
     Tensor("end_id", "INT32"),
     Tensor("pad_id", "INT32"),
     # Not called like the outputs logprobs and prompt_logprobs: an ensemble has one name space for both. As request
@@ -93,8 +94,8 @@ SAMPLING_INPUTS = (
     Tensor("lora_task_id", "UINT64", (1,), "this server has no LoRA"),
     Tensor("lora_weights", "FP16", (-1, -1), "this server has no LoRA"),
     Tensor("lora_config", "INT32", (-1, 3), "this server has no LoRA"),
-    Tensor("num_draft_tokens", "INT32", (1,), "this server has no speculative decoding"),
-    Tensor("use_draft_logits", "BOOL", (1,), "this server has no speculative decoding"),
+    Tensor("num_draft_tokens", "INT32", (1,), "drafts are this server's own; see speculative_config"),
+    Tensor("use_draft_logits", "BOOL", (1,), "drafts are this server's own; see speculative_config"),
 )
 
 INPUTS = COMMON_INPUTS + SAMPLING_INPUTS
@@ -111,12 +112,17 @@ TENSORRT_LLM_INPUTS = (
     Tensor("stop_words_list", "INT32", (2, -1)),
     Tensor("bad_words_list", "INT32", (2, -1)),
     Tensor("embedding_bias", "FP32", (-1,), "use logit_bias"),
-    Tensor("draft_input_ids", "INT32", (-1,), "this server has no speculative decoding"),
+    Tensor("draft_input_ids", "INT32", (-1,), "drafts are this server's own; see speculative_config"),
     Tensor("decoder_input_ids", "INT32", (-1,), "this server has no encoder-decoder models"),
     Tensor("prompt_table_extra_ids", "UINT64", (-1,), "this server has no prompt tuning"),
-    Tensor("lookahead_window_size", "INT32", (1,), "this server has no speculative decoding"),
-    Tensor("lookahead_ngram_size", "INT32", (1,), "this server has no speculative decoding"),
-    Tensor("lookahead_verification_set_size", "INT32", (1,), "this server has no speculative decoding"),
+    Tensor("lookahead_window_size", "INT32", (1,), "drafts are this server's own; see speculative_config"),
+    Tensor("lookahead_ngram_size", "INT32", (1,), "drafts are this server's own; see speculative_config"),
+    Tensor(
+        "lookahead_verification_set_size",
+        "INT32",
+        (1,),
+        "drafts are this server's own; see speculative_config",
+    ),
 )
 
 # Of the model `embedding`: a list of texts, or the token ids of one; without `query` each becomes a vector, with it a

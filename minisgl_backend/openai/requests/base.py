@@ -131,6 +131,7 @@ class Sampling(Model):
     priority: int | None = None
     thinking_token_budget: int | None = None
     cache_salt: str | None = None
+    speculative: bool | None = None  # false: this request without speculation
     guided_json: dict[str, Any] | str | bool | None = None
     guided_regex: str | None = None
     guided_choice: Texts | None = None

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -20,6 +20,7 @@ from minisgl_backend.kernels.sampling.layout import SAMPLING_GRAPHS
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.batch import BatchBuilder
 from minisgl_backend.runner.graphs.capture import captured, many_captures
+from minisgl_backend.speculative_config import DRAFT_ENTRIES
 
 # With more rows the device works longer on a step than the host needs to launch the sampler's kernels.
 LARGEST_SAMPLING_GRAPH = 16
@@ -50,8 +51,10 @@ class DecodeSteps:
 class GraphRunner(ABC):
     """Decode steps of the sizes `sizes`, ascending; smaller batches are padded by the batch builder."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
+    def __init__(self, sizes: tuple[int, ...], draft_sizes: tuple[int, ...] = ()) -> None:
+        """`draft_sizes`: those of `sizes` that serve steps with drafts, too."""
         self.sizes = sizes
+        self.draft_sizes = draft_sizes
 
     @property
     def sampling_sizes(self) -> tuple[int, ...]:
@@ -67,8 +70,8 @@ class GraphRunner(ABC):
         """Brings attention's buffers up to date for the next replay; on the critical path."""
 
     @abstractmethod
-    def replay(self, size: int) -> DecodeOutputs:
-        """Runs the step on what was uploaded last."""
+    def replay(self, size: int, *, has_drafts: bool = False) -> DecodeOutputs:
+        """Runs the step on what was uploaded last; `has_drafts`: of this size, one of `draft_sizes`."""
 
     @abstractmethod
     def replay_sampling(self, size: int, sampling_graph: int) -> None:
@@ -81,11 +84,15 @@ class GraphRunner(ABC):
 class CudaGraphRunner(GraphRunner):
     """The real thing. All graphs share one memory pool; the largest comes first and the others fit into it."""
 
-    def __init__(self, sizes: tuple[int, ...], on_progress: Progress | None = None) -> None:
-        super().__init__(sizes)
+    def __init__(
+        self, sizes: tuple[int, ...], on_progress: Progress | None = None, draft_sizes: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(sizes, draft_sizes)
         self._on_progress = on_progress or (lambda done, total: None)
         self._memory = torch.cuda.graph_pool_handle()
         self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
+        # Of sizes whose own graph stores keys and attends in one kernel, which no step with drafts can.
+        self._draft_graphs: dict[int, tuple[torch.cuda.CUDAGraph, DecodeOutputs]] = {}
         self._sampling: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}  # by size and one of SAMPLING_GRAPHS
         self._attention: AttentionPair | None = None
 
@@ -101,6 +108,8 @@ class CudaGraphRunner(GraphRunner):
                 stream.wait_stream(torch.cuda.current_stream())
                 with torch.cuda.stream(stream):
                     self._capture(size, steps, inputs, plan)
+                    if size in self.draft_sizes and attention.fuses_some_rope(plan):
+                        self._capture_drafts(size, steps, replace(inputs, has_drafts=True))
                 self._on_progress(done + 1, len(self.sizes))
             torch.cuda.current_stream().wait_stream(stream)
 
@@ -119,12 +128,22 @@ class CudaGraphRunner(GraphRunner):
                 steps.sample(inputs, outputs, kernels)
             self._sampling[size, kernels] = sampling
 
+    def _capture_drafts(self, size: int, steps: DecodeSteps, inputs: DecodeInputs) -> None:
+        assert self._attention is not None, "capture comes first"
+        plan = self._attention.plan_capture(inputs)
+        steps.rehearse(inputs, plan)
+        torch.cuda.current_stream().synchronize()
+        with captured(self._memory) as graph:
+            outputs = steps.decode(inputs, plan)
+        self._draft_graphs[size] = graph, outputs
+
     def plan_replay(self, decode: DecodeInputs) -> None:
         assert self._attention is not None, "capture comes first"
         self._attention.plan_replay(decode)
 
-    def replay(self, size: int) -> DecodeOutputs:
-        graph, outputs = self._graphs[size]
+    def replay(self, size: int, *, has_drafts: bool = False) -> DecodeOutputs:
+        graphs = self._draft_graphs if has_drafts and size in self._draft_graphs else self._graphs
+        graph, outputs = graphs[size]
         graph.replay()
         return outputs
 
@@ -132,17 +151,18 @@ class CudaGraphRunner(GraphRunner):
         self._sampling[size, sampling_graph].replay()
 
     def close(self) -> None:
-        for graph in (*self._sampling.values(), *(graph for graph, _ in self._graphs.values())):
+        steps = (*self._graphs.values(), *self._draft_graphs.values())
+        for graph in (*self._sampling.values(), *(graph for graph, _ in steps)):
             graph.reset()
-        self._sampling.clear()
-        self._graphs.clear()
+        for graphs in (self._sampling, self._graphs, self._draft_graphs):
+            graphs.clear()
 
 
 class EagerGraphRunner(GraphRunner):
     """The same padding, static inputs and outputs without a graph: for tests and for devices that have none."""
 
-    def __init__(self, sizes: tuple[int, ...]) -> None:
-        super().__init__(sizes)
+    def __init__(self, sizes: tuple[int, ...], draft_sizes: tuple[int, ...] = ()) -> None:
+        super().__init__(sizes, draft_sizes)
         self._steps: DecodeSteps | None = None
         self._inputs: dict[int, tuple[DecodeInputs, PairPlan]] = {}
         self._outputs: dict[int, DecodeOutputs] = {}
@@ -160,7 +180,7 @@ class EagerGraphRunner(GraphRunner):
         assert self._attention is not None, "capture comes first"
         self._inputs[len(decode.kv_lens_host)] = (decode, self._attention.plan(None, decode))
 
-    def replay(self, size: int) -> DecodeOutputs:
+    def replay(self, size: int, *, has_drafts: bool = False) -> DecodeOutputs:
         assert self._steps is not None, "capture comes first"
         self._outputs[size] = self._steps.decode(*self._inputs[size])
         return self._outputs[size]
@@ -169,6 +189,11 @@ class EagerGraphRunner(GraphRunner):
         assert self._steps is not None, "capture comes first"
         decode, _ = self._inputs[size]
         self._steps.sample(decode, self._outputs[size], sampling_graph)
+
+
+def draft_sizes(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Those of steps with drafts: from a row with one draft on, and as many as a step has where drafts pay."""
+    return tuple(size for size in sizes if 2 <= size <= DRAFT_ENTRIES)
 
 
 def graph_sizes(largest: int) -> tuple[int, ...]:

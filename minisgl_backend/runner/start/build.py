@@ -25,7 +25,13 @@ from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.pieces import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
-from minisgl_backend.runner.graphs.whole import CudaGraphRunner, EagerGraphRunner, GraphRunner, graph_sizes
+from minisgl_backend.runner.graphs.whole import (
+    CudaGraphRunner,
+    EagerGraphRunner,
+    GraphRunner,
+    draft_sizes,
+    graph_sizes,
+)
 from minisgl_backend.runner.model_runner import Model, ModelRunner
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.start.compiling import name_kernels
@@ -83,11 +89,11 @@ def _build(
     # GPUs open each other's memory on one machine alone; over several, NCCL makes all sums.
     shares_memory = not runtime.config.disable_pynccl and runtime.config.nodes == 1
     if shares_memory:
-        most_rows = runtime.max_prefill_length + runtime.config.max_running_requests
+        most_rows = runtime.max_prefill_length + runtime.most_decode_entries
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype), most_rows)
     free_at_start = free_bytes(device)
     spec, attention, runner_with = _load(runtime, model_config, device, tp, progress)
-    max_running, moe = runtime.config.max_running_requests, model_config.mixture
+    max_running, moe = runtime.most_decode_entries, model_config.mixture
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
     limits = (max_running, runtime.max_prefill_length, runtime.max_seq_len, counts)
     step_bytes, graph_max_bs = 0, runtime.cuda_graph_max_bs
@@ -140,7 +146,7 @@ def _load(
         tp_size=tp.size,
         page_size=runtime.page_size,
         max_seq_len=runtime.max_seq_len,
-        max_rows=config.max_running_requests + 1,
+        max_rows=runtime.most_decode_entries + 1,
         dtype=dtype,
         kv_dtype=getattr(torch, runtime.kv_dtype),
         device=device,
@@ -153,7 +159,7 @@ def _load(
     )
     attention = create_attention(runtime.prefill_backend, runtime.decode_backend, spec)
     table = RowTable(
-        max_running=config.max_running_requests,
+        max_running=runtime.most_decode_entries,
         max_seq_len=runtime.max_seq_len,
         page_size=runtime.page_size,
         device=device,
@@ -219,9 +225,10 @@ def _graph_sizes(largest: int, runtime: RuntimeConfig, attention: AttentionPair)
 
 def _graphs(sizes: tuple[int, ...], runtime: RuntimeConfig, others: int, progress: StartProgress) -> GraphRunner:
     """`others`: captures that follow, in the same report of progress."""
+    with_drafts = draft_sizes(sizes) if runtime.config.speculation is not None else ()
     if runtime.eager_graphs:
-        return EagerGraphRunner(sizes)
-    return CudaGraphRunner(sizes, lambda done, total: progress.graphs(done, total + others))
+        return EagerGraphRunner(sizes, with_drafts)
+    return CudaGraphRunner(sizes, lambda done, total: progress.graphs(done, total + others), with_drafts)
 
 
 def _pieces(

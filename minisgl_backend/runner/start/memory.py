@@ -103,7 +103,7 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
         tp_size=config.tp,
         page_size=runtime.page_size,
         max_seq_len=runtime.max_seq_len,
-        max_rows=config.max_running_requests + 1,
+        max_rows=runtime.most_decode_entries + 1,
         dtype=getattr(torch, runtime.dtype),
         kv_dtype=getattr(torch, runtime.kv_dtype),
         device=device,
@@ -149,7 +149,7 @@ def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.devic
 
     All are executed for real, with every token on the padding page.
     """
-    max_running = runtime.config.max_running_requests
+    max_running = runtime.most_decode_entries
     plans = [*worst_plans(max_running, runtime.max_prefill_length, runtime.max_seq_len)]
     if runtime.cuda_graph_max_tokens:
         longest = np.zeros(runtime.cuda_graph_max_tokens, dtype=np.int32)

@@ -16,6 +16,7 @@ from minisgl_backend.number_formats import KV_CACHE_DTYPES, WEIGHT_FORMATS
 from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH
+from minisgl_backend.speculative_config import most_decode_entries
 
 log = logging.getLogger(__name__)
 
@@ -134,7 +135,7 @@ def _graph_max_bs(config: EngineConfig, device: MachineFacts, eager: bool) -> in
     wanted = config.cuda_graph_max_bs
     if device.kind == "cpu":
         wanted = (EAGER_GRAPH_MAX_BS if wanted is None else wanted) if eager else 0
-    return None if wanted is None else min(wanted, config.max_running_requests)
+    return None if wanted is None else min(wanted, most_decode_entries(config.max_running_requests, config.speculation))
 
 
 def _max_prefill_length(config: EngineConfig, model: ModelConfig, multiprocessors: int) -> int:
@@ -157,7 +158,8 @@ def _graph_max_tokens(
         wanted = 0
     if wanted is None:
         wanted = LEAST_GRAPH_TOKENS if eager else _graph_tokens(model, config.tp, device.multiprocessors)
-    return min(wanted, max_prefill_length + config.max_running_requests)  # the most that a step can have
+    most_entries = most_decode_entries(config.max_running_requests, config.speculation)
+    return min(wanted, max_prefill_length + most_entries)  # the most that a step can have
 
 
 def _graph_tokens(model: ModelConfig, tp: int, multiprocessors: int) -> int:

@@ -6,6 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.speculative_config import most_decode_entries
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +28,11 @@ class RuntimeConfig:
     cuda_graph_max_tokens: int  # 0: steps with prompt tokens run without graphs
     eager_graphs: bool = False  # graphs and pieces are not captured
     flashinfer_tensor_cores: bool | None
+
+    @property
+    def most_decode_entries(self) -> int:
+        """Entries of the largest decode step: rows, and drafts of rows."""
+        return most_decode_entries(self.config.max_running_requests, self.config.speculation)
 
     def device_index(self, rank: int) -> int:
         """Index of a tensor-parallel rank's GPU on its machine."""

@@ -6,6 +6,7 @@ what its reader expects, and at the end each answer equals the one that the refe
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from typing import Any
 
@@ -17,7 +18,8 @@ from minisgl_backend.request import FinishReason, Grammar, PoolingParams, Reques
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.step import StepPlan, StepResult
-from tests.fakes import FakeRunner, Records, expected_answer, expected_vector, make_request
+from tests.fakes import FakeRunner, Records, expected_answer, expected_vector, fake_answers, make_request
+from tests.proposers import EveryDraft, KnowingProposer
 
 EOS = (0,)
 POOLINGS = [None] * 6 + [PoolingParams(kind=kind) for kind in ("last", "mean", "cls")]
@@ -43,12 +45,20 @@ class SchedulerMachine(RuleBasedStateMachine):
     """At most two steps are in flight: what the engine does with overlap, and everything below it."""
 
     bounds: SchedulerLimits
+    proposer_kind = ""  # one of tests.proposers.KINDS: every draft that there is room for is verified; "": none
     careless = False  # admission expects every answer to end at once, so that preemption is common
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        self.scheduler = Scheduler(self.bounds, seed=1, clock=lambda: self.now)
+        proposer = control = None
+        if self.proposer_kind:
+            self.bounds = dataclasses.replace(
+                self.bounds, most_drafts=4, most_decode_entries=self.bounds.max_running_requests + 6
+            )
+            proposer = KnowingProposer(self.proposer_kind, VOCAB_SIZE, fake_answers(VOCAB_SIZE))
+            control = EveryDraft(4)
+        self.scheduler = Scheduler(self.bounds, seed=1, clock=lambda: self.now, proposer=proposer, control=control)
         if self.careless:
             control = self.scheduler._admission
             control.expected_remaining = lambda admissions, generated, most, early: np.zeros_like(most)  # type: ignore[method-assign]
@@ -126,6 +136,12 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert one.lease is not None
             chunks = [chunk for plan, _ in self.in_flight for chunk in plan.prefill if chunk.row == one.row]
             in_flight = sum(-(-len(chunk.token_ids) // page_size) + 1 for chunk in chunks)
+            drafts = [
+                np.count_nonzero(plan.draft_tokens[plan.decode_rows == one.row] >= 0)
+                for plan, _ in self.in_flight
+                if plan.has_drafts
+            ]
+            in_flight += sum(-(-drafted // page_size) for drafted in drafts)
             held = (running.kv.pages_of(one.lease)[groups.num_full :] > 0).sum(axis=1)
             assert (held <= groups.kept[:, 0] + 1 + in_flight).all(), (held, groups.kept, in_flight)
 

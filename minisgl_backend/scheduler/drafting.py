@@ -1,0 +1,203 @@
+"""Drafts of running sequences: which of them a step verifies, and what came of them.
+
+A row with k drafts is 1 + k entries of a step's decode part. Its next step needs to know how many were right, so while
+there are drafts a step is planned once the one before is committed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Container, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl_backend.arrays import NO_INT32, BoolArray, IndexArray, Int32Array, Int64Array
+from minisgl_backend.scheduler.limits import SchedulerLimits
+from minisgl_backend.scheduler.outputs import OutputCollector
+from minisgl_backend.scheduler.running import RunningSet
+from minisgl_backend.speculation.control import DraftControl
+from minisgl_backend.speculation.proposer import Proposer
+from minisgl_backend.step import DraftStats, StepPlan
+
+SHADOWED = 4  # rows whose proposals are compared in a step, while there are no drafts
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """Decode entries with drafts, in the order of the rows; [num_entries] each."""
+
+    rows: Int32Array
+    uids: Int64Array
+    lengths: Int32Array
+    draft_tokens: Int32Array
+
+
+@dataclass(frozen=True)
+class _Shadow:
+    """What would have been drafted."""
+
+    uid: int
+    total: int  # tokens of the sequence then
+    token_ids: Int32Array
+
+
+class Drafting:
+    """Used by the planner and, for what came of its plans, by the scheduler."""
+
+    def __init__(
+        self,
+        limits: SchedulerLimits,
+        running: RunningSet,
+        proposer: Proposer,
+        control: DraftControl,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._most, self._most_entries = limits.most_drafts, limits.most_decode_entries
+        self._running = running
+        self._proposer = proposer
+        self._control = control
+        self._clock = clock
+        self._shadows: dict[int, _Shadow] = {}  # by row
+        self._next_shadow = 0
+        self._started: dict[int, tuple[float, bool]] = {}  # step -> when it was planned, and not behind another
+        self._last_end = 0.0
+        self._told: dict[int, tuple[int, int]] = {}  # by uid: what clients are to hear with this step's records
+        self._drafts = 0
+        self._drafted = np.zeros(self._most, dtype=np.int64)  # by position
+        self._accepted = np.zeros(self._most, dtype=np.int64)
+
+    def waits(self, in_flight: StepPlan, prompts_wait: bool) -> bool:
+        """Whether the next step is planned once this one is committed."""
+        return in_flight.has_drafts or (self._control.is_on and not prompts_wait and self._any_may_draft())
+
+    def note_plan(self, step: int, *, behind_another: bool) -> None:
+        """A step has been planned, `behind_another` one that has not been committed."""
+        self._started[step] = self._clock(), behind_another
+
+    def propose(self, index: IndexArray, lengths: Int32Array, *, all_committed: bool) -> list[tuple[int, Int32Array]]:
+        """Drafts of some of these rows: (position in `index`, tokens), few of them at any time.
+
+        index: rows that decode, intp [num_rows]; lengths: tokens in the cache after a step without drafts, [num_rows].
+        `all_committed`: no step is in flight, and the lengths are those of tokens that are known.
+        """
+        state, control = self._running.rows, self._control
+        room = self._most_entries - len(index)
+        at = np.flatnonzero(state.may_draft.take(index))
+        rows, uids = index[at].tolist(), state.uid.take(index[at]).tolist()
+        if not control.is_on or not all_committed:
+            self._shadow(rows, uids)
+            control.decide(rows, uids, len(index), room)
+            return []
+        most = np.minimum(state.limit.take(index[at]) - lengths[at] - 1, self._most).tolist()
+        proposed = []
+        for row, uid, count in zip(rows, uids, most, strict=True):
+            tokens = self._proposer.propose(row, uid, state.tokens_of(row), count) if count > 0 else NO_INT32
+            control.note_found(row, uid, len(tokens) > 0)
+            proposed.append(tokens[:count])
+        counts = control.choose(rows, uids, proposed, len(index), room)
+        control.decide(rows, uids, len(index), room)
+        found = zip(at.tolist(), proposed, counts, strict=True)
+        return [(position, tokens[:count]) for position, tokens, count in found if count]
+
+    def expand(
+        self, rows: Int32Array, uids: Int64Array, lengths: Int32Array, drafts: list[tuple[int, Int32Array]]
+    ) -> Drafted:
+        """The decode part with these drafts; `lengths` are those without."""
+        counts = np.ones(len(rows), dtype=np.intp)
+        for position, tokens in drafts:
+            counts[position] += len(tokens)
+        first = np.cumsum(counts) - counts
+        draft_tokens = np.full(int(counts.sum()), -1, dtype=np.int32)
+        for position, tokens in drafts:
+            start = first[position] + 1
+            draft_tokens[start : start + len(tokens)] = tokens
+        offsets = np.arange(len(draft_tokens)) - np.repeat(first, counts)
+        return Drafted(
+            rows=np.repeat(rows, counts),
+            uids=np.repeat(uids, counts),
+            lengths=np.repeat(lengths, counts) + offsets.astype(np.int32),
+            draft_tokens=draft_tokens,
+        )
+
+    def settle(self, plan: StepPlan, accepted: BoolArray, failed: Container[int]) -> None:
+        """Counts what came of the drafts of a step: which of its decode entries are `accepted`, [num_decode]."""
+        first = _first_entries(plan)
+        counts = np.diff(np.append(first, len(accepted))) - 1
+        right = np.add.reduceat(accepted, first, dtype=np.int32) - 1
+        state = self._running.rows
+        state.settle(plan.decode_rows[first], plan.decode_lengths[first] + right)
+        with_drafts = np.flatnonzero(counts)
+        for which in with_drafts[~state.ended.take(plan.decode_rows[first[with_drafts]])].tolist():
+            row, uid = int(plan.decode_rows[first[which]]), int(plan.decode_uids[first[which]])
+            if row in failed:
+                continue
+            drafted, number = int(counts[which]), int(right[which])
+            self._drafts += 1
+            self._drafted[:drafted] += 1
+            self._accepted[:number] += 1
+            self._control.note(row, uid, drafted, number)
+            sequence = state.sequences[row]
+            assert sequence is not None, "a row in flight keeps its sequence"
+            sequence.note_drafts(drafted, number)
+            self._told[uid] = sequence.draft_tokens, sequence.accepted_draft_tokens
+
+    def rounds(self, plan: StepPlan, accepted: BoolArray) -> Iterator[IndexArray]:
+        """The accepted decode entries of a step: those of the rows' first tokens, then of their second ones, and so
+        on."""
+        places = np.arange(len(accepted))
+        offsets = places - np.maximum.accumulate(np.where(plan.draft_tokens < 0, places, 0))
+        for offset in range(int(offsets[accepted].max()) + 1):
+            yield np.flatnonzero(accepted & (offsets == offset))
+
+    def tell(self, outputs: OutputCollector, first: int) -> None:
+        """Adds to the records of this step, which begin at `first`, what was drafted."""
+        for index, uid in enumerate(outputs.records_from(first), start=first):
+            if (counts := self._told.pop(uid, None)) is not None:
+                outputs.add_drafts(index, *counts)
+        self._told.clear()
+
+    def give_back(self, plan: StepPlan) -> None:
+        """The pages of a step's rows that only wrong drafts needed."""
+        state, first = self._running.rows, _first_entries(plan)
+        rows = plan.decode_rows[first].astype(np.intp)
+        self._running.give_back(rows[state.active.take(rows)])
+
+    def note_end(self, plan: StepPlan) -> None:
+        """A step has been committed."""
+        now, (start, behind_another) = self._clock(), self._started.pop(plan.step)
+        if not plan.prefill and len(plan.decode_rows):
+            seconds = now - max(start, self._last_end)
+            self._control.note_step(len(plan.decode_rows), seconds, overlapped=behind_another)
+        self._last_end = now
+
+    def stats(self) -> DraftStats:
+        return DraftStats(self._drafts, tuple(self._drafted.tolist()), tuple(self._accepted.tolist()))
+
+    def _any_may_draft(self) -> bool:
+        return bool(self._running.rows.may_draft.take(self._running.decode_index).any())
+
+    def _shadow(self, rows: list[int], uids: list[int]) -> None:
+        """Compares what was proposed earlier with the tokens that came, and has new ones proposed."""
+        state, control = self._running.rows, self._control
+        for turn in range(min(SHADOWED, len(rows))):
+            which = (self._next_shadow + turn) % len(rows)
+            row, uid = rows[which], uids[which]
+            known, before = state.tokens_of(row), self._shadows.get(row)
+            if before is not None and before.uid == uid:
+                came = known[before.total : before.total + len(before.token_ids)]
+                wrong = np.flatnonzero(came != before.token_ids[: len(came)])
+                if not len(wrong) and len(came) < len(before.token_ids):
+                    continue
+                control.note(row, uid, len(before.token_ids), int(wrong[0]) if len(wrong) else len(came))
+                del self._shadows[row]
+            tokens = self._proposer.propose(row, uid, known, self._most)
+            control.note_found(row, uid, len(tokens) > 0)
+            if len(tokens):
+                self._shadows[row] = _Shadow(uid, len(known), tokens)
+        self._next_shadow += SHADOWED
+
+
+def _first_entries(plan: StepPlan) -> IndexArray:
+    """Of each row of a plan with drafts; the others are its drafts."""
+    return np.flatnonzero(plan.draft_tokens < 0)

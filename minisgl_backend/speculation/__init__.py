@@ -1,0 +1,1 @@
+"""Speculation: tokens that are proposed, and verified several at a time. It changes no text."""

@@ -1,0 +1,41 @@
+"""How often drafts have been right of late."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from minisgl_backend.arrays import Float64Array
+
+WEIGHT = 0.2  # of the newest draft
+FIRST_FOUND, FIRST_RATE = 0.5, 0.8  # before anything is known
+
+
+class Acceptance:
+    """Of one sequence, or of all: decaying means."""
+
+    __slots__ = ("found", "rates")
+
+    def __init__(self, most: int, like: Acceptance | None = None) -> None:
+        """`most`: drafts of one row in one step; `like`: what is expected before something is known."""
+        # share of the steps for which something was proposed
+        self.found: float = FIRST_FOUND if like is None else like.found
+        # [most]  that a draft is right where all before it are
+        self.rates: Float64Array = np.full(most, FIRST_RATE) if like is None else like.rates.copy()
+
+    def note_found(self, found: bool) -> None:
+        """Something was proposed, or nothing."""
+        self.found += WEIGHT * (found - self.found)
+
+    def note(self, drafted: int, accepted: int) -> None:
+        """So many drafts, 1 or more, were verified, and the first ones of them accepted."""
+        rates = self.rates
+        rates[:accepted] += WEIGHT * (1.0 - rates[:accepted])
+        if accepted < drafted:
+            rates[accepted] -= WEIGHT * rates[accepted]
+        else:  # those behind would hardly be worse
+            rates[drafted:] += 0.5 * WEIGHT * (rates[drafted - 1] - rates[drafted:])
+
+    def all_right(self, count: int) -> Float64Array:
+        """Of each of the first `count` drafts, that it and all before it are right; [count]."""
+        rights: Float64Array = np.cumprod(self.rates[:count])
+        return rights

@@ -1,0 +1,102 @@
+"""How many drafts of each row a step verifies: as many as make it deliver the most tokens a second.
+
+A step delivers a token of each row and the drafts that are right. What it delivers is expected by how often drafts of
+late were right, row by row and position by position (`Acceptance`), and what it takes was measured (`StepCosts`). So
+speculation ends by itself where it does not pay. It comes back by itself, too: while it is off, proposals are compared
+with what is sampled without them, which costs the device nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from minisgl_backend.arrays import Float64Array, Int32Array
+from minisgl_backend.speculation.acceptance import Acceptance
+from minisgl_backend.speculation.costs import StepCosts
+
+BEGIN_GAIN = 1.03  # speculation begins where it promises so much more, and ends where it promises nothing
+
+
+class DraftControl:
+    """Used by the step loop alone.
+
+    Steps with drafts are planned when the step before is committed, others while it runs. What both take is measured
+    apart, and so the loss of overlap is part of what drafts must pay for.
+    """
+
+    def __init__(self, most: int) -> None:
+        """`most`: drafts of one row in one step."""
+        self.is_on = False  # steps are planned when the tokens before are known, so that there may be drafts
+        self._most = most
+        self._all = Acceptance(most)
+        self._rows: dict[int, tuple[int, Acceptance]] = {}  # row -> uid, and how often its drafts are right
+        self._waiting, self._overlapped = StepCosts(), StepCosts()
+
+    def note_found(self, row: int, uid: int, found: bool) -> None:
+        """Something was proposed for the row, or nothing."""
+        for one in (self._of(row, uid), self._all):
+            one.note_found(found)
+
+    def note(self, row: int, uid: int, drafted: int, accepted: int) -> None:
+        """Of the row's drafts, 1 or more, the first ones were right."""
+        for one in (self._of(row, uid), self._all):
+            one.note(drafted, accepted)
+
+    def note_step(self, num_tokens: int, seconds: float, *, overlapped: bool) -> None:
+        """A step that only decoded has ended."""
+        (self._overlapped if overlapped else self._waiting).note(num_tokens, seconds)
+
+    def decide(self, rows: Sequence[int], uids: Sequence[int], num_rows: int, room: int) -> None:
+        """Whether speculation is on from here on, where these rows may have drafts, `num_rows` decode and a step has
+        `room` tokens for drafts."""
+        if not rows or room < 1:
+            self.is_on = False
+            return
+        known = [self._of(row, uid) for row, uid in zip(rows, uids, strict=True)]
+        found = np.repeat([one.found for one in known], self._most)
+        right = np.concatenate([one.all_right(self._most) for one in known])
+        order = np.argsort(-right, kind="stable")
+        found, right = found[order], right[order]
+        tokens = np.cumsum(found)
+        fits = tokens <= room
+        sizes = num_rows + np.concatenate([[0.0], tokens[fits]])
+        rates = (num_rows + np.concatenate([[0.0], np.cumsum(found * right)[fits]])) / self._cost(sizes)
+        (plain,) = num_rows / self._cost([num_rows], overlapped=True)
+        self.is_on = bool(rates.max() > plain * (1.0 if self.is_on else BEGIN_GAIN))
+
+    def choose(
+        self, rows: Sequence[int], uids: Sequence[int], proposed: Sequence[Int32Array], num_rows: int, room: int
+    ) -> list[int]:
+        """How many of the proposed tokens of each row to verify; at most `room` together."""
+        right = [
+            self._of(row, uid).all_right(len(tokens)) for row, uid, tokens in zip(rows, uids, proposed, strict=True)
+        ]
+        counts = [0] * len(rows)
+        if not any(map(len, right)):
+            return counts
+        every = np.concatenate(right)
+        of_row = np.repeat(np.arange(len(rows)), [len(one) for one in right])
+        best = np.argsort(-every, kind="stable")[:room]  # a row's first drafts come first: each is as likely at least
+        delivered = num_rows + np.concatenate([[0.0], np.cumsum(every[best])])
+        rates = delivered / self._cost(num_rows + np.arange(float(len(delivered))))
+        most = int(np.argmax(rates))
+        for row, count in zip(*np.unique(of_row[best[:most]], return_counts=True), strict=True):
+            counts[row] = int(count)
+        return counts
+
+    def _cost(self, sizes: Sequence[float] | Float64Array, *, overlapped: bool = False) -> Float64Array:
+        first, second = self._waiting, self._overlapped
+        if overlapped:
+            first, second = second, first
+        costs = first.of(sizes)
+        if costs is None:
+            costs = second.of(sizes)
+        return np.ones(len(sizes)) if costs is None else costs
+
+    def _of(self, row: int, uid: int) -> Acceptance:
+        known = self._rows.get(row)
+        if known is None or known[0] != uid:
+            known = self._rows[row] = uid, Acceptance(self._most, self._all)
+        return known[1]

@@ -1,0 +1,52 @@
+"""What steps of so many tokens take, as measured while they run."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from minisgl_backend.arrays import Float64Array
+
+REMEMBERED = 7  # steps of one size, whose median counts: others may have slowed some of them
+KEPT_STEPS = 1024  # after so many steps a size is forgotten: what was slow then may be quick now
+UNKNOWN_SLOPE = 0.01  # what a token more is taken to cost beyond the largest size that is known
+
+
+class StepCosts:
+    """Seconds of steps that only decode, by the tokens that they compute."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+        self._seen: dict[int, int] = {}  # by size: when it was measured last, in steps
+        self._now = 0
+        self._known: tuple[Float64Array, Float64Array] | None = None  # None: out of date
+
+    def note(self, num_tokens: int, seconds: float) -> None:
+        """A step has ended."""
+        self._now += 1
+        self._seen[num_tokens] = self._now
+        self._samples.setdefault(num_tokens, deque(maxlen=REMEMBERED)).append(seconds)
+        self._known = None
+
+    def of(self, num_tokens: Sequence[float] | Float64Array) -> Float64Array | None:
+        """Seconds of steps of these sizes, [k]; None where nothing is known."""
+        if self._known is None:
+            self._forget()
+            sizes = sorted(self._samples)
+            medians = [sorted(self._samples[size])[len(self._samples[size]) // 2] for size in sizes]
+            # A larger step takes no less: what says otherwise was disturbed.
+            seconds = np.minimum.accumulate(np.array(medians, dtype=np.float64)[::-1])[::-1]
+            self._known = np.array(sizes, dtype=np.float64), seconds
+        sizes_known, seconds = self._known
+        if not len(sizes_known):
+            return None
+        asked = np.asarray(num_tokens, dtype=np.float64)
+        beyond = np.maximum(asked - sizes_known[-1], 0.0)
+        costs: Float64Array = np.interp(asked, sizes_known, seconds) + seconds[-1] * UNKNOWN_SLOPE * beyond
+        return costs
+
+    def _forget(self) -> None:
+        for size in [size for size, seen in self._seen.items() if seen < self._now - KEPT_STEPS]:
+            del self._samples[size], self._seen[size]

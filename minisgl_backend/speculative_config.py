@@ -1,0 +1,74 @@
+"""The option `speculative_config`: which tokens are proposed, and how many of them a step may verify.
+
+As vLLM spells it: a JSON object with `method`, `num_speculative_tokens` and what the method takes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+METHODS = ("ngram",)
+MOST_DRAFTS = 15  # of one row in one step: with its own token 16 entries of the batch
+DEFAULT_LOOKUP_MAX, DEFAULT_LOOKUP_MIN = 5, 2
+LONGEST_LOOKUP = 32
+DRAFT_ENTRIES = 64  # rows and drafts of a step, where fewer than so many sequences run: more hardly pay
+_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpeculativeConfig:
+    """What `speculative_config` says."""
+
+    method: str
+    most_drafts: int  # of one row in one step; how many it is, is decided step by step
+    prompt_lookup_max: int  # of ngram: tokens that are compared at most, and at least
+    prompt_lookup_min: int
+
+
+def most_decode_entries(max_running: int, config: SpeculativeConfig | None) -> int:
+    """Rows and drafts together that a step can have."""
+    if config is None:
+        return max_running
+    return max(max_running, min(max_running * (1 + config.most_drafts), DRAFT_ENTRIES))
+
+
+def read_speculative_config(text: str | Mapping[str, Any]) -> SpeculativeConfig:
+    """Raises ValueError, whose text says what is wrong and what is allowed."""
+    try:
+        given = json.loads(text) if isinstance(text, str) else dict(text)
+    except ValueError:
+        raise ValueError('allowed: a JSON object such as {"method": "ngram"}') from None
+    if not isinstance(given, dict):
+        raise ValueError('allowed: a JSON object such as {"method": "ngram"}')
+    for key in given:
+        if key not in _KEYS:
+            raise ValueError(f"it has the unknown key {key!r}; allowed: {', '.join(_KEYS)}")
+    method = given.get("method")
+    if method not in METHODS:
+        raise ValueError(f"its method is {method!r}; allowed: {', '.join(METHODS)}")
+    drafts = given.get("num_speculative_tokens", "auto")
+    if drafts != "auto":
+        drafts = _integer("num_speculative_tokens", drafts, 1, MOST_DRAFTS, ', or "auto"')
+    longest = shortest = None
+    if given.get("prompt_lookup_max") is not None:
+        longest = _integer("prompt_lookup_max", given["prompt_lookup_max"], 1, LONGEST_LOOKUP)
+    if given.get("prompt_lookup_min") is not None:
+        most, why = (LONGEST_LOOKUP, "") if longest is None else (longest, ", which is prompt_lookup_max")
+        shortest = _integer("prompt_lookup_min", given["prompt_lookup_min"], 1, most, why)
+    if longest is None:
+        longest = max(DEFAULT_LOOKUP_MAX, shortest or 0)
+    return SpeculativeConfig(
+        method=method,
+        most_drafts=MOST_DRAFTS if drafts == "auto" else drafts,
+        prompt_lookup_max=longest,
+        prompt_lookup_min=min(DEFAULT_LOOKUP_MIN, longest) if shortest is None else shortest,
+    )
+
+
+def _integer(name: str, value: Any, least: int, most: int, more: str = "") -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ValueError(f"its {name} is {value!r}; allowed: {least} to {most}{more}")
+    return value

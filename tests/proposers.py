@@ -1,0 +1,54 @@
+"""Proposers that are right, wrong or odd on purpose, and a control that lets a step verify all that they say."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from minisgl_backend.arrays import NO_INT32, Int32Array
+from minisgl_backend.speculation.control import DraftControl
+from minisgl_backend.speculation.proposer import Proposer
+
+KINDS = ("right", "erring", "random", "too many", "none")
+Answers = Callable[[int, Int32Array, int], Sequence[int]]  # uid, tokens so far, how many -> the tokens that follow
+
+
+class KnowingProposer(Proposer):
+    """Knows what follows, and says what its kind makes of that: erring, each token is another one once in four times;
+    "too many": as many as it knows, whatever is asked for."""
+
+    def __init__(self, kind: str, vocab_size: int, answers: Answers, seed: int = 0) -> None:
+        self._kind, self._vocab_size, self._answers = kind, vocab_size, answers
+        self._random = random.Random(seed)
+
+    def propose(self, row: int, uid: int, token_ids: Int32Array, most: int) -> Int32Array:
+        if self._kind == "none":
+            return NO_INT32
+        most = 3 * most if self._kind == "too many" else self._random.randrange(most + 1)
+        tokens = list(self._answers(uid, token_ids, most))
+        for at in range(len(tokens)):
+            if self._kind == "random" or (self._kind == "erring" and self._random.random() < 0.25):
+                tokens[at] = self._random.randrange(self._vocab_size)
+        return np.array(tokens, dtype=np.int32)
+
+
+class EveryDraft(DraftControl):
+    """Speculation is always on, and every draft is verified that there is room for."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__(most)
+        self.is_on = True
+
+    def decide(self, rows: Sequence[int], uids: Sequence[int], num_rows: int, room: int) -> None:
+        pass
+
+    def choose(
+        self, rows: Sequence[int], uids: Sequence[int], proposed: Sequence[Int32Array], num_rows: int, room: int
+    ) -> list[int]:
+        counts = []
+        for tokens in proposed:
+            counts.append(min(len(tokens), room))
+            room -= counts[-1]
+        return counts
