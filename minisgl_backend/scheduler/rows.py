@@ -42,7 +42,7 @@ class RowState:
         self.ends_early = np.zeros(max_rows, dtype=np.bool_)  # something but its limit may end it
         self.obeys_eos = np.zeros(max_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(max_rows, dtype=np.bool_)
-        self.may_draft = np.zeros(max_rows, dtype=np.bool_)  # the request allows speculation
+        self.may_draft = np.zeros(max_rows, dtype=np.bool_)  # the request allows drafts, and its masks can follow them
 
     @property
     def num_free(self) -> int:
@@ -70,7 +70,7 @@ class RowState:
         self.active[row] = True
         self.ended[row] = self.sampled[row] = False
         self.obeys_eos[row] = not params.ignore_eos
-        self.may_draft[row] = params.speculative
+        self.may_draft[row] = params.speculative and not params.bounds_thoughts
         self._set_stop_ids(row, params.stop_token_ids)
         return row
 

@@ -39,6 +39,7 @@ def test_round_trip() -> None:
         cleared_pages=ints(3, 7),
         page_groups=ints(0, 1),
         is_retry=True,
+        draft_tokens=ints(-1, 7),
     )
     decisions = StepDecisions(
         graph_size=8,
@@ -51,6 +52,7 @@ def test_round_trip() -> None:
     assert same == decisions
     assert (copy.step, copy.num_tokens, copy.is_retry) == (plan.step, plan.num_tokens, True)
     assert copy.sampled_rows.tolist() == plan.sampled_rows.tolist()
+    assert copy.draft_tokens.tolist() == [-1, 7]
     arrays = [field.name for field in dataclasses.fields(StepPlan) if isinstance(getattr(plan, field.name), np.ndarray)]
     assert len(arrays) == len(dataclasses.fields(StepPlan)) - 4, "the others are compared one by one"
     for name in arrays:

@@ -16,6 +16,7 @@ from hypothesis.stateful import run_state_machine_as_test
 from minisgl_backend.kv.groups import FULL
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.limits import SchedulerLimits
+from tests.proposers import KINDS
 from tests.unit.scheduler.machine import EOS, POOLINGS, SchedulerMachine
 
 
@@ -97,7 +98,9 @@ def long_run(seed: int, num_events: int) -> None:
     )
     windows = rng.choice([FULL, FULL, (3,), (9,), (None, 5), (None, 2, 7), (None, None, 4)])
     bounds = dataclasses.replace(bounds, windows=windows, num_pages=bounds.num_pages * len(windows))
-    machine_class = type("Machine", (SchedulerMachine,), {"bounds": bounds, "careless": rng.random() < 0.7})
+    kind = ("", *KINDS)[seed % (1 + len(KINDS))]
+    parts = {"bounds": bounds, "careless": rng.random() < 0.7, "proposer_kind": kind}
+    machine_class = type("Machine", (SchedulerMachine,), parts)
     machine: SchedulerMachine = machine_class()
     stems = [[rng.randrange(2) for _ in range(60)] for _ in range(3)]
     for _ in range(num_events):

@@ -1,0 +1,123 @@
+"""With speculation as without: random requests with every option, whatever is proposed.
+
+Proposers that are right, wrong or odd on purpose, and prompt lookup as it is served; every draft is verified. Engines
+chunk prompts, are starved of pages, run as captured steps do, or one step after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from minisgl_backend import LLM
+from minisgl_backend.arrays import Int32Array
+from minisgl_backend.speculation.proposer import Proposer
+from tests.gauge.harness import engine, expect_short_answers
+from tests.proposers import KINDS, EveryDraft, KnowingProposer
+from tests.random_requests import (
+    VOCAB_SIZE,
+    RandomAnswer,
+    RandomRequest,
+    alone,
+    ask_core,
+    assert_same,
+    random_requests,
+)
+
+REQUESTS = 6  # of a round
+ROUNDS, MANY_ROUNDS = 4, 300
+MOST = 4
+SIZES: dict[str, Any] = {"longest_prompt": 160, "most_tokens": 16}
+NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": MOST}}
+CHUNKS = {"max_prefill_length": 48, "mixed_prefill_length": 24, "max_running_requests": 8}
+CAPTURED = {"cuda_graph_max_bs": 16, "cuda_graph_max_tokens": 64, "eager_graphs": True}
+CELLS: dict[str, dict[str, Any]] = {
+    "together": {"max_running_requests": 16},
+    "captured, starved": {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED},
+}
+MORE_CELLS: dict[str, dict[str, Any]] = {
+    "small pages": {"page_size": 1, **CHUNKS},
+    "sequential": {"overlap": False, **CHUNKS},
+    "prompts first": {"cache_type": "naive", **CHUNKS, "mixed_prefill_length": 0},
+    "captured": {**CHUNKS, **CAPTURED},
+    "one at a time": {"max_running_requests": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def lonely() -> Iterator[LLM]:
+    """Where nothing runs beside a request: one step after the other, nothing cached."""
+    pytest.importorskip("xgrammar")
+    with engine(overlap=False, cache_type="naive", max_running_requests=4) as llm:
+        yield llm
+
+
+@pytest.fixture(scope="module")
+def expected(lonely: LLM) -> Callable[[int], list[list[RandomAnswer]]]:
+    """What the requests of a round are answered alone, without speculation."""
+    return lru_cache(lambda seed: [ask_core(lonely.engine.core, [alone(one)])[0] for one in _requests(seed)])
+
+
+@pytest.mark.parametrize(
+    "cell", [*CELLS, *(pytest.param(cell, marks=[pytest.mark.slow, pytest.mark.full]) for cell in MORE_CELLS)]
+)
+def test_speculation_changes_no_answer(
+    cell: str, expected: Callable[[int], list[list[RandomAnswer]]], pytestconfig: pytest.Config
+) -> None:
+    cells = CELLS | MORE_CELLS
+    full = pytestconfig.getoption("--full", default=False)
+    number = list(cells).index(cell)
+    seeds = range(number, MANY_ROUNDS, len(cells)) if full else range(number, number + ROUNDS)
+    with engine(**cells[cell], **NGRAM) as llm:
+        if "starved" in cell:
+            expect_short_answers(llm)
+        served = llm.engine.core._scheduler._drafting._proposer  # type: ignore[attr-defined]
+        for seed in seeds:
+            requests, answers = _requests(seed), expected(seed)
+            _propose(llm, _proposer(seed, requests, answers) or served, seed)
+            found = ask_core(llm.engine.core, requests, together="starved" in cell)
+            assert_same(requests, answers, found, tolerance=1e-4)
+            llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
+            assert llm.stats.pages_leased == 0
+        counts = llm.stats.speculation
+    assert 0 < sum(counts.accepted) < sum(counts.drafted)
+    assert counts.drafts >= counts.drafted[0] >= counts.drafted[-1] > 0
+
+
+def test_requests_may_refuse_it() -> None:
+    with engine(**NGRAM, max_running_requests=4) as llm:
+        _propose(llm, KnowingProposer("right", VOCAB_SIZE, lambda uid, tokens, most: [7] * most), 0)
+        answers = [llm.generate([[9, 9, 9]], temperature=0.0, max_tokens=9, speculative=False)[0].token_ids]
+        assert llm.stats.speculation.drafts == 0
+        answers.append(llm.generate([[9, 9, 9]], temperature=0.0, max_tokens=9)[0].token_ids)
+        assert llm.stats.speculation.drafts > 0
+        assert answers[0] == answers[1]
+
+
+def _requests(seed: int) -> list[RandomRequest]:
+    return random_requests(5000 + seed, REQUESTS, **SIZES)
+
+
+def _proposer(
+    seed: int, requests: Sequence[RandomRequest], answers: Sequence[Sequence[RandomAnswer]]
+) -> Proposer | None:
+    """None: the engine's own."""
+    kind = (*KINDS, "served")[seed % (len(KINDS) + 1)]
+    if kind == "served":
+        return None
+    prompts = [len(one.token_ids) for one in requests for _ in range(one.params.n)]
+    said = [answer.token_ids for sequences in answers for answer in sequences]
+
+    def follow(uid: int, token_ids: Int32Array, most: int) -> list[int]:
+        done = len(token_ids) - prompts[uid]
+        return said[uid][done : done + most]
+
+    return KnowingProposer(kind, VOCAB_SIZE, follow, seed)
+
+
+def _propose(llm: LLM, proposer: Proposer, seed: int) -> None:
+    drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
+    drafting._proposer, drafting._control = proposer, EveryDraft(MOST)

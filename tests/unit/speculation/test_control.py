@@ -1,0 +1,121 @@
+"""How many drafts there are follows from what they are worth and what they cost."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from minisgl_backend.speculation.acceptance import Acceptance
+from minisgl_backend.speculation.control import DraftControl
+from minisgl_backend.speculation.costs import KEPT_STEPS, StepCosts
+
+MOST = 8
+DRAFT = np.arange(MOST, dtype=np.int32)
+
+
+def measured(flat: bool) -> DraftControl:
+    """Of a device that computes 16 tokens in the time of one, or in 16 times that."""
+    control = DraftControl(MOST)
+    for _ in range(5):
+        for tokens in (1, 2, 4, 8, 16):
+            seconds = 1.0 if flat else float(tokens)
+            control.note_step(tokens, seconds, overlapped=False)
+            control.note_step(tokens, seconds, overlapped=True)
+    return control
+
+
+def chosen(control: DraftControl, rows: int = 1, room: int = 64) -> list[int]:
+    return control.choose(range(rows), range(rows), [DRAFT] * rows, rows, room)
+
+
+def test_right_drafts_are_verified_where_steps_cost_little_more() -> None:
+    control = measured(flat=True)
+    for _ in range(30):
+        control.note(0, 0, MOST, MOST)
+    assert chosen(control) == [MOST]
+    control.decide([0], [0], 1, 64)
+    assert control.is_on
+
+
+def test_drafts_that_cost_what_they_bring_are_none() -> None:
+    control = measured(flat=False)
+    for _ in range(5):
+        control.note(0, 0, MOST, 2)
+    assert chosen(control) == [0]
+    control.decide([0], [0], 1, 64)
+    assert not control.is_on
+
+
+def test_a_draft_is_as_long_as_it_is_right() -> None:
+    control = DraftControl(MOST)
+    for tokens in range(1, 17):
+        control.note_step(tokens, 1.0 + 0.05 * tokens, overlapped=False)
+    for _ in range(60):
+        control.note(0, 0, MOST, 3)
+    assert chosen(control) == [3]
+
+
+def test_wrong_drafts_end_speculation_and_right_ones_bring_it_back() -> None:
+    control = measured(flat=True)
+    control.note_step(1, 0.9, overlapped=True)  # to wait for a commit costs a tenth
+    for _ in range(4):
+        control.note_step(1, 0.9, overlapped=True)
+    for _ in range(60):
+        control.note_found(0, 0, False)
+        control.note(0, 0, 4, 0)
+    control.decide([0], [0], 1, 64)
+    assert not control.is_on
+    for _ in range(20):
+        control.note_found(0, 0, True)
+        control.note(0, 0, MOST, MOST)
+    control.decide([0], [0], 1, 64)
+    assert control.is_on
+
+
+def test_what_there_is_room_for_goes_to_the_likeliest_drafts() -> None:
+    control = measured(flat=True)
+    for _ in range(20):
+        control.note(0, 0, MOST, 1)
+        control.note(1, 1, MOST, MOST)
+    first, second = chosen(control, rows=2, room=5)
+    assert first + second <= 5
+    assert second >= 4
+
+
+def test_there_is_no_speculation_without_room_or_rows() -> None:
+    control = measured(flat=True)
+    control.is_on = True
+    control.decide([], [], 3, 64)
+    assert not control.is_on
+    control.is_on = True
+    control.decide([0], [0], 64, 0)
+    assert not control.is_on
+
+
+def test_costs_are_medians_between_which_lines_are_drawn() -> None:
+    costs = StepCosts()
+    assert costs.of([1]) is None
+    for seconds in (1.0, 1.0, 50.0):
+        costs.note(1, seconds)
+    costs.note(5, 3.0)
+    found = costs.of([1, 3, 5, 15])
+    assert found is not None
+    assert found.tolist() == pytest.approx([1.0, 2.0, 3.0, 3.0 + 10 * 0.01 * 3.0])
+
+
+def test_what_was_measured_long_ago_is_forgotten() -> None:
+    costs = StepCosts()
+    costs.note(8, 100.0)
+    for _ in range(KEPT_STEPS + 1):
+        costs.note(1, 1.0)
+    found = costs.of([8])
+    assert found is not None
+    assert found[0] < 2.0
+
+
+def test_a_new_sequence_is_taken_to_be_like_the_others() -> None:
+    everyone = Acceptance(MOST)
+    for _ in range(50):
+        everyone.note(MOST, 0)
+    assert Acceptance(MOST, everyone).all_right(1)[0] < 0.01
+    assert Acceptance(MOST).all_right(1)[0] > 0.5

@@ -1,0 +1,62 @@
+"""The option speculative_config: what it takes, and what it says to all else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.speculative_config import MOST_DRAFTS, SpeculativeConfig, most_decode_entries
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [
+        ('{"method": "ngram"}', (MOST_DRAFTS, 5, 2)),
+        ({"method": "ngram", "num_speculative_tokens": "auto"}, (MOST_DRAFTS, 5, 2)),
+        ({"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 3}, (4, 3, 2)),
+        ({"method": "ngram", "prompt_lookup_max": 1}, (MOST_DRAFTS, 1, 1)),
+        ({"method": "ngram", "prompt_lookup_min": 7}, (MOST_DRAFTS, 7, 7)),
+        ({"method": "ngram", "prompt_lookup_min": 3, "prompt_lookup_max": 4}, (MOST_DRAFTS, 4, 3)),
+    ],
+)
+def test_as_vllm_spells_it(given: Any, meant: tuple[int, int, int]) -> None:
+    most, longest, shortest = meant
+    assert EngineConfig(speculative_config=given).speculation == SpeculativeConfig(
+        method="ngram", most_drafts=most, prompt_lookup_max=longest, prompt_lookup_min=shortest
+    )
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        ("ngram", "allowed: a JSON object such as"),
+        ("[1]", "allowed: a JSON object such as"),
+        ({"method": "eagle3"}, "its method is 'eagle3'; allowed: ngram"),
+        ({"num_speculative_tokens": 3}, "its method is None; allowed: ngram"),
+        ({"method": "ngram", "model": "x"}, "it has the unknown key 'model'; allowed: method, num_speculative_tokens"),
+        ({"method": "ngram", "num_speculative_tokens": 0}, "its num_speculative_tokens is 0; allowed: 1 to 15, or"),
+        ({"method": "ngram", "num_speculative_tokens": True}, "its num_speculative_tokens is True; allowed"),
+        ({"method": "ngram", "prompt_lookup_max": 99}, "its prompt_lookup_max is 99; allowed: 1 to 32"),
+        (
+            {"method": "ngram", "prompt_lookup_max": 2, "prompt_lookup_min": 3},
+            "its prompt_lookup_min is 3; allowed: 1 to 2, which is prompt_lookup_max",
+        ),
+    ],
+)
+def test_what_is_not_meant_is_refused_by_name(given: Any, why: str) -> None:
+    with pytest.raises(ConfigError, match=f"speculative_config is .*: {why}"):
+        EngineConfig(speculative_config=given)
+
+
+def test_a_parameter_that_is_empty_means_none() -> None:
+    assert EngineConfig.from_parameters({"speculative_config": ""}).speculation is None
+    assert EngineConfig.from_parameters({"speculative_config": '{"method": "ngram"}'}).speculation is not None
+
+
+def test_entries_are_bounded() -> None:
+    config = EngineConfig(speculative_config={"method": "ngram", "num_speculative_tokens": 4}).speculation
+    assert [most_decode_entries(running, config) for running in (1, 8, 64, 256)] == [5, 40, 64, 256]
+    assert most_decode_entries(8, None) == 8
