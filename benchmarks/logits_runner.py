@@ -251,7 +251,7 @@ class _TappedGraphs(GraphRunner):
     def plan_replay(self, decode: DecodeInputs) -> None:
         self._inner.plan_replay(decode)
 
-    def replay(self, size: int) -> DecodeOutputs:
+    def replay(self, size: int, *, has_drafts: bool = False) -> DecodeOutputs:
         self.outputs = self._inner.replay(size)
         return self.outputs
 

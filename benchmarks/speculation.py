@@ -65,7 +65,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--prompts", type=int, default=24, help="of each kind")
     parser.add_argument("--speculative-config", default='{"method": "ngram"}')
     options = parser.parse_args(arguments)
-    shared = {"environment": Environment(log_level="WARNING"), "dtype": options.dtype, "max_running_requests": 8}
+    shared = {
+        "environment": Environment(overlap=True, log_level="WARNING", flashinfer_tensor_cores=None),
+        "dtype": options.dtype,
+        "max_running_requests": 8,
+    }
     with (
         LLM(options.model, num_pages=256, **shared) as plain,
         LLM(options.model, num_pages=256, speculative_config=options.speculative_config, **shared) as drafting,

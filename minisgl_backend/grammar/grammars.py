@@ -217,7 +217,8 @@ class Grammars:
     ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Of (result index, uid): those whose input is committed, and those whose input is a draft."""
         first_decode = len(plan.sampled_rows) - len(plan.decode_rows)
-        is_draft = [index >= first_decode and plan.draft_tokens[index - first_decode] >= 0 for index, _ in rows]
+        drafts = (plan.draft_tokens >= 0).tolist()
+        is_draft = [index >= first_decode and drafts[index - first_decode] for index, _ in rows]
         split = zip(rows, is_draft, strict=True)
         parts: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
         for one, drafted in split:

@@ -105,8 +105,8 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     load = build._load
 
     class Graphs(EagerGraphRunner):
-        def __init__(self, sizes: tuple[int, ...], on_progress: object) -> None:
-            super().__init__(sizes)
+        def __init__(self, sizes: tuple[int, ...], on_progress: object, draft_sizes: tuple[int, ...]) -> None:
+            super().__init__(sizes, draft_sizes)
             captured.append(sizes)
 
     for name, value in (("synchronize", None), ("memory_allocated", 1000), ("reset_peak_memory_stats", None)):

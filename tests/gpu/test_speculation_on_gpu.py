@@ -1,0 +1,76 @@
+"""Speculation on a GPU, in captured steps: with drafts as without, whatever is proposed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from minisgl_backend.arrays import Int32Array
+from minisgl_backend.attention.registry import BACKENDS, import_failure
+from tests.gauge.harness import engine
+from tests.proposers import KINDS, EveryDraft, KnowingProposer
+from tests.random_requests import VOCAB_SIZE, alone, ask_core, assert_same, random_requests
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
+
+MOST = 4
+NGRAM = {"method": "ngram", "num_speculative_tokens": MOST}
+SIZES: dict[str, Any] = {"longest_prompt": 160, "most_tokens": 16, "grammars": False}
+SHARED: dict[str, Any] = {"max_running_requests": 16, "attention_backend": "triton", "dtype": "float32"}
+
+
+@pytest.mark.parametrize("graphs", [16, 0], ids=["captured", "eager"])
+def test_answers_are_those_without_speculation(graphs: int) -> None:
+    """In float32, where rounding swaps no tokens; without drafts Triton's kernels rotate and attend at once."""
+    shared = {**SHARED, "cuda_graph_max_bs": graphs}
+    rounds = {seed: random_requests(5000 + seed, 6, **SIZES) for seed in range(len(KINDS))}
+    with engine(**shared) as llm:
+        expected = {
+            seed: [ask_core(llm.engine.core, [alone(one)])[0] for one in requests] for seed, requests in rounds.items()
+        }
+    with engine(**shared, speculative_config=NGRAM) as llm:
+        drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
+        drafting._control = EveryDraft(MOST)
+        for seed, requests in rounds.items():
+            prompts = [len(one.token_ids) for one in requests for _ in range(one.params.n)]
+            said = [answer.token_ids for answers in expected[seed] for answer in answers]
+
+            def follow(uid: int, token_ids: Int32Array, most: int) -> list[int]:
+                done = len(token_ids) - prompts[uid]  # noqa: B023  called in this round alone
+                return said[uid][done : done + most]  # noqa: B023
+
+            drafting._proposer = KnowingProposer(KINDS[seed], VOCAB_SIZE, follow, seed)
+            assert_same(requests, expected[seed], ask_core(llm.engine.core, requests))
+        counts = llm.stats.speculation
+        assert llm.stats.pages_leased == 0
+    assert 0 < sum(counts.accepted) < sum(counts.drafted)
+
+
+@pytest.mark.parametrize("backend", ["triton", "fa", "fi", "fa,trtllm"])
+def test_right_drafts_are_accepted_by_every_backend(backend: str) -> None:
+    """In bfloat16 a larger batch may swap two tokens that are about as likely: nearly all right drafts are accepted."""
+    for name in backend.split(","):
+        package = BACKENDS[name].package
+        if package is not None and (why := import_failure(package)) is not None:
+            pytest.skip(why)
+    shared = {**SHARED, "attention_backend": backend, "dtype": "bfloat16", "page_size": 16}
+    prompts = [[9, 40 + number, 77, 300 + number, 5, 640] for number in range(6)]
+    options: dict[str, Any] = {"temperature": 0.0, "max_tokens": 60, "ignore_eos": True}
+    with engine(**shared) as llm:
+        said = [one.token_ids for one in llm.generate(prompts, **options)]
+    with engine(**shared, speculative_config=NGRAM) as llm:
+        drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
+        by_prompt = dict(zip(map(tuple, prompts), said, strict=True))
+
+        def follow(uid: int, token_ids: Int32Array, most: int) -> list[int]:
+            answer, done = by_prompt[tuple(token_ids[:6].tolist())], len(token_ids) - 6
+            return list(answer[done : done + most])
+
+        drafting._control, drafting._proposer = EveryDraft(MOST), KnowingProposer("right", VOCAB_SIZE, follow)
+        found = [one.token_ids for one in llm.generate(prompts, **options)]
+        counts = llm.stats.speculation
+    same = sum(one == other for one, other in zip(said, found, strict=True))
+    assert same >= len(prompts) - 1
+    assert sum(counts.accepted) > 0.9 * sum(counts.drafted)
