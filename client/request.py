@@ -41,6 +41,7 @@ class SamplingOptions(TypedDict, total=False):
     n: int  # sequences from one prompt
     ignore_eos: bool
     cache_salt: str  # cached prefixes are shared among requests with the same salt alone
+    speculative: bool  # False: without speculation, where the server has it
     skip_special_tokens: bool
     add_special_tokens: bool
     apply_chat_template: bool  # whether a plain prompt becomes a user's chat message
@@ -92,6 +93,7 @@ _SCALARS: dict[str, tuple[str, Datatype]] = {
     "n": ("num_return_sequences", "INT32"),
     "ignore_eos": ("ignore_eos", "BOOL"),
     "cache_salt": ("cache_salt", "BYTES"),
+    "speculative": ("speculative", "BOOL"),
     "skip_special_tokens": ("skip_special_tokens", "BOOL"),
     "add_special_tokens": ("add_special_tokens", "BOOL"),
     "apply_chat_template": ("apply_chat_template", "BOOL"),

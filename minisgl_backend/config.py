@@ -17,7 +17,7 @@ from typing import Any
 
 from minisgl_backend import number_formats
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.speculative_config import SpeculativeConfig, read_speculative_config
+from minisgl_backend.speculative_config import ALLOWED, SpeculativeConfig, read_speculative_config
 
 DTYPES = ("auto", *number_formats.DTYPES)
 KV_DTYPES = ("auto", *number_formats.KV_CACHE_DTYPES)
@@ -302,7 +302,7 @@ class EngineConfig:
         "the last tokens when they were there before), `num_speculative_tokens` (most drafts of a sequence in a step, "
         'or "auto"; how many it is, is measured, down to none where they do not pay), `prompt_lookup_max` and '
         "`prompt_lookup_min` (tokens that are compared); unset: none",
-        'a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}',
+        ALLOWED,
     )
     enable_embeddings: bool = _option(
         True,
@@ -374,7 +374,7 @@ class EngineConfig:
         try:
             _ = self.speculation
         except ValueError as error:
-            raise ConfigError(f"speculative_config is {self.speculative_config!r}: {error}") from None
+            raise ConfigError(f"speculative_config is {self.speculative_config!r}; {error}") from None
 
     def _check_kv_event_ports(self) -> None:
         """Each engine core listens at a port of its own for events, and at one for those who missed some."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 METHODS = ("ngram",)
+ALLOWED = 'a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}'
 MOST_DRAFTS = 15  # of one row in one step: with its own token 16 entries of the batch
 DEFAULT_LOOKUP_MAX, DEFAULT_LOOKUP_MIN = 5, 2
 LONGEST_LOOKUP = 32
@@ -40,9 +41,9 @@ def read_speculative_config(text: str | Mapping[str, Any]) -> SpeculativeConfig:
     try:
         given = json.loads(text) if isinstance(text, str) else dict(text)
     except ValueError:
-        raise ValueError('allowed: a JSON object such as {"method": "ngram"}') from None
+        raise ValueError(f"allowed: {ALLOWED}") from None
     if not isinstance(given, dict):
-        raise ValueError('allowed: a JSON object such as {"method": "ngram"}')
+        raise ValueError(f"allowed: {ALLOWED}")
     for key in given:
         if key not in _KEYS:
             raise ValueError(f"it has the unknown key {key!r}; allowed: {', '.join(_KEYS)}")

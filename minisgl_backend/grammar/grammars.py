@@ -210,7 +210,8 @@ class Grammars:
         indices = [index for index, _ in (*matched, *forced)]
         if drafted:
             indices += self._mask_drafts(plan, drafted, bits[len(indices) :])
-        return np.array(indices, dtype=np.int32), bits[: len(indices)]
+            bits = bits[: len(indices)]
+        return np.array(indices, dtype=np.int32), bits
 
     def _without_drafts(
         self, plan: StepPlan, rows: list[tuple[int, int]]

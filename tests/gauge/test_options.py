@@ -41,7 +41,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "dummy_weights": ("maybe", 0),
     "model_impl": ("vllm", True),
     "enable_embeddings": ("maybe", 0),
-    "speculative_config": ("ngram", 5, '{"method": "eagle3"}', '{"method": "ngram", "k": 2}'),
+    "speculative_config": ("ngram", 5, "[]"),
     "fair_shares": ("perhaps", 2),
     "tenant_weights": (5, "a", "a=0", "a=1,a=2"),
     "max_waiting_requests_per_tenant": (0, "few"),

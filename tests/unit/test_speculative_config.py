@@ -47,7 +47,7 @@ def test_as_vllm_spells_it(given: Any, meant: tuple[int, int, int]) -> None:
     ],
 )
 def test_what_is_not_meant_is_refused_by_name(given: Any, why: str) -> None:
-    with pytest.raises(ConfigError, match=f"speculative_config is .*: {why}"):
+    with pytest.raises(ConfigError, match=f"speculative_config is .*; {why}"):
         EngineConfig(speculative_config=given)
 
 
