@@ -69,14 +69,16 @@ class LatentAttention(AttentionBlock):
                 row_orders={"q_b_proj": q_order},
             )
         self.kv_a_layernorm = RMSNorm(rank, config.norm, "kv_a_layernorm", layer_context)
-        self.kv_b_proj = layer_context.methods.plain_linear(_kv_b_spec(config, layer_context))
+        self.kv_b_proj = layer_context.methods.linear_as_numbers(_kv_b_spec(config, layer_context))
+        self._dtype, self._kernels = layer_context.dtype, layer_context.methods.kernels
         v_size = config.num_q_heads * config.v_head_dim
         self.o_proj = RowParallelLinear(v_size, hidden_size, "o_proj", config.bias, layer_context)
 
     def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
-        weight = self.kv_b_proj.weight.data
+        weight = self.kv_b_proj.dequantized().to(self._dtype)
         projection = LatentProjection(
-            weight=weight.view(self._num_heads, -1, weight.shape[1]), expand_into=self.kv_b_proj.apply_into
+            weight=weight.view(self._num_heads, -1, weight.shape[1]),
+            expand_into=lambda latents, out: self._kernels.linear_into(latents, weight, out),
         )
         self._layer = spec.layer(self._layer_index, pool.layer(self._layer_index), latent=projection)
 

@@ -97,6 +97,10 @@ class LinearMethod(WeightedLayer, ABC):
         """`apply_weights` without norm and epilogue into out [num_tokens, local outputs], whose rows may be further
         apart, and which may lie in another GPU's memory."""
 
+    def dequantized(self) -> torch.Tensor:
+        """The weight [outputs, inputs] of this rank as plain numbers, for what computes with it; not of all methods."""
+        raise NotImplementedError(f"{type(self).__name__} has no plain numbers")
+
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
         """Chooses kernels for this weight and those `alike` (of its class and shape, itself among them): for these
         decode row counts, and for prefill up to `longest` rows. Called before anything is captured, or not at all."""

@@ -42,6 +42,17 @@ class WeightMethods:
             raise ConfigError(f"quantization: {found}; allowed: one format for layers that are multiplied together")
         return self._factory(next(iter(schemes))).linear(spec)
 
+    def linear_as_numbers(self, spec: LinearSpec) -> LinearMethod:
+        """`linear` of a weight that is computed with, too, and so is never converted while it loads: `dequantized` of
+        the method is there. Raises ConfigError where the checkpoint's format has none."""
+        scheme = self._config.scheme_of(spec.outputs[0].name)
+        if scheme is None or scheme.parameters is None:
+            return self.plain_linear(spec)
+        method = self._factory(scheme).linear(spec)
+        if type(method).dequantized is LinearMethod.dequantized:
+            raise ConfigError(f"quantization: {spec.outputs[0].name} is {scheme}; allowed for it: plain, or FP8")
+        return method
+
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
         return self._factory(self._config.scheme_of(spec.name)).experts(spec)
 

@@ -39,6 +39,9 @@ class PlainLinearMethod(LinearMethod):
         if self.bias is not None and self.spec.adds_bias:
             out += self.bias
 
+    def dequantized(self) -> torch.Tensor:
+        return self.weight
+
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:
         # A GEMM with a bias stays with torch, which adds it on the way.
         weights = [one.weight for one in alike if isinstance(one, PlainLinearMethod) and one.bias is None]

@@ -15,6 +15,7 @@ FP8 = torch.float8_e4m3fn
 BLOCK = (32, 32)
 INPUT_SCALE = 0.03  # static: what is above 13 is cut off
 LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+LINEAR += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 Tensors = dict[str, torch.Tensor]
 

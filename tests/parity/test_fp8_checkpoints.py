@@ -30,7 +30,7 @@ from tests.parity.test_fp8_weights import (
 )
 from tests.unit.layers.ranks import on_ranks
 
-# Tied and cut; biases; q and k in another order; experts; merged tensors.
+# Tied and cut; biases; q and k in another order; experts; merged tensors; a weight that is computed with (kv_b_proj).
 CASES = [
     ("qwen3-tied-sharded", "fp8-blocks"),
     ("qwen3-tied-sharded", "ct-weights-only"),
@@ -43,6 +43,7 @@ CASES = [
     ("llama-bias-mha", "ct-blocks-weights-only"),
     ("qwen3_moe", "ct-blocks-weights-only"),
     ("ernie4_5", "ct-blocks-weights-only"),
+    ("deepseek_v3", "ct-blocks-weights-only"),
 ]
 
 
@@ -77,7 +78,8 @@ def test_logits(name: str, variant: str, tmp_path: Path) -> None:
     paged = PagedModel(quantized, page_size=16)
     methods = [one for one in paged.model.modules() if isinstance(one, (LinearMethod, ExpertsMethod))]
     fp8_methods = (Fp8CheckpointLinearMethod, Fp8CheckpointExpertsMethod)
-    assert sum(isinstance(one, fp8_methods) for one in methods) == (9 if has_experts else 12)
+    expected_methods = 20 if name == "deepseek_v3" else 9 if has_experts else 12
+    assert sum(isinstance(one, fp8_methods) for one in methods) == expected_methods
     check(paged.step({0: prompt}, {})[0])
     if activations is None:
         check_ranks(quantized, prompt, check)

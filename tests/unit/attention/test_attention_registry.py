@@ -51,6 +51,45 @@ def test_automatic_choice(capability: int | None, missing: tuple[str, ...], pair
     assert bool(choice.warnings) == bool(missing)
 
 
+@pytest.mark.parametrize(
+    ("requested", "capability", "pair", "page_size"),
+    [
+        ("auto", None, ("torch", "torch"), 16),
+        ("auto", 80, ("triton", "triton"), 64),
+        ("triton,flashmla", 90, ("triton", "flashmla"), 64),
+        ("fa", 90, ("fa", "fa"), 64),
+    ],
+)
+def test_backends_of_latents(requested: str, capability: int | None, pair: tuple[str, str], page_size: int) -> None:
+    choice = choose(requested, capability, head_dim=576, latents=(512, 64))
+    assert (choice.prefill, choice.decode, choice.page_size) == (*pair, page_size)
+
+
+@pytest.mark.parametrize(
+    ("requested", "capability", "more", "said"),
+    [
+        ("trtllm", 90, {}, "needs 10.0"),
+        ("fa", 100, {}, "no kernels for latents"),
+        ("flashmla", 80, {}, "no kernels for latents"),
+        ("fi", 90, {"latents": (256, 32)}, "512 + 64 numbers; this model has 256 + 32"),
+        ("flashmla", 90, {"latents": None, "head_dim": 128}, "latents (MLA) alone"),
+        ("flashmla", 90, {"dtype": "float32"}, "serves float16 and bfloat16"),
+        ("triton", 90, {"kv_dtype": "float8_e4m3fn"}, "kv_cache_dtype is 'fp8_e4m3'; allowed for a model that keeps"),
+    ],
+)
+def test_backends_that_do_not_serve_latents_are_refused(
+    requested: str, capability: int, more: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        choose(requested, capability, **{"head_dim": 576, "latents": (512, 64), **more})
+
+
+def test_flashmla_has_pages_of_64_tokens() -> None:
+    choice = choose("triton,flashmla", 90, head_dim=576, latents=(512, 64), page_size=16)
+    assert choice.page_size == 64
+    assert "flashmla" in choice.warnings[0]
+
+
 def test_the_warning_says_how_to_get_the_better_one() -> None:
     (warning,) = choose("auto", 90, "sgl_kernel").warnings
     assert "pip install sgl-kernel" in warning

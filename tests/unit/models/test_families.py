@@ -106,6 +106,7 @@ QWEN3, QWEN3_MOE, QWEN2_MOE = "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "Qwen2M
 OLMO2, GRANITE, GEMMA2, GEMMA3 = (f"{name}ForCausalLM" for name in ("Olmo2", "Granite", "Gemma2", "Gemma3"))
 PHI3, MIXTRAL, GLM4_MOE = "Phi3ForCausalLM", "MixtralForCausalLM", "Glm4MoeForCausalLM"
 OLMO3 = "Olmo3ForCausalLM"
+DEEPSEEK_V2, DEEPSEEK_V3, GLM_FLASH = "DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM"
 
 ALTERED: list[tuple[str, str, Any]] = [
     (LLAMA, "model_type", "granite"),
@@ -199,6 +200,13 @@ ALTERED: list[tuple[str, str, Any]] = [
     (GLM4_MOE, "scoring_func", "softmax"),
     (GLM4_MOE, "topk_method", "greedy"),
     (GLM4_MOE, "n_group", 3),
+    (DEEPSEEK_V2, "topk_method", "noaux_tc"),
+    (DEEPSEEK_V2, "scoring_func", "sigmoid"),
+    (DEEPSEEK_V2, "norm_topk_prob", True),
+    (DEEPSEEK_V2, "moe_layer_freq", 2),
+    (DEEPSEEK_V3, "num_key_value_heads", 8),
+    (DEEPSEEK_V3, "qk_rope_head_dim", 63),
+    (GLM_FLASH, "mlp_layer_types", ["sparse"]),
     (GLM4_MOE, "topk_group", 2),
     (GLM4_MOE, "num_experts_per_tok", 129),
     (GLM4_MOE, "hidden_act", "relu2"),

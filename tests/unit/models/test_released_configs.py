@@ -71,7 +71,54 @@ GPT_OSS_20B: dict[str, Any] = {
     "rope_theta": 150000, "router_aux_loss_coef": 0.9, "sliding_window": 128, "swiglu_limit": 7.0,
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 201088,
 }  # fmt: skip
+_DEEPSEEK: dict[str, Any] = {
+    "attention_bias": False, "attention_dropout": 0.0, "aux_loss_alpha": 0.001, "hidden_act": "silu",
+    "initializer_range": 0.02, "kv_lora_rank": 512, "moe_layer_freq": 1, "pretraining_tp": 1, "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64, "rms_norm_eps": 1e-06, "seq_aux": True, "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16", "use_cache": True, "v_head_dim": 128,
+}  # fmt: skip
+_YARN = {"beta_fast": 32, "beta_slow": 1, "factor": 40, "original_max_position_embeddings": 4096, "type": "yarn"}
+DEEPSEEK_V2_LITE: dict[str, Any] = {
+    **_DEEPSEEK, "architectures": ["DeepseekV2ForCausalLM"], "model_type": "deepseek_v2", "bos_token_id": 100000,
+    "eos_token_id": 100001, "first_k_dense_replace": 1, "hidden_size": 2048, "intermediate_size": 10944,
+    "max_position_embeddings": 163840, "moe_intermediate_size": 1408, "n_group": 1, "n_routed_experts": 64,
+    "n_shared_experts": 2, "norm_topk_prob": False, "num_attention_heads": 16, "num_experts_per_tok": 6,
+    "num_hidden_layers": 27, "num_key_value_heads": 16, "q_lora_rank": None, "rope_theta": 10000,
+    "rope_scaling": {**_YARN, "mscale": 0.707, "mscale_all_dim": 0.707}, "routed_scaling_factor": 1.0,
+    "scoring_func": "softmax", "topk_group": 1, "topk_method": "greedy", "vocab_size": 102400,
+}  # fmt: skip
+DEEPSEEK_V3: dict[str, Any] = {
+    **_DEEPSEEK, "architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "bos_token_id": 0,
+    "eos_token_id": 1, "ep_size": 1, "first_k_dense_replace": 3, "hidden_size": 7168, "intermediate_size": 18432,
+    "max_position_embeddings": 163840, "moe_intermediate_size": 2048, "n_group": 8, "n_routed_experts": 256,
+    "n_shared_experts": 1, "norm_topk_prob": True, "num_attention_heads": 128, "num_experts_per_tok": 8,
+    "num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "q_lora_rank": 1536,
+    "rope_theta": 10000, "rope_scaling": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "topk_group": 4,
+    "routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc", "vocab_size": 129280,
+}  # fmt: skip
+KIMI_K2: dict[str, Any] = {
+    **DEEPSEEK_V3, "model_type": "kimi_k2", "bos_token_id": 163584, "eos_token_id": 163585, "first_k_dense_replace": 1,
+    "max_position_embeddings": 131072, "n_group": 1, "n_routed_experts": 384, "num_attention_heads": 64,
+    "num_key_value_heads": 64, "num_nextn_predict_layers": 0, "rope_theta": 50000.0, "routed_scaling_factor": 2.827,
+    "rope_scaling": {**_YARN, "beta_fast": 1.0, "factor": 32.0, "mscale": 1.0, "mscale_all_dim": 1.0}, "topk_group": 1,
+    "vocab_size": 163840,
+}  # fmt: skip
+GLM_4_7_FLASH: dict[str, Any] = {
+    "architectures": ["Glm4MoeLiteForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+    "pad_token_id": 154820, "eos_token_id": [154820, 154827, 154829], "hidden_act": "silu", "hidden_size": 2048,
+    "intermediate_size": 10240, "max_position_embeddings": 202752, "model_type": "glm4_moe_lite",
+    "moe_intermediate_size": 1536, "topk_method": "noaux_tc", "norm_topk_prob": True, "num_attention_heads": 20,
+    "n_group": 1, "topk_group": 1, "n_routed_experts": 64, "n_shared_experts": 1, "routed_scaling_factor": 1.8,
+    "num_experts_per_tok": 4, "first_k_dense_replace": 1, "num_hidden_layers": 47, "num_key_value_heads": 20,
+    "num_nextn_predict_layers": 1, "partial_rotary_factor": 1.0, "rms_norm_eps": 1e-05, "rope_scaling": None,
+    "rope_theta": 1000000, "tie_word_embeddings": False, "dtype": "bfloat16", "q_lora_rank": 768, "kv_lora_rank": 512,
+    "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256, "vocab_size": 154880,
+}  # fmt: skip
 RELEASED = {
+    "deepseek-v2-lite": DEEPSEEK_V2_LITE,
+    "deepseek-v3": DEEPSEEK_V3,
+    "kimi-k2": KIMI_K2,
+    "glm-4.7-flash": GLM_4_7_FLASH,
     "gpt-oss-20b": GPT_OSS_20B,
     "glm-4.5-air": GLM_4_5_AIR,
     "minimax-m2": MINIMAX_M2,

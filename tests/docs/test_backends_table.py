@@ -1,0 +1,67 @@
+"""The table of attention backends is the registry's. `python -m tests.docs.test_backends_table` writes it anew."""
+
+from __future__ import annotations
+
+import re
+
+from minisgl_backend.attention.registry import BACKENDS, BackendEntry
+from tests.docs.blocks import ROOT
+
+PAGE = ROOT / "docs" / "adding_an_attention_backend.md"
+BEGIN, END = "<!-- table backends -->", "<!-- /table backends -->"
+HIGHEST = 200  # compute capabilities above are those of no GPU
+
+
+def table() -> str:
+    """Markdown."""
+    head = "| | page sizes | head sizes | FP8 cache | soft caps | sinks | MLA: decode | MLA: page sizes |"
+    lines = (f"| `{name}` | {_cells(entry)} |" for name, entry in BACKENDS.items())
+    return "\n".join([head, "|" + " --- |" * 8, *lines])
+
+
+def _cells(entry: BackendEntry) -> str:
+    cells = ["-"] * 5
+    if not entry.only_latents:
+        cells = [_sizes(entry.page_sizes), _heads(entry), _capabilities(entry.fp8_capabilities), _yes(entry.soft_caps)]
+        sinks = "where the installed kernels have them" if entry.sink_kernels else _yes(entry.sinks)
+        cells.append(sinks)
+    latents = entry.latents
+    if latents is None:
+        return " | ".join([*cells, "no", "-"])
+    sizes = "" if latents.sizes is None else ", ".join(f"{rank} + {rope}" for rank, rope in latents.sizes)
+    decode = ", ".join(filter(None, (sizes, _capabilities(latents.capabilities))))
+    return " | ".join([*cells, decode, _sizes(latents.page_sizes)])
+
+
+def _sizes(sizes: tuple[int, ...] | None) -> str:
+    return "any" if sizes is None else ", ".join(map(str, sizes))
+
+
+def _heads(entry: BackendEntry) -> str:
+    if entry.head_sizes is not None:
+        return _sizes(entry.head_sizes)
+    if entry.largest_head is None:
+        return "any"
+    multiples = f"multiples of {entry.head_multiple}" if entry.head_multiple > 1 else "all"
+    return f"{multiples} to {entry.largest_head}"
+
+
+def _capabilities(found: range) -> str:
+    first, last = found[0], found[-1] + 1
+    if last > HIGHEST:
+        return "everywhere" if first == 0 else f"from {first / 10:.1f} on"
+    return f"{first / 10:.1f} to below {last / 10:.1f}"
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def test_the_table_is_that_of_the_registry() -> None:
+    inside = PAGE.read_text(encoding="utf-8").split(BEGIN)[1].split(END)[0]
+    assert inside.strip() == table(), "python -m tests.docs.test_backends_table writes it anew"
+
+
+if __name__ == "__main__":
+    text = PAGE.read_text(encoding="utf-8")
+    PAGE.write_text(re.sub(f"{BEGIN}.*{END}", f"{BEGIN}\n{table()}\n{END}", text, flags=re.DOTALL), encoding="utf-8")
