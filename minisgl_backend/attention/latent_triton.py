@@ -12,6 +12,7 @@ from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.kernels.attention.latent_decode import (
     LatentDecodeShape,
     LatentDecodeWorkspace,
+    distinct_latent_batches,
     latent_decode_attention,
     latent_decode_shape,
 )
@@ -47,16 +48,21 @@ class TritonLatentBackend(TritonPrefillBackend):
     def __init__(self, spec: AttentionSpec, group: LayerGroup) -> None:
         super().__init__(spec, group)
         self._workspace = LatentDecodeWorkspace(group.num_q_heads, self.heads.rank, spec.max_rows, spec.device)
-        self._num_sms = DeviceFacts.of(spec.device).multiprocessors or 1
+        facts = DeviceFacts.of(spec.device)
+        self._pdl, self._num_sms = facts.dependent_launch, facts.multiprocessors or 1
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
-        return _DecodePlan(inputs, latent_decode_shape(self.group.num_q_heads, self._num_sms))
+        return _DecodePlan(inputs, latent_decode_shape(inputs.batch_size, self.group.num_q_heads, self._num_sms))
 
     def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         i = plan.inputs
         return latent_decode_attention(
-            q, layer.kv.k, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale, self.heads.rank
-        )
+            q, layer.kv.k, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale, self.heads.rank,
+            pdl=self._pdl,
+        )  # fmt: skip
+
+    def decode_batches(self, max_batch: int) -> tuple[int, ...]:
+        return distinct_latent_batches(max_batch, self.group.num_q_heads)
 
     def allocate_graph(self, max_batch_size: int) -> None:
         """The workspace of the constructor serves every batch size."""

@@ -104,8 +104,8 @@ def test_several_queries(page_size: int, num_q_heads: int, num_queries: int) -> 
     workspace = LatentDecodeWorkspace(rows, 512, len(kv_lens), case.device)
     inputs, reference = case.decode_inputs(), TorchLatentBackend(case.spec, case.group)
     found = latent_decode_attention(
-        q, case.layer.kv.k, inputs.rows, inputs.kv_lens, inputs.page_table, workspace, latent_decode_shape(rows),
-        case.layer.scale, 512, num_queries=num_queries,
+        q, case.layer.kv.k, inputs.rows, inputs.kv_lens, inputs.page_table, workspace,
+        latent_decode_shape(len(kv_lens), rows), case.layer.scale, 512, num_queries=num_queries,
     )  # fmt: skip
     for query in range(num_queries):
         lens = case.kv_lens - (num_queries - 1 - query)

@@ -24,7 +24,7 @@ from minisgl_backend.kernels.launch import pdl_options
 LOG2_E = 1.4426950408889634
 MAX_WORKERS = 264  # of a block of rows: two on each of 132 multiprocessors
 LEAST_TILES = 1  # of a program's share
-MERGED_COLUMNS = 256  # of a latent, that one program merges
+FEW_ROWS = 1024  # of a batch: up to here programs that merge share the numbers of a row, and read more parts at once
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class LatentDecodeShape:
     num_warps: int
     num_stages: int
     workers: int  # programs of one block of rows
+    halves: int = 1  # 2: a program has one half of the result's numbers, of twice the rows; both compute all scores
 
 
 class LatentDecodeWorkspace:
@@ -45,16 +46,32 @@ class LatentDecodeWorkspace:
         """num_rows: query heads of all query tokens of a sequence, at most."""
         self.partial = torch.empty(2 * MAX_WORKERS * num_rows * rank, dtype=torch.float32, device=device)
         self.lse = torch.empty(2 * MAX_WORKERS * num_rows, dtype=torch.float32, device=device)
+        # Of each sequence, the worker that has its first part, and how many have one.
+        self.parts = torch.empty(2 * max_batch, dtype=torch.int32, device=device)
         self.batch_padded = triton.next_power_of_2(max_batch)
 
 
-def latent_decode_shape(num_rows: int, num_sms: int = 132) -> LatentDecodeShape:
-    """num_rows: query heads of all query tokens of a sequence."""
+def latent_decode_shape(batch: int, num_rows: int, num_sms: int = 132) -> LatentDecodeShape:
+    """The cut that was measured best on an H100 (benchmarks/kernels); num_rows: query heads of all query tokens of a
+    sequence.
+
+    16 rows are bound by the memory, and two programs run at once on a multiprocessor; 64 rows are what one program's
+    registers hold.
+    """
     if num_rows > 32:
         blocks = triton.cdiv(num_rows, 64)
         return LatentDecodeShape(rows=64, tile=64, num_warps=8, num_stages=2, workers=max(1, num_sms // blocks))
-    rows = 32 if num_rows > 16 else 16
-    return LatentDecodeShape(rows=rows, tile=32, num_warps=4, num_stages=3, workers=min(MAX_WORKERS, 2 * num_sms))
+    if num_rows > 16:
+        return LatentDecodeShape(rows=32, tile=64, num_warps=8, num_stages=2, workers=num_sms)
+    return LatentDecodeShape(
+        rows=16, tile=64, num_warps=4, num_stages=2, workers=num_sms if batch == 1 else min(MAX_WORKERS, 2 * num_sms)
+    )
+
+
+def distinct_latent_batches(max_batch: int, num_rows: int) -> tuple[int, ...]:
+    """Batches of up to max_batch sequences, ascending: the first of those for which another kernel is compiled."""
+    first = FEW_ROWS // num_rows + 1
+    return (1, first) if 1 < first <= max_batch else (1,)
 
 
 def latent_decode_attention(
@@ -82,51 +99,49 @@ def latent_decode_attention(
     out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     workers = min(shape.workers, MAX_WORKERS)
     rank_padded = max(16, triton.next_power_of_2(rank))
-    _latent_decode_kernel[(triton.cdiv(num_rows, shape.rows), workers)](
-        q, cache, out, rows, kv_lens, page_table, workspace.partial, workspace.lse, scale * LOG2_E,
-        page_table.stride(0), batch,
+    _latent_decode_kernel[(triton.cdiv(num_rows, shape.rows) * shape.halves, workers)](
+        q, cache, out, rows, kv_lens, page_table, workspace.partial, workspace.lse, workspace.parts,
+        scale * LOG2_E, page_table.stride(0), batch,
         MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES, TILE=shape.tile, PAGE_SIZE=cache.shape[2],
         ROWS=shape.rows, NUM_ROWS=num_rows, NUM_HEADS=num_heads, QUERIES=num_queries, RANK=rank,
-        RANK_PADDED=rank_padded, ROPE=size - rank, ROPE_PADDED=max(16, triton.next_power_of_2(size - rank)),
+        HALVES=shape.halves, PART=rank_padded // shape.halves, ROPE=size - rank,
+        ROPE_PADDED=max(16, triton.next_power_of_2(size - rank)),
         num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(pdl),
     )  # fmt: skip
-    columns = min(MERGED_COLUMNS, rank_padded)
+    few = batch * num_rows <= FEW_ROWS
+    columns = min(64, rank_padded) if few else rank_padded
     _merge_kernel[(num_rows, triton.cdiv(rank, columns), batch)](
-        out, kv_lens, workspace.partial, workspace.lse, batch, workers,
-        MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES, TILE=shape.tile, NUM_ROWS=num_rows, RANK=rank,
-        COLUMNS=columns, PARTS=8, num_warps=2, **pdl_options(pdl),
+        out, workspace.partial, workspace.lse, workspace.parts, NUM_ROWS=num_rows, RANK=rank, COLUMNS=columns,
+        PARTS=32 if few else 4, num_warps=4, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
 
-@triton.jit
-def _shares(kv_lens_ptr, batch, workers, MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr):
-    """Where each sequence's tiles end, in the row of all tiles, int32 [MAX_BATCH], and how many a worker has."""
-    i = tl.arange(0, MAX_BATCH)
-    lens = tl.load(kv_lens_ptr + i, mask=i < batch, other=0)
-    ends = tl.cumsum(tl.cdiv(lens, TILE), 0)
-    return ends, tl.maximum(tl.cdiv(tl.max(ends, 0), workers), LEAST_TILES)
-
-
 @triton.jit(do_not_specialize=["batch"])
 def _latent_decode_kernel(
-    q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, scale_log2,
+    q_ptr, kv_ptr, out_ptr, rows_ptr, kv_lens_ptr, table_ptr, partial_ptr, lse_ptr, parts_ptr, scale_log2,
     table_stride, batch,
     MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
-    RANK_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr, PDL: tl.constexpr,
+    HALVES: tl.constexpr, PART: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
     worker = tl.program_id(1)
-    ends, share = _shares(kv_lens_ptr, batch, tl.num_programs(1), MAX_BATCH, LEAST_TILES, TILE)
+    i = tl.arange(0, MAX_BATCH)
+    lens = tl.load(kv_lens_ptr + i, mask=i < batch, other=0)
+    ends = tl.cumsum(tl.cdiv(lens, TILE), 0)
+    all_tiles = tl.max(ends, 0)
+    share = tl.maximum(tl.cdiv(all_tiles, tl.num_programs(1)), LEAST_TILES)
     tile = worker * share
-    stop = tl.minimum(tile + share, tl.max(ends, 0))
+    stop = tl.minimum(tile + share, all_tiles)
     b = tl.sum((ends <= tile).to(tl.int32), 0)
     before = tl.max(tl.where(ends <= tile, ends, 0), 0)  # tiles of the sequences before this one
-    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    d = tl.arange(0, RANK_PADDED)
+    half = tl.program_id(0) % HALVES
+    r = tl.program_id(0) // HALVES * ROWS + tl.arange(0, ROWS)
+    d = half * PART + tl.arange(0, PART)  # numbers of the latent that are this program's values
+    o = PART - half * PART + tl.arange(0, PART)  # the others, where there are any
     e = tl.arange(0, ROPE_PADDED)
     n = tl.arange(0, TILE)
     r_ok = r < NUM_ROWS
@@ -135,15 +150,20 @@ def _latent_decode_kernel(
         kv_len = tl.load(kv_lens_ptr + b)
         after = before + tl.cdiv(kv_len, TILE)
         part_stop = tl.minimum(stop, after)
+        if (tile == before) & (tl.program_id(0) == 0):
+            tl.store(parts_ptr + 2 * b, worker)
+            tl.store(parts_ptr + 2 * b + 1, (after - 1) // share - worker + 1)
         table = table_ptr + tl.load(rows_ptr + b).to(tl.int64) * table_stride
         line = b.to(tl.int64) * NUM_ROWS + r
         q_row = q_ptr + line[:, None] * (RANK + ROPE)
         q = tl.load(q_row + d[None, :], mask=latent_ok, other=0.0)
+        if HALVES == 2:
+            q_other = tl.load(q_row + o[None, :], mask=r_ok[:, None] & (o < RANK)[None, :], other=0.0)
         q_rope = tl.load(q_row + RANK + e[None, :], mask=r_ok[:, None] & (e < ROPE)[None, :], other=0.0)
         last = kv_len - QUERIES + r // NUM_HEADS  # that the row's query sees
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
+        acc = tl.zeros([ROWS, PART], tl.float32)
         end = tl.minimum((part_stop - before) * TILE, kv_len)
         for start in tl.range((tile - before) * TILE, end, TILE):
             if PAGE_SIZE % TILE == 0:
@@ -157,6 +177,9 @@ def _latent_decode_kernel(
             latent = tl.load(address + d[None, :], mask=n_ok[:, None] & (d < RANK)[None, :], other=0.0)
             key = tl.load(address + RANK + e[None, :], mask=n_ok[:, None] & (e < ROPE)[None, :], other=0.0)
             scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
+            if HALVES == 2:
+                other = tl.load(address + o[None, :], mask=n_ok[:, None] & (o < RANK)[None, :], other=0.0)
+                scores = tl.dot(q_other, tl.trans(other), scores, input_precision="ieee")
             scores = tl.dot(q_rope, tl.trans(key), scores, input_precision="ieee") * scale_log2
             if QUERIES == 1:
                 seen = n_ok[None, :]
@@ -177,32 +200,27 @@ def _latent_decode_kernel(
             # A worker's first part continues a sequence, its last one begins one.
             place = (2 * worker + (tile == before).to(tl.int32)).to(tl.int64) * NUM_ROWS + r
             tl.store(partial_ptr + place[:, None] * RANK + d[None, :], result, mask=latent_ok)
-            tl.store(lse_ptr + place, tl.where(total > 0, m + tl.log2(total), -float("inf")), mask=r_ok)
+            if half == 0:
+                tl.store(lse_ptr + place, tl.where(total > 0, m + tl.log2(total), -float("inf")), mask=r_ok)
         tile = part_stop
         before = after
         b += 1
 
 
-@triton.jit(do_not_specialize=["batch", "workers"])
+@triton.jit
 def _merge_kernel(
-    out_ptr, kv_lens_ptr, partial_ptr, lse_ptr, batch, workers,
-    MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr, NUM_ROWS: tl.constexpr,
-    RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
+    out_ptr, partial_ptr, lse_ptr, parts_ptr,
+    NUM_ROWS: tl.constexpr, RANK: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """The weighted mean of a sequence's parts, in their order, of one row and some of a latent's numbers."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
     r = tl.program_id(0)
     d = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    b = tl.program_id(2)
-    ends, share = _shares(kv_lens_ptr, batch, workers, MAX_BATCH, LEAST_TILES, TILE)
-    i = tl.arange(0, MAX_BATCH)
-    before = tl.sum(tl.where(i == b - 1, ends, 0), 0)
-    after = tl.sum(tl.where(i == b, ends, 0), 0)
-    first = before // share
-    parts = (after - 1) // share - first + 1
-    if PDL:
-        tl_cuda.gdc_wait()
+    b = tl.program_id(2).to(tl.int64)
+    first = tl.load(parts_ptr + 2 * b)
+    parts = tl.load(parts_ptr + 2 * b + 1)
     if parts <= 1:
         return
     j = tl.arange(0, PARTS)
@@ -214,8 +232,8 @@ def _merge_kernel(
         ok = part < parts
         place = (2 * (first + part) + (part == 0).to(tl.int32)).to(tl.int64) * NUM_ROWS + r
         lse = tl.load(lse_ptr + place, mask=ok, other=-float("inf"))
-        values = tl.load(partial_ptr + place[:, None] * RANK + d[None, :], mask=ok[:, None] & (d < RANK)[None, :])
-        values = tl.where(ok[:, None], values, 0.0)
+        values_ok = ok[:, None] & (d < RANK)[None, :]
+        values = tl.load(partial_ptr + place[:, None] * RANK + d[None, :], mask=values_ok, other=0.0)
         new_top = tl.maximum(top, tl.max(lse, 0))
         weight = tl.exp2(lse - new_top)
         correction = tl.exp2(top - new_top)
@@ -223,5 +241,4 @@ def _merge_kernel(
         merged = merged * correction + tl.sum(weight[:, None] * values, 0)
         top = new_top
     merged = merged / tl.where(total > 0, total, 1.0)
-    address = out_ptr + (b.to(tl.int64) * NUM_ROWS + r) * RANK + d
-    tl.store(address, merged.to(out_ptr.dtype.element_ty), mask=d < RANK)
+    tl.store(out_ptr + (b * NUM_ROWS + r) * RANK + d, merged.to(out_ptr.dtype.element_ty), mask=d < RANK)

@@ -65,16 +65,17 @@ def _latent_store_kernel(
         weight = tl.load(norm_ptr + d, mask=d_ok, other=0.0).to(tl.float32)
         normed = latent / tl.sqrt(tl.sum(latent * latent, 0) / RANK + eps) * weight
         tl.store(target + d, normed.to(cache_ptr.dtype.element_ty), mask=d_ok)
-        first = tl.load(source + RANK + i, mask=i_ok, other=0.0).to(tl.float32)
-        second = tl.load(source + RANK + HALF + i, mask=i_ok, other=0.0).to(tl.float32)
-        tl.store(target + RANK + i, (first * cos - second * sin).to(cache_ptr.dtype.element_ty), mask=i_ok)
-        tl.store(target + RANK + HALF + i, (second * cos + first * sin).to(cache_ptr.dtype.element_ty), mask=i_ok)
+        key = tl.load(source + RANK + i, mask=i_ok, other=0.0).to(tl.float32)
+        other = tl.load(source + RANK + HALF + i, mask=i_ok, other=0.0).to(tl.float32)
+        tl.store(target + RANK + i, (key * cos - other * sin).to(cache_ptr.dtype.element_ty), mask=i_ok)
+        tl.store(target + RANK + HALF + i, (other * cos + key * sin).to(cache_ptr.dtype.element_ty), mask=i_ok)
     else:
         head = (tl.program_id(1) - 1) * HEADS + tl.arange(0, HEADS)
         ok = (head < NUM_HEADS)[:, None] & i_ok[None, :]
         address = q_ptr + token * q_stride_t + head[:, None] * q_stride_h + NOPE + i[None, :]
         first = tl.load(address, mask=ok, other=0.0).to(tl.float32)
         second = tl.load(address + HALF, mask=ok, other=0.0).to(tl.float32)
-        cos, sin = cos[None, :], sin[None, :]
-        tl.store(address, (first * cos - second * sin).to(q_ptr.dtype.element_ty), mask=ok)
-        tl.store(address + HALF, (second * cos + first * sin).to(q_ptr.dtype.element_ty), mask=ok)
+        turned_first = first * cos[None, :] - second * sin[None, :]
+        turned_second = second * cos[None, :] + first * sin[None, :]
+        tl.store(address, turned_first.to(q_ptr.dtype.element_ty), mask=ok)
+        tl.store(address + HALF, turned_second.to(q_ptr.dtype.element_ty), mask=ok)
