@@ -41,6 +41,13 @@ def _group(weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[
 
 # Name -> quantization_config, and how activations are quantized: token, group, static or none.
 VARIANTS: dict[str, tuple[dict[str, Any], str | None]] = {
+    "fp8-blocks-128": (
+        {
+            "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": [128, 128],
+            "modules_to_not_convert": None,
+        },
+        "group",
+    ),
     "fp8-blocks": (
         {
             "quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3", "weight_block_size": list(BLOCK),
@@ -83,13 +90,14 @@ def write_fp8(source: Path, variant: str, quantized: Path, plain: Path) -> None:
     """source: a folder with a plain checkpoint. plain: gets the same weights, dequantized."""
     config, activations = VARIANTS[variant]
     of_blocks = "blocks" in variant
-    scale_name = "weight_scale_inv" if variant == "fp8-blocks" else "weight_scale"
+    size = (128, 128) if variant == "fp8-blocks-128" else BLOCK
+    scale_name = "weight_scale_inv" if variant.startswith("fp8-blocks") else "weight_scale"
 
     def write(name: str, weight: torch.Tensor) -> tuple[Tensors, Tensors]:
         if not is_linear(name):
             return {name: weight}, {name: weight}
         by_channel = config.get("config_groups", {}).get("group_0", {}).get("weights", {}).get("strategy") == "channel"
-        block = BLOCK if of_blocks else (1, weight.shape[1]) if by_channel else None
+        block = size if of_blocks else (1, weight.shape[1]) if by_channel else None
         whole = block or (weight.shape[0], weight.shape[1])
         numbers, scales = quantize(weight, whole)
         module = name.removesuffix(".weight")

@@ -12,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig, FineGrainedFP8Config
 
+from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointExpertsMethod, Fp8CheckpointLinearMethod
 from minisgl_backend.weights.method import ExpertsMethod, LinearMethod
@@ -20,6 +22,7 @@ from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
 from tests.parity.quantized import BLOCK, INPUT_SCALE, VARIANTS, write_fp8
 from tests.parity.test_fp8_weights import (
+    MOST_KL,
     MOST_KL_OF_RANKS,
     MOST_OF_ONE,
     TOLERANCE,
@@ -85,6 +88,31 @@ def test_logits(name: str, variant: str, tmp_path: Path) -> None:
         check_ranks(quantized, prompt, check)
     elif not has_experts:  # activations have scales of their own on each rank; by that a router takes other experts
         check_ranks(quantized, prompt, lambda logits: kl_is_small(expected, logits))
+
+
+def test_what_the_activations_cost(tmp_path: Path) -> None:
+    """Of the demo model in blocks of 128 x 128: against the same weights in float32, activations as they are."""
+    quantized, plain = tmp_path / "quantized", tmp_path / "plain"
+    write_fp8(find_model_dir("demo"), "fp8-blocks-128", quantized, plain)
+    prompt = AutoTokenizer.from_pretrained(plain).encode(
+        "What is 17 + 25? 42. Count from 1 to 9: 1, 2, 3, 4, 5, 6, 7, 8"
+    )
+    expected, found = (PagedModel(folder, page_size=16).step({0: prompt}, {})[0] for folder in (plain, quantized))
+    assert kl(expected, found) < MOST_KL
+
+
+@pytest.mark.parametrize("variant", ["fp8-blocks", "ct-blocks", "ct-channel"])
+def test_transformers_reads_what_is_written_here(variant: str, tmp_path: Path) -> None:
+    """And dequantizes it to the same weights."""
+    pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors, from Python 3.11 on")
+    source, quantized, plain = (tmp_path / kind for kind in ("source", "quantized", "plain"))
+    save_checkpoint("llama", source)
+    write_fp8(source, variant, quantized, plain)
+    how = FineGrainedFP8Config(dequantize=True) if "fp8" in variant else CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32, quantization_config=how)
+    found = model.state_dict()
+    for name, expected in reference_model(plain).state_dict().items():
+        torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=1e-7)
 
 
 def kl_is_small(expected: torch.Tensor, logits: torch.Tensor) -> None:

@@ -15,6 +15,7 @@ import torch
 
 from minisgl_backend import LLM
 from tests.parity.checkpoints import CHECKPOINTS, VOCAB_SIZE, reference_model, save_checkpoint, save_tokenizer
+from tests.parity.quantized import write_fp8
 
 NUM_TOKENS = 64
 # Logits of all families are compared in test_logits_parity; the whole engine adds nothing that depends on the family.
@@ -31,15 +32,19 @@ class Case:
     """One checkpoint with its prompts and transformers' answers."""
 
     def __init__(self, name: str, folder: Path) -> None:
+        name, _, variant = name.partition("+")
         save_checkpoint(name, folder)
         save_tokenizer(folder)
-        self.folder = folder
+        plain = self.folder = folder
+        if variant:
+            self.folder, plain = folder / "quantized", folder / "plain"
+            write_fp8(folder, variant, self.folder, plain)
         generator = random.Random(name)
         shared = [generator.randrange(3, VOCAB_SIZE) for _ in range(48)]
         lengths = (5, 40, 1, 90)
         own = [[generator.randrange(3, VOCAB_SIZE) for _ in range(length)] for length in lengths]
         self.prompts = [own[0], shared + own[1], own[2], shared + own[3], own[1]]
-        model = reference_model(folder)
+        model = reference_model(plain)
         self.expected = [_greedy(model, prompt) for prompt in self.prompts]
 
     def generate(self, llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
@@ -62,7 +67,10 @@ def _greedy(model: Any, prompt: list[int]) -> list[int]:
 
 @pytest.fixture(
     scope="module",
-    params=[pytest.param(name, marks=[] if name in EVERY_RUN else [pytest.mark.full]) for name in sorted(CHECKPOINTS)],
+    params=[
+        pytest.param(name, marks=[] if name in EVERY_RUN else [pytest.mark.full])
+        for name in (*sorted(CHECKPOINTS), "qwen3_moe+ct-blocks-weights-only")
+    ],
 )
 def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Case:
     return Case(request.param, tmp_path_factory.mktemp("checkpoint"))
