@@ -23,6 +23,7 @@ LEAST_VOCABULARY_IN = 2048  # inputs of a GEMM with a vocabulary, one row, that 
 LEAST_TUNED_BYTES = 16 << 20  # of one weight: such a GEMM takes 8 us on an H200, of which tiles decide 0.3
 FP8_FEW_ROWS = 64  # up to which FP8 weights' bytes decide
 FP8_ROWWISE = (9, 0)  # capability from which torch multiplies FP8 with a scale for each row
+FP8_BLOCK = (128, 128)  # outputs and inputs of a block that torch multiplies on Hopper
 FP8_ALIGNMENT = 16  # numbers that sizes of torch's `_scaled_mm` are multiples of
 INT4_FEW_ROWS = 256  # for which 4-bit weights become operands in registers; for more the weight is dequantized once
 CPU_ROWS = 64  # of kernels.cpp: with more, oneDNN (torch's) is as fast, and faster on processors with AMX
@@ -42,7 +43,7 @@ class LinearKey(NamedTuple):
     activation: str | None = None  # layers.config.Activation, of a gated weight
     unit_stride: bool = True  # the numbers of a row of x touch
     into: bool = False  # the result's rows may be apart, and in another GPU's memory: no norm, no epilogue
-    blocks: bool = False  # the weight has scales of blocks of outputs and inputs, not of outputs
+    block: tuple[int, int] | None = None  # outputs and inputs that a scale of the weight is for; None: one output
 
     @property
     def weights(self) -> int:
@@ -127,7 +128,12 @@ def _fp8_few(key: LinearKey, facts: DeviceFacts) -> bool:
 def _fp8_rowwise(key: LinearKey, facts: DeviceFacts) -> bool:
     serves = facts.capability is not None and facts.capability >= FP8_ROWWISE and key.dtype == torch.bfloat16
     aligned = key.size_out % FP8_ALIGNMENT == 0 and key.size_in % FP8_ALIGNMENT == 0
-    return _on_gpu(key, facts) and serves and aligned and not key.blocks
+    return _on_gpu(key, facts) and serves and aligned and key.block is None
+
+
+def _fp8_blocks(key: LinearKey, facts: DeviceFacts) -> bool:
+    is_whole = key.block == FP8_BLOCK and key.size_out % FP8_BLOCK[0] == 0 and key.size_in % FP8_BLOCK[1] == 0
+    return _on_gpu(key, facts) and facts.capability == (9, 0) and key.dtype == torch.bfloat16 and is_whole
 
 
 def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
@@ -170,7 +176,8 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
                 "fp8_few_rows", "bound by weights' bytes: epilogue inside, norm in the kernel that quantizes", _fp8_few
             ),
             _Row("scaled_mm", "many rows, scales of outputs: torch's", _fp8_rowwise),
-            _Row("fp8_many_rows", "many rows, scales of blocks, or sizes that torch does not take", _on_gpu),
+            _Row("scaled_mm_blocks", "many rows, blocks of 128 x 128: torch's, of CUDA 12.9 or later", _fp8_blocks),
+            _Row("fp8_many_rows", "many rows, other blocks, or sizes that torch does not take", _on_gpu),
             _Row("torch", "numbers become float32", _always),
         ),
         "int4": (

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import torch.nn.functional as F
 import triton
 import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
@@ -28,12 +29,13 @@ from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
-from minisgl_backend.kernels.linear.fp8_torch import Fp8Kernels
+from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
 from minisgl_backend.kernels.shared_memory import LARGEST as LARGEST_SHARED
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
+_BLOCKS_ALIGNMENT = 4  # blocks of inputs that rows of a weight's scales are multiples of in torch
 _MAX_SPLIT = 8
 PROMOTE = 256
 
@@ -48,6 +50,7 @@ class TritonFp8Kernels(Fp8Kernels):
         facts = plain.ops.facts
         self._num_sms = facts.multiprocessors
         self._kernel = linear_chooser("fp8", facts).kernel
+        self._torch_has_blocks = torch_has_blocks(device)
 
     def linear(
         self,
@@ -71,7 +74,7 @@ class TritonFp8Kernels(Fp8Kernels):
         size_out, size_in = weight.shape
         key = LinearKey(
             len(x), size_out, size_in, x.dtype, norm_weight is not None, bias is not None, residual is not None,
-            activation, blocks=block is not None,
+            activation, block=block,
         )  # fmt: skip
         kernel = self._kernel(key)
         if kernel == "fp8_few_rows":
@@ -83,18 +86,21 @@ class TritonFp8Kernels(Fp8Kernels):
             numbers, scales = quantize_tokens(x, norm_weight, eps, x_scale=x_scale)
         else:
             numbers, scales = quantize_groups(x, block[1], norm_weight, eps)
+        if kernel == "scaled_mm_blocks" and not self._torch_has_blocks:
+            kernel = "fp8_many_rows"
         if kernel == "scaled_mm":
             out = torch._scaled_mm(
                 numbers, weight.t(), scale_a=scales.unsqueeze(1), scale_b=scale.unsqueeze(0), out_dtype=x.dtype
             )
+        elif kernel == "scaled_mm_blocks":
+            out = scaled_mm_blocks(numbers, scales, weight, scale)
+        else:
+            out = many_rows.linear(numbers, scales, weight, scale, x.dtype, block=block, bias=bias, residual=residual)
+        if kernel != "fp8_many_rows":
             if bias is not None:
                 out += bias
             if residual is not None:
                 return residual.add_(out)
-        else:
-            out = many_rows.linear(
-                numbers, scales, weight, scale, x.dtype, block=block, bias=bias, residual=residual
-            )  # fmt: skip
         return out if activation is None else elementwise.activate_mul(out, activation, pdl)
 
     def moe(
@@ -117,6 +123,32 @@ class TritonFp8Kernels(Fp8Kernels):
             x, expert_ids, expert_weights, gate_up, gate_up_scale, down, down_scale, residual, activation, x_scales,
             blocks, pdl=self._plain.moe_pdl(x),
         )  # fmt: skip
+
+
+def scaled_mm_blocks(x: torch.Tensor, x_scale: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """torch's GEMM of FP8 in blocks of 128 x 128 and groups of 128, in bfloat16: cuBLAS 12.9 or later on Hopper. Both
+    sizes of the weight are whole blocks; x_scale's columns are contiguous."""
+    from torch.nn.functional import ScalingType, scaled_mm  # since torch 2.10
+
+    scale = F.pad(scale, (0, -scale.shape[1] % _BLOCKS_ALIGNMENT))  # nothing to do for most models
+    out: torch.Tensor = scaled_mm(
+        x, weight.t(), x_scale, ScalingType.BlockWise1x128, scale.t(), ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )  # fmt: skip
+    return out
+
+
+@cache
+def torch_has_blocks(device: torch.device) -> bool:
+    """Whether torch and its cuBLAS multiply blocks on this GPU, as a small GEMM says."""
+    one = torch.ones((128, 512), device=device).to(FP8)
+    try:
+        found = scaled_mm_blocks(
+            one, torch.ones((4, 128), device=device).t(), one, torch.ones((1, 4), device=device)
+        )  # fmt: skip
+        return bool((found == 512).all())
+    except (ImportError, RuntimeError, ValueError):
+        return False
 
 
 @dataclass(frozen=True)
@@ -143,13 +175,17 @@ def linear_shape(
     have a scale of their own."""
     padded = max(16, triton.next_power_of_2(rows))
     tile_out, tile_in, split = 64, 128 if gated and padded > 32 else 256, 1
+    most = num_sms * 4 / 5  # programs
     if block_in is not None:
-        tile_in = block_in
+        tile_in, most = block_in, num_sms * 3 / 2
     programs = triton.cdiv(size_out, tile_out)
-    while not gated and programs * split * 5 < num_sms * 4 and split < _MAX_SPLIT and size_in >= split * 4 * tile_in:
+    while not gated and programs * split < most and split < _MAX_SPLIT and size_in >= split * 4 * tile_in:
         split *= 2
+    if block_in is None:
+        deepest = 5 if split == 1 and tile_in == 256 else 3
+    else:
+        deepest = 3 if gated or padded > 16 else 4 if split > 1 else 6
     lines = tile_out * (2 if gated else 1) + padded
-    deepest = (5 if block_in is None or gated else 6) if split == 1 and (tile_in == 256 or block_in is not None) else 3
     stages = stages_that_fit(deepest, tile_in * lines, shared)
     return LinearShape(tile_out, tile_in, split, stages)
 

@@ -127,14 +127,17 @@ def test_tokens_are_quantized_as_by_torch() -> None:
         assert relative(grouped.float() * by_group.repeat_interleave(32, 1)[:, :100], normed) < 4e-2
 
 
-@pytest.mark.parametrize("kind", ["channels", "static", "blocks"])
-@pytest.mark.parametrize("tile_pairs", [16, 64])
+@pytest.mark.parametrize(
+    ("tile_pairs", "kind"),
+    [(16, "channels"), (16, "blocks"), (64, "static"), (64, "blocks"), (64, "blocks of tiles")],
+)
 def test_experts(tile_pairs: int, kind: str) -> None:
     """With weights as the left operand of the matrix units, and with pairs."""
     torch.manual_seed(1)
     experts, k, hidden, size, tokens = 4, 2, 96, 40, 7
     gate_up, down = torch.randn(experts, 2 * size, hidden) / 10, torch.randn(experts, hidden, size) / 6
-    blocks = ((8, 32), (16, 16)) if kind == "blocks" else None
+    tile_out, tile_in = (8, 16) if "tiles" in kind else (32, 32)
+    blocks = ((8, 32), (16, 16)) if "blocks" in kind else None
     x_scales = torch.tensor([0.01, 0.02]) if kind == "static" else None
     of_gate_up = quantize_outputs(gate_up) if blocks is None else in_blocks(gate_up, blocks[0])
     of_down = quantize_outputs(down) if blocks is None else in_blocks(down, blocks[1])
@@ -142,7 +145,7 @@ def test_experts(tile_pairs: int, kind: str) -> None:
     ids, shares = TorchPlainKernels(TorchOps()).route(torch.randn(tokens, experts), k, True)
     given = (x, ids, shares, *of_gate_up, *of_down, residual, "silu", x_scales, blocks)
     expected = Fp8Kernels(TorchOps()).moe(*given)
-    shape = MoeShape(tile_pairs, (32, 32, 4, 2), (32, 32, 4, 2))
+    shape = MoeShape(tile_pairs, (tile_out, tile_in, 4, 2), (tile_out, tile_in, 4, 2))
     assert relative(moe_fp8.moe(*given, shape=shape), expected) < 2e-3
 
 
