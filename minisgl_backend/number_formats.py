@@ -56,6 +56,12 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
                 "compressed-tensors": "minisgl_backend.weights.schemes.int4:read_compressed_tensors",
             },
         ),
+        "mxfp4": WeightFormat(
+            title="MXFP4 experts, as gpt-oss is published",
+            factory="minisgl_backend.weights.mxfp4:Mxfp4Factory",
+            capability=(8, 0),
+            readers={"mxfp4": "minisgl_backend.weights.schemes.mxfp4:read_mxfp4"},
+        ),
     }
 )
 # What the option `quantization` may be.

@@ -111,6 +111,40 @@ def write_fp8(source: Path, variant: str, quantized: Path, plain: Path) -> None:
     rewrite(source, config, quantized, plain, write)
 
 
+E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+MXFP4 = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head",
+    ],
+}  # fmt: skip
+
+
+def quantize_mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [..., outputs, inputs] -> blocks uint8 [..., outputs, blocks, 16] and scales uint8 [..., outputs, blocks],
+    by section 6.3 of the OCP's Microscaling Formats 1.0: a block's largest number has the exponent of E2M1's."""
+    blocks = weight.unflatten(-1, (-1, 32))
+    exponents = blocks.abs().amax(-1).clamp_min(1e-30).log2().floor() - 2
+    scaled = blocks / exponents.exp2().unsqueeze(-1)
+    numbers = (scaled.abs().unsqueeze(-1) - E2M1).abs().argmin(-1) + 8 * (scaled < 0)
+    packed = numbers[..., ::2] | numbers[..., 1::2] << 4
+    return packed.to(torch.uint8), (exponents + 127).to(torch.uint8)
+
+
+def write_mxfp4(source: Path, quantized: Path, plain: Path) -> None:
+    """As `write_fp8`, of gpt-oss, whose experts are dequantized by transformers' own function for it."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    def write(name: str, weight: torch.Tensor) -> tuple[Tensors, Tensors]:
+        if not name.endswith((".gate_up_proj", ".down_proj")):
+            return {name: weight}, {name: weight}
+        blocks, scales = quantize_mxfp4(weight.transpose(1, 2))
+        stored = {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        return stored, {name: convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)}
+
+    rewrite(source, MXFP4, quantized, plain, write)
+
+
 def is_linear(name: str) -> bool:
     return name.endswith(".weight") and name.split(".")[-2] in LINEAR
 

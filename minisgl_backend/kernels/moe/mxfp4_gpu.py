@@ -1,4 +1,4 @@
-"""Experts in MXFP4 on GPUs that multiply bfloat16 from registers (Hopper and later): which kernel computes how many."""
+"""Experts in MXFP4 on GPUs that multiply bfloat16: which kernel computes how many."""
 
 from __future__ import annotations
 

@@ -34,8 +34,9 @@ class OneTokenShape:
     num_warps: int
 
 
+# Measured best on an H100, 4 of 32 experts of 2,880 x 2,880.
 GATE_UP, DOWN = OneTokenShape(8, 32, 1), OneTokenShape(4, 32, 1)
-GATE_UP_PROGRAMS = 1600  # of all experts, at most: each finds its expert once, for a few tiles
+GATE_UP_PROGRAMS = 3200  # of all experts, at most: each finds its expert once, for a tile of gpt-oss or a few of others
 UP = tl.constexpr(2.0**60)  # of inputs
 EXACT = tl.constexpr(2.0**66)  # of sums: 126 - 60
 

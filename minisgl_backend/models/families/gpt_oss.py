@@ -63,6 +63,14 @@ def _experts(kind: str, stored: str) -> Stored:
     return Stored(name=stored, of=of, interleaved=True, transposed=kind == "weight")
 
 
+# As published, in MXFP4: rows of gate and up stay as they are, by turns.
+_MXFP4 = tuple(
+    Stored(name=f"mlp.experts.{name}_proj_{kind}", of=(f"mlp.experts.{name}_proj.{kind}",))
+    for name, kinds in (("gate_up", ("blocks", "scales", "bias")), ("down", ("blocks", "scales")))
+    for kind in kinds
+)
+
+
 FAMILY = Family(
     model_type="gpt_oss",
     read=read,
@@ -74,6 +82,7 @@ FAMILY = Family(
             _experts("bias", "mlp.experts.gate_up_proj_bias"),
             Stored(name="mlp.experts.down_proj", of=("mlp.experts.down_proj.weight",), transposed=True),
             Stored(name="mlp.experts.down_proj_bias", of=("mlp.experts.down_proj.bias",)),
+            *_MXFP4,
         )
     ),
 )
