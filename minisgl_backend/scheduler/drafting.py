@@ -20,6 +20,7 @@ from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.proposer import Proposer
 from minisgl_backend.step import DraftStats, StepPlan
 
+IDLE_S = 2e-3  # between a commit and the next plan
 SHADOWED = 4  # rows whose proposals are compared in a step, while there are no drafts
 
 
@@ -167,8 +168,9 @@ class Drafting:
         """A step has been committed."""
         now, (start, behind_another) = self._clock(), self._started.pop(plan.step)
         if not plan.prefill and len(plan.decode_rows):
-            seconds = now - max(start, self._last_end)
-            self._control.note_step(len(plan.decode_rows), seconds, overlapped=behind_another)
+            # What lies between two steps is part of them, but where nothing was to be done.
+            begin = self._last_end if start - self._last_end < IDLE_S else start
+            self._control.note_step(len(plan.decode_rows), now - begin, overlapped=behind_another)
         self._last_end = now
 
     def stats(self) -> DraftStats:

@@ -44,6 +44,7 @@ MORE_CELLS: dict[str, dict[str, Any]] = {
     "prompts first": {"cache_type": "naive", **CHUNKS, "mixed_prefill_length": 0},
     "captured": {**CHUNKS, **CAPTURED},
     "one at a time": {"max_running_requests": 1},
+    "two ranks": {"tp": 2, **CHUNKS, **CAPTURED},
 }
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -394,6 +395,8 @@ def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> Non
         entry = Logprobs(token_id=token, logprob=-0.25, rank=2, top_ids=(token + 1,), top=(-0.125,))
         times = {"first_token": now, "first_planned": now - 2.0} if number == 1 else {}
         detail = SequenceDetail(logprobs=entry, **times)
+        if number == 2:
+            detail = msgspec.structs.replace(detail, draft_tokens=8, accepted_draft_tokens=6)
         front.client.give((uid, token, LENGTH if number == 2 else 0), details={0: detail})
         sender.wait_chunks(number)
     sender.wait_end()
@@ -416,6 +419,8 @@ def test_everything_that_can_be_asked_beside_the_text(front: EngineFront) -> Non
     assert figures[0]["first_token_time_ns"] - figures[0]["first_scheduled_time_ns"] == pytest.approx(2e9, rel=0.2)
     assert figures[0]["last_token_time_ns"] <= figures[1]["last_token_time_ns"]
     assert [found["kv_cache_alloc_total_blocks"] for found in figures] == [1, 1]
+    drafts = ("total_draft_tokens", "total_accepted_draft_tokens", "acceptance_rate")
+    assert [[found[name] for name in drafts] for found in figures] == [[0, 0, 0], [8, 6, 0.75]]
     assert first == {
         **counts,
         "finish_reason": ["None"],

@@ -14,6 +14,7 @@ import pytest
 from minisgl_backend.delivery.responder import LatencyRecorder
 from minisgl_backend.ipc.histogram import CANCELLATION_BOUNDS_S
 from minisgl_backend.ipc.messages import HistogramCounts, Stats
+from minisgl_backend.step import DraftStats
 
 
 class Page:
@@ -94,6 +95,27 @@ def stats_of(generated: float, running: float, cancelled: int = 0) -> Any:
     counts[0] = cancelled
     seconds = HistogramCounts(counts=tuple(counts), sum=0.001 * cancelled)
     return Stats(values=values, histograms={"cancellation_seconds": seconds})
+
+
+def test_drafts_are_counted_by_position_from_the_first_on(reporter: Any, page: Page) -> None:
+    engine = reporter._engine
+
+    def with_drafts(*counts: float) -> Any:
+        stats = stats_of(0, 0)
+        speculation = DraftStats(int(counts[0]), drafted=(30, 20), accepted=(18, 9)) if counts else DraftStats()
+        return msgspec.structs.replace(stats, values=stats.values | speculation.values())
+
+    engine.report([with_drafts(), with_drafts()])
+    assert not any("draft" in family for family in page.families)
+    engine.report([with_drafts(30), with_drafts()])
+    engine.report([with_drafts(30), with_drafts(30)])
+    assert page.values["minisgl_drafts_total",] == 60
+    assert page.values["minisgl_draft_tokens_total", "2"] == 40
+    assert page.values["minisgl_accepted_draft_tokens_total", "1"] == 36
+    assert ("minisgl_draft_tokens_total", "3") not in page.values
+    del engine
+    reporter.start()
+    reporter.stop()
 
 
 def test_tenants_have_series_of_their_own_as_long_as_they_are_few(reporter: Any, page: Page) -> None:
