@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     config = {"method": "ngram", "num_speculative_tokens": options.drafts}
     environment = Environment(overlap=True, log_level="WARNING", flashinfer_tensor_cores=None)
-    shared: dict[str, Any] = {"max_running_requests": 64, "num_pages": 8192, "attention_backend": options.backend}
+    shared: dict[str, Any] = {"max_running_requests": 64, "attention_backend": options.backend}
     with tempfile.TemporaryDirectory() as folder:
         model = str(make_folder(options.shape, Path(folder)))
         with LLM(model, environment=environment, dummy_weights=True, speculative_config=config, **shared) as llm:
