@@ -8,7 +8,7 @@ cache, and multiplied by cuBLAS.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import gcd
 
@@ -31,8 +31,8 @@ class Int4Shape:
 
     tile_out: outputs of a program, after gating. rows: of a program. x_first: x is the left operand of the tensor
     core's product, of 16 rows at least; else the weight is, of which four warps take 64 rows at least, with Hopper's
-    instructions. scaled: weights are scaled, not sums. early: blocks of weights loaded before the kernel waits for the
-    one before it.
+    instructions. scaled: weights are scaled, not sums. early: steps of weights loaded before the kernel waits for the
+    one before it. step: words of an output at once, at most those of a plane; fewer need less shared memory.
     """
 
     tile_out: int
@@ -43,6 +43,7 @@ class Int4Shape:
     x_first: bool = False
     scaled: bool = False
     early: int = 0
+    step: int = 32
 
 
 @cache
@@ -50,21 +51,33 @@ def int4_shape(
     rows: int, size_out: int, size_in: int, gated: bool, num_sms: int = 132, shared: int = LARGEST
 ) -> Int4Shape:
     """size_out: after gating. shared: bytes of shared memory that a program may have."""
-    if rows <= 16:
-        tile, tile_rows, num_warps = 64, LEAST_ROWS if rows <= 8 else 16, 2
-    else:
-        tile, tile_rows, num_warps = 128, min(128, triton.next_power_of_2(rows)), 4
-    tile_out = tile // 2 if gated else tile
-    programs, split = triton.cdiv(size_out, tile_out), 1
-    while rows <= 64 and programs * split < 3 * num_sms and split < 8 and size_in // (split * 2) >= 512:
+    cut = _measured(rows, size_out, gated)
+    tile = cut.tile_out * 2 if gated else cut.tile_out
+    programs, split = triton.cdiv(size_out, cut.tile_out), 1
+    most = 8 if rows <= 8 else 4
+    while rows <= 64 and programs * split < 6 * num_sms and split < most and size_in // (split * 2) >= 512:
         split *= 2
-    num_stages = max(1, min(4, shared // stage_bytes(tile, tile_rows)))
-    return Int4Shape(tile_out, tile_rows, split, num_warps, num_stages, scaled=rows > 32)
+    num_stages = max(1, min(cut.num_stages, shared // stage_bytes(tile, cut.rows, cut.step)))
+    return replace(cut, split=1 if gated else split, num_stages=num_stages)
 
 
-def stage_bytes(tile: int, rows: int) -> int:
-    """Shared memory of a block of 256 inputs: of `tile` outputs in 4 bits, and of x in 16."""
-    return 256 * (tile // 2 + 2 * rows)
+def _measured(rows: int, size_out: int, gated: bool) -> Int4Shape:
+    """The best on an H100, of Qwen3-14B's weights."""
+    half = 2 if gated else 1
+    if rows <= 8:
+        return Int4Shape(64 // half, LEAST_ROWS, 1, 2, 4)
+    if rows <= 16:
+        return Int4Shape(64, 16, 1, 4, 4, x_first=True) if gated else Int4Shape(64, 16, 1, 2, 4)
+    if rows <= 32:
+        return Int4Shape(64 // half, 32, 1, 2, 4, step=16)
+    if rows <= 64:
+        return Int4Shape(64 // half, 64, 1, 2, 3, scaled=True, step=16)
+    return Int4Shape(128 // half, 64, 1, 4, 3, scaled=True)
+
+
+def stage_bytes(tile: int, rows: int, step: int) -> int:
+    """Shared memory of a step: of `tile` outputs in 4 bits, and of x in 16."""
+    return PLANES * step * (tile // 2 + 2 * rows)
 
 
 def linear(
@@ -84,7 +97,7 @@ def linear(
     size_out = weight.size_out // 2 if gated else weight.size_out
     shape = shape or int4_shape(rows, size_out, size_in, gated, num_sms, shared_memory(x.device))
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
-    block = PLANES * weight.plane
+    step, block = min(shape.step, weight.plane), PLANES * weight.plane
     row_tiles = triton.cdiv(rows, shape.rows)
     split = 1 if row_tiles > 1 else min(shape.split, workspace.max_split)
     part = triton.cdiv(triton.cdiv(size_in, split), block) * block
@@ -93,11 +106,11 @@ def linear(
         x, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros,
         x if bias is None else bias, x if residual is None else residual, out, workspace.partial, workspace.counters,
         rows, x.stride(0), SIZE_OUT=size_out, SIZE_IN=size_in, WORDS=weight.words.shape[-1], GROUP=weight.group,
-        PLANE=weight.plane, TOGETHER=planes_together(weight), PART=part, SPLIT=split, ROWS=shape.rows,
-        TILE_OUT=shape.tile_out, X_FIRST=shape.x_first, SCALED=shape.scaled, EARLY=min(shape.early, part // block),
-        ZEROS=weight.zeros is not None, MIDDLE=MIDDLE, BIAS=bias is not None, RESIDUAL=residual is not None,
-        GATED=gated, ACTIVATION=activation, ASM=uses_assembly(x), num_warps=shape.num_warps,
-        num_stages=shape.num_stages, **pdl_options(pdl),
+        PLANE=weight.plane, STEP=step, TOGETHER=planes_together(weight), PART=part // PLANES, SPLIT=split,
+        ROWS=shape.rows, TILE_OUT=shape.tile_out, X_FIRST=shape.x_first, SCALED=shape.scaled,
+        EARLY=min(shape.early, part // (PLANES * step)), ZEROS=weight.zeros is not None, MIDDLE=MIDDLE,
+        BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gated, ACTIVATION=activation,
+        ASM=uses_assembly(x), num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return out
 
@@ -112,29 +125,38 @@ def uses_assembly(x: torch.Tensor) -> bool:
 
 
 @triton.jit
-def scales_of(scales_ptr, zeros_ptr, row, ok, first, SIZE_OUT, GROUP: tl.constexpr, PLANE: tl.constexpr,
-               TOGETHER: tl.constexpr, ZEROS: tl.constexpr):  # fmt: skip
-    """Of the block that begins with input `first`: a scale and a zero point [outputs] for each TOGETHER planes."""
+def scales_of(
+    scales_ptr, zeros_ptr, row, ok, at, SIZE_OUT, GROUP: tl.constexpr, PLANE: tl.constexpr, TOGETHER: tl.constexpr,
+    ZEROS: tl.constexpr,
+):  # fmt: skip
+    """Of the block that word `at` of an output belongs to: a scale and a zero point [outputs] for each TOGETHER
+    planes."""
+    first = at // PLANE * (8 * PLANE)
     found: tl.tuple = ()
     for chunk in tl.static_range(8 // TOGETHER):
-        at = ((first + chunk * TOGETHER * PLANE) // GROUP) * SIZE_OUT + row
-        scale = tl.load(scales_ptr + at, mask=ok, other=0.0)
+        place = ((first + chunk * TOGETHER * PLANE) // GROUP) * SIZE_OUT + row
+        scale = tl.load(scales_ptr + place, mask=ok, other=0.0)
         if ZEROS:
-            found += ((scale, tl.load(zeros_ptr + at, mask=ok, other=0)),)
+            found += ((scale, tl.load(zeros_ptr + place, mask=ok, other=0)),)
         else:
             found += ((scale, scale),)
     return found
 
 
 @triton.jit
-def block_product(
-    acc, words, odd, scales, x_rows, r_ok, first, SIZE_IN: tl.constexpr, PLANE: tl.constexpr, TOGETHER: tl.constexpr,
-    X_FIRST: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr, ASM: tl.constexpr,
+def step_product(
+    acc, words, odd, scales, x_rows, r_ok, at, SIZE_IN: tl.constexpr, PLANE: tl.constexpr, STEP: tl.constexpr,
+    TOGETHER: tl.constexpr, X_FIRST: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr,
+    ASM: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products with one block of weights."""
-    c = tl.arange(0, PLANE)
+    """Adds the products with STEP words of each output, from word `at` on."""
+    c = tl.arange(0, STEP)
     DTYPE: tl.constexpr = x_rows.dtype.element_ty
     c_tile = tl.broadcast_to(c[:, None] if X_FIRST else c[None, :], words.shape)
+    if STEP == PLANE:
+        first = at * 8
+    else:
+        first = tl.multiple_of(at // PLANE * (8 * PLANE) + at % PLANE, STEP)
     for chunk in tl.static_range(8 // TOGETHER):
         scale = scales[chunk][0]
         if ZEROS:
@@ -170,9 +192,8 @@ def block_product(
 
 
 @triton.jit
-def words_of(rows, c, ok, first, PLANE: tl.constexpr, ASM: tl.constexpr):
-    """The block of words behind input `first`, and those next to them: see `planes`."""
-    at = first // 8
+def words_of(rows, c, ok, at, ASM: tl.constexpr):
+    """Words `at` + c of the outputs that begin at `rows`, and those next to them: see `planes`."""
     if ASM:
         words = tl.load(rows + at + c, mask=ok, other=0)
         return words, words
@@ -185,15 +206,15 @@ def _linear_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, bias_ptr, residual_ptr, out_ptr, partial_ptr, counters_ptr, rows,
     x_stride,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, PLANE: tl.constexpr,
-    TOGETHER: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr, TILE_OUT: tl.constexpr,
-    X_FIRST: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr,
-    BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ASM: tl.constexpr,
-    PDL: tl.constexpr,
+    STEP: tl.constexpr, TOGETHER: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
+    TILE_OUT: tl.constexpr, X_FIRST: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, ZEROS: tl.constexpr,
+    MIDDLE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    """PART: words of an output that a program takes."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     tile, split = tl.program_id(1), tl.program_id(2)
-    BLOCK: tl.constexpr = 8 * PLANE
     TILE: tl.constexpr = 2 * TILE_OUT if GATED else TILE_OUT
     WIDTH: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
     # One product for both halves: the first TILE_OUT are gate rows, the others the same up rows.
@@ -203,7 +224,7 @@ def _linear_kernel(
     row = column + j // TILE_OUT * SIZE_OUT
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     r_ok = r < rows
-    c = tl.arange(0, PLANE)
+    c = tl.arange(0, STEP)
     word_rows = words_ptr + row.to(tl.int64) * WORDS
     if X_FIRST:
         word_rows, word_c, word_ok = word_rows[None, :], c[:, None], column_ok[None, :]
@@ -213,36 +234,34 @@ def _linear_kernel(
         acc = tl.zeros([TILE, ROWS], tl.float32)
     x_rows = x_ptr + r.to(tl.int64)[:, None] * x_stride
     begin = split * PART
-    end = tl.minimum(begin + PART, WORDS * 8)
+    end = tl.minimum(begin + PART, WORDS)
     early: tl.tuple = ()
-    for block in tl.static_range(EARLY):
-        first = begin + block * BLOCK
-        words, odd = words_of(word_rows, word_c, word_ok & (word_c * 0 + first < end), first, PLANE, ASM)
-        scales = scales_of(
-            scales_ptr, zeros_ptr, row, column_ok & (j * 0 + first < end), first, WIDTH, GROUP, PLANE, TOGETHER, ZEROS
-        )
-        early += ((words, odd, scales),)
-    first = begin + EARLY * BLOCK
+    for step in tl.static_range(EARLY):
+        at = begin + step * STEP
+        words, odd = words_of(word_rows, word_c, word_ok & (word_c * 0 + at < end), at, ASM)
+        ok = column_ok & (j * 0 + at < end)
+        early += ((words, odd, scales_of(scales_ptr, zeros_ptr, row, ok, at, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)),)
+    at = begin + EARLY * STEP
     scales = scales_of(
-        scales_ptr, zeros_ptr, row, column_ok & (j * 0 + first < end), first, WIDTH, GROUP, PLANE, TOGETHER, ZEROS
+        scales_ptr, zeros_ptr, row, column_ok & (j * 0 + at < end), at, WIDTH, GROUP, PLANE, TOGETHER, ZEROS
     )
     if PDL:
         tl_cuda.gdc_wait()
-    for first in tl.range(begin + EARLY * BLOCK, end, BLOCK):
-        words, odd = words_of(word_rows, word_c, word_ok, first, PLANE, ASM)
-        after = first + BLOCK
-        # The next block's scales are on their way while this one's are used.
-        following = scales_of(
-            scales_ptr, zeros_ptr, row, column_ok & (j * 0 + after < end), after, WIDTH, GROUP, PLANE, TOGETHER, ZEROS
-        )
-        acc = block_product(
-            acc, words, odd, scales, x_rows, r_ok, first, SIZE_IN, PLANE, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE, ASM
-        )
+    for at in tl.range(begin + EARLY * STEP, end, STEP):
+        words, odd = words_of(word_rows, word_c, word_ok, at, ASM)
+        # The next step's scales are on their way while this one's are used.
+        after = at + STEP
+        after_ok = column_ok & (j * 0 + after < end)
+        following = scales_of(scales_ptr, zeros_ptr, row, after_ok, after, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
+        acc = step_product(
+            acc, words, odd, scales, x_rows, r_ok, at, SIZE_IN, PLANE, STEP, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE,
+            ASM,
+        )  # fmt: skip
         scales = following
-    for block in tl.static_range(EARLY):
-        acc = block_product(
-            acc, early[block][0], early[block][1], early[block][2], x_rows, r_ok, begin + block * BLOCK, SIZE_IN,
-            PLANE, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE, ASM,
+    for step in tl.static_range(EARLY):
+        acc = step_product(
+            acc, early[step][0], early[step][1], early[step][2], x_rows, r_ok, begin + step * STEP, SIZE_IN, PLANE,
+            STEP, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE, ASM,
         )  # fmt: skip
     if X_FIRST:
         acc = tl.trans(acc)

@@ -15,7 +15,7 @@ from minisgl_backend.kernels.moe import int4 as moe_int4
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
-SCRATCH_BYTES = 32 << 20  # of a dequantized part of a weight: the L2 cache of an H100 has 50 MB
+SCRATCH_BYTES = 128 << 20  # of a dequantized part of a weight: with less, parts are too small for cuBLAS
 _TILE_OUT = 32
 
 
@@ -145,12 +145,11 @@ def _dequantize_kernel(
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
     row = start + tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     ok = row < stop
-    first = tl.program_id(0) * (8 * PLANE)
+    at = tl.program_id(0) * PLANE
     c = tl.arange(0, PLANE)
-    words, odd = int4.words_of(
-        words_ptr + row.to(tl.int64)[:, None] * WORDS, c[None, :], ok[:, None], first, PLANE, ASM
-    )
-    scales = int4.scales_of(scales_ptr, zeros_ptr, row, ok, first, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
+    word_rows = words_ptr + row.to(tl.int64)[:, None] * WORDS
+    words, odd = int4.words_of(word_rows, c[None, :], ok[:, None], at, ASM)
+    scales = int4.scales_of(scales_ptr, zeros_ptr, row, ok, at, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
     c_tile = tl.broadcast_to(c[None, :], words.shape)
     out_rows = out_ptr + (row - start).to(tl.int64)[:, None] * SIZE_IN
     for chunk in tl.static_range(8 // TOGETHER):
@@ -161,5 +160,5 @@ def _dequantize_kernel(
             zero = packed_zero(tl.full(words.shape, MIDDLE, tl.int32), DTYPE, ASM)
         weights = planes(words, odd, c_tile, zero, scale, DTYPE, True, ASM)
         for plane in tl.static_range(chunk * TOGETHER, (chunk + 1) * TOGETHER):
-            i = first + plane * PLANE + c
+            i = at * 8 + plane * PLANE + c
             tl.store(out_rows + i[None, :], weights[plane], mask=ok[:, None] & (i < SIZE_IN)[None, :])

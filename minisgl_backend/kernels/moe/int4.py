@@ -17,9 +17,9 @@ from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.elementwise import combine
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear.int4 import (
-    block_product,
     planes_together,
     scales_of,
+    step_product,
     uses_assembly,
     words_of,
 )
@@ -38,6 +38,7 @@ class Int4Cut:
     num_stages: int
     x_first: bool = False
     scaled: bool = False
+    step: int = 32
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,17 @@ class Int4MoeShape:
     down: Int4Cut
 
 
-FEW = Int4MoeShape(few_tokens.SLOTS, Int4Cut(32, 2, 4), Int4Cut(64, 2, 4))
+ONE = Int4MoeShape(few_tokens.SLOTS, Int4Cut(32, 2, 4), Int4Cut(64, 2, 4))
+FEW = Int4MoeShape(few_tokens.SLOTS, Int4Cut(32, 2, 3), Int4Cut(64, 2, 3))
+_WIDE = (Int4Cut(64, 4, 2, scaled=True), Int4Cut(128, 4, 2, scaled=True))
 
 
 def moe_shape(pairs: int, num_experts: int) -> Int4MoeShape:
-    """By the pairs of an expert."""
+    """The best on an H100 (128 experts of 2,048 x 768), by the pairs of an expert."""
     mean = pairs / num_experts
     if mean <= 12:
         return FEW
-    if mean <= 48:
-        return Int4MoeShape(32, Int4Cut(64, 4, 3, scaled=True), Int4Cut(128, 4, 3, scaled=True))
-    return Int4MoeShape(64, Int4Cut(64, 4, 3, scaled=True), Int4Cut(128, 4, 3, scaled=True))
+    return Int4MoeShape(32 if mean <= 96 else 64, *_WIDE)
 
 
 def moe(
@@ -96,7 +97,7 @@ def mixture(
     eps: float = 0.0,
     residual: torch.Tensor | None = None,
     activation: str = "silu",
-    shape: Int4MoeShape = FEW,
+    shape: Int4MoeShape | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """The contract is `PlainKernels.mixture`'s, for up to MAX_FEW_TOKENS tokens."""
@@ -104,6 +105,7 @@ def mixture(
     normed, plan = few_tokens.route(
         x, router, k, renormalize, workspace, norm_weight=norm_weight, eps=eps, bias=router_bias, pdl=pdl
     )
+    shape = shape or (ONE if len(x) == 1 else FEW)
     result = _products(normed, plan, plan.weights, gate_up, down, k, len(x) * k, shape, activation, pdl)
     return combine(result, k, residual, pdl)
 
@@ -138,6 +140,7 @@ def _products(
             source, weight.words, weight.scales, weight.words if weight.zeros is None else weight.zeros, out,
             *arguments, pair_weights, source.stride(0), K=k, PLAN=kind, SIZE_OUT=size_out, SIZE_IN=weight.size_in,
             WORDS=weight.words.shape[-1], GROUPS=weight.scales.shape[-2], GROUP=weight.group, PLANE=weight.plane,
+            STEP=min(cut.step, weight.plane),
             TOGETHER=planes_together(weight), ROWS=shape.tile_pairs, TILE_OUT=cut.tile_out, X_FIRST=cut.x_first,
             SCALED=cut.scaled, ZEROS=weight.zeros is not None, MIDDLE=MIDDLE, GATED=gated,
             ACTIVATION=activation if gated else None, ASM=uses_assembly(x), num_warps=cut.num_warps,
@@ -181,9 +184,9 @@ def _experts_kernel(
     x_ptr, words_ptr, scales_ptr, zeros_ptr, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, pair_weights_ptr,
     x_stride,
     K: tl.constexpr, PLAN: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, WORDS: tl.constexpr,
-    GROUPS: tl.constexpr, GROUP: tl.constexpr, PLANE: tl.constexpr, TOGETHER: tl.constexpr, ROWS: tl.constexpr,
-    TILE_OUT: tl.constexpr, X_FIRST: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr,
-    GATED: tl.constexpr, ACTIVATION: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    GROUPS: tl.constexpr, GROUP: tl.constexpr, PLANE: tl.constexpr, STEP: tl.constexpr, TOGETHER: tl.constexpr,
+    ROWS: tl.constexpr, TILE_OUT: tl.constexpr, X_FIRST: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr,
+    MIDDLE: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """GATED: activation(x @ gate.T) * (x @ up.T), of the pair's token. Else: of the pair, and times its weight."""
     if PDL:
@@ -197,14 +200,13 @@ def _experts_kernel(
     expert, pair, ok, place = _pairs_of(order_ptr, expert_ptr, first_ptr, end_ptr, PLAN, K, ROWS)
     if expert < 0:
         return
-    BLOCK: tl.constexpr = 8 * PLANE
     TILE: tl.constexpr = 2 * TILE_OUT if GATED else TILE_OUT
     WIDTH: tl.constexpr = 2 * SIZE_OUT if GATED else SIZE_OUT
     j = tl.arange(0, TILE)
     column = tl.program_id(1) * TILE_OUT + j % TILE_OUT
     column_ok = column < SIZE_OUT
     row = column + j // TILE_OUT * SIZE_OUT
-    c = tl.arange(0, PLANE)
+    c = tl.arange(0, STEP)
     word_rows = words_ptr + (expert * WIDTH + row) * WORDS
     if X_FIRST:
         word_rows, word_c, word_ok = word_rows[None, :], c[:, None], column_ok[None, :]
@@ -219,14 +221,15 @@ def _experts_kernel(
     x_rows = x_ptr + source.to(tl.int64)[:, None] * x_stride
     if PDL and PLAN != "sorted" and not GATED:
         tl_cuda.gdc_wait()
-    for first in tl.range(0, WORDS * 8, BLOCK):
-        words, odd = words_of(word_rows, word_c, word_ok, first, PLANE, ASM)
-        after = first + BLOCK
-        after_ok = column_ok & (j * 0 + after < WORDS * 8)
+    for at in tl.range(0, WORDS, STEP):
+        words, odd = words_of(word_rows, word_c, word_ok, at, ASM)
+        after = at + STEP
+        after_ok = column_ok & (j * 0 + after < WORDS)
         following = scales_of(scales_ptr, zeros_ptr, row, after_ok, after, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
-        acc = block_product(
-            acc, words, odd, scales, x_rows, ok, first, SIZE_IN, PLANE, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE, ASM
-        )
+        acc = step_product(
+            acc, words, odd, scales, x_rows, ok, at, SIZE_IN, PLANE, STEP, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE,
+            ASM,
+        )  # fmt: skip
         scales = following
     if X_FIRST:
         acc = tl.trans(acc)
