@@ -1,8 +1,8 @@
-"""Sliding windows through the whole engine against transformers: the same tokens however the engine is run.
+"""Sliding windows and latents (MLA) through the whole engine against transformers: the same tokens however it is run.
 
 Prompts of about 150 tokens over windows of 24 and less, in the cells of the gauge's matrix that a short run samples,
-Mistral in a few more (four ranks, chunks that end within a page, few pages that are large); with `--full` Mistral in
-every cell, with `--full-matrix` all of them.
+Mistral in a few more (four ranks, chunks that end within a page, few pages that are large); with `--full` Mistral and a
+model with latents in every cell, with `--full-matrix` all of them.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from tests.parity.checkpoints import VOCAB_SIZE, reference_model, save_checkpoin
 
 MISTRAL = "mistral-window"
 NAMES = (MISTRAL, "qwen2-windows-above", "qwen3-windows-between")
+LATENT = "deepseek_v3-one-group"  # with --full
 INTERPRETED = "qwen3-windows-between"  # whose kernels run in every run: with windows and without
 MORE_CELLS = ("chunk-100", "starved-page-64-naive", "tp-4")  # of Mistral, in every run
 MAX_SEQ_LEN = 320
@@ -74,17 +75,18 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return Case(request.param, tmp_path_factory.mktemp("checkpoint"))
 
 
-def is_short(cell: Cell) -> bool:
-    return cell.sampled or cell.name in MORE_CELLS
+def is_short(name: str, cell: Cell) -> bool:
+    return name != LATENT and (cell.sampled or cell.name in MORE_CELLS)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "cell" in metafunc.fixturenames:
         whole = metafunc.config.getoption("--full-matrix")
         pairs = [(name, cell) for name in NAMES for cell in CELLS if whole or name == MISTRAL or cell.sampled]
+        pairs += [(LATENT, cell) for cell in CELLS]
         rows = [
             pytest.param(
-                name, cell, id=f"{name}-{cell.name}", marks=[] if is_short(cell) or whole else [pytest.mark.full]
+                name, cell, id=f"{name}-{cell.name}", marks=[] if is_short(name, cell) or whole else [pytest.mark.full]
             )
             for name, cell in pairs
         ]
@@ -93,7 +95,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         interpreted = metafunc.function is test_interpreted_kernels
         rows = [
             pytest.param(name, marks=[pytest.mark.full] if interpreted and name != INTERPRETED else [])
-            for name in NAMES
+            for name in (*NAMES, *([LATENT] if interpreted else []))
         ]
         metafunc.parametrize("case", rows, indirect=True, scope="module")
 

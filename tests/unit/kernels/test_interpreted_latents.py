@@ -45,9 +45,9 @@ def expected_of(case: LatentCase, q: torch.Tensor, num_queries: int) -> torch.Te
     [
         ([1], 1, 4, 1, LatentDecodeShape(16, 16, 4, 2, 3)),
         ([3, 1, 1, 33], 16, 20, 1, LatentDecodeShape(16, 32, 4, 2, 1)),
-        ([200, 3, 64, 65, 1, 128], 64, 4, 1, LatentDecodeShape(16, 32, 4, 2, 5)),
+        ([130, 3, 64, 65, 1], 64, 4, 1, LatentDecodeShape(16, 32, 4, 2, 5)),
         ([40] * 5, 16, 6, 3, LatentDecodeShape(16, 16, 4, 2, 4, halves=2)),
-        ([150, 150], 8, 3, 2, LatentDecodeShape(16, 16, 4, 2, 100)),
+        ([90, 90], 8, 3, 2, LatentDecodeShape(16, 16, 4, 2, 100)),
     ],
 )
 def test_decode(lengths: list[int], page_size: int, heads: int, queries: int, shape: LatentDecodeShape) -> None:
@@ -63,11 +63,10 @@ def test_decode(lengths: list[int], page_size: int, heads: int, queries: int, sh
     torch.testing.assert_close(found, expected_of(case, q, queries), atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("piece_tokens", [1000, 50, 7])
+@pytest.mark.parametrize(("page_size", "piece_tokens"), [(1, 50), (16, 1000), (16, 17)])
 def test_prefill(page_size: int, piece_tokens: int) -> None:
     """Prompts, chunks behind a prefix and single tokens, expanded at once or in pieces."""
-    kv_lens, q_lens = [40, 61, 5, 90], [40, 20, 1, 33]
+    kv_lens, q_lens = [20, 41, 5], [20, 18, 1]
     case = LatentCase(HEADS, 2, kv_lens, page_size)
     q = case.queries(sum(q_lens))
     results = []
@@ -87,7 +86,7 @@ def test_prefill(page_size: int, piece_tokens: int) -> None:
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("page_size", [16])
 def test_store(page_size: int) -> None:
     case = LatentCase(HEADS, 5, [30, 20], page_size)
     count, rank, rope = 7, HEADS.rank, HEADS.rope_dim

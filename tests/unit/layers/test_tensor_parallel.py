@@ -126,7 +126,7 @@ ON_TWO += ["ernie4_5", "exaone4", "ministral", "olmo3-yarn-mha", "seed_oss", "sm
 ON_TWO += ["cohere", "cohere2", "glm4_moe-groups", "minimax_m2", "ernie4_5_moe", "dots1"]
 ON_TWO += ["arcee", "nemotron", "starcoder2", "olmoe", "granitemoe", "glm", "gemma", "solar_open", "exaone_moe"]
 ON_TWO += ["gpt_oss", "stablelm", "jais2", "granitemoeshared"]
-ON_TWO += ["deepseek_v2-lite", "deepseek_v3", "glm4_moe_lite"]
+ON_TWO += ["deepseek_v3"]
 ON_FOUR = ["mistral", "qwen2-tied", "qwen3_moe"]  # two KV heads, each on two ranks
 
 
