@@ -42,7 +42,7 @@ class LatentCase:
         weight *= heads.rank**-0.5
         flat = weight.view(-1, heads.rank)
         projection = LatentProjection(
-            weight=weight, expand_into=lambda latents, out: torch.mm(latents, flat.t(), out=out)
+            weight=weight, v_dim=heads.v_dim, expand_into=lambda latents, out: torch.mm(latents, flat.t(), out=out)
         )
         self.layer = self.spec.layer(0, pool.layer(0), latent=projection)
 

@@ -29,6 +29,7 @@ class LatentProjection:
     """What computes keys and values of this rank's heads from latents: kv_b_proj of one layer."""
 
     weight: torch.Tensor  # [num_q_heads, nope_dim + v_dim, rank]
+    v_dim: int
     # Latents [n, rank] and a tensor [n, num_q_heads * (nope_dim + v_dim)] that is filled, head for head: key, value.
     expand_into: Callable[[torch.Tensor, torch.Tensor], None]
 

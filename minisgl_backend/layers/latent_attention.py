@@ -78,6 +78,7 @@ class LatentAttention(AttentionBlock):
         weight = self.kv_b_proj.dequantized().to(self._dtype)
         projection = LatentProjection(
             weight=weight.view(self._num_heads, -1, weight.shape[1]),
+            v_dim=self._config.v_head_dim,
             expand_into=lambda latents, out: self._kernels.linear_into(latents, weight, out),
         )
         self._layer = spec.layer(self._layer_index, pool.layer(self._layer_index), latent=projection)

@@ -127,6 +127,9 @@ class _NotedLinear(LinearMethod):
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         self._notes.linear(self.path, self._format, LinearKey(len(x), *self.spec.shape, x.dtype, into=True))
 
+    def dequantized(self) -> torch.Tensor:
+        return self.weight
+
     def weight_parts(self) -> list[WeightPart]:
         return []
 
@@ -256,7 +259,7 @@ class _NoAttention(ForwardContext):
     """Attention has no weights but those around it."""
 
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:
-        return q
+        return q if layer.latent is None else q.new_empty(*q.shape[:2], layer.latent.v_dim)
 
     def fuses_rope(self, layer: AttentionLayer) -> bool:
         return True

@@ -56,6 +56,7 @@ def test_automatic_choice(capability: int | None, missing: tuple[str, ...], pair
     [
         ("auto", None, ("torch", "torch"), 16),
         ("auto", 80, ("triton", "triton"), 64),
+        ("auto", 90, ("fa", "flashmla"), 64),
         ("triton,flashmla", 90, ("triton", "flashmla"), 64),
         ("fa", 90, ("fa", "fa"), 64),
     ],

@@ -52,3 +52,9 @@ def test_a_mixture_has_the_kernels_around_it_inside() -> None:
 def test_processors(own_kernels: bool, expected: str) -> None:
     facts = replace(DeviceFacts.cpu(), own_kernels=own_kernels)
     assert kernels(ModelConfig.from_dicts(SHAPES["llama-3.2-1b"], {}), facts)["mlp.down_proj", "residual"] == expected
+
+
+def test_projections_around_latents_have_kernels() -> None:
+    found = kernels(ModelConfig.from_dicts(SHAPES["deepseek-v2-lite"], {}))
+    assert ("self_attn.q_proj+kv_a_proj_with_mqa", "norm") in found
+    assert any(path == "self_attn.o_proj" for path, _ in found)
