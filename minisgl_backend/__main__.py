@@ -240,6 +240,7 @@ def check(
     from minisgl_backend.engine.build import resolve_options
     from minisgl_backend.host.model_check import check_tokenizer
     from minisgl_backend.host.settings import read_engine_config
+    from minisgl_backend.runner.start.kernel_report import kernel_names
     from minisgl_backend.runner.start.memory import memory_of
     from minisgl_backend.weights.files import Checkpoint
 
@@ -262,6 +263,8 @@ def check(
     table.add_row("vocabulary", f"{model.vocab_size} tokens")
     schemes = model.quantization.with_option(config.quantization).schemes
     table.add_row("number format of weights", "; ".join(map(str, schemes)) or f"plain: {runtime.dtype}")
+    if model.implementation == "native" and not null:
+        table.add_row("kernels of weights", f"{kernel_names(config, model, runtime.dtype)} (minisgl kernels says when)")
     for spec in dataclasses.fields(runtime):
         if spec.name != "config":
             value = getattr(runtime, spec.name)

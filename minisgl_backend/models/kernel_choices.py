@@ -41,6 +41,7 @@ META = torch.device("meta")
 ROWS = (1, 8, 64, 256, 4096)  # of a step: three decode batches and two with prompts
 MOST_LOGITS = 256  # rows of a step that want logits: of a prompt one does
 _PAGE_SIZE = 64
+Block = tuple[int, int] | None  # see LinearKey
 
 
 @dataclass(frozen=True)
@@ -98,9 +99,9 @@ def _in_layer(path: str) -> str:
 
 
 class _NotedLinear(LinearMethod):
-    def __init__(self, spec: LinearSpec, notes: _Notes, weight_format: str, dtype: torch.dtype) -> None:
+    def __init__(self, spec: LinearSpec, notes: _Notes, weight_format: str, dtype: torch.dtype, block: Block) -> None:
         super().__init__()
-        self.spec, self._notes, self._format = spec, notes, weight_format
+        self.spec, self._notes, self._format, self._block = spec, notes, weight_format, block
         first, *others = [output.name for output in spec.outputs]
         self.path = "+".join([first, *(name.rpartition(".")[2] for name in others)])
         self.weight = torch.empty(spec.shape, dtype=dtype, device=META)
@@ -119,13 +120,15 @@ class _NotedLinear(LinearMethod):
         bias = self.bias is not None and self.spec.adds_bias
         size_out, size_in = self.spec.shape
         key = LinearKey(
-            len(x), size_out, size_in, x.dtype, norm_weight is not None, bias, residual is not None, activation
-        )
+            len(x), size_out, size_in, x.dtype, norm_weight is not None, bias, residual is not None, activation,
+            block=self._block,
+        )  # fmt: skip
         self._notes.linear(self.path, self._format, key)
         return x.new_empty(len(x), size_out // 2 if activation else size_out)
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        self._notes.linear(self.path, self._format, LinearKey(len(x), *self.spec.shape, x.dtype, into=True))
+        key = LinearKey(len(x), *self.spec.shape, x.dtype, into=True, block=self._block)
+        self._notes.linear(self.path, self._format, key)
 
     def dequantized(self) -> torch.Tensor:
         return self.weight
@@ -200,12 +203,13 @@ class _NotedExperts(ExpertsMethod):
 class _NotingFactory(MethodFactory):
     """Of weights that are not there, in one format."""
 
-    def __init__(self, plain: PlainKernels, notes: _Notes, weight_format: str) -> None:
+    def __init__(self, plain: PlainKernels, notes: _Notes, scheme: WeightScheme | None) -> None:
         super().__init__(plain, notes.dtype, META)
-        self._notes, self._format = notes, weight_format
+        self._notes, self._format = notes, PLAIN if scheme is None else scheme.format
+        self._block: Block = None if scheme is None else getattr(scheme.parameters, "block", None)
 
     def linear(self, spec: LinearSpec, dtype: torch.dtype | None = None) -> LinearMethod:
-        return _NotedLinear(spec, self._notes, self._format, dtype or self.dtype)
+        return _NotedLinear(spec, self._notes, self._format, dtype or self.dtype, self._block)
 
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
         return _NotedExperts(spec, self._notes, self._format)
@@ -222,7 +226,7 @@ class _NotingMethods(WeightMethods):
         return self._factory(None).linear(spec, dtype)
 
     def _factory(self, scheme: WeightScheme | None) -> _NotingFactory:
-        return _NotingFactory(self.kernels, self._notes, PLAIN if scheme is None else scheme.format)
+        return _NotingFactory(self.kernels, self._notes, scheme)
 
 
 class _PretendedRanks(TensorParallel):

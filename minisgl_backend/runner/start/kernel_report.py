@@ -12,8 +12,9 @@ from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.choose import load_model_config
+from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
-from minisgl_backend.models.kernel_choices import kernel_choices, table
+from minisgl_backend.models.kernel_choices import Choice, Weight, kernel_choices, table
 from minisgl_backend.runner.start.device import MachineFacts
 from minisgl_backend.runner.start.resolve import resolve
 
@@ -33,17 +34,29 @@ def kernel_report(config: EngineConfig, environment: Environment, device_facts: 
     else:
         machine, why_missing = MachineFacts.named(device_facts, config.dp * config.ranks_per_node), _nothing_is_missing
     runtime = resolve(config, model_dir, model, machine, environment, why_missing)
-    dtype = getattr(torch, runtime.dtype)
-    quantization = model.quantization.with_option(config.quantization)
-    if machine.kind == "cpu":
-        machine = dataclasses.replace(machine, own_kernels=dtype == torch.bfloat16 and machine.bfloat16())
-    choices = kernel_choices(model, machine, dtype, tp_size=config.tp, quantization=quantization)
+    choices = _choices(config, model, machine, runtime.dtype)
     ranks = f" x {config.tp}" if config.tp > 1 else ""
     head = (
         f"{model.architecture}, {runtime.dtype}, on {machine.name}{ranks}, by rows of a step; "
         f"attention: {runtime.prefill_backend} for prompts, {runtime.decode_backend} for decode"
     )
     return f"{head}\n\n{table(choices)}"
+
+
+def kernel_names(config: EngineConfig, model: ModelConfig, dtype: str) -> str:
+    """All that multiply with weights on this machine, for one line. model: a native one."""
+    choices = _choices(config, model, MachineFacts.detect(), dtype)
+    return ", ".join(dict.fromkeys(choice.kernel for by_rows in choices.values() for choice in by_rows.values()))
+
+
+def _choices(
+    config: EngineConfig, model: ModelConfig, machine: MachineFacts, dtype: str
+) -> dict[Weight, dict[int, Choice]]:
+    number_format: torch.dtype = getattr(torch, dtype)
+    if machine.kind == "cpu":
+        machine = dataclasses.replace(machine, own_kernels=dtype == "bfloat16" and machine.bfloat16())
+    quantization = model.quantization.with_option(config.quantization)
+    return kernel_choices(model, machine, number_format, tp_size=config.tp, quantization=quantization)
 
 
 def _nothing_is_missing(package: str) -> str | None:
