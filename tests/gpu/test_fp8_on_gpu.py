@@ -82,6 +82,18 @@ def test_linear_in_blocks(rows: int, kind: str, sizes: tuple[int, int, int]) -> 
     assert relative(found, expected) < 1e-2
 
 
+@pytest.mark.parametrize("sizes", [(7168, 5120), (5120, 17408), (5120, 2048), (2048, 4096), (640, 896)])
+def test_every_number_of_rows_in_whole_blocks(sizes: tuple[int, int]) -> None:
+    """Of Qwen3-14B and Qwen3-30B-A3B, and with seven blocks of inputs."""
+    torch.manual_seed(1)
+    weight, scale = in_blocks(torch.randn(*sizes, device="cuda") / 72, (128, 128))
+    ours, reference = kernels(), Fp8Kernels(TorchOps())
+    x = torch.randn(1000, sizes[1], device="cuda").bfloat16()
+    whole = reference.linear(x, weight, scale, block=(128, 128))
+    for rows in (*range(65, 133), 257, 402, 511, 513, 1000):
+        assert relative(ours.linear(x[:rows], weight, scale, block=(128, 128)), whole[:rows]) < 1e-2, rows
+
+
 @pytest.mark.parametrize("rows", [1, 64, 300])
 def test_linear_with_a_given_scale_of_odd_sizes(rows: int) -> None:
     torch.manual_seed(rows)

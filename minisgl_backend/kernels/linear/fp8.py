@@ -35,6 +35,7 @@ from minisgl_backend.kernels.shared_memory import LARGEST as LARGEST_SHARED
 from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 from minisgl_backend.kernels.triton_ops import TritonPlainKernels
 
+_ROWS_ALIGNMENT = 16  # rows that are multiplied by scaled_mm_blocks; cuBLAS refuses some other numbers of them
 _BLOCKS_ALIGNMENT = 4  # blocks of inputs that rows of a weight's scales are multiples of in torch
 _MAX_SPLIT = 8
 PROMOTE = 256
@@ -82,18 +83,19 @@ class TritonFp8Kernels(Fp8Kernels):
                 x, weight, scale, self._plain.workspace, norm_weight=norm_weight, eps=eps, bias=bias,
                 residual=residual, activation=activation, x_scale=x_scale, block=block, num_sms=self._num_sms, pdl=pdl,
             )  # fmt: skip
+        if kernel == "scaled_mm_blocks" and not self._torch_has_blocks:
+            kernel = "fp8_many_rows"
         if block is None:
             numbers, scales = quantize_tokens(x, norm_weight, eps, x_scale=x_scale)
         else:
-            numbers, scales = quantize_groups(x, block[1], norm_weight, eps)
-        if kernel == "scaled_mm_blocks" and not self._torch_has_blocks:
-            kernel = "fp8_many_rows"
+            multiple = _ROWS_ALIGNMENT if kernel == "scaled_mm_blocks" else 1
+            numbers, scales = quantize_groups(x, block[1], norm_weight, eps, multiple=multiple)
         if kernel == "scaled_mm":
             out = torch._scaled_mm(
                 numbers, weight.t(), scale_a=scales.unsqueeze(1), scale_b=scale.unsqueeze(0), out_dtype=x.dtype
             )
         elif kernel == "scaled_mm_blocks":
-            out = scaled_mm_blocks(numbers, scales, weight, scale)
+            out = scaled_mm_blocks(numbers, scales, weight, scale)[: len(x)]
         else:
             out = many_rows.linear(numbers, scales, weight, scale, x.dtype, block=block, bias=bias, residual=residual)
         if kernel != "fp8_many_rows":

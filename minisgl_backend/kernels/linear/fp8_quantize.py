@@ -41,18 +41,27 @@ def quantize_tokens(
 
 
 def quantize_groups(
-    x: torch.Tensor, group: int, norm_weight: torch.Tensor | None = None, eps: float = 0.0, pdl: bool = False
+    x: torch.Tensor,
+    group: int,
+    norm_weight: torch.Tensor | None = None,
+    eps: float = 0.0,
+    pdl: bool = False,
+    multiple: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """norm(x) [num_tokens, size] as FP8, and its float32 scales [num_tokens, groups of `group` inputs], whose columns
-    are contiguous: those of all tokens follow one another, as tiles of a GEMM and libraries read them."""
+    are contiguous: those of all tokens follow one another, as tiles of a GEMM and libraries read them.
+
+    Both have rows of no meaning at the end, where num_tokens is not a multiple of `multiple`.
+    """
     num_tokens, size = x.shape
-    numbers = torch.empty((num_tokens, size), dtype=FP8, device=x.device)
-    scales = torch.empty((triton.cdiv(size, group), num_tokens), dtype=torch.float32, device=x.device)
+    rows = triton.cdiv(num_tokens, multiple) * multiple
+    numbers = torch.empty((rows, size), dtype=FP8, device=x.device)
+    scales = torch.empty((triton.cdiv(size, group), rows), dtype=torch.float32, device=x.device)
     width = triton.next_power_of_2(size) if norm_weight is not None else min(_WIDTH, triton.next_power_of_2(size))
     width = max(width, group)
     if num_tokens > 0:
         _quantize_groups_kernel[(num_tokens, triton.cdiv(size, width))](
-            x, norm_weight if norm_weight is not None else x, numbers, scales, eps, x.stride(0), num_tokens, SIZE=size,
+            x, norm_weight if norm_weight is not None else x, numbers, scales, eps, x.stride(0), rows, SIZE=size,
             WIDTH=width, GROUP=group, NORM=norm_weight is not None, LARGEST=LARGEST, LEAST=LEAST,
             num_warps=min(16, max(1, width // 512)), **pdl_options(pdl),
         )  # fmt: skip
@@ -82,13 +91,13 @@ def _quantize_kernel(
     tl.store(scale_ptr + row, scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _quantize_groups_kernel(
-    x_ptr, norm_ptr, out_ptr, scale_ptr, eps, x_stride, num_tokens,
+    x_ptr, norm_ptr, out_ptr, scale_ptr, eps, x_stride, rows,
     SIZE: tl.constexpr, WIDTH: tl.constexpr, GROUP: tl.constexpr, NORM: tl.constexpr, LARGEST: tl.constexpr,
     LEAST: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """NORM: a program has the whole row."""
+    """NORM: a program has the whole row. rows: of the scales, to which there may be more than programs."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
         tl_cuda.gdc_wait()
@@ -103,7 +112,7 @@ def _quantize_groups_kernel(
     numbers = _to_fp8(groups / scale[:, None], LARGEST)
     tl.store(out_ptr + row * SIZE + i, tl.reshape(numbers, (WIDTH,)), mask=ok)
     g = tl.program_id(1) * (WIDTH // GROUP) + tl.arange(0, WIDTH // GROUP)
-    tl.store(scale_ptr + g.to(tl.int64) * num_tokens + row, scale, mask=g * GROUP < SIZE)
+    tl.store(scale_ptr + g.to(tl.int64) * rows + row, scale, mask=g * GROUP < SIZE)
 
 
 @triton.jit
