@@ -21,9 +21,9 @@ from minisgl_backend.kernels.attention.latent_prefill import latent_prefill_atte
 RANK, ROPE, NOPE, VALUE, PAGE = 512, 64, 128, 128, 64
 SCALE = (NOPE + ROPE) ** -0.5
 CASES = ((1, 1024), (1, 8192), (1, 16000), (64, 1024), (64, 8192), (64, 16000))  # batch, tokens of each sequence
-# Rows, tile, warps, stages, halves.
-FEW_ROWS = [(16, 32, 4, 5, 1), (16, 64, 4, 2, 1), (16, 64, 8, 2, 1), (16, 128, 8, 2, 1)]
-MANY_ROWS = [(64, 64, 8, 2, 1), (32, 64, 8, 2, 1), (128, 32, 8, 2, 2), (128, 32, 8, 3, 2), (128, 64, 8, 1, 2)]
+# Rows, tile, warps, stages.
+FEW_ROWS = [(16, 32, 4, 3), (16, 32, 4, 5), (16, 64, 4, 2), (16, 64, 8, 2), (16, 128, 8, 2)]
+MANY_ROWS = [(64, 64, 8, 2), (64, 32, 8, 3), (32, 64, 8, 2), (32, 32, 4, 3)]
 
 
 def bench_latents(results: dict[str, dict], tune: bool, timer: Timer) -> None:
@@ -49,16 +49,14 @@ def _bench_decode(found: dict[str, Any], batch: int, tokens: int, heads: int, tu
     shapes = {"chosen": latent_decode_shape(batch, heads)}
     if tune and tokens < 16000:
         for cut in FEW_ROWS if heads == 16 else MANY_ROWS:
-            *numbers, halves = cut
             for factor in (1, 2):
-                workers = min(264, max(1, factor * 132 // (-(-heads // cut[0]) * halves)))
-                label = f"r{cut[0]} t{cut[1]} w{cut[2]} s{cut[3]} h{halves} x{workers}"
-                shapes[label] = LatentDecodeShape(*numbers, workers, halves)
+                workers = min(264, max(1, factor * 132 // -(-heads // cut[0])))
+                shapes[f"r{cut[0]} t{cut[1]} w{cut[2]} s{cut[3]} x{workers}"] = LatentDecodeShape(*cut, workers)
     # What is compiled does not depend on how many programs share the tiles.
     if timer.compiles_only:
         if (batch, tokens) != CASES[0]:
             return
-        shapes = {(s.rows, s.tile, s.num_warps, s.num_stages, s.halves): s for s in shapes.values()}  # type: ignore[misc]
+        shapes = {(s.rows, s.tile, s.num_warps, s.num_stages): s for s in shapes.values()}  # type: ignore[misc]
     calls: dict[str, list[Callable[[], object]]] = {
         str(label): [
             functools.partial(latent_decode_attention, q, c, rows, lens, table, workspace, shape, SCALE, RANK)

@@ -9,6 +9,7 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup, Plan
 from minisgl_backend.attention.latent import LatentBackend, Piece
 from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kernels.attention.decode import MAX_EARLY_BATCH
 from minisgl_backend.kernels.attention.latent_decode import (
     LatentDecodeShape,
     LatentDecodeWorkspace,
@@ -58,7 +59,7 @@ class TritonLatentBackend(TritonPrefillBackend):
         i = plan.inputs
         return latent_decode_attention(
             q, layer.kv.k, i.rows, i.kv_lens, i.page_table, self._workspace, plan.shape, layer.scale, self.heads.rank,
-            pdl=self._pdl,
+            pdl=self._pdl and i.batch_size <= MAX_EARLY_BATCH,
         )  # fmt: skip
 
     def decode_batches(self, max_batch: int) -> tuple[int, ...]:

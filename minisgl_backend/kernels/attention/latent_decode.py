@@ -24,7 +24,7 @@ from minisgl_backend.kernels.launch import pdl_options
 LOG2_E = 1.4426950408889634
 MAX_WORKERS = 264  # of a block of rows: two on each of 132 multiprocessors
 LEAST_TILES = 1  # of a program's share
-FEW_ROWS = 1024  # of a batch: up to here programs that merge share the numbers of a row, and read more parts at once
+FEW_ROWS = 256  # of a batch: up to here programs that merge share the numbers of a row, and read more parts at once
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,6 @@ class LatentDecodeShape:
     num_warps: int
     num_stages: int
     workers: int  # programs of one block of rows
-    halves: int = 1  # 2: a program has one half of the result's numbers, of twice the rows; both compute all scores
 
 
 class LatentDecodeWorkspace:
@@ -56,13 +55,14 @@ def latent_decode_shape(batch: int, num_rows: int, num_sms: int = 132) -> Latent
     sequence.
 
     16 rows are bound by the memory, and two programs run at once on a multiprocessor; 64 rows are what one program's
-    registers hold.
+    registers hold, and of one sequence 32 leave more programs.
     """
-    if num_rows > 32:
+    if num_rows > 32 and batch > 1:
         blocks = triton.cdiv(num_rows, 64)
         return LatentDecodeShape(rows=64, tile=64, num_warps=8, num_stages=2, workers=max(1, num_sms // blocks))
     if num_rows > 16:
-        return LatentDecodeShape(rows=32, tile=64, num_warps=8, num_stages=2, workers=num_sms)
+        workers = max(1, num_sms // triton.cdiv(num_rows, 32))
+        return LatentDecodeShape(rows=32, tile=64, num_warps=8, num_stages=2, workers=workers)
     return LatentDecodeShape(
         rows=16, tile=64, num_warps=4, num_stages=2, workers=num_sms if batch == 1 else min(MAX_WORKERS, 2 * num_sms)
     )
@@ -70,8 +70,8 @@ def latent_decode_shape(batch: int, num_rows: int, num_sms: int = 132) -> Latent
 
 def distinct_latent_batches(max_batch: int, num_rows: int) -> tuple[int, ...]:
     """Batches of up to max_batch sequences, ascending: the first of those for which another kernel is compiled."""
-    first = FEW_ROWS // num_rows + 1
-    return (1, first) if 1 < first <= max_batch else (1,)
+    firsts = (1, 2, FEW_ROWS // num_rows + 1)
+    return tuple(sorted({batch for batch in firsts if 1 <= batch <= max_batch}))
 
 
 def latent_decode_attention(
@@ -99,13 +99,12 @@ def latent_decode_attention(
     out = torch.empty((tokens, num_heads, rank), dtype=q.dtype, device=q.device)
     workers = min(shape.workers, MAX_WORKERS)
     rank_padded = max(16, triton.next_power_of_2(rank))
-    _latent_decode_kernel[(triton.cdiv(num_rows, shape.rows) * shape.halves, workers)](
+    _latent_decode_kernel[(triton.cdiv(num_rows, shape.rows), workers)](
         q, cache, out, rows, kv_lens, page_table, workspace.partial, workspace.lse, workspace.parts,
         scale * LOG2_E, page_table.stride(0), batch,
         MAX_BATCH=workspace.batch_padded, LEAST_TILES=LEAST_TILES, TILE=shape.tile, PAGE_SIZE=cache.shape[2],
         ROWS=shape.rows, NUM_ROWS=num_rows, NUM_HEADS=num_heads, QUERIES=num_queries, RANK=rank,
-        HALVES=shape.halves, PART=rank_padded // shape.halves, ROPE=size - rank,
-        ROPE_PADDED=max(16, triton.next_power_of_2(size - rank)),
+        RANK_PADDED=rank_padded, ROPE=size - rank, ROPE_PADDED=max(16, triton.next_power_of_2(size - rank)),
         num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     few = batch * num_rows <= FEW_ROWS
@@ -123,7 +122,7 @@ def _latent_decode_kernel(
     table_stride, batch,
     MAX_BATCH: tl.constexpr, LEAST_TILES: tl.constexpr, TILE: tl.constexpr, PAGE_SIZE: tl.constexpr,
     ROWS: tl.constexpr, NUM_ROWS: tl.constexpr, NUM_HEADS: tl.constexpr, QUERIES: tl.constexpr, RANK: tl.constexpr,
-    HALVES: tl.constexpr, PART: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr, PDL: tl.constexpr,
+    RANK_PADDED: tl.constexpr, ROPE: tl.constexpr, ROPE_PADDED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     if PDL:
         tl_cuda.gdc_launch_dependents()
@@ -138,10 +137,8 @@ def _latent_decode_kernel(
     stop = tl.minimum(tile + share, all_tiles)
     b = tl.sum((ends <= tile).to(tl.int32), 0)
     before = tl.max(tl.where(ends <= tile, ends, 0), 0)  # tiles of the sequences before this one
-    half = tl.program_id(0) % HALVES
-    r = tl.program_id(0) // HALVES * ROWS + tl.arange(0, ROWS)
-    d = half * PART + tl.arange(0, PART)  # numbers of the latent that are this program's values
-    o = PART - half * PART + tl.arange(0, PART)  # the others, where there are any
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    d = tl.arange(0, RANK_PADDED)
     e = tl.arange(0, ROPE_PADDED)
     n = tl.arange(0, TILE)
     r_ok = r < NUM_ROWS
@@ -157,13 +154,11 @@ def _latent_decode_kernel(
         line = b.to(tl.int64) * NUM_ROWS + r
         q_row = q_ptr + line[:, None] * (RANK + ROPE)
         q = tl.load(q_row + d[None, :], mask=latent_ok, other=0.0)
-        if HALVES == 2:
-            q_other = tl.load(q_row + o[None, :], mask=r_ok[:, None] & (o < RANK)[None, :], other=0.0)
         q_rope = tl.load(q_row + RANK + e[None, :], mask=r_ok[:, None] & (e < ROPE)[None, :], other=0.0)
         last = kv_len - QUERIES + r // NUM_HEADS  # that the row's query sees
         m = tl.full([ROWS], -float("inf"), tl.float32)
         total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, PART], tl.float32)
+        acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
         end = tl.minimum((part_stop - before) * TILE, kv_len)
         for start in tl.range((tile - before) * TILE, end, TILE):
             if PAGE_SIZE % TILE == 0:
@@ -177,9 +172,6 @@ def _latent_decode_kernel(
             latent = tl.load(address + d[None, :], mask=n_ok[:, None] & (d < RANK)[None, :], other=0.0)
             key = tl.load(address + RANK + e[None, :], mask=n_ok[:, None] & (e < ROPE)[None, :], other=0.0)
             scores = tl.dot(q, tl.trans(latent), input_precision="ieee")
-            if HALVES == 2:
-                other = tl.load(address + o[None, :], mask=n_ok[:, None] & (o < RANK)[None, :], other=0.0)
-                scores = tl.dot(q_other, tl.trans(other), scores, input_precision="ieee")
             scores = tl.dot(q_rope, tl.trans(key), scores, input_precision="ieee") * scale_log2
             if QUERIES == 1:
                 seen = n_ok[None, :]
@@ -200,8 +192,7 @@ def _latent_decode_kernel(
             # A worker's first part continues a sequence, its last one begins one.
             place = (2 * worker + (tile == before).to(tl.int32)).to(tl.int64) * NUM_ROWS + r
             tl.store(partial_ptr + place[:, None] * RANK + d[None, :], result, mask=latent_ok)
-            if half == 0:
-                tl.store(lse_ptr + place, tl.where(total > 0, m + tl.log2(total), -float("inf")), mask=r_ok)
+            tl.store(lse_ptr + place, tl.where(total > 0, m + tl.log2(total), -float("inf")), mask=r_ok)
         tile = part_stop
         before = after
         b += 1

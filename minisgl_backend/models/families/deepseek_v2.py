@@ -84,7 +84,7 @@ def _mixture(keys: Keys) -> MoeConfig:
     most = num_experts // groups * groups_per_token
     if experts_per_token > most:
         refuse("num_experts_per_tok", experts_per_token, f"1 to {most}, the experts that a token may take")
-    size = keys.integer("moe_intermediate_size")
+    size, scaling = keys.integer("moe_intermediate_size"), keys.number("routed_scaling_factor", 1.0)
     return MoeConfig(
         num_experts=num_experts,
         experts_per_token=experts_per_token,
@@ -94,8 +94,9 @@ def _mixture(keys: Keys) -> MoeConfig:
             renormalize=False,
             num_groups=groups,
             groups_per_token=groups_per_token,
-            scaling=keys.number("routed_scaling_factor", 1.0),
-            in_float32=True,
+            scaling=scaling,
+            # Else the experts' kernels have the router inside, whose weights no checkpoint has in float32.
+            in_float32=groups > 1 or scaling != 1.0,
         ),
         shared_intermediate_size=size * keys.integer("n_shared_experts", least=0),
     )

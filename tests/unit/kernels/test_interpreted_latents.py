@@ -46,7 +46,7 @@ def expected_of(case: LatentCase, q: torch.Tensor, num_queries: int) -> torch.Te
         ([1], 1, 4, 1, LatentDecodeShape(16, 16, 4, 2, 3)),
         ([3, 1, 1, 33], 16, 20, 1, LatentDecodeShape(16, 32, 4, 2, 1)),
         ([130, 3, 64, 65, 1], 64, 4, 1, LatentDecodeShape(16, 32, 4, 2, 5)),
-        ([40] * 5, 16, 6, 3, LatentDecodeShape(16, 16, 4, 2, 4, halves=2)),
+        ([40] * 5, 16, 6, 3, LatentDecodeShape(16, 16, 4, 2, 4)),
         ([90, 90], 8, 3, 2, LatentDecodeShape(16, 16, 4, 2, 100)),
     ],
 )
