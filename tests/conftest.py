@@ -41,9 +41,12 @@ SERIAL = (
 # End to end, all but these share the servers that a session starts once:
 OWN_SERVERS = (
     "e2e/test_anthropic.py",
+    "e2e/test_batches_faults.py",
     "e2e/test_data_parallel_server.py",
+    "e2e/test_fair_shares.py",
     "e2e/test_new_repository_served.py",
     "e2e/test_nodes_server.py",
+    "e2e/test_nvidia_scripts.py",
     "e2e/test_openai_scripted.py",
     "e2e/test_openai_supervised.py",
     "e2e/test_other_tools.py",

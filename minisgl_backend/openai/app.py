@@ -239,10 +239,13 @@ class Endpoint:
         self._num_requests += 1
         watch = ClientWatch(request.receive, call.cancel)
         try:
-            return await call.result()
+            found = await call.result()
         finally:
             watch.close()
             self._num_requests -= 1
+        if context.trace is not None:
+            context.trace.note_input(sum(found.prompt_lengths), found.num_cached_tokens)
+        return found
 
     async def _counted(
         self, lines: AsyncIterator[bytes], generations: Sequence[Generation], context: RequestContext

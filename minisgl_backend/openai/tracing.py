@@ -35,6 +35,7 @@ _OPERATIONS = {
     "/v1/completions": "text_completion",
     "/v1/embeddings": "embeddings",
     **{f"/v1/{name}": name for name in ("rerank", "score", "decisions")},
+    **{"/rerank": "rerank", "/v2/rerank": "rerank", "/score": "score"},
 }
 
 
@@ -107,16 +108,20 @@ class RequestTrace:
 
     def note_answer(self, generations: Sequence[Generation]) -> None:
         """What the server did, once it is over."""
-        self._span.set_attribute("gen_ai.usage.input_tokens", sum(one.num_prompt_tokens for one in generations))
         self._span.set_attribute("gen_ai.usage.output_tokens", sum(one.num_output_tokens for one in generations))
         cached = [one.num_cached_tokens for one in generations if one.num_cached_tokens is not None]
-        if cached:
-            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", sum(cached))
+        self.note_input(sum(one.num_prompt_tokens for one in generations), sum(cached) if cached else None)
         for generation in generations:
             figures = generation.perf_metrics
             for name, begin, end in _PHASES:
                 if figures.get(begin) and figures.get(end):
                     self._tracer.start_span(name, self._context, start_time=figures[begin]).end(figures[end])
+
+    def note_input(self, num_tokens: int, num_cached: int | None) -> None:
+        """Tokens of the prompts, and how many of them the prefix cache supplied, where that is known."""
+        self._span.set_attribute("gen_ai.usage.input_tokens", num_tokens)
+        if num_cached is not None:
+            self._span.set_attribute("gen_ai.usage.cache_read.input_tokens", num_cached)
 
     def end(self, status: int) -> None:
         """`status`: of the HTTP response; 0: none was sent."""
@@ -136,10 +141,11 @@ class TraceRequests:
         self._tracing = tracing
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or not scope["path"].startswith("/v1/"):
+        path = scope.get("path", "")
+        if scope["type"] != "http" or scope["method"] != "POST" or not (path.startswith("/v1/") or path in _OPERATIONS):
             await self._app(scope, receive, send)
             return
-        trace = self._tracing.begin(scope["path"], Headers(scope=scope))
+        trace = self._tracing.begin(path, Headers(scope=scope))
         scope.setdefault("state", {})["trace"] = trace
         status = 0
 

@@ -63,15 +63,17 @@ class RunningServer:
         fronts: int = 1,
         exit_seconds: int = 10,
         prepare: Callable[[Path], None] = lambda repository: None,
+        grpc_port: int = 0,
     ) -> None:
         """`exit_seconds`: how long it waits at its end for requests that are not finished; `prepare` may change the
-        rendered repository."""
+        rendered repository; `grpc_port` 0: any."""
         self._folder = folder
         # An answer depends on nobody's company then, to the last bit that tests could see.
         self._parameters = {"dtype": "float32", **parameters}
         self._fronts = fronts
         self._exit_seconds = exit_seconds
         self._prepare = prepare
+        self._grpc_port = grpc_port
 
     def __enter__(self) -> Server:
         try:
@@ -88,6 +90,7 @@ class RunningServer:
         self._prepare(repository)
         self._log = self._folder / "log"
         http, grpc, metrics = free_ports(3)
+        grpc = self._grpc_port or grpc
         arguments = ["--model-repository", str(repository), "--exit-timeout-secs", str(self._exit_seconds)]
         for kind, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
             arguments += [f"--{kind}-port", str(port)]

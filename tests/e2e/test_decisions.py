@@ -50,6 +50,15 @@ def test_answers(endpoint: Endpoint) -> None:
     assert usage["input_tokens_details"]["cached_tokens"] > usage["input_tokens"] // 3, "the input is computed once"
 
 
+def test_openais_client(endpoint: Endpoint) -> None:
+    found = endpoint.client().decisions.create(model="demo", input=INPUT, questions=[PREDICATE, CHOICE, SCORE])
+    predicate, choice, score = found.answers
+    assert 0 < predicate.probability < 1
+    assert choice.choice in [one["value"] for one in CHOICES]
+    assert [one.label for one in score.probabilities] == [one["label"] for one in LEVELS]
+    assert found.usage.input_tokens > 0
+
+
 def _shares(lines: list[str], words: list[list[str]]) -> list[list[float]]:
     with LLM("demo", dtype="float32", num_pages=256, page_size=16, max_running_requests=8) as llm:
         found = []

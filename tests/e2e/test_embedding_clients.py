@@ -1,4 +1,4 @@
-"""LiteLLM and LlamaIndex, unmodified, on embeddings and reranking: an environment of its own, so with --full only."""
+"""LiteLLM and LlamaIndex, unmodified, on embeddings, reranking, decisions: an environment of its own, with --full."""
 
 from __future__ import annotations
 

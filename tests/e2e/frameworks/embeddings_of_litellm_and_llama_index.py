@@ -1,4 +1,4 @@
-"""LiteLLM and LlamaIndex: embeddings and reranking. Arguments: the endpoint's base URL, and that of Triton's HTTP."""
+"""LiteLLM and LlamaIndex: embeddings, reranking, decisions. Arguments: the endpoint's base URL, Triton's own."""
 
 from __future__ import annotations
 
@@ -34,6 +34,20 @@ def check_reranking() -> None:
     assert len(found.results) == 1, found
 
 
+def check_decisions() -> None:
+    questions: list[dict[str, Any]] = [
+        {"type": "predicate", "name": "question", "instructions": "Is it a question?"},
+        {"type": "choice", "instructions": "What is it?", "choices": [{"value": "a sum"}, {"value": "a text"}]},
+        {"type": "score", "instructions": "How long is it?", "levels": [{"label": "short"}, {"label": "long"}]},
+    ]
+    found = litellm.decisions(model="openai/demo", input=TEXTS[0], questions=questions, **OPTIONS)
+    predicate, choice, score = found.answers
+    assert (predicate.name, 0 < predicate.probability < 1) == ("question", True), found
+    assert choice.choice in ("a sum", "a text"), found
+    assert abs(sum(one.probability for one in choice.probabilities) - 1) < 1e-4, found
+    assert 0 <= score.score <= 1, found
+
+
 def check_llama_index(expected: list[list[float]]) -> None:
     model = OpenAILikeEmbedding(model_name="demo", **OPTIONS)
     found = model.get_text_embedding_batch(TEXTS)
@@ -44,5 +58,6 @@ if __name__ == "__main__":
     vectors = check_embeddings()
     check_triton(vectors)
     check_reranking()
+    check_decisions()
     check_llama_index(vectors)
     print("all is well")

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
+from starlette.testclient import TestClient
 
+from minisgl_backend.host.openai_endpoint import EndpointSettings
+from minisgl_backend.openai.app import create_app
 from minisgl_backend.openai.tracing import MAX_QUEUED, RequestTrace, TraceRequests, Tracing
+from minisgl_backend.openai.vectors import VectorCall, Vectors
 
 pytest.importorskip("opentelemetry.sdk")
 
@@ -77,6 +81,33 @@ def test_a_collector_sees_the_spans_of_a_request_in_its_own_trace() -> None:
         "http.response.status_code": 503,
     }
     assert not request.status.is_ok
+
+
+@pytest.mark.parametrize(
+    ("path", "operation"),
+    [("/v1/embeddings", "embeddings"), ("/rerank", "rerank"), ("/v2/rerank", "rerank"), ("/score", "score")],
+)
+def test_requests_that_are_pooled_have_spans_with_their_tokens(path: str, operation: str) -> None:
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    async def result(self: Any) -> Vectors:
+        return Vectors(rows=[b"\0" * 8], scores=[0.5], prompt_lengths=[7, 2], num_cached_tokens=4)
+
+    exporter = InMemorySpanExporter()
+    tracing = Tracing("http://unused", exporter)
+    app = create_app(EndpointSettings(port=0, served_model_names=("demo",)))
+    body = {"/v1/embeddings": {"input": "a"}, "/score": {"text_1": "a", "text_2": "b"}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VectorCall, "result", result)
+        patch.setattr(VectorCall, "__init__", lambda *_: None)
+        with TestClient(TraceRequests(app, tracing)) as client:
+            answer = client.post(path, json=body.get(path, {"query": "a", "documents": ["b"]}))
+    assert answer.status_code == 200, answer.text
+    tracing.close()
+    (span,) = exporter.get_finished_spans()
+    assert span.attributes["gen_ai.operation.name"] == operation
+    assert span.attributes["gen_ai.usage.input_tokens"] == 9
+    assert span.attributes["gen_ai.usage.cache_read.input_tokens"] == 4
 
 
 def test_an_absent_collector_costs_no_request_anything() -> None:
