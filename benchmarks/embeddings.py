@@ -3,8 +3,9 @@
 `python -m benchmarks.embeddings MODEL --json` finds sentence-transformers' best batch size on every fourth text, then
 measures both in turn, round by round, so that what disturbs the machine disturbs both. Texts are new in each round:
 neither has anything of them in a cache. Each system is a process of its own, whose threads the other does not share;
-`--peer-python` names one that has sentence-transformers. It takes texts as they are: left to itself, it renders them
-with the model's chat template.
+`processor_ratio` compares their processor time, which other work on the machine changes less (with `--threads 1`:
+threads that wait spin). `--peer-python` names a Python that has sentence-transformers. It takes texts as they are: left
+to itself, it renders them with the model's chat template.
 """
 
 from __future__ import annotations
@@ -67,10 +68,11 @@ def serve(system: str, model: str, threads: int) -> None:
     print(json.dumps({"ready": True}), flush=True)
     for line in sys.stdin:
         asked = json.loads(line)
-        begin = time.perf_counter()
+        begin, processor = time.perf_counter(), time.process_time()
         vectors = encode(asked["texts"], asked["batch_size"])
-        seconds = time.perf_counter() - begin
-        print(json.dumps({"seconds": seconds, "vector": [float(one) for one in vectors[0]]}), flush=True)
+        seconds, processor = time.perf_counter() - begin, time.process_time() - processor
+        said = {"seconds": seconds, "processor": processor, "vector": [float(one) for one in vectors[0]]}
+        print(json.dumps(said), flush=True)
 
 
 class System:
@@ -83,13 +85,13 @@ class System:
         )
         self._read()
 
-    def measure(self, texts: Sequence[str], batch_size: int) -> tuple[float, list[float]]:
-        """(seconds, the first text's vector)."""
+    def measure(self, texts: Sequence[str], batch_size: int) -> tuple[float, float, list[float]]:
+        """(seconds, those of processors, the first text's vector)."""
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"texts": list(texts), "batch_size": batch_size}) + "\n")
         self._process.stdin.flush()
         said = self._read()
-        return said["seconds"], said["vector"]
+        return said["seconds"], said["processor"], said["vector"]
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -110,26 +112,31 @@ def compare(
     """Median seconds of each, and how many times as fast as the peer at its best this project is, round by round."""
     own, other = System(sys.executable, "own", model, threads), System(peer_python, "peer", model, threads)
     seconds: dict[str, list[float]] = {"own": [], "peer": []}
+    processor: dict[str, list[float]] = {"own": [], "peer": []}
     difference = 0.0
     try:
         few = texts_of(rounds, count)[::4]
-        trials = {size: other.measure(few, size)[0] for size in batch_sizes}
-        best = min(trials, key=trials.__getitem__)
+        trials = {size: other.measure(few, size)[0] for size in batch_sizes[1:] and batch_sizes}
+        best = min(trials, key=trials.__getitem__, default=batch_sizes[0])
         for number in range(rounds):
             texts = texts_of(number, count)
             found = {name: system.measure(texts, best) for name, system in (("own", own), ("peer", other))}
-            for name, (taken, _) in found.items():
+            for name, (taken, busy, _) in found.items():
                 seconds[name].append(taken)
-            pairs = zip(found["own"][1], found["peer"][1], strict=True)
+                processor[name].append(busy)
+            pairs = zip(found["own"][-1], found["peer"][-1], strict=True)
             difference = max(difference, *(abs(one - another) for one, another in pairs))
     finally:
         own.close()
         other.close()
-    ratios = [peer / ours for ours, peer in zip(seconds["own"], seconds["peer"], strict=True)]
+    ratios, busy_ratios = (
+        [peer / ours for ours, peer in zip(found["own"], found["peer"], strict=True)] for found in (seconds, processor)
+    )
     return {
         "seconds": {name: statistics.median(found) for name, found in seconds.items()},
         "ratio": statistics.median(ratios),
         "ratios": ratios,
+        "processor_ratio": statistics.median(busy_ratios),
         "difference": difference,
         "batch_size": best,
         "trials": trials,
