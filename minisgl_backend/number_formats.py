@@ -46,6 +46,12 @@ WEIGHT_FORMATS: Mapping[str, WeightFormat] = MappingProxyType(
             number_bytes=1,
             output_bytes=4,
         ),
+        "int8": WeightFormat(
+            title="8-bit integers with a scale for each output or tensor, activations with one for each token",
+            factory="minisgl_backend.weights.int8:Int8Factory",
+            capability=(7, 5),
+            readers={"compressed-tensors": "minisgl_backend.weights.schemes.int8:read_compressed_tensors"},
+        ),
         "int4": WeightFormat(
             title="4-bit weights with scales of groups of inputs (AWQ, GPTQ, pack-quantized)",
             factory="minisgl_backend.weights.int4:Int4Factory",

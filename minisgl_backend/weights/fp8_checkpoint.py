@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -98,7 +98,7 @@ class Fp8CheckpointLinearMethod(LinearMethod):
         spec, scheme = self.spec, self._scheme
         name, rows = f"{output.name}.{scheme.scale}", slice(row, row + output.local)
         if scheme.block is None or self._block is None:
-            return _scale_part(name, self.weight_scale[rows], scheme, (output.size,), output.start, output.row_order)
+            return scale_part(name, self.weight_scale[rows], scheme, (output.size,), output.start, output.row_order)
         small = self._block[0]
         target = self.weight_scale[row // small : -(-(row + output.local) // small)]
         outputs = _Cut.of(output.size, output.start, output.local, scheme.block[0], small)
@@ -189,13 +189,23 @@ class Fp8CheckpointExpertsMethod(Fp8ExpertsMethod):
             (spec.hidden_size, 0, spec.hidden_size) if is_down else (spec.intermediate_size, spec.start, spec.local)
         )
         if scheme.block is None or self._blocks is None:
-            return _scale_part(name, target, scheme, (spec.num_experts, size), start, None)
+            return scale_part(name, target, scheme, (spec.num_experts, size), start, None)
         block = self._blocks[1 if is_down else 0]
         outputs = _Cut.of(size, start, local, scheme.block[0], block[0])
         inputs = _Cut.of(spec.hidden_size, 0, spec.hidden_size, scheme.block[1], block[1])
         if is_down:
             inputs = _Cut.of(spec.intermediate_size, spec.start, spec.local, scheme.block[1], block[1])
         return _block_part(name, (spec.num_experts,), target, outputs, inputs, 2 if is_down else 1, None)
+
+
+class OutputScales(Protocol):
+    """What a checkpoint says of scales that are of outputs, or of a whole tensor."""
+
+    @property
+    def grain(self) -> str: ...  # tensor or channel
+
+    @property
+    def column(self) -> bool: ...  # scales of channels are stored as [outputs, 1]
 
 
 @dataclass(frozen=True)
@@ -242,10 +252,10 @@ def _least(name: str, block: int, local: int) -> int:
     return found
 
 
-def _scale_part(
+def scale_part(
     name: str,
     target: torch.Tensor,
-    scheme: Fp8Scheme,
+    scheme: OutputScales,
     shape: tuple[int, ...],
     start: int,
     row_order: tuple[int, ...] | None,

@@ -14,18 +14,31 @@ from safetensors.torch import load_file, save_file
 FP8 = torch.float8_e4m3fn
 BLOCK = (32, 32)
 INPUT_SCALE = 0.03  # static: what is above 13 is cut off
-LINEAR = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+LINEAR: tuple[str, ...] = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "w1",
+    "w2",
+    "w3",
+)
 LINEAR += ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj")
 
 Tensors = dict[str, torch.Tensor]
 
 
-def _group(weights: dict[str, Any], activations: dict[str, Any] | None) -> dict[str, Any]:
+def _group(
+    weights: dict[str, Any], activations: dict[str, Any] | None, form: str = "float-quantized"
+) -> dict[str, Any]:
     common = {"num_bits": 8, "type": "float", "symmetric": True}
     inputs = activations and {**common, "dynamic": True, **activations}
     return {
         "quant_method": "compressed-tensors",
-        "format": "float-quantized",
+        "format": form,
         "quantization_status": "compressed",
         "ignore": ["lm_head", "re:.*mlp.gate$", "re:.*block_sparse_moe.gate$"],
         "config_groups": {
@@ -65,6 +78,9 @@ VARIANTS: dict[str, tuple[dict[str, Any], str | None]] = {
     "ct-tensor-static": (_group({"strategy": "tensor"}, {"strategy": "tensor", "dynamic": False}), "static"),
     "ct-blocks-weights-only": (_group({"strategy": "block", "block_structure": list(BLOCK)}, None), None),
     "ct-weights-only": (_group({"strategy": "channel"}, None), None),
+    "ct-int8": (
+        _group({"type": "int", "strategy": "channel"}, {"type": "int", "strategy": "token"}, "int-quantized"), "int8",
+    ),
     "modelopt": ({"quant_method": "modelopt", "quant_algo": "FP8", "ignore": ["lm_head", "*.gate"]}, "static"),
 }  # fmt: skip
 
@@ -79,6 +95,12 @@ def quantize(weight: torch.Tensor, block: tuple[int, int]) -> tuple[torch.Tensor
     scales = blocks.abs().amax((1, 3)).clamp_min(1e-10) / 448
     numbers = (blocks / scales[:, None, :, None]).clamp(-448, 448).view_as(padded)[:outputs, :inputs]
     return numbers.to(FP8), scales
+
+
+def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """weight [outputs, inputs] -> int8, and scales [outputs, 1]."""
+    scales = weight.abs().amax(1, keepdim=True).clamp_min(1e-10) / 127
+    return (weight / scales).round().clamp(-127, 127).to(torch.int8), scales
 
 
 def dequantize(numbers: torch.Tensor, scales: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
@@ -99,7 +121,7 @@ def write_fp8(source: Path, variant: str, quantized: Path, plain: Path) -> None:
         by_channel = config.get("config_groups", {}).get("group_0", {}).get("weights", {}).get("strategy") == "channel"
         block = size if of_blocks else (1, weight.shape[1]) if by_channel else None
         whole = block or (weight.shape[0], weight.shape[1])
-        numbers, scales = quantize(weight, whole)
+        numbers, scales = quantize(weight, whole) if variant != "ct-int8" else quantize_int8(weight)
         module = name.removesuffix(".weight")
         stored = {name: numbers, f"{module}.{scale_name}": scales if block else scales.view(1)}
         if variant == "modelopt":

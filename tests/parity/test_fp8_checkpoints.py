@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointExpertsMethod, Fp8CheckpointLinearMethod
+from minisgl_backend.weights.int8 import Int8LinearMethod
 from minisgl_backend.weights.method import ExpertsMethod, LinearMethod
 from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
@@ -40,6 +41,7 @@ CASES = [
     ("llama-bias-mha", "modelopt"),
     ("llama-bias-mha", "fp8-tensor"),
     ("ernie4_5", "ct-blocks"),
+    ("llama-bias-mha", "ct-int8"),
     ("qwen3_moe", "fp8-blocks"),
     ("qwen3_moe", "ct-tensor-static"),
     ("mixtral", "ct-channel"),
@@ -57,7 +59,11 @@ def of_input(activations: str | None) -> Any:
     def static(x: torch.Tensor) -> torch.Tensor:
         return (x / INPUT_SCALE).clamp(-448, 448).to(torch.float8_e4m3fn).float() * INPUT_SCALE
 
-    return {"token": fp8, "group": groups, "static": static, None: lambda x: x}[activations]
+    def int8(x: torch.Tensor) -> torch.Tensor:
+        scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-10) / 127
+        return (x / scale).round().clamp(-127, 127) * scale
+
+    return {"token": fp8, "group": groups, "static": static, "int8": int8, None: lambda x: x}[activations]
 
 
 @pytest.mark.parametrize(("name", "variant"), CASES)
@@ -80,9 +86,9 @@ def test_logits(name: str, variant: str, tmp_path: Path) -> None:
 
     paged = PagedModel(quantized, page_size=16)
     methods = [one for one in paged.model.modules() if isinstance(one, (LinearMethod, ExpertsMethod))]
-    fp8_methods = (Fp8CheckpointLinearMethod, Fp8CheckpointExpertsMethod)
+    quantized_methods = (Fp8CheckpointLinearMethod, Fp8CheckpointExpertsMethod, Int8LinearMethod)
     expected_methods = 20 if name == "deepseek_v3" else 9 if has_experts else 12
-    assert sum(isinstance(one, fp8_methods) for one in methods) == expected_methods
+    assert sum(isinstance(one, quantized_methods) for one in methods) == expected_methods
     check(paged.step({0: prompt}, {})[0])
     if activations is None:
         check_ranks(quantized, prompt, check)
@@ -101,7 +107,7 @@ def test_what_the_activations_cost(tmp_path: Path) -> None:
     assert kl(expected, found) < MOST_KL
 
 
-@pytest.mark.parametrize("variant", ["fp8-blocks", "ct-blocks", "ct-channel"])
+@pytest.mark.parametrize("variant", ["fp8-blocks", "ct-blocks", "ct-channel", "ct-int8"])
 def test_transformers_reads_what_is_written_here(variant: str, tmp_path: Path) -> None:
     """And dequantizes it to the same weights."""
     pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors, from Python 3.11 on")
