@@ -42,7 +42,7 @@ def draw(rate: float) -> None:
 
     def accepted(plan: StepPlan, token_ids: Int32Array) -> BoolArray:
         found = np.ones(len(token_ids), dtype=np.bool_)
-        if plan.has_drafts:
+        if len(plan.draft_tokens):
             first = len(token_ids) - len(plan.draft_tokens)
             right = rng.random(len(plan.draft_tokens)) < rate
             for place, draft in enumerate(plan.draft_tokens.tolist()):

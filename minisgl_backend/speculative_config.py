@@ -15,7 +15,7 @@ ALLOWED = 'a JSON object such as {"method": "ngram", "num_speculative_tokens": 4
 MOST_DRAFTS = 15  # of one row in one step: with its own token 16 entries of the batch
 DEFAULT_LOOKUP_MAX, DEFAULT_LOOKUP_MIN = 5, 2
 LONGEST_LOOKUP = 32
-DRAFT_ENTRIES = 64  # rows and drafts of a step, where fewer than so many sequences run: more hardly pay
+DRAFT_ENTRIES = 64  # rows and drafts together of a step that has drafts: more hardly pay
 _KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 
 

@@ -125,10 +125,6 @@ class StepPlan:
         first = np.array([chunk.row for chunk in self.prefill if chunk.samples], dtype=np.int32)
         return np.concatenate([first, self.decode_rows]) if len(first) else self.decode_rows
 
-    @property
-    def has_drafts(self) -> bool:
-        return len(self.draft_tokens) > 0
-
     def accepted(self, token_ids: Int32Array) -> BoolArray:
         """Which of the step's sampled tokens, int32 [num_sampled], count; bool [num_sampled].
 
@@ -136,7 +132,7 @@ class StepPlan:
         sampled behind a wrong draft is no token of the sequence.
         """
         accepted = np.ones(len(token_ids), dtype=np.bool_)
-        if not self.has_drafts:
+        if not len(self.draft_tokens):
             return accepted
         drafts, sampled = self.draft_tokens, token_ids[len(token_ids) - len(self.draft_tokens) :]
         wrong = np.zeros(len(drafts), dtype=np.int32)
@@ -157,7 +153,7 @@ class StepPlan:
             decode_rows=self.decode_rows[kept],
             decode_lengths=self.decode_lengths[kept],
             decode_uids=self.decode_uids[kept],
-            draft_tokens=self.draft_tokens[kept] if self.has_drafts else self.draft_tokens,
+            draft_tokens=self.draft_tokens[kept] if len(self.draft_tokens) else self.draft_tokens,
             is_retry=True,
         )
 

@@ -133,7 +133,7 @@ class FakeRunner:
         rows = {chunk.row for chunk in plan.prefill} | set(plan.decode_rows.tolist())
         failed = frozenset(row for row in rows if self.fail(self._uids[row]))
         ids = np.array(tokens, dtype=np.int32)
-        accepted = plan.accepted(ids) if plan.has_drafts else None  # as the engine core does
+        accepted = plan.accepted(ids) if len(plan.draft_tokens) else None  # as the engine core does
         result = StepResult(plan.step, ids, logprobs, prompt_logprobs, failed, accepted=accepted, pooled=pooled)
         return FakePending(result)
 

@@ -44,7 +44,7 @@ from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH, TILE_TOKENS
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
 from minisgl_backend.speculation.create import create_proposer
-from minisgl_backend.speculative_config import most_decode_entries
+from minisgl_backend.speculative_config import DRAFT_ENTRIES, most_decode_entries
 from minisgl_backend.step import StepPlan
 
 if TYPE_CHECKING:
@@ -325,7 +325,7 @@ def _scheduler_limits(
         max_waiting_requests_per_tenant=config.max_waiting_requests_per_tenant,
         eos_token_ids=model.eos_token_ids,
         most_drafts=0 if speculation is None else speculation.most_drafts,
-        most_decode_entries=most_decode_entries(config.max_running_requests, speculation),
+        most_draft_entries=min(DRAFT_ENTRIES, most_decode_entries(config.max_running_requests, speculation)),
     )
 
 

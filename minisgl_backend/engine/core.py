@@ -271,7 +271,7 @@ class EngineCore:
             result = failed_result(plan, why, executed=launched.pending is not None)
         elif launched.failed_rows:
             result = with_left_out(plan, result, launched.failed_rows, why)
-        if plan.has_drafts:
+        if len(plan.draft_tokens):
             result = dataclasses.replace(result, accepted=plan.accepted(result.token_ids))
         if self._grammars is not None and self._guides:
             self._grammars.advance(plan, result)

@@ -187,7 +187,7 @@ class Grammars:
         matched = self._matched(plan)
         forced: list[tuple[int, int]] = []
         drafted: list[tuple[int, int]] = []
-        if plan.has_drafts:
+        if len(plan.draft_tokens):
             matched, drafted = self._without_drafts(plan, matched)
         if self._thoughts:
             matched, forced = self._without_thoughts(matched)

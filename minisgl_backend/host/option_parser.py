@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -12,6 +13,7 @@ from minisgl_backend.config import OPTIONS
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.host.foreign_options import explain_unknown
 
+_MAPPINGS = frozenset({"speculative_config"})  # JSON objects, which may be written as YAML's
 _COMMAND_LINE_ONLY = ("--help", "--version", "--config")
 _SWITCHES = {"true": True, "on": True, "yes": True, "1": True, "false": False, "off": False, "no": False, "0": False}
 
@@ -71,7 +73,11 @@ def set_defaults_from_file(parser: OptionParser, path: Path) -> frozenset[str]:
         action = _action_of(parser, str(key.value), place)
         if action.dest in found:
             raise ConfigError(f"{place}: {key.value} is there twice")
-        found[action.dest] = _value_of(parser, action, list(_texts(value, place)), place)
+        if action.dest in _MAPPINGS and isinstance(value, yaml.MappingNode):
+            texts = [json.dumps(yaml.safe_load(yaml.serialize(value)))]
+        else:
+            texts = list(_texts(value, place))
+        found[action.dest] = _value_of(parser, action, texts, place)
     parser.set_defaults(**found)
     return frozenset(found)
 

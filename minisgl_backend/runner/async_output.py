@@ -72,7 +72,7 @@ class PendingStep:
         step, plan = self._step, self._step.plan
         found = self._copies[0].numpy()[:, : step.num_sampled + len(step.checked_rows)]
         failed: list[int] = []
-        if plan.has_drafts:
+        if len(plan.draft_tokens):
             # What is computed behind a wrong draft may be anything.
             found = found.copy()
             found[1, : step.num_sampled] |= ~plan.accepted(found[0, : step.num_sampled])

@@ -147,7 +147,7 @@ class BatchBuilder:
         )
         if plan.is_retry or self._miscounted:
             penalised += self._recounts(plan)
-        if plan.has_drafts:
+        if len(plan.draft_tokens):
             drafted = set(plan.decode_rows[plan.draft_tokens >= 0].tolist())
             self._miscounted |= {row for row in drafted if self._sampling.penalised_prompt(row)}
         if prompt_sizes and self._prompts.serves(plan) and not plan.prefill[0].pools:
@@ -170,7 +170,7 @@ class BatchBuilder:
     def _recounts(self, plan: StepPlan) -> tuple[PenaltyReset, ...]:
         """Of the rows that decode, of which tokens may have been counted that are none of theirs."""
         rows, lengths = plan.decode_rows, plan.decode_lengths
-        if plan.has_drafts:
+        if len(plan.draft_tokens):
             first = plan.draft_tokens < 0
             rows, lengths = rows[first], lengths[first]
         resets = []
@@ -278,7 +278,7 @@ class BatchBuilder:
             checked_rows=host.checked_rows,
             prefill=self._prefill_inputs(prefill, arrays) if prefill is not None else None,
             decode=self._decode_part(host) if batch else None,
-            drafts=_drafts(arrays) if host.plan.has_drafts else None,
+            drafts=_drafts(arrays) if len(host.plan.draft_tokens) else None,
             token_rows=arrays.get("token_rows"),
             token_positions=arrays.get("token_positions"),
             logits_indices=arrays.get("logits_indices"),
@@ -338,7 +338,7 @@ class BatchBuilder:
 
     def _decode_part(self, host: HostBatch) -> DecodeInputs:
         inputs = self.decode_inputs(host.decode_rows, host.decode_lengths)
-        return replace(inputs, has_drafts=True) if host.plan.has_drafts else inputs
+        return replace(inputs, has_drafts=True) if len(host.plan.draft_tokens) else inputs
 
     def padding_inputs(self, size: int) -> DecodeInputs:
         """A decode part that is all padding, with the staging buffer filled to match: what graphs are captured on."""
@@ -348,7 +348,7 @@ class BatchBuilder:
         return self.decode_inputs(rows, np.ones(size, dtype=np.int32))
 
     def _apply(self, host: HostBatch, arrays: dict[str, torch.Tensor]) -> None:
-        if host.plan.has_drafts:
+        if len(host.plan.draft_tokens):
             self._table.write_tokens(*_drafts(arrays))
         if "page_ids" not in arrays and not host.plan.admitted and not host.penalised:
             return
@@ -438,7 +438,7 @@ def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:
     arrays: dict[str, Int32Array] = {}
     if len(plan.cleared_pages):
         arrays["cleared_pages"] = plan.cleared_pages
-    if plan.has_drafts:
+    if len(plan.draft_tokens):
         drafts = plan.draft_tokens >= 0
         arrays |= {
             "draft_rows": plan.decode_rows[drafts],

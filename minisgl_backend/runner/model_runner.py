@@ -152,7 +152,7 @@ class ModelRunner:
     def build(self, plan: StepPlan) -> HostBatch:
         """What the host decides about a step, before anything is on the device."""
         sizes, sampling_sizes = ((), ()) if self._graphs is None else (self._graphs.sizes, self._graphs.sampling_sizes)
-        if plan.has_drafts and self._graphs is not None:
+        if len(plan.draft_tokens) and self._graphs is not None:
             sizes, sampling_sizes = self._graphs.draft_sizes, ()
         return self._builder.build_host(plan, sizes, self._pieces.prompt_sizes if self._pieces else (), sampling_sizes)
 

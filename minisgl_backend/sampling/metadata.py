@@ -128,7 +128,7 @@ class SamplingRows:
             arrays["logprob_lines"] = lines
             top_logprobs = int(alternatives.max())
             wanted = tuple(zip(lines.tolist(), alternatives.tolist(), strict=True))
-        rounds = self._rounds(plan, flags) if plan.has_drafts and union & layout.PENALTIES else []
+        rounds = self._rounds(plan, flags) if len(plan.draft_tokens) and union & layout.PENALTIES else []
         arrays |= {f"round_{number}": lines for number, lines in enumerate(rounds)}
         return SamplingMetadata(
             flags=union,

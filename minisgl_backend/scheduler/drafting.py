@@ -21,6 +21,7 @@ from minisgl_backend.speculation.proposer import Proposer
 from minisgl_backend.step import DraftStats, StepPlan
 
 IDLE_S = 2e-3  # between a commit and the next plan
+DECIDE_EVERY = 4  # steps, after which it is asked whether speculation pays
 SHADOWED = 4  # rows whose proposals are compared in a step, while there are no drafts
 
 
@@ -54,13 +55,14 @@ class Drafting:
         control: DraftControl,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self._most, self._most_entries = limits.most_drafts, limits.most_decode_entries
+        self._most, self._most_entries = limits.most_drafts, limits.most_draft_entries
         self._running = running
         self._proposer = proposer
         self._control = control
         self._clock = clock
         self._shadows: dict[int, _Shadow] = {}  # by row
         self._next_shadow = 0
+        self._turns = 0
         self._started: dict[int, tuple[float, bool]] = {}  # step -> when it was planned, and not behind another
         self._last_end = 0.0
         self._told: dict[int, tuple[int, int]] = {}  # by uid: what clients are to hear with this step's records
@@ -70,7 +72,9 @@ class Drafting:
 
     def waits(self, in_flight: StepPlan, prompts_wait: bool) -> bool:
         """Whether the next step is planned once this one is committed."""
-        return in_flight.has_drafts or (self._control.is_on and not prompts_wait and self._any_may_draft())
+        if len(in_flight.draft_tokens):
+            return True
+        return self._control.is_on and not prompts_wait and self._any_may_draft()
 
     def note_plan(self, step: int, *, behind_another: bool) -> None:
         """A step has been planned, `behind_another` one that has not been committed."""
@@ -86,9 +90,11 @@ class Drafting:
         room = self._most_entries - len(index)
         at = np.flatnonzero(state.may_draft.take(index))
         rows, uids = index[at].tolist(), state.uid.take(index[at]).tolist()
+        self._turns += 1
+        if self._turns % DECIDE_EVERY == 0 or not len(rows):
+            control.decide(rows, uids, len(index), room)
         if not control.is_on or not all_committed:
             self._shadow(rows, uids)
-            control.decide(rows, uids, len(index), room)
             return []
         most = np.minimum(state.limit.take(index[at]) - lengths[at] - 1, self._most).tolist()
         proposed = []
@@ -97,7 +103,12 @@ class Drafting:
             control.note_found(row, uid, len(tokens) > 0)
             proposed.append(tokens[:count])
         counts = control.choose(rows, uids, proposed, len(index), room)
-        control.decide(rows, uids, len(index), room)
+        for row, uid, tokens, count in zip(rows, uids, proposed, counts, strict=True):
+            known = state.tokens_of(row)
+            if count:
+                self._shadows.pop(row, None)
+            elif self._compare(row, uid, known) and len(tokens):
+                self._shadows[row] = _Shadow(uid, len(known), tokens)
         found = zip(at.tolist(), proposed, counts, strict=True)
         return [(position, tokens[:count]) for position, tokens, count in found if count]
 
@@ -185,19 +196,27 @@ class Drafting:
         for turn in range(min(SHADOWED, len(rows))):
             which = (self._next_shadow + turn) % len(rows)
             row, uid = rows[which], uids[which]
-            known, before = state.tokens_of(row), self._shadows.get(row)
-            if before is not None and before.uid == uid:
-                came = known[before.total : before.total + len(before.token_ids)]
-                wrong = np.flatnonzero(came != before.token_ids[: len(came)])
-                if not len(wrong) and len(came) < len(before.token_ids):
-                    continue
-                control.note(row, uid, len(before.token_ids), int(wrong[0]) if len(wrong) else len(came))
-                del self._shadows[row]
-            tokens = self._proposer.propose(row, uid, known, self._most)
-            control.note_found(row, uid, len(tokens) > 0)
-            if len(tokens):
-                self._shadows[row] = _Shadow(uid, len(known), tokens)
+            known = state.tokens_of(row)
+            if self._compare(row, uid, known):
+                tokens = self._proposer.propose(row, uid, known, self._most)
+                control.note_found(row, uid, len(tokens) > 0)
+                if len(tokens):
+                    self._shadows[row] = _Shadow(uid, len(known), tokens)
         self._next_shadow += SHADOWED
+
+    def _compare(self, row: int, uid: int, known: Int32Array) -> bool:
+        """What was proposed for a row, and not verified, with its tokens. False: it is right so far, and more come."""
+        before = self._shadows.get(row)
+        if before is None:
+            return True
+        if before.uid == uid:
+            came = known[before.total : before.total + len(before.token_ids)]
+            wrong = np.flatnonzero(came != before.token_ids[: len(came)])
+            if not len(wrong) and len(came) < len(before.token_ids):
+                return False
+            self._control.note(row, uid, len(before.token_ids), int(wrong[0]) if len(wrong) else len(came))
+        del self._shadows[row]
+        return True
 
 
 def _first_entries(plan: StepPlan) -> IndexArray:

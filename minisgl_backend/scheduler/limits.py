@@ -30,5 +30,5 @@ class SchedulerLimits:
     max_waiting_requests_per_tenant: int | None = None  # None: half of max_waiting_requests
     eos_token_ids: tuple[int, ...] = ()
     most_drafts: int = 0  # of one row in one step; 0: there is no speculation
-    most_decode_entries: int = 0  # of a step with drafts: rows and drafts together
+    most_draft_entries: int = 0  # of a step with drafts: rows and drafts together
     sparse_step_sizes: tuple[int, ...] = ()  # ascending: what a step that is as long as the first should be cut to

@@ -64,7 +64,8 @@ class DraftControl:
         sizes = num_rows + np.concatenate([[0.0], tokens[fits]])
         rates = (num_rows + np.concatenate([[0.0], np.cumsum(found * right)[fits]])) / self._cost(sizes)
         (plain,) = num_rows / self._cost([num_rows], overlapped=True)
-        self.is_on = bool(rates.max() > plain * (1.0 if self.is_on else BEGIN_GAIN))
+        best = rates[1:].max(initial=0.0)
+        self.is_on = bool(best > rates[0] and best > plain * (1.0 if self.is_on else BEGIN_GAIN))
 
     def choose(
         self, rows: Sequence[int], uids: Sequence[int], proposed: Sequence[Int32Array], num_rows: int, room: int

@@ -19,7 +19,8 @@ _FACTOR, _MASK = 0x9E3779B1, 0xFFFFFFFF
 
 
 class NgramProposer(Proposer):
-    """Proposes what followed the longest of the latest matches; costs the same for each token."""
+    """Proposes what followed the longest of the latest matches, and no more tokens than matched, but where as many did
+    as are compared. Costs the same for each token."""
 
     def __init__(self, lookup_min: int, lookup_max: int) -> None:
         """A match is at least `lookup_min` tokens long, and more than `lookup_max` tokens of it count for nothing."""
@@ -31,9 +32,11 @@ class NgramProposer(Proposer):
         if index is None or index.uid != uid or index.end > len(token_ids):
             index = self._rows[row] = _Index(uid, self._min, len(token_ids))
         index.add(token_ids)
-        start = index.find(token_ids, self._max)
+        start, matched = index.find(token_ids, self._max)
         if start == NOWHERE:
             return NO_INT32
+        if matched < self._max:  # what two tokens say holds for two
+            most = min(most, matched)
         # Where the match overlaps what is to come, it goes round: "abab" is followed by "abab".
         period = len(token_ids) - start
         found = token_ids[start : start + most]
@@ -68,11 +71,12 @@ class _Index:
             self._add_many(token_ids, first)
         self.end = total
 
-    def find(self, token_ids: Int32Array, longest: int) -> int:
-        """The position behind the longest match of the last tokens, of equal ones the latest; NOWHERE without any."""
+    def find(self, token_ids: Int32Array, longest: int) -> tuple[int, int]:
+        """The position behind the longest match of the last tokens, of equal ones the latest, and the tokens of the
+        match, at most `longest`; NOWHERE without any."""
         total = len(token_ids)
         if total <= self._n:
-            return NOWHERE
+            return NOWHERE, 0
         last: list[int] = token_ids[max(0, total - longest) :].tolist()
         found, length = NOWHERE, self._n - 1
         candidate = int(self._before[total & (len(self._before) - 1)])
@@ -85,7 +89,7 @@ class _Index:
                 if matched == longest:
                     break
             candidate = int(self._before[candidate & (len(self._before) - 1)])
-        return found
+        return found, length
 
     def _make_room(self, num_tokens: int) -> None:
         size = SMALLEST

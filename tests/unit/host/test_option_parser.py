@@ -76,6 +76,9 @@ def test_a_file_of_options(tmp_path: Path) -> None:
     (tmp_path / "model" / "config.json").write_text("{}")
     found = parse_arguments([str(tmp_path / "model"), "--config", str(file)])
     assert found.engine_parameters["model"] == str(tmp_path / "model")
+    file.write_text("speculative-config: {method: ngram, num_speculative_tokens: 4}\n")
+    parameters = parse_arguments(["--config", str(file)]).engine_parameters
+    assert parameters == {"speculative_config": '{"method": "ngram", "num_speculative_tokens": 4}'}
     file.write_text("# nothing\n")
     assert parse_arguments(["--config", str(file)]).engine_parameters == {}
 

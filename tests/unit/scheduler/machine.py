@@ -54,7 +54,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         proposer = control = None
         if self.proposer_kind:
             self.bounds = dataclasses.replace(
-                self.bounds, most_drafts=4, most_decode_entries=self.bounds.max_running_requests + 6
+                self.bounds, most_drafts=4, most_draft_entries=self.bounds.max_running_requests + 6
             )
             proposer = KnowingProposer(self.proposer_kind, VOCAB_SIZE, fake_answers(VOCAB_SIZE))
             control = EveryDraft(4)
@@ -139,7 +139,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             drafts = [
                 np.count_nonzero(plan.draft_tokens[plan.decode_rows == one.row] >= 0)
                 for plan, _ in self.in_flight
-                if plan.has_drafts
+                if len(plan.draft_tokens)
             ]
             in_flight += sum(-(-drafted // page_size) for drafted in drafts)
             held = (running.kv.pages_of(one.lease)[groups.num_full :] > 0).sum(axis=1)
