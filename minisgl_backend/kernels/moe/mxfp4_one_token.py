@@ -20,7 +20,7 @@ from triton.language.extra import cuda as tl_cuda
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.moe import one_token
-from minisgl_backend.kernels.moe.mxfp4 import spread_bits
+from minisgl_backend.kernels.moe.mxfp4_gemm import spread_bits
 from minisgl_backend.kernels.moe.mxfp4_torch import Biases, Weight
 from minisgl_backend.kernels.moe.one_token import expert_of_key, keys, logit_of_key, pick, pick_all, shares_of_picked
 
@@ -34,8 +34,8 @@ class OneTokenShape:
     num_warps: int
 
 
-# Measured best on an H100, 4 of 32 experts of 2,880 x 2,880.
-GATE_UP, DOWN = OneTokenShape(8, 32, 1), OneTokenShape(4, 32, 1)
+# Of gate and up measured best on an H100, 4 of 32 experts of 2,880 x 2,880.
+GATE_UP, DOWN = OneTokenShape(8, 32, 1), OneTokenShape(4, 32, 4)
 GATE_UP_PROGRAMS = 3200  # of all experts, at most: each finds its expert once, for a tile of gpt-oss or a few of others
 UP = tl.constexpr(2.0**60)  # of inputs
 EXACT = tl.constexpr(2.0**66)  # of sums: 126 - 60
@@ -89,42 +89,47 @@ def mixture(
 
 
 @triton.jit
-def _add(acc, words, x_ptr, start, place: tl.constexpr, SIZE_IN: tl.constexpr, BLOCKS: tl.constexpr):
-    """acc [rows, blocks, 4] plus the two numbers at one place of each word, uint32, times their inputs."""
-    i = start + tl.arange(0, BLOCKS)[:, None] * 32 + (place * 8 + tl.arange(0, 8))[None, :]
-    x = tl.load(x_ptr + i, mask=i < SIZE_IN, other=0.0).to(tl.float32) * UP
-    lower, upper = tl.split(tl.reshape(x, (BLOCKS, 4, 2)))
+def _add(acc, words, x_ptr, c, c_ok, start, place: tl.constexpr, SIZE_IN: tl.constexpr, BLOCKS: tl.constexpr):
+    """acc [choices, rows, blocks, 4] plus the two numbers at one place of each word, uint32, times their inputs."""
+    e = tl.arange(0, BLOCKS * 8)
+    i = start + (e // 8) * 32 + place * 8 + e % 8
+    ok = c_ok[:, None] & (i < SIZE_IN)[None, :]
+    x = tl.load(x_ptr + c[:, None] * SIZE_IN + i[None, :], mask=ok, other=0.0).to(tl.float32) * UP
+    lower, upper = tl.split(tl.reshape(x, (c.shape[0], BLOCKS, 4, 2)))
     bits = spread_bits(words, place)
-    acc += (bits << 16).to(tl.float32, bitcast=True) * lower[None, :, :]
-    acc += (bits & 0xFFFF0000).to(tl.float32, bitcast=True) * upper[None, :, :]
+    acc += (bits << 16).to(tl.float32, bitcast=True) * lower[:, None, :, :]
+    acc += (bits & 0xFFFF0000).to(tl.float32, bitcast=True) * upper[:, None, :, :]
     return acc
 
 
 @triton.jit
 def _load_words(weight_ptr, row, row_ok, start, SIZE_IN: tl.constexpr, BLOCKS: tl.constexpr):
-    """uint32 [rows, 4 * blocks] of rows int64 from the input `start` on; the first to leave the L2 cache."""
+    """uint32 [choices, rows, 4 * blocks] of row int64 [choices, rows] from the input `start` on; the first to leave the
+    L2 cache."""
     word = start // 8 + tl.arange(0, 4 * BLOCKS)
-    ok = row_ok[:, None] & (word < SIZE_IN // 8)[None, :]
-    at = weight_ptr + row[:, None] * (SIZE_IN // 8) + word[None, :]
+    ok = row_ok[:, :, None] & (word < SIZE_IN // 8)[None, None, :]
+    at = weight_ptr + row[:, :, None] * (SIZE_IN // 8) + word[None, None, :]
     return tl.load(at, mask=ok, other=0, eviction_policy="evict_first").to(tl.uint32, bitcast=True)
 
 
 @triton.jit
 def _sums(
-    words, x_ptr, scale_ptr, row, row_ok, start, SIZE_IN: tl.constexpr, SCALES: tl.constexpr, BLOCKS: tl.constexpr
-):
-    """words of `_load_words` times their inputs and scales: float32 [rows, blocks], 2^-66 of it."""
-    rows: tl.constexpr = words.shape[0]
-    words = tl.reshape(words, (rows, BLOCKS, 4))
+    words, x_ptr, c, c_ok, scale_ptr, row, row_ok, start,
+    SIZE_IN: tl.constexpr, SCALES: tl.constexpr, BLOCKS: tl.constexpr,
+):  # fmt: skip
+    """words times the inputs of each choice and scales: float32 [choices, rows, blocks], 2^-66 of it."""
+    choices: tl.constexpr = words.shape[0]
+    rows: tl.constexpr = words.shape[1]
+    words = tl.reshape(words, (choices, rows, BLOCKS, 4))
     g = start // 32 + tl.arange(0, BLOCKS)
-    ok = row_ok[:, None] & (g < SCALES)[None, :]
-    scale = tl.load(scale_ptr + row[:, None] * SCALES + g[None, :], mask=ok, other=0).to(tl.int32)
-    acc = tl.zeros([rows, BLOCKS, 4], tl.float32)
-    acc = _add(acc, words, x_ptr, start, 0, SIZE_IN, BLOCKS)
-    acc = _add(acc, words, x_ptr, start, 1, SIZE_IN, BLOCKS)
-    acc = _add(acc, words, x_ptr, start, 2, SIZE_IN, BLOCKS)
-    acc = _add(acc, words, x_ptr, start, 3, SIZE_IN, BLOCKS)
-    return tl.sum(acc, 2) * (scale << 23).to(tl.float32, bitcast=True)
+    ok = row_ok[:, :, None] & (g < SCALES)[None, None, :]
+    scale = tl.load(scale_ptr + row[:, :, None] * SCALES + g[None, None, :], mask=ok, other=0).to(tl.int32)
+    acc = tl.zeros([choices, rows, BLOCKS, 4], tl.float32)
+    acc = _add(acc, words, x_ptr, c, c_ok, start, 0, SIZE_IN, BLOCKS)
+    acc = _add(acc, words, x_ptr, c, c_ok, start, 1, SIZE_IN, BLOCKS)
+    acc = _add(acc, words, x_ptr, c, c_ok, start, 2, SIZE_IN, BLOCKS)
+    acc = _add(acc, words, x_ptr, c, c_ok, start, 3, SIZE_IN, BLOCKS)
+    return tl.sum(acc, 3) * (scale << 23).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -140,15 +145,19 @@ def _gate_up_kernel(
         tl_cuda.gdc_wait()
         tl_cuda.gdc_launch_dependents()
     expert = pick(keys(logits_ptr, choice, EXPERTS, EXPERTS_PADDED, WARPS), choice)
+    c = tl.arange(0, 1)  # all experts have the same inputs
     for tile in tl.range(tl.program_id(1), (2 * SIZE_OUT + TILE_OUT - 1) // TILE_OUT, PROGRAMS):
         local = tile * TILE_OUT + tl.arange(0, TILE_OUT)
         ok = local < 2 * SIZE_OUT
         row = expert * (2 * SIZE_OUT) + local
-        acc = tl.zeros([TILE_OUT, BLOCKS], tl.float32)
+        acc = tl.zeros([1, TILE_OUT, BLOCKS], tl.float32)
         for step in tl.static_range((SIZE_IN + 32 * BLOCKS - 1) // (32 * BLOCKS)):
-            words = _load_words(weight_ptr, row, ok, step * 32 * BLOCKS, SIZE_IN, BLOCKS)
-            acc += _sums(words, x_ptr, weight_scale_ptr, row, ok, step * 32 * BLOCKS, SIZE_IN, SCALES, BLOCKS)
-        sums = tl.sum(acc, 1) * EXACT
+            words = _load_words(weight_ptr, row[None, :], ok[None, :], step * 32 * BLOCKS, SIZE_IN, BLOCKS)
+            acc += _sums(
+                words, x_ptr, c, c == 0, weight_scale_ptr, row[None, :], ok[None, :], step * 32 * BLOCKS,
+                SIZE_IN, SCALES, BLOCKS,
+            )  # fmt: skip
+        sums = tl.sum(tl.sum(acc, 2), 0) * EXACT
         if BIAS:
             sums += tl.load(bias_ptr + row, mask=ok, other=0.0).to(tl.float32)
         gate, up = tl.split(tl.reshape(sums, (TILE_OUT // 2, 2)))
@@ -165,7 +174,8 @@ def _down_kernel(
     TILE_OUT: tl.constexpr, RENORMALIZE: tl.constexpr, RESIDUAL: tl.constexpr, BIAS: tl.constexpr,
     WARPS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """The weighted sum of down @ x[choice] over the token's experts, and its residual."""
+    """The weighted sum of down @ x[choice] over the token's experts, and its residual. With as many warps as choices,
+    each has the rows of one."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     # Logits were written before the kernel before this one.
@@ -173,34 +183,20 @@ def _down_kernel(
     c = tl.arange(0, K_PADDED)
     top = logit_of_key(tl.max(picked, 0))
     share = shares_of_picked(logit_of_key(picked) - top, others - top, c < K, RENORMALIZE)
-    experts = expert_of_key(picked)
     o = tl.program_id(0) * TILE_OUT + tl.arange(0, TILE_OUT)
     o_ok = o < SIZE_OUT
-    acc = tl.zeros([TILE_OUT, BLOCKS], tl.float32)
-    result = tl.zeros([TILE_OUT], tl.float32)
-    for choice in tl.static_range(K):
-        row = tl.sum(tl.where(c == choice, experts, 0), 0) * SIZE_OUT + o
-        mine = tl.sum(tl.where(c == choice, share, 0.0), 0)
-        if BIAS:
-            result += mine * tl.load(bias_ptr + row, mask=o_ok, other=0.0).to(tl.float32)
-        sums = tl.zeros([TILE_OUT, BLOCKS], tl.float32)
-        for step in tl.static_range((SIZE_IN + 32 * BLOCKS - 1) // (32 * BLOCKS)):
-            words = _load_words(weight_ptr, row, o_ok, step * 32 * BLOCKS, SIZE_IN, BLOCKS)
-            if PDL and choice + step == 0:
-                tl_cuda.gdc_wait()
-            sums += _sums(
-                words,
-                x_ptr + choice * SIZE_IN,
-                weight_scale_ptr,
-                row,
-                o_ok,
-                step * 32 * BLOCKS,
-                SIZE_IN,
-                SCALES,
-                BLOCKS,
-            )
-        acc += sums * mine
-    result += tl.sum(acc, 1) * EXACT
+    row = expert_of_key(picked)[:, None] * SIZE_OUT + o[None, :]
+    row_ok = (c < K)[:, None] & o_ok[None, :]
+    acc = tl.zeros([K_PADDED, TILE_OUT, BLOCKS], tl.float32)
+    for step in tl.static_range((SIZE_IN + 32 * BLOCKS - 1) // (32 * BLOCKS)):
+        words = _load_words(weight_ptr, row, row_ok, step * 32 * BLOCKS, SIZE_IN, BLOCKS)
+        if PDL and step == 0:
+            tl_cuda.gdc_wait()
+        acc += _sums(words, x_ptr, c, c < K, weight_scale_ptr, row, row_ok, step * 32 * BLOCKS, SIZE_IN, SCALES, BLOCKS)
+    sums = tl.sum(acc, 2) * EXACT
+    if BIAS:
+        sums += tl.load(bias_ptr + row, mask=row_ok, other=0.0).to(tl.float32)
+    result = tl.sum(sums * share[:, None], 0)
     if RESIDUAL:
         result += tl.load(residual_ptr + o, mask=o_ok, other=0.0).to(tl.float32)
     tl.store(out_ptr + o, result.to(out_ptr.dtype.element_ty), mask=o_ok)

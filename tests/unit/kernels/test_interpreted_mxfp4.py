@@ -72,14 +72,16 @@ def test_mixture(num_tokens: int, complete: bool, layer: tuple[Weight, Weight, d
         normed = PLAIN.ops.rms_norm(x, more["norm_weight"], 1e-6) if complete else x
         ids, shares = PLAIN.route(PLAIN.linear(normed, router, bias=more.get("router_bias")), K, True)
         biases, activation = more.get("biases"), more.get("activation", "silu")
-        found = mxfp4.moe(normed, ids, shares, *packed, more.get("residual"), activation, biases)
+        cut = mxfp4.ProductShape(32, 128, 4, 2)
+        shape = mxfp4.Mxfp4Shape(64, cut, cut) if complete else None  # with arranged inputs, as of many tokens
+        found = mxfp4.moe(normed, ids, shares, *packed, more.get("residual"), activation, biases, shape=shape)
     torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-4)
 
 
 COMPILED = """
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from minisgl_backend.kernels.moe import mxfp4, mxfp4_one_token as one
+from minisgl_backend.kernels.moe import mxfp4, mxfp4_gemm, mxfp4_one_token as one
 
 TYPES = dict(weight_ptr="*i16", scale_ptr="*u8", weight_scale_ptr="*u8", pair_weight_ptr="*fp32", order_ptr="*i32",
              expert_ptr="*i32", first_ptr="*i32", end_ptr="*i32", pair_weights_ptr="*fp32", tiles_ptr="*i64",
@@ -99,7 +101,7 @@ def compiled(kernel, num_warps, num_stages, words="*i16", **constants):
 
 common = dict(K=4, SIZE_IN=2880, SCALES=96, BIAS=True, MACHINE=True, PDL=True)
 cut = mxfp4.few_shape(8).gate_up
-found = compiled(mxfp4._few_kernel, cut.num_warps, cut.num_stages, SIZE_OUT=5760, PAIRS=16, TILE_OUT=cut.tile_out,
+found = compiled(mxfp4_gemm.few_kernel, cut.num_warps, cut.num_stages, SIZE_OUT=5760, PAIRS=16, TILE_OUT=cut.tile_out,
                  TILE_IN=cut.tile_in, GATED=True, ACTIVATION="swiglu_oai", PACKED=True, **common)
 # Weights come from memory to the registers of the matrix units without an exchange between threads, and both they
 # and their scales are fetched ahead.

@@ -1,0 +1,228 @@
+"""GEMMs of experts in MXFP4, in the Triton language: an expert's weights times the tokens of a tile.
+
+Weights become bfloat16 in registers, exactly: a number of four bits is moved to where a bfloat16 has its sign, the end
+of its exponent and the start of its mantissa, which makes it 2^-126 of what it is; one multiplication brings it to its
+size. Weights are the first operand of the matrix units, which may come from registers; tokens are the second.
+
+So that integers become operands without an exchange between threads and with few instructions, `pack` lays blocks out
+anew: 16 bits, the e-th of a block, hold the numbers e, 8 + e, 16 + e and 24 + e. The first is where a bfloat16 has it,
+the next two are 3 and 6 bits lower, and the last is in the bits that are left.
+
+Inputs of one place of four blocks are apart: 16 bytes each, half of what memory reads at once. That counts where tokens
+are many; theirs are arranged before (`mxfp4.py`), and between the two GEMMs by the first.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from triton.language.extra import cuda as tl_cuda
+
+from minisgl_backend.kernels.activation import gate_mul
+from minisgl_backend.kernels.moe import few_tokens
+
+# Of two integers of 16 bits, their four numbers as bfloat16, two by two: sign in bit 15, the others in bits 8 to 6, and
+# multiplied by 2^126 times the scale.
+_TO_BFLOAT16 = tl.constexpr(
+    """
+    {
+    .reg .b32 t, z;
+    mov.b32 z, 0x80008000;
+    and.b32 $0, $4, 0x81C081C0;
+    fma.rn.bf16x2 $0, $0, $5, z;
+    shl.b32 t, $4, 3;
+    and.b32 $1, t, 0x81C081C0;
+    fma.rn.bf16x2 $1, $1, $5, z;
+    shl.b32 t, $4, 6;
+    and.b32 $2, t, 0x81C081C0;
+    fma.rn.bf16x2 $2, $2, $5, z;
+    shl.b32 t, $4, 1;
+    and.b32 $3, t, 0x80008000;
+    shr.u32 t, $4, 5;
+    lop3.b32 $3, t, 0x01000100, $3, 0xEA;
+    shr.u32 t, $4, 4;
+    lop3.b32 $3, t, 0x00C000C0, $3, 0xEA;
+    fma.rn.bf16x2 $3, $3, $5, z;
+    }
+    """
+)
+
+
+@triton.jit
+def spread_bits(words, place: tl.constexpr):
+    """Of one number of each 16 bits, in uint32: its sign in bit 15, the others in bits 8 to 6."""
+    if place < 3:
+        return (words << (3 * place)) & 0x81C081C0
+    else:
+        return ((words << 1) & 0x80008000) | ((words >> 5) & 0x01000100) | ((words >> 4) & 0x00C000C0)
+
+
+@triton.jit
+def _number(words, place: tl.constexpr, scale):
+    """What the machine instructions make of one place, in float32."""
+    bits = spread_bits(words.to(tl.uint32) & 0xFFFF, place)
+    value = (bits << 16).to(tl.float32, bitcast=True)
+    return value * (scale.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _dequantize(words, scales, MACHINE: tl.constexpr):
+    """words int16 [rows, 8 * blocks], scales uint8 [rows, blocks] -> the numbers at four places, each of the shape
+    of words."""
+    rows: tl.constexpr = words.shape[0]
+    count: tl.constexpr = words.shape[1]
+    factors = (scales.to(tl.int16) + 126) << 7  # bits of bfloat16
+    factors = tl.broadcast_to(factors[:, :, None], [rows, count // 8, 8]).reshape(rows, count)
+    if MACHINE:
+        return tl.inline_asm_elementwise(
+            _TO_BFLOAT16, "=&r,=&r,=&r,=&r,r,r", [words, factors],
+            dtype=(tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+        )  # fmt: skip
+    else:
+        return (
+            _number(words, 0, factors), _number(words, 1, factors), _number(words, 2, factors),
+            _number(words, 3, factors),
+        )  # fmt: skip
+
+
+@triton.jit
+def _arranged_place(i):
+    """Where the i-th input of a token is among arranged ones."""
+    return (i // 128) * 128 + (i % 32 // 8) * 32 + (i % 128 // 32) * 8 + i % 8
+
+
+@triton.jit
+def arrange_kernel(x_ptr, out_ptr, x_stride, SIZE: tl.constexpr, STRIDE: tl.constexpr, PADDED: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, PADDED)
+    x = tl.load(x_ptr + row * x_stride + i, mask=i < SIZE, other=0.0)
+    tl.store(out_ptr + row * STRIDE + _arranged_place(i), x, mask=i < SIZE)
+
+
+@triton.jit
+def _product(
+    x_rows, pair_ok, weight_ptr, scale_ptr, row, row_ok,
+    SIZE_IN: tl.constexpr, SCALES: tl.constexpr, PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr,
+    ARRANGED: tl.constexpr, MACHINE: tl.constexpr,
+):  # fmt: skip
+    """weight rows times tokens: float32 [TILE_OUT, PAIRS]. x_rows: pointers [PAIRS]. row int64 [TILE_OUT]."""
+    acc = tl.zeros([TILE_OUT, PAIRS], tl.float32)
+    e = tl.arange(0, TILE_IN // 4)
+    numbers = weight_ptr + row[:, None] * (SIZE_IN // 4) + e[None, :]
+    scales = scale_ptr + row[:, None] * SCALES + tl.arange(0, TILE_IN // 32)[None, :]
+    if ARRANGED:
+        first, step = (e // 32) * 128 + e % 32, 32
+    else:
+        first, step = (e // 8) * 32 + e % 8, 8
+    inputs = x_rows[None, :] + first[:, None]
+    for start in tl.range(0, SIZE_IN, TILE_IN):
+        ok = e < (SIZE_IN - start) // 4
+        w = tl.load(numbers + start // 4, mask=row_ok[:, None] & ok[None, :], other=0)
+        s = tl.load(scales + start // 32, mask=row_ok[:, None], other=0)
+        x_ok = pair_ok[None, :] & ok[:, None]
+        x0 = tl.load(inputs + start, mask=x_ok, other=0.0)
+        x1 = tl.load(inputs + start + step, mask=x_ok, other=0.0)
+        x2 = tl.load(inputs + start + 2 * step, mask=x_ok, other=0.0)
+        x3 = tl.load(inputs + start + 3 * step, mask=x_ok, other=0.0)
+        w0, w1, w2, w3 = _dequantize(w, s, MACHINE)
+        acc = tl.dot(w0.to(x0.dtype), x0, acc, input_precision="ieee")
+        acc = tl.dot(w1.to(x1.dtype), x1, acc, input_precision="ieee")
+        acc = tl.dot(w2.to(x2.dtype), x2, acc, input_precision="ieee")
+        acc = tl.dot(w3.to(x3.dtype), x3, acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _finish(
+    acc, bias_ptr, out_ptr, out_stride, weight_row, row, row_ok, target, pair_weight, pair_ok,
+    SIZE_OUT: tl.constexpr, PAIRS: tl.constexpr, TILE_OUT: tl.constexpr, GATED: tl.constexpr,
+    ACTIVATION: tl.constexpr, BIAS: tl.constexpr, ARRANGED: tl.constexpr,
+):  # fmt: skip
+    """Bias, and the activation or the pair's weight. row: of the tile's first output. target int64 [PAIRS]."""
+    if BIAS:
+        acc += tl.load(bias_ptr + weight_row, mask=row_ok, other=0.0).to(tl.float32)[:, None]
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (TILE_OUT // 2, 2, PAIRS)), (0, 2, 1)))
+        acc = gate_mul(gate, up, ACTIVATION)
+        o = row // 2 + tl.arange(0, TILE_OUT // 2)
+    else:
+        acc = acc * pair_weight[None, :]
+        o = row + tl.arange(0, TILE_OUT)
+    size: tl.constexpr = SIZE_OUT // 2 if GATED else SIZE_OUT
+    place = _arranged_place(o) if GATED and ARRANGED else o
+    address = target[None, :] * out_stride + place[:, None]
+    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=pair_ok[None, :] & (o < size)[:, None])
+
+
+@triton.jit
+def grouped_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, order_ptr, expert_ptr, first_ptr, end_ptr, pair_weight_ptr,
+    x_stride, out_stride,
+    K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SCALES: tl.constexpr, PAIRS: tl.constexpr,
+    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    ARRANGED: tl.constexpr, MACHINE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """GATED: activation(gate @ x) * (up @ x), read by token and written in sorted order. Else: read in sorted order,
+    written by pair and multiplied by the pair's weight."""
+    if PDL:
+        tl_cuda.gdc_launch_dependents()
+        tl_cuda.gdc_wait()
+    tile = tl.program_id(1)
+    expert = tl.load(expert_ptr + tile).to(tl.int64)
+    if expert < 0:
+        return
+    i = tl.load(first_ptr + tile) + tl.arange(0, PAIRS)
+    i_ok = i < tl.load(end_ptr + tile)
+    pair = tl.load(order_ptr + i, mask=i_ok, other=0)
+    if GATED:
+        source, target = pair // K, i
+        pair_weight = tl.zeros([PAIRS], tl.float32)
+    else:
+        source, target = i, pair
+        pair_weight = tl.load(pair_weight_ptr + pair, mask=i_ok, other=0.0).to(tl.float32)
+    row = tl.program_id(0) * TILE_OUT
+    rows = row + tl.arange(0, TILE_OUT)
+    row_ok, weight_row = rows < SIZE_OUT, expert * SIZE_OUT + rows
+    x_rows = x_ptr + source.to(tl.int64) * x_stride
+    acc = _product(
+        x_rows, i_ok, weight_ptr, scale_ptr, weight_row, row_ok,
+        SIZE_IN, SCALES, PAIRS, TILE_OUT, TILE_IN, ARRANGED, MACHINE,
+    )  # fmt: skip
+    _finish(
+        acc, bias_ptr, out_ptr, out_stride, weight_row, row, row_ok, target.to(tl.int64), pair_weight, i_ok,
+        SIZE_OUT, PAIRS, TILE_OUT, GATED, ACTIVATION, BIAS, ARRANGED,
+    )  # fmt: skip
+
+
+@triton.jit
+def few_kernel(
+    x_ptr, weight_ptr, scale_ptr, bias_ptr, out_ptr, tiles_ptr, pair_weights_ptr, x_stride,
+    K: tl.constexpr, SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, SCALES: tl.constexpr, PAIRS: tl.constexpr,
+    TILE_OUT: tl.constexpr, TILE_IN: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr, BIAS: tl.constexpr,
+    PACKED: tl.constexpr, MACHINE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """By pair. GATED: activation(gate @ x) * (up @ x), of the pair's token. Else: down @ x of the pair, times its
+    weight. The plan is read, and what starts early waits, as in few_tokens.py."""
+    if PDL:
+        if GATED:
+            tl_cuda.gdc_wait()
+        tl_cuda.gdc_launch_dependents()
+    expert, pair, pair_ok = few_tokens.read_tile(tiles_ptr, tl.program_id(1), tl.num_programs(1), K, PAIRS, PACKED)
+    if expert < 0:
+        return
+    row = tl.program_id(0) * TILE_OUT
+    rows = row + tl.arange(0, TILE_OUT)
+    row_ok, weight_row = rows < SIZE_OUT, expert * SIZE_OUT + rows
+    source = pair // K if GATED else pair
+    x_rows = x_ptr + source.to(tl.int64) * x_stride
+    if PDL and not GATED:
+        tl_cuda.gdc_wait()
+    acc = _product(
+        x_rows, pair_ok, weight_ptr, scale_ptr, weight_row, row_ok,
+        SIZE_IN, SCALES, PAIRS, TILE_OUT, TILE_IN, False, MACHINE,
+    )  # fmt: skip
+    pair_weight = tl.load(pair_weights_ptr + pair, mask=pair_ok, other=0.0)
+    _finish(
+        acc, bias_ptr, out_ptr, SIZE_OUT // 2 if GATED else SIZE_OUT, weight_row, row, row_ok, pair.to(tl.int64),
+        pair_weight, pair_ok, SIZE_OUT, PAIRS, TILE_OUT, GATED, ACTIVATION, BIAS, False,
+    )  # fmt: skip
