@@ -272,6 +272,7 @@ def _text_options(stream: Stream) -> TextOptions:
     return TextOptions(
         skip_special_tokens=stream.spec.params.skip_special_tokens,
         prompt=options.prompt,
+        all_so_far=options.llmapi,
         prompt_tail=stream.prompt_tail,
         prompt_ids=options.prompt_ids,
     )

@@ -30,8 +30,9 @@ class StreamError(MinisglError):
 
 @dataclass(slots=True)
 class _StreamText:
-    prompt: str  # goes before the text
+    before: str  # the text: the prompt, or with `keeps` all that was sent
     output: OutputProcessor
+    keeps: bool = False
     last_number: int = 0
 
 
@@ -81,7 +82,7 @@ class TextOutputEncoder:
             skip_special_tokens=options.skip_special_tokens,
             prompt_tail=options.prompt_tail,
         )
-        return _StreamText(options.prompt or "", output)
+        return _StreamText(options.prompt or "", output, options.all_so_far)
 
     def _known(self, chunk: Chunk) -> _StreamText:
         stream = self._streams.get(chunk.uid)
@@ -100,8 +101,10 @@ class TextOutputEncoder:
             ids = np.frombuffer(part.token_ids, dtype="<i4").tolist()
             reason = FinishReason.STOP if part.is_last else FinishReason.RUNNING
             text = stream.output.feed(ids, reason, ends_with_stop_token=part.ends_with_stop_token).text
-        if stream.prompt:
-            text, stream.prompt = stream.prompt + text, ""
+        if stream.before:
+            text, stream.before = stream.before + text, ""
+        if stream.keeps:
+            stream.before = text
         return text
 
 

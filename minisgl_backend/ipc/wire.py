@@ -21,7 +21,7 @@ class OutputOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     apart: bool = False  # without stream: each sequence is a response of its own, as with TensorRT-LLM
     finish_reason: bool = False
     stop_reason: bool = False  # the stop string that ended the answer
-    llmapi: bool = False  # figures by the names of TensorRT-LLM's LLM API, too
+    llmapi: bool = False  # as TensorRT-LLM's LLM API: figures by its names, too, and in a stream all text so far
     cumulative_logprob: bool = False
     logprobs: bool = False
     token_bytes: bool = True  # beside a token of log-probabilities that is not whole characters: vllm_backend has none
@@ -67,6 +67,7 @@ class TextOptions(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
     skip_special_tokens: bool = True
     prompt: str | None = None  # goes before the text
+    all_so_far: bool = False  # each response has the text from the beginning
     prompt_tail: tuple[int, ...] = ()  # the last tokens of the prompt, where the text depends on them
     prompt_ids: bytes = b""  # go before the token ids of a chunk that becomes no text
 

@@ -42,6 +42,14 @@ def test_what_is_no_text(answers: TextOutputEncoder) -> None:
     assert plain(answers.encode(Chunk(uid=1, number=1, parts=(whole,), options=options))) == ["Q:A"]
 
 
+def test_each_response_may_have_all_text_so_far(answers: TextOutputEncoder) -> None:
+    options = TextOptions(prompt="Q:", all_so_far=True)
+    chunks = [Chunk(uid=1, number=1, parts=(part(b"A"),), options=options), Chunk(uid=1, number=2, parts=(part(b"B"),))]
+    last = part(b"\x02", is_last=True, ends_with_stop_token=True)
+    chunks.append(Chunk(uid=1, number=3, parts=(last,)))
+    assert [plain(answers.encode(chunk)) for chunk in chunks] == [["Q:A"], ["Q:AB"], ["Q:AB"]]
+
+
 def test_several_sequences(answers: TextOutputEncoder) -> None:
     parts = (part(b"a", is_last=True), part(b"b", is_last=True))
     chunk = Chunk(uid=1, number=1, parts=parts, options=TextOptions(prompt="-"))
