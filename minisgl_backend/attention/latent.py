@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -54,12 +55,18 @@ class LatentBackend(AttentionBackend):
         super().__init__(spec, group)
         assert group.latent is not None, "the registry looks"
         self.heads = group.latent
-        values = group.num_q_heads * (self.heads.nope_dim + self.heads.v_dim)
+        self._values = values = group.num_q_heads * (self.heads.nope_dim + self.heads.v_dim)
         room = _PIECE_BYTES_CPU if spec.device.type == "cpu" else _PIECE_BYTES_GPU
         most = (spec.max_rows - 1) * spec.max_seq_len
         self._piece_tokens = max(1, min(most, room // (values * spec.dtype.itemsize)))
-        # Once: steps of any prefix take the same memory, so that those which are measured at start are the largest.
-        self._expanded = torch.empty((self._piece_tokens, values), dtype=spec.dtype, device=spec.device)
+
+    @cached_property
+    def _expanded(self) -> torch.Tensor:
+        """Keys and values of a piece. Steps of any prefix take the same memory, so that those which are measured at
+        start are the largest; a backend that serves decode alone takes none."""
+        with torch.inference_mode(False):
+            shape = (self._piece_tokens, self._values)
+            return torch.empty(shape, dtype=self.spec.dtype, device=self.spec.device)
 
     def plan_prefill(self, inputs: PrefillInputs) -> PrefillPieces:
         pieces: list[Piece] = []

@@ -360,7 +360,7 @@ def _named(
         if reason is not None:
             raise ConfigError(f"attention_backend is {requested!r}, but {name} {reason}; to install it: {entry.remedy}")
     first = BACKENDS[names[0]]
-    if compute_capability is not None and compute_capability < first.prefill_capability:
+    if latents is None and compute_capability is not None and compute_capability < first.prefill_capability:
         raise ConfigError(
             f"attention_backend is {requested!r}, but {names[0]} has no prefill kernel for compute capability "
             f"{compute_capability / 10:.1f} (needs {first.prefill_capability / 10:.1f}); a pair that works here: "

@@ -69,7 +69,7 @@ def test_backends_of_latents(requested: str, capability: int | None, pair: tuple
 @pytest.mark.parametrize(
     ("requested", "capability", "more", "said"),
     [
-        ("trtllm", 90, {}, "needs 10.0"),
+        ("trtllm", 90, {}, "trtllm serves no latents (MLA); use triton or torch"),
         ("fa", 100, {}, "no kernels for latents"),
         ("flashmla", 80, {}, "no kernels for latents"),
         ("fi", 90, {"latents": (256, 32)}, "512 + 64 numbers; this model has 256 + 32"),
