@@ -19,6 +19,7 @@ from minisgl_backend.kernels.attention.latent_decode import (
 )
 from minisgl_backend.kernels.attention.latent_prefill import latent_prefill_attention
 from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.shared_memory import shared_memory
 
 
 class TritonPrefillBackend(LatentBackend):
@@ -51,9 +52,14 @@ class TritonLatentBackend(TritonPrefillBackend):
         self._workspace = LatentDecodeWorkspace(group.num_q_heads, self.heads.rank, spec.max_rows, spec.device)
         facts = DeviceFacts.of(spec.device)
         self._pdl, self._num_sms = facts.dependent_launch, facts.multiprocessors or 1
+        self._shared = shared_memory(spec.device)
 
     def plan_decode(self, inputs: DecodeInputs) -> _DecodePlan:
-        return _DecodePlan(inputs, latent_decode_shape(inputs.batch_size, self.group.num_q_heads, self._num_sms))
+        shape = latent_decode_shape(
+            inputs.batch_size, self.group.num_q_heads, self._num_sms, self._shared,
+            half_precision=self.spec.dtype.itemsize == 2,
+        )  # fmt: skip
+        return _DecodePlan(inputs, shape)
 
     def attend_latents(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
         i = plan.inputs

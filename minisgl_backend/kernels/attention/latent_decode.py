@@ -20,6 +20,7 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.shared_memory import LARGEST
 
 LOG2_E = 1.4426950408889634
 MAX_WORKERS = 264  # of a block of rows: two on each of 132 multiprocessors
@@ -50,22 +51,29 @@ class LatentDecodeWorkspace:
         self.batch_padded = triton.next_power_of_2(max_batch)
 
 
-def latent_decode_shape(batch: int, num_rows: int, num_sms: int = 132) -> LatentDecodeShape:
+# Bytes of shared memory that these cuts take with latents of 512 + 64 numbers of 16 bits, as they are compiled.
+_MANY_ROWS = ((64, 64, 8, 2, 221_184), (32, 64, 8, 2, 114_688), (32, 32, 4, 3, 75_780), (16, 32, 4, 3, 56_324))
+_FEW_ROWS = ((16, 64, 4, 2, 94_208), (16, 32, 4, 3, 56_324))
+_FLOAT32 = (16, 16, 4, 2)
+
+
+def latent_decode_shape(
+    batch: int, num_rows: int, num_sms: int = 132, shared: int = LARGEST, *, half_precision: bool = True
+) -> LatentDecodeShape:
     """The cut that was measured best on an H100 (benchmarks/kernels); num_rows: query heads of all query tokens of a
-    sequence.
+    sequence, shared: bytes of a multiprocessor's memory.
 
     16 rows are bound by the memory, and two programs run at once on a multiprocessor; 64 rows are what one program's
     registers hold, and of one sequence 32 leave more programs.
     """
-    if num_rows > 32 and batch > 1:
-        blocks = triton.cdiv(num_rows, 64)
-        return LatentDecodeShape(rows=64, tile=64, num_warps=8, num_stages=2, workers=max(1, num_sms // blocks))
-    if num_rows > 16:
-        workers = max(1, num_sms // triton.cdiv(num_rows, 32))
-        return LatentDecodeShape(rows=32, tile=64, num_warps=8, num_stages=2, workers=workers)
-    return LatentDecodeShape(
-        rows=16, tile=64, num_warps=4, num_stages=2, workers=num_sms if batch == 1 else min(MAX_WORKERS, 2 * num_sms)
-    )
+    most = 16 if num_rows <= 16 else 32 if num_rows <= 32 or batch == 1 else 64
+    cuts = _FEW_ROWS if most == 16 else [cut for cut in _MANY_ROWS if cut[0] <= most]
+    rows, tile, num_warps, num_stages = next((cut[:4] for cut in cuts if cut[4] <= shared), cuts[-1][:4])
+    if not half_precision:
+        rows, tile, num_warps, num_stages = _FLOAT32
+    at_once = 2 if rows == 16 and batch > 1 else 1  # programs of a multiprocessor
+    workers = min(MAX_WORKERS, max(1, at_once * num_sms // triton.cdiv(num_rows, rows)))
+    return LatentDecodeShape(rows, tile, num_warps, num_stages, workers)
 
 
 def distinct_latent_batches(max_batch: int, num_rows: int) -> tuple[int, ...]:

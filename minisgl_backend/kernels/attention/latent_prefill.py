@@ -6,11 +6,14 @@ A head's key is in two parts: its own, and the rotated one that all heads share.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
 
 from minisgl_backend.kernels.attention.latent_decode import LOG2_E
+from minisgl_backend.kernels.shared_memory import shared_memory
 
 
 def latent_prefill_attention(
@@ -33,15 +36,24 @@ def latent_prefill_attention(
     num_heads, v_dim = out.shape[1:]
     nope, rope = expanded.shape[2] - v_dim, keys.shape[1]
     padded = [max(16, triton.next_power_of_2(size)) for size in (nope, rope, v_dim)]
-    is_half, is_wide = q.element_size() == 2, max(padded) > 128
-    tile_q = 16 if not is_half else (32 if max_q_len <= 32 else 64 if is_wide or max_q_len <= 64 else 128)
-    tile_kv = 64 if is_half else 16
+    tile_q, tile_kv = prefill_tiles(padded, q.element_size(), max_q_len, shared_memory(q.device))
     _latent_prefill_kernel[(triton.cdiv(max_q_len, tile_q), num_heads, len(segments))](
         q, expanded, keys, out, lse, segments, scale * LOG2_E,
         q.stride(0), q.stride(1),
         NUM_HEADS=num_heads, NOPE=nope, NOPE_PADDED=padded[0], ROPE=rope, ROPE_PADDED=padded[1], V=v_dim,
         V_PADDED=padded[2], TILE_Q=tile_q, TILE_KV=tile_kv, num_warps=8 if tile_q == 128 else 4, num_stages=2,
     )  # fmt: skip
+
+
+def prefill_tiles(sizes: Sequence[int], item_bytes: int, max_q_len: int, shared: int) -> tuple[int, int]:
+    """Queries and keys of a program's tiles, which fit into `shared` bytes. sizes: of nope, rope and value, padded."""
+    nope, rope, value = sizes
+    tiles = ((128, 64), (64, 64), (64, 32), (32, 64), (32, 32), (16, 16))
+    for tile_q, tile_kv in tiles if item_bytes == 2 else tiles[-1:]:
+        fits = item_bytes * (tile_q * (nope + rope) + 2 * tile_kv * (nope + rope + value)) <= shared
+        if fits and (tile_q <= 32 or max_q_len > tile_q // 2) and not (tile_q == 128 and value > 128):
+            return tile_q, tile_kv
+    return tiles[-1]
 
 
 @triton.jit

@@ -20,12 +20,13 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.attention import decode as decode_attention, prefill as prefill_attention
+from minisgl_backend.kernels.attention import latent_decode, latent_prefill
 from minisgl_backend.kernels.linear import small_rows as small_linear
 
 POINTERS = {"x_ptr", "weight_ptr", "norm_ptr", "bias_ptr", "residual_ptr", "out_ptr", "q_ptr", "k_ptr", "v_ptr",
-            "q_norm_ptr", "k_norm_ptr"}
+            "q_norm_ptr", "k_norm_ptr", "kv_ptr", "key_ptr"}
 COUNTS = {"counters_ptr", "order_ptr", "expert_ptr", "first_ptr", "end_ptr", "cu_seqlens_ptr", "kv_lens_ptr",
-          "rows_ptr", "table_ptr"}
+          "rows_ptr", "table_ptr", "parts_ptr", "segments_ptr"}
 FLOATS = {"partial_ptr", "pair_weight_ptr", "sinks_ptr", "lse_ptr", "cos_sin_ptr"}
 
 def shared(kernel, capability, number, num_warps, num_stages, **constants):
@@ -84,7 +85,21 @@ def capped(capability, limit, head_dim):
           for name in ("gelu", "gelu_tanh")),
     )
 
-ways = {"capped": capped, "linear": linear, "grouped": grouped, "prefill": prefill}
+def latents(capability, limit, number, heads, batch):
+    cut = latent_decode.latent_decode_shape(batch, heads, 132, limit, half_precision=number == "bf16")
+    return shared(latent_decode._latent_decode_kernel, capability, number, cut.num_warps, cut.num_stages, MAX_BATCH=64,
+                  LEAST_TILES=1, TILE=cut.tile, PAGE_SIZE=64, ROWS=cut.rows, NUM_ROWS=heads, NUM_HEADS=heads, QUERIES=1,
+                  RANK=512, RANK_PADDED=512, ROPE=64, ROPE_PADDED=64, PDL=False)
+
+def expanded(capability, limit, number, nope, value):
+    sizes = (triton.next_power_of_2(nope), 64, triton.next_power_of_2(value))
+    tile_q, tile_kv = latent_prefill.prefill_tiles(sizes, 2 if number == "bf16" else 4, 1000, limit)
+    return shared(latent_prefill._latent_prefill_kernel, capability, number, 8 if tile_q == 128 else 4, 2, NUM_HEADS=16,
+                  NOPE=nope, NOPE_PADDED=sizes[0], ROPE=64, ROPE_PADDED=64, V=value, V_PADDED=sizes[2], TILE_Q=tile_q,
+                  TILE_KV=tile_kv, lse_ptr=None)
+
+ways = {"latents": latents, "expanded": expanded, "capped": capped, "linear": linear, "grouped": grouped,
+        "prefill": prefill}
 print(json.dumps([ways[way](*arguments) for way, *arguments in json.loads(sys.argv[1])]))
 """
 
@@ -105,6 +120,10 @@ OTHERS = [
     *(("grouped", 90, "bf16", pairs, 1, 1) for pairs in (10, 100)),
     *(("capped", 90, head_dim) for head_dim in (80, 128)),
     ("prefill", 89, 256),
+    *(("latents", *row) for row in ((90, "bf16", 128, 64), (90, "bf16", 16, 64), (80, "bf16", 128, 64))),
+    *(("latents", *row) for row in ((89, "bf16", 128, 64), (89, "bf16", 16, 1), (89, "fp32", 16, 1))),
+    *(("expanded", *row) for row in ((90, "bf16", 192, 256), (80, "bf16", 192, 256), (89, "bf16", 128, 128))),
+    *(("expanded", *row) for row in ((89, "bf16", 192, 256), (89, "fp32", 192, 256))),
 ]
 
 
