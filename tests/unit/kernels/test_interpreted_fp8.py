@@ -92,12 +92,11 @@ def test_linear(kind: str, rows: int) -> None:
     assert int(workspace.counters.abs().sum()) == 0
 
 
-@pytest.mark.parametrize("descriptors", [False, True])
 @pytest.mark.parametrize("kind", ["channels bias", "blocks residual", "small blocks"])
-def test_many_rows(kind: str, descriptors: bool) -> None:
-    """Sizes that are no multiples of tiles; descriptors need rows of whole 16 bytes."""
+def test_many_rows(kind: str) -> None:
+    """Sizes that are no multiples of tiles."""
     torch.manual_seed(5)
-    rows, size_in = 75, 208 if descriptors else 201
+    rows, size_in = 75, 201
     x, weight_32 = torch.randn(rows, size_in), torch.randn(90, size_in) / 20
     block = None if "channels" in kind else (16, 32) if "small" in kind else (64, 64)
     weight, scale = quantize_outputs(weight_32) if block is None else in_blocks(weight_32, block)
@@ -108,7 +107,7 @@ def test_many_rows(kind: str, descriptors: bool) -> None:
     }
     found = many_rows.linear(
         numbers, x_scale, weight, scale, torch.float32, block=block, **options,
-        shape=many_rows.ManyRowsShape(32, 32, 32, 4, 2), descriptors=descriptors,
+        shape=many_rows.ManyRowsShape(32, 32, 32, 4, 2),
     )  # fmt: skip
     assert relative(found, Fp8Kernels(TorchOps()).linear(x, weight, scale, block=block, **options)) < 2e-3
 
@@ -159,8 +158,8 @@ from minisgl_backend.kernels.moe import fp8 as moe
 
 TYPES = dict(weight_ptr="*fp8e4nv", scale_ptr="*fp32", x_scale_ptr="*fp32", partial_ptr="*fp32",
              pair_weight_ptr="*fp32", counters_ptr="*i32", order_ptr="*i32", expert_ptr="*i32", first_ptr="*i32",
-             end_ptr="*i32", rows="i32", x_rows="i32", x_stride="i32", eps="fp32", x="*fp8e4nv",
-             weight="*fp8e4nv", given_ptr="*fp32")
+             end_ptr="*i32", rows="i32", x_rows="i32", x_stride="i32", eps="fp32",
+             given_ptr="*fp32")
 
 def compiled(kernel, num_warps, num_stages, x="*bf16", out="*bf16", **constants):
     types = TYPES | {"x_ptr": x, "out_ptr": out}
@@ -187,9 +186,9 @@ for pdl in (True,):
                  ACTIVATION="silu" if gated else None, IMPRECISE=128, PDL=pdl)
 for block in (128,):
     shape = many_rows.many_rows_shape(4096, block or None)
-    compiled(many_rows._many_rows_kernel, shape.num_warps, shape.num_stages, SIZE_OUT=5120, SIZE_IN=5120,
+    compiled(many_rows._many_rows_kernel, shape.num_warps, shape.num_stages, x="*fp8e4nv", SIZE_OUT=5120, SIZE_IN=5120,
              TILE_ROWS=shape.tile_rows, TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, TOGETHER=8, BLOCK_OUT=block,
-             BLOCK_IN=block, BIAS=False, RESIDUAL=True, DESCRIPTORS=False)
+             BLOCK_IN=block, BIAS=False, RESIDUAL=True)
 for pairs, block in ((8, 128), (100, 128)):
     shape = moe.fp8_shape(128 * pairs, 128, 227 << 10)
     for gated, (tile_out, tile_in, num_warps, num_stages) in ((True, shape.gate_up), (False, shape.down)):
