@@ -285,6 +285,8 @@ def _params(
         values["min_tokens"] = int(rng.integers(1, values["max_tokens"] + 1))
     if values["seed"] % 6 == 0:
         values["cache_salt"] = "tenant"
+    if values["seed"] % 5 == 0:
+        values["speculative"] = False
     params = SamplingParams(**values)
     params.validate(VOCAB_SIZE)
     return params

@@ -131,6 +131,7 @@ def test_what_is_no_header_of_grpc_is_left_out(listener: tuple[Listener, int]) -
             {"top_k": 3, "priority": 2, "min_tokens": 4},
         ),
         ("/v1/completions", {"min_p": 0.5, "ignore_eos": True}, {"min_p": 0.5, "ignore_eos": True, "max_tokens": 16}),
+        ("/v1/completions", {"speculative": False}, {"speculative": False, "max_tokens": 16}),
         ("/v1/responses", {"max_output_tokens": 7, "stop": ["x"]}, {"max_tokens": 7, "stop": ["x"]}),
         ("/v1/chat/completions", {"user": "ada"}, {"tenant": "ada"}),
         ("/v1/chat/completions", {"user": "ada", "safety_identifier": "b"}, {"tenant": "b"}),

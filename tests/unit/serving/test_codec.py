@@ -101,6 +101,7 @@ def test_what_the_models_files_say(tokenizer: Tokenizer) -> None:
         ({"end_id": 2}, "ignore_eos", False),
         ({"end_id": 5}, "stop_token_ids", (5,)),
         ({"end_id": -1}, "ignore_eos", True),
+        ({"speculative": False}, "speculative", False),
         ({"sampling_parameters": '{"max_tokens": "7", "temperature": "0.25"}'}, "max_tokens", 7),
         ({"sampling_parameters": '{"top_k": -1}'}, "top_k", 0),
         ({"sampling_parameters": '{"stop": "x"}'}, "stop", ("x",)),
