@@ -107,9 +107,10 @@ def _bench_prefill(timer: Timer, heads: int = 16, tokens: int = 4000, batch: int
     expanded = torch.randn(count, heads, NOPE + VALUE, device="cuda").bfloat16()
     keys = torch.randn(count, ROPE, device="cuda").bfloat16()
     out = torch.empty(count, heads, VALUE, dtype=torch.bfloat16, device="cuda")
+    lse = torch.empty(count, heads, device="cuda")
     starts = range(0, count, tokens)
     segments = torch.tensor([[s, s + tokens, s, s + tokens, 0, 0] for s in starts], dtype=torch.int32, device="cuda")
-    ours = functools.partial(latent_prefill_attention, q, expanded, keys, segments, tokens, SCALE, out, None)
+    ours = functools.partial(latent_prefill_attention, q, expanded, keys, segments, tokens, SCALE, out, lse)
     found = {"triton": round(timer([ours], 5), 1)}
     if not timer.compiles_only:
         try:

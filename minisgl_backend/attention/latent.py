@@ -42,12 +42,6 @@ class Piece:
     is_whole: bool  # whether all keys of its sequences are in it
 
 
-@dataclass(frozen=True)
-class PrefillPieces:
-    pieces: tuple[Piece, ...]
-    continues: bool  # whether any sequence's keys are in several
-
-
 class LatentBackend(AttentionBackend):
     """Kernels for layers that keep latents; `AttentionLayer.latent` is there in all calls."""
 
@@ -68,7 +62,7 @@ class LatentBackend(AttentionBackend):
             shape = (self._piece_tokens, self._values)
             return torch.empty(shape, dtype=self.spec.dtype, device=self.spec.device)
 
-    def plan_prefill(self, inputs: PrefillInputs) -> PrefillPieces:
+    def plan_prefill(self, inputs: PrefillInputs) -> tuple[Piece, ...]:
         pieces: list[Piece] = []
         segments: list[tuple[int, ...]] = []  # row and first position, then as in Piece
         room = self._piece_tokens
@@ -87,18 +81,18 @@ class LatentBackend(AttentionBackend):
                     segments, room = [], self._piece_tokens
         if segments:
             pieces.append(self._piece(segments, inputs.page_table))
-        return PrefillPieces(tuple(pieces), any(bool(piece.segments_host[:, 5].any()) for piece in pieces))
+        return tuple(pieces)
 
-    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: PrefillPieces) -> torch.Tensor:
+    def prefill(self, layer: AttentionLayer, q: torch.Tensor, plan: tuple[Piece, ...]) -> torch.Tensor:
         out = torch.empty((*q.shape[:2], self.heads.v_dim), dtype=q.dtype, device=q.device)
         self.prefill_into(layer, q, plan, out)
         return out
 
-    def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: PrefillPieces, out: torch.Tensor) -> None:
+    def prefill_into(self, layer: AttentionLayer, q: torch.Tensor, plan: tuple[Piece, ...], out: torch.Tensor) -> None:
         assert layer.latent is not None
         kept = layer.kv.k.flatten(0, 2)  # [num_slots, rank + rope_dim]
-        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if plan.continues else None
-        for piece in plan.pieces:
+        lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+        for piece in plan:
             latents = kept[:, : self.heads.rank].index_select(0, piece.slots)
             keys = kept[:, self.heads.rank :].index_select(0, piece.slots)
             expanded = self._expanded[: len(latents)]
@@ -114,13 +108,13 @@ class LatentBackend(AttentionBackend):
         keys: torch.Tensor,
         piece: Piece,
         out: torch.Tensor,
-        lse: torch.Tensor | None,
+        lse: torch.Tensor,
     ) -> None:
         """Attention of the piece's queries to its keys, added to what `out` and `lse` have of earlier pieces.
 
         q [num_tokens, num_q_heads, nope_dim + rope_dim]; expanded [num_keys, num_q_heads, nope_dim + v_dim]; keys
         [num_keys, rope_dim]; out [num_tokens, num_q_heads, v_dim]; lse float32 [num_tokens, num_q_heads], logarithms to
-        the base 2 of the sums of weights so far; None: no sequence has keys in several pieces.
+        the base 2 of the sums of weights so far.
         """
 
     def decode(self, layer: AttentionLayer, q: torch.Tensor, plan: Plan) -> torch.Tensor:
@@ -149,8 +143,9 @@ class LatentBackend(AttentionBackend):
         positions = keys + np.repeat(table[:, 1] - table[:, 4], counts)
         ends = np.zeros((2, len(table) + 1), dtype=np.int32)
         ends[0, 1:], ends[1, 1:] = table[:, 3] - table[0, 2], table[:, 5]
-        parts = (np.repeat(table[:, 0], counts), positions, table[:, 2:].reshape(-1), ends.reshape(-1))
-        rows, positions_there, flat, ends_there = self._upload(np.concatenate(parts)).split([len(one) for one in parts])
+        # Segments first: a kernel is compiled anew for an address that is no multiple of 16.
+        parts = (table[:, 2:].reshape(-1), ends.reshape(-1), np.repeat(table[:, 0], counts), positions)
+        flat, ends_there, rows, positions_there = self._upload(np.concatenate(parts)).split([len(one) for one in parts])
         page_size = self.spec.page_size
         pages = page_table[rows, positions_there // page_size].long()
         return Piece(

@@ -35,6 +35,8 @@ class FlashAttentionLatentBackend(TritonPrefillBackend):
 
         self._decode_kernel, self._prefill_kernel = flash_attn_with_kvcache, flash_attn_varlen_func
         self._serves_prefill = (self.heads.qk_dim, self.heads.v_dim) in _PREFILL_HEADS
+        if self._serves_prefill:
+            self.compile_prefill()  # for long prefixes: no stream is to wait for the compiler
         self._one_each = torch.arange(spec.max_rows + 1, dtype=torch.int32, device=spec.device)
         self._tables = BatchTables(spec)
 
@@ -46,7 +48,7 @@ class FlashAttentionLatentBackend(TritonPrefillBackend):
         keys: torch.Tensor,
         piece: Piece,
         out: torch.Tensor,
-        lse: torch.Tensor | None,
+        lse: torch.Tensor,
     ) -> None:
         if not (piece.is_whole and self._serves_prefill):
             super().attend_expanded(layer, q, expanded, keys, piece, out, lse)

@@ -37,7 +37,7 @@ class TorchLatentBackend(LatentBackend):
         keys: torch.Tensor,
         piece: Piece,
         out: torch.Tensor,
-        lse: torch.Tensor | None,
+        lse: torch.Tensor,
     ) -> None:
         nope_dim = self.heads.nope_dim
         for q_begin, q_end, kv_begin, kv_end, offset, continues in piece.segments_host.tolist():
@@ -54,13 +54,13 @@ class TorchLatentBackend(LatentBackend):
                 found = scores.logsumexp(-1)  # [num_q_heads, queries]
                 weights = torch.exp(scores - found.clamp(min=-1e30).unsqueeze(-1))
                 attended = torch.einsum("hqk,khd->qhd", weights, v)
-                if lse is not None:
-                    before = lse[begin:end].t() * np.log(2.0) if continues else torch.full_like(found, -torch.inf)
+                if continues:
+                    before = lse[begin:end].t() * np.log(2.0)
                     together = torch.logaddexp(before, found)
                     attended *= torch.exp(found - together).t().unsqueeze(-1)
-                    if continues:
-                        attended += out[begin:end].float() * torch.exp(before - together).t().unsqueeze(-1)
-                    lse[begin:end] = together.t() / np.log(2.0)
+                    attended += out[begin:end].float() * torch.exp(before - together).t().unsqueeze(-1)
+                    found = together
+                lse[begin:end] = found.t() / np.log(2.0)
                 out[begin:end] = attended
 
     def plan_decode(self, inputs: DecodeInputs) -> tuple[_Group, ...]:

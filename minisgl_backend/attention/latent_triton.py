@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,7 +18,7 @@ from minisgl_backend.kernels.attention.latent_decode import (
     latent_decode_attention,
     latent_decode_shape,
 )
-from minisgl_backend.kernels.attention.latent_prefill import latent_prefill_attention
+from minisgl_backend.kernels.attention.latent_prefill import SHORT, latent_prefill_attention
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.shared_memory import shared_memory
 
@@ -33,9 +34,22 @@ class TritonPrefillBackend(LatentBackend):
         keys: torch.Tensor,
         piece: Piece,
         out: torch.Tensor,
-        lse: torch.Tensor | None,
+        lse: torch.Tensor,
     ) -> None:
         latent_prefill_attention(q, expanded, keys, piece.segments, piece.max_q_len, layer.scale, out, lse)
+
+    def compile_prefill(self) -> None:
+        """Of kernels that no step at start may need: one query sees one key, by those of short and of long segments."""
+        spec, heads, num_heads = self.spec, self.heads, self.group.num_q_heads
+        zeros = partial(torch.zeros, dtype=spec.dtype, device=spec.device)
+        segments = torch.tensor([[0, 1, 0, 1, 0, 0]], dtype=torch.int32, device=spec.device)
+        lse = torch.empty((1, num_heads), dtype=torch.float32, device=spec.device)
+        for max_q_len in (1, SHORT + 1):
+            latent_prefill_attention(
+                zeros(1, num_heads, heads.qk_dim), zeros(1, num_heads, heads.nope_dim + heads.v_dim),
+                zeros(1, heads.rope_dim), segments, max_q_len, self.group.softmax_scale,
+                zeros(1, num_heads, heads.v_dim), lse,
+            )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,8 @@ import triton.language as tl
 from minisgl_backend.kernels.attention.latent_decode import LOG2_E
 from minisgl_backend.kernels.shared_memory import shared_memory
 
+SHORT = 64  # queries of a segment, up to which tiles are smaller
+
 
 def latent_prefill_attention(
     q: torch.Tensor,
@@ -24,14 +26,13 @@ def latent_prefill_attention(
     max_q_len: int,
     scale: float,
     out: torch.Tensor,
-    lse: torch.Tensor | None,
+    lse: torch.Tensor,
 ) -> None:
     """Adds attention to some keys to `out` [num_tokens, num_q_heads, v_dim], contiguous.
 
     q [num_tokens, num_q_heads, nope_dim + rope_dim]; expanded [num_keys, num_q_heads, nope_dim + v_dim], contiguous;
     keys [num_keys, rope_dim], contiguous; segments int32 [num_segments, 6], as of `attention.latent.Piece`; lse float32
-    [num_tokens, num_q_heads], of what is in `out`; None: no sequence has keys in several pieces. max_q_len: the
-    longest segment's queries, a host integer.
+    [num_tokens, num_q_heads], of what is in `out`. max_q_len: the longest segment's queries, a host integer.
     """
     num_heads, v_dim = out.shape[1:]
     nope, rope = expanded.shape[2] - v_dim, keys.shape[1]
@@ -51,7 +52,7 @@ def prefill_tiles(sizes: Sequence[int], item_bytes: int, max_q_len: int, shared:
     tiles = ((128, 64), (64, 64), (64, 32), (32, 64), (32, 32), (16, 16))
     for tile_q, tile_kv in tiles if item_bytes == 2 else tiles[-1:]:
         fits = item_bytes * (tile_q * (nope + rope) + 2 * tile_kv * (nope + rope + value)) <= shared
-        if fits and (tile_q <= 32 or max_q_len > tile_q // 2) and not (tile_q == 128 and value > 128):
+        if fits and (tile_q <= 32 or max_q_len > SHORT) and not (tile_q == 128 and value > 128):
             return tile_q, tile_kv
     return tiles[-1]
 
@@ -94,11 +95,10 @@ def _latent_prefill_kernel(
     m = tl.full([TILE_Q], -float("inf"), tl.float32)
     total = tl.zeros([TILE_Q], tl.float32)
     acc = tl.zeros([TILE_Q, V_PADDED], tl.float32)
-    if lse_ptr is not None:  # noqa: SIM102  known to the compiler
-        if continues != 0:
-            m = tl.load(lse_ptr + q_row * NUM_HEADS + head, mask=i_ok, other=-float("inf"))
-            total = tl.where(m > -1e30, 1.0, 0.0)
-            acc = tl.load(out_address, mask=out_ok, other=0.0).to(tl.float32)
+    if continues != 0:
+        m = tl.load(lse_ptr + q_row * NUM_HEADS + head, mask=i_ok, other=-float("inf"))
+        total = tl.where(m > -1e30, 1.0, 0.0)
+        acc = tl.load(out_address, mask=out_ok, other=0.0).to(tl.float32)
     for start in tl.range(0, end, TILE_KV):
         n_ok = start + n < kv_len
         row = (kv_begin + start + n).to(tl.int64)
@@ -119,6 +119,5 @@ def _latent_prefill_kernel(
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision="ieee")
         m = m_new
     tl.store(out_address, (acc / tl.where(total > 0, total, 1.0)[:, None]).to(out_ptr.dtype.element_ty), mask=out_ok)
-    if lse_ptr is not None:
-        lse = tl.where(total > 0, m + tl.log2(total), -float("inf"))
-        tl.store(lse_ptr + q_row * NUM_HEADS + head, lse, mask=i_ok)
+    lse = tl.where(total > 0, m + tl.log2(total), -float("inf"))
+    tl.store(lse_ptr + q_row * NUM_HEADS + head, lse, mask=i_ok)

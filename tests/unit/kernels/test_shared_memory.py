@@ -96,7 +96,7 @@ def expanded(capability, limit, number, nope, value):
     tile_q, tile_kv = latent_prefill.prefill_tiles(sizes, 2 if number == "bf16" else 4, 1000, limit)
     return shared(latent_prefill._latent_prefill_kernel, capability, number, 8 if tile_q == 128 else 4, 2, NUM_HEADS=16,
                   NOPE=nope, NOPE_PADDED=sizes[0], ROPE=64, ROPE_PADDED=64, V=value, V_PADDED=sizes[2], TILE_Q=tile_q,
-                  TILE_KV=tile_kv, lse_ptr=None)
+                  TILE_KV=tile_kv)
 
 ways = {"latents": latents, "expanded": expanded, "capped": capped, "linear": linear, "grouped": grouped,
         "prefill": prefill}
