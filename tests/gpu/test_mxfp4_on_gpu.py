@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -53,3 +54,22 @@ def test_mixture(size: int, dtype: torch.dtype) -> None:
         for _ in range(2):  # each launch may overlap the one before
             found = kernels.mixture(x, router.to(dtype), *packed, K, True, **more).double()
             assert (found - expected).norm() / expected.norm() < 2e-2, tokens
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-4), (torch.bfloat16, 5e-2)])
+def test_logits(dtype: torch.dtype, tolerance: float, tmp_path: Path) -> None:
+    """Of a small gpt-oss, against transformers with the dequantized weights: a prompt, and tokens one by one."""
+    from tests.parity.checkpoints import reference_model, save_checkpoint
+    from tests.parity.paged import PagedModel
+    from tests.parity.quantized import write_mxfp4
+
+    source, quantized, plain = (tmp_path / kind for kind in ("source", "quantized", "plain"))
+    save_checkpoint("gpt_oss", source)
+    write_mxfp4(source, quantized, plain)
+    paged = PagedModel(quantized, page_size=16, device="cuda", dtype=dtype)
+    got = [paged.step({2: [3 + 7 * i % 310 for i in range(130)]}, {})[2]]
+    got += [paged.step({}, {2: 20 + 5 * i})[2] for i in range(8)]
+    with torch.inference_mode():
+        expected = reference_model(plain)(torch.tensor([paged.tokens[2]])).logits[0]
+    difference = (torch.cat(got).float().cpu() - expected).abs().amax(1) / expected.abs().amax()
+    assert difference.median() <= tolerance, difference  # rounded numbers may pick another expert now and then

@@ -59,9 +59,11 @@ def few_shape(num_tokens: int) -> Mxfp4Shape:
     return Mxfp4Shape(few_tokens.SLOTS, ProductShape(128, 128, 4, 3), ProductShape(128, 256, 4, 3))
 
 
-def grouped_shape(pairs: int, num_experts: int, shared: int = LARGEST) -> Mxfp4Shape:
-    """By the pairs of an expert, likewise. Smaller tiles where a program has less than `shared` bytes of shared memory
-    than Hopper's."""
+def grouped_shape(pairs: int, num_experts: int, element_size: int = 2, shared: int = LARGEST) -> Mxfp4Shape:
+    """By the pairs of an expert, likewise. Small tiles for numbers of four bytes, and no large ones where a program has
+    less than Hopper's bytes of `shared` memory."""
+    if element_size > 2:
+        return _alike(16, ProductShape(64, 128, 4, 2))
     few, some, many = (mean * num_experts for mean in MEAN_PAIRS)
     if pairs <= few:
         return _alike(16, ProductShape(128, 128, 4, 4))
@@ -113,7 +115,7 @@ def moe(
     size = 4 * quarter
     if pairs == 0:
         return torch.empty_like(x) if residual is None else residual.clone()
-    shape = shape or grouped_shape(pairs, num_experts, shared_memory(x.device))
+    shape = shape or grouped_shape(pairs, num_experts, x.element_size(), shared_memory(x.device))
     is_arranged = shape.tile_pairs >= ARRANGED_PAIRS
     tiles = align(expert_ids.contiguous(), num_experts, shape.tile_pairs, pdl)
     x = _arranged(x) if is_arranged else x
