@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from benchmarks.kernels.timing import Timer, time_graph
-from minisgl_backend.kernels.attention.decode import DecodeShape, DecodeWorkspace, decode_attention, decode_shape
+from minisgl_backend.kernels.attention.choose import DecodeShape, decode_shape
+from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention
 
 
 def bench_attention(results: dict[str, dict], tune: bool, timer: Timer) -> None:

@@ -9,17 +9,14 @@ from dataclasses import dataclass
 import torch
 
 from benchmarks.kernels.timing import profile_step, random_weights, time_graph
-from minisgl_backend.kernels.attention.decode import (
-    DecodeWorkspace,
-    decode_attention,
-    decode_shape,
-    rotating_decode_attention,
-    rotation_pays,
-)
+from minisgl_backend.kernels.attention.choose import decode_shape, rotation_pays
+from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, rotating_decode_attention
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.choose import LARGEST_OUT
+from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.sampling.launch import SamplingWorkspace, sample_plain
 from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.sampling.params import encode_params
 
@@ -99,9 +96,8 @@ class Chain:
             if rotation_pays(self.batch, self.shape.kv_heads):
                 attended = rotating_decode_attention(qkv, norm, norm, self.cos_sin, *where, 1e-6, pdl)
             else:
-                q = ops.rope_store(
-                    qkv, norm, norm, self.cos_sin, self.positions, self.slots, k, v, self.shape.heads, 1e-6
-                )  # fmt: skip
+                rotation = QKNormRope(q_norm=norm, k_norm=norm, cos_sin=self.cos_sin, eps=1e-6)
+                q = ops.rope_store(qkv, rotation, self.positions, self.slots, LayerKV(k, v), self.shape.heads)
                 attended = decode_attention(q, *where, None, pdl)
             x = plain.linear(attended.flatten(1), o_weight, residual=x)
             gated = plain.linear(x, gate_up_weight, norm_weight=self.norm, eps=1e-6, activation="silu")

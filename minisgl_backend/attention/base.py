@@ -20,6 +20,7 @@ import torch
 
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.layer import AttentionLayer, LatentHeads, LatentProjection
+from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kv.latent import KVLayout
 from minisgl_backend.kv.layout import LayerKV
 
@@ -167,16 +168,6 @@ class DecodeInputs:
     @property
     def batch_size(self) -> int:
         return len(self.kv_lens_host)
-
-
-@dataclass(frozen=True, kw_only=True)
-class QKNormRope:
-    """What turns projected queries and keys into those of attention: a norm of each head, then the rotary embedding."""
-
-    q_norm: torch.Tensor | None  # [head_dim]; None: no norm
-    k_norm: torch.Tensor | None
-    cos_sin: torch.Tensor  # float32 [max_position, head_dim]: cosines of the head_dim / 2 angles, then sines
-    eps: float  # of the norms
 
 
 class AttentionBackend(ABC):

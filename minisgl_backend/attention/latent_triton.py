@@ -10,7 +10,7 @@ import torch
 from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, LayerGroup, Plan
 from minisgl_backend.attention.latent import LatentBackend, Piece
 from minisgl_backend.attention.layer import AttentionLayer
-from minisgl_backend.kernels.attention.decode import MAX_EARLY_BATCH
+from minisgl_backend.kernels.attention.choose import MAX_EARLY_BATCH
 from minisgl_backend.kernels.attention.latent_decode import (
     LatentDecodeShape,
     LatentDecodeWorkspace,

@@ -19,16 +19,14 @@ from minisgl_backend.attention.base import (
     QKNormRope,
 )
 from minisgl_backend.attention.layer import AttentionLayer
-from minisgl_backend.kernels.attention.decode import (
+from minisgl_backend.kernels.attention.choose import (
     MAX_EARLY_BATCH,
     DecodeShape,
-    DecodeWorkspace,
-    decode_attention,
     decode_shape,
     distinct_batches,
-    rotating_decode_attention,
     rotation_pays,
 )
+from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, rotating_decode_attention
 from minisgl_backend.kernels.attention.prefill import prefill_attention
 from minisgl_backend.kernels.device_facts import DeviceFacts
 

@@ -13,7 +13,8 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import pdl_options
-from minisgl_backend.kv.layout import ONE, KVScales
+from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kv.layout import LayerKV
 
 
 def rms_norm(
@@ -167,38 +168,27 @@ def _combine_kernel(
 
 def rope_store(
     qkv: torch.Tensor,
-    q_norm: torch.Tensor | None,
-    k_norm: torch.Tensor | None,
-    cos_sin: torch.Tensor,
+    rotation: QKNormRope,
     positions: torch.Tensor,
     slots: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    kv: LayerKV,
     num_q_heads: int,
-    eps: float,
     pdl: bool = False,
-    scales: KVScales = ONE,
 ) -> torch.Tensor:
-    """Per-head norm of q and k (where weights are given), rotary embedding, and the store into the KV pool.
-
-    qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] is overwritten in its q part, a view of which is
-    returned as [num_tokens, num_q_heads, head_dim]. cos_sin float32 [max_position, head_dim]: cosines of the
-    head_dim / 2 angles, then sines. positions and slots int [num_tokens]; caches as in kv.layout,
-    in any number format.
-    """
-    num_tokens = qkv.shape[0]
-    _, num_kv_heads, page_size, head_dim = k_cache.shape
-    half = head_dim // 2
+    """The contract is `Ops.rope_store`'s: qkv is overwritten in its q part, a view of which is returned."""
+    num_tokens, k = qkv.shape[0], kv.k
+    _, num_kv_heads, page_size, head_dim = k.shape
+    half, q_norm, k_norm = head_dim // 2, rotation.q_norm, rotation.k_norm
     if num_tokens > 0:
         # Few tokens: one head a program, for parallelism. Many: several, since a head alone is too little work.
         tile = 1 if num_tokens <= 32 else 8
         _rope_store_kernel[(num_tokens, triton.cdiv(num_q_heads + 2 * num_kv_heads, tile))](
             qkv, q_norm if q_norm is not None else qkv, k_norm if k_norm is not None else qkv,
-            cos_sin, positions, slots, k_cache, v_cache,
-            qkv.stride(0), k_cache.stride(0), k_cache.stride(1), k_cache.stride(2), eps, 1.0 / scales.k, 1.0 / scales.v,
+            rotation.cos_sin, positions, slots, k, kv.v, qkv.stride(0), k.stride(0), k.stride(1), k.stride(2),
+            rotation.eps, 1.0 / kv.scales.k, 1.0 / kv.scales.v,
             NUM_Q_HEADS=num_q_heads, NUM_KV_HEADS=num_kv_heads, HALF=half, HALF_PADDED=triton.next_power_of_2(half),
-            HEADS=tile, PAGE_SIZE=page_size, NORM=q_norm is not None,
-            LARGEST=largest_number(k_cache.dtype), num_warps=1 if tile == 1 else 4, **pdl_options(pdl),
+            HEADS=tile, PAGE_SIZE=page_size, NORM=q_norm is not None, LARGEST=largest_number(k.dtype),
+            num_warps=1 if tile == 1 else 4, **pdl_options(pdl),
         )  # fmt: skip
     return qkv[:, : num_q_heads * head_dim].view(num_tokens, num_q_heads, head_dim)
 

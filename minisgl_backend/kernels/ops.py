@@ -7,10 +7,21 @@ are tested against.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.kv.layout import ONE, KVScales
+from minisgl_backend.kv.layout import LayerKV
+
+
+@dataclass(frozen=True, kw_only=True)
+class QKNormRope:
+    """What turns projected queries and keys into those of attention: a norm of each head, then the rotary embedding."""
+
+    q_norm: torch.Tensor | None  # [head_dim]; None: no norm
+    k_norm: torch.Tensor | None
+    cos_sin: torch.Tensor  # float32 [max_position, head_dim]: cosines of the head_dim / 2 angles, then sines
+    eps: float  # of the norms
 
 
 class Ops(ABC):
@@ -39,23 +50,17 @@ class Ops(ABC):
     def rope_store(
         self,
         qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        cos_sin: torch.Tensor,
+        rotation: QKNormRope,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        kv: LayerKV,
         num_q_heads: int,
-        eps: float,
-        scales: KVScales = ONE,
     ) -> torch.Tensor:
         """Per-head norm of q and k (where weights are given), rotary embedding, and the store into the KV pool.
 
-        qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] may be overwritten. cos_sin float32
-        [max_position, head_dim]: cosines of the head_dim / 2 angles, then sines; a head's first half pairs with its
-        second half. positions and slots int [num_tokens]; caches [num_pages, num_kv_heads, page_size, head_dim],
-        in any number format: keys and values are divided by `scales` and saturate where the format ends.
+        qkv [num_tokens, (num_q_heads + 2 * num_kv_heads) * head_dim] may be overwritten. A head's first half pairs with
+        its second half. positions and slots int [num_tokens]; kv in any number format: keys and values are divided by
+        its scales and saturate where the format ends.
         Returns q [num_tokens, num_q_heads, head_dim], possibly a view of qkv.
         """
 

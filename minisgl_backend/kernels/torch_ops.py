@@ -7,9 +7,9 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.kernels.device_facts import DeviceFacts
-from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.ops import Ops, QKNormRope
 from minisgl_backend.kernels.plain import PlainKernels
-from minisgl_backend.kv.layout import ONE, KVScales
+from minisgl_backend.kv.layout import LayerKV
 
 _ALPHA, _LIMIT = 1.702, 7.0  # of swiglu_oai, in all released models
 
@@ -31,29 +31,25 @@ class TorchOps(Ops):
     def rope_store(
         self,
         qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        cos_sin: torch.Tensor,
+        rotation: QKNormRope,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        kv: LayerKV,
         num_q_heads: int,
-        eps: float,
-        scales: KVScales = ONE,
     ) -> torch.Tensor:
-        _, num_kv_heads, _, head_dim = k_cache.shape
+        _, num_kv_heads, _, head_dim = kv.k.shape
         heads = qkv.view(qkv.shape[0], -1, head_dim)
         qk, v = heads.split([num_q_heads + num_kv_heads, num_kv_heads], dim=1)
         qk = qk.float()
+        q_norm, k_norm = rotation.q_norm, rotation.k_norm
         if q_norm is not None and k_norm is not None:
             # q and k heads are normed in one go; only their weights differ.
             weight = torch.cat([q_norm.expand(num_q_heads, head_dim), k_norm.expand(num_kv_heads, head_dim)]).float()
-            qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + eps) * weight
-        rotated = _rotated(qk, cos_sin[positions].unsqueeze(1)).to(qkv.dtype)
+            qk = qk * torch.rsqrt(qk.square().mean(-1, keepdim=True) + rotation.eps) * weight
+        rotated = _rotated(qk, rotation.cos_sin[positions].unsqueeze(1)).to(qkv.dtype)
         q, k = rotated.split([num_q_heads, num_kv_heads], dim=1)
-        store_tokens(k_cache, k, slots, scales.k)
-        store_tokens(v_cache, v, slots, scales.v)
+        store_tokens(kv.k, k, slots, kv.scales.k)
+        store_tokens(kv.v, v, slots, kv.scales.v)
         return q
 
     def latent_store(

@@ -24,8 +24,9 @@ from minisgl_backend.kernels.linear.tiling import MAX_ROWS, long_shape
 from minisgl_backend.kernels.linear.tuned import TunedLinear, prompt_rows
 from minisgl_backend.kernels.moe import early_router, few_tokens, grouped, grouped_tma, one_token
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
+from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
-from minisgl_backend.kv.layout import ONE, KVScales
+from minisgl_backend.kv.layout import LayerKV
 
 
 class TritonOps(TorchOps):
@@ -60,20 +61,13 @@ class TritonOps(TorchOps):
     def rope_store(
         self,
         qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        cos_sin: torch.Tensor,
+        rotation: QKNormRope,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        kv: LayerKV,
         num_q_heads: int,
-        eps: float,
-        scales: KVScales = ONE,
     ) -> torch.Tensor:
-        return fused.rope_store(
-            qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, self.pdl(qkv), scales
-        )
+        return fused.rope_store(qkv, rotation, positions, slots, kv, num_q_heads, self.pdl(qkv))
 
     def latent_store(
         self,

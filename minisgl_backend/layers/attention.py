@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import torch
 
-from minisgl_backend.attention.base import AttentionSpec, QKNormRope
+from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.attention.layer import AttentionLayer
+from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.config import AttentionConfig
 from minisgl_backend.layers.context import ForwardContext
@@ -142,10 +143,7 @@ class SelfAttention(AttentionBlock):
             self.k_norm.apply_(qkv[:, q_size : q_size + k_size])
         if ctx.fuses_rope(layer):
             return ctx.attend_with_rope(layer, qkv, r).flatten(1)
-        kv = layer.kv
-        q = self._ops.rope_store(
-            qkv, r.q_norm, r.k_norm, r.cos_sin, positions, ctx.slots, kv.k, kv.v, layer.num_q_heads, r.eps, kv.scales
-        )
+        q = self._ops.rope_store(qkv, r, positions, ctx.slots, layer.kv, layer.num_q_heads)
         return ctx.attend(layer, q).flatten(1)
 
     def weight_parts(self) -> list[WeightPart]:

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.attention.pair import AttentionPair, PairPlan
+from minisgl_backend.kernels.ops import QKNormRope
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.attention.layer import AttentionLayer
 from minisgl_backend.kernels.candidate import PLAIN, Candidate
 from minisgl_backend.kernels.collectives.choose import MOST_COPY_BYTES, MOST_COPY_RANKS, most_rows
@@ -23,6 +22,7 @@ from minisgl_backend.kernels.linear.choose import CANDIDATES as LINEAR
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.moe.choose import CANDIDATES as EXPERTS
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
+from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.pool import KVPool

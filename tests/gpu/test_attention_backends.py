@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs, QKNormRope
+from minisgl_backend.attention.base import AttentionSpec, DecodeInputs, PrefillInputs
 from minisgl_backend.attention.registry import BACKENDS, create_attention, import_failure
+from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 from tests.specs import one_group
@@ -138,7 +139,7 @@ def test_rotating_decode_eager_and_captured(page_size, shape, normed):
         slots = cache.table[inputs.rows, positions // page_size] * page_size + positions % page_size
         qkv = torch.randn(len(kv_lens), (heads + 2 * kv_heads) * dim, device="cuda").bfloat16()
         k, v = cache.kv.k.clone(), cache.kv.v.clone()
-        q = TorchOps().rope_store(qkv.clone(), *norms, rotation.cos_sin, positions, slots, k, v, heads, 1e-6)
+        q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, LayerKV(k, v), heads)
         ref = reference.attend(reference.spec.layer(0, LayerKV(k, v)), q, reference.plan(None, inputs))
         plan = backend.plan_capture(inputs)
         assert error(backend.attend_with_rope(backend.spec.layer(0, cache.kv), qkv, rotation, plan), ref) < 1e-2

@@ -73,7 +73,8 @@ class Layers:
         self.cos_sin = torch.cat([angles.cos(), angles.sin()], dim=1)
 
     def run(self, step: Step) -> torch.Tensor:
-        from minisgl_backend.kernels.attention.decode import decode_shape, rotating_decode_attention
+        from minisgl_backend.kernels.attention.choose import decode_shape
+        from minisgl_backend.kernels.attention.decode import rotating_decode_attention
 
         shape = decode_shape(len(step.rows), self.heads.kv, self.heads.q // self.heads.kv, 132)
         hidden = step.hidden.clone()

@@ -50,7 +50,8 @@ def dense_attention(q, k_cache, v_cache, row_pages, kv_len, scale):
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(16, 8, 128), (8, 4, 64), (40, 8, 128), (8, 8, 128)])
 def test_decode_attention(page_size, heads, kv_heads, head_dim):
-    from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, decode_shape
+    from minisgl_backend.kernels.attention.choose import decode_shape
+    from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention
 
     torch.manual_seed(page_size + heads)
     for lengths in ([1], [400], [1, 63, 64, 65, 1000, 517, 3000, 2], [300] * 256):
@@ -182,8 +183,10 @@ def test_gated_products_of_many_rows(rows):
 
 @pytest.mark.parametrize("rows", [1, 5, 40, 200])
 def test_fused_chains_match_torch(rows):
+    from minisgl_backend.kernels.ops import QKNormRope
     from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
     from minisgl_backend.kernels.triton_ops import TritonOps, TritonPlainKernels
+    from minisgl_backend.kv.layout import LayerKV
 
     torch.manual_seed(rows)
     device = torch.device("cuda")
@@ -201,12 +204,11 @@ def test_fused_chains_match_torch(rows):
     cos_sin = torch.randn(4096, dim, device=device)
     positions = torch.randint(0, 4096, (rows,), device=device, dtype=torch.int32)
     slots = torch.randperm(rows * 2, device=device)[:rows].int()
+    rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
     outputs = []
     for ops in (triton_ops, torch_ops):
         pool = torch.zeros(2, rows * 2 // page_size + 1, kv_heads, page_size, dim, device=device).bfloat16()
-        q = ops.rope_store(
-            qkv.clone(), *norms, cos_sin, positions, slots, pool[0], pool[1], heads, 1e-6
-        )  # fmt: skip
+        q = ops.rope_store(qkv.clone(), rotation, positions, slots, LayerKV(pool[0], pool[1]), heads)
         outputs.append((q, pool))
     assert relative(outputs[0][0], outputs[1][0]) < 4e-3
     assert relative(outputs[0][1], outputs[1][1]) < 4e-3

@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.attention.base import QKNormRope
 from minisgl_backend.attention.registry import BACKENDS, Scores, create_attention, import_failure
+from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.layout import LayerKV
 from tests.gpu.test_attention_backends import Cache, error
@@ -83,7 +83,7 @@ def test_decode_with_rope(batch: int, dim: int, soft_cap: float | None, sinks: b
     slots = cache.table[inputs.rows, positions // PAGE] * PAGE + positions % PAGE
     qkv = torch.randn(batch, (HEADS + 2 * KV_HEADS) * dim, device="cuda").bfloat16()
     stored = LayerKV(cache.kv.k.clone(), cache.kv.v.clone())
-    q = TorchOps().rope_store(qkv.clone(), *norms, cos_sin, positions, slots, stored.k, stored.v, HEADS, 1e-6)
+    q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, stored, HEADS)
     expected = reference.attend(spec.layer(0, stored, weights), q, reference.plan(None, inputs))
     layer = spec.layer(0, cache.kv, weights)
     assert error(backend.attend_with_rope(layer, qkv, rotation, backend.plan(None, inputs)), expected) < 1e-2

@@ -20,7 +20,7 @@ scores, the values' onto the result.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 import triton
@@ -28,33 +28,10 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import tanh
+from minisgl_backend.kernels.attention.choose import DecodeShape
 from minisgl_backend.kernels.elementwise import largest_number, to_cache
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kv.layout import FP8, ONE, KVScales
-
-
-@dataclass(frozen=True)
-class DecodeShape:
-    """How one batch size is cut into programs."""
-
-    num_splits: int  # most parts of a sequence
-    min_part: int  # tokens; shorter sequences are not cut. Cuts that differ in it alone share a compiled kernel
-    tile: int  # tokens a loop step
-    num_warps: int
-    num_stages: int  # page numbers take every second one: (num_stages - 1) // 2 tiles are on their way
-    early: bool = False  # rotating kernel: read the first tile before waiting for the kernel before this one
-    # Programs of a KV head that run at once and share all tiles evenly; 0, or with a window: one for each part.
-    workers: int = 0
-    registers: int = 0  # of a thread of theirs, at most, so that they do run at once
-    merged_at_once: int = 4  # parts on their way when they are merged, each of which takes registers
-
-    def workers_of(self, batch: int, parts: int) -> int:
-        """Workers for `batch` sequences, where the workspace has room for `parts` parts; each sequence may add one."""
-        return max(0, min(self.workers, parts - batch))
-
-    def splits_of(self, batch: int, parts: int) -> int:
-        """Likewise, the most parts of a sequence where each has its own program."""
-        return max(1, min(self.num_splits, parts // batch))
 
 
 class DecodeWorkspace:
@@ -79,85 +56,6 @@ MAX_PROGRAMS_FACTOR = 8  # parts a sequence for which there is room at the large
 LEAST_PARTS = 512
 LEAST_TILES = 2  # of a program that shares all tiles with others
 LOG2_E = 1.4426950408889634
-MAX_EARLY_BATCH = 64  # at more, a kernel that starts early (`pdl`) takes room from the one that still runs
-
-
-def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True) -> DecodeShape:
-    """The cut that was measured best on an H200 (benchmarks/kernels); group: query heads of a KV head.
-
-    Few sequences are cut finely, to use every multiprocessor; many are cut only where one is much longer than the
-    rest, since each part costs a partial result. Between these, programs share all tiles evenly if they can (no window,
-    no FP8 cache): else some would run alone in the end, or sequences be cut where the longest is not. Shared memory
-    holds the tiles on their way: of 64 tokens, a multiprocessor has room for three programs of five stages, or for five
-    of three.
-    """
-    programs = batch * num_kv_heads  # where no sequence is cut
-    wide = group > 2  # more registers for a program's queries, so that fewer run at once: they read further ahead
-    sharing = DecodeShape(
-        4, 1024, tile=64, num_warps=4, num_stages=3, registers=168, workers=3 * num_sms // num_kv_heads
-    )
-    if programs >= 8 * num_sms:  # many wait in any case
-        return DecodeShape(num_splits=4, min_part=2048, tile=64, num_warps=4, num_stages=5)
-    if programs >= 3 * num_sms:
-        # With few queries more programs fit, so that a second wave is short; lengths are then better left alone.
-        if can_share and (wide or programs >= 4 * num_sms):
-            return DecodeShape(
-                4, 1024, tile=32, num_warps=4, num_stages=5, registers=128, workers=4 * num_sms // num_kv_heads
-            )
-        return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5 if wide else 3)
-    if programs >= 2 * num_sms - num_sms // 8:
-        if can_share and wide:
-            return DecodeShape(
-                4, 1024, tile=64, num_warps=4, num_stages=5, registers=255, workers=2 * num_sms // num_kv_heads
-            )
-        if can_share:
-            return sharing
-        if group >= 8:
-            return DecodeShape(num_splits=4, min_part=1024, tile=64, num_warps=4, num_stages=5)
-        return DecodeShape(num_splits=4, min_part=512, tile=32, num_warps=2, num_stages=4)
-    # No more parts than run at once, two on a multiprocessor.
-    splits = 4
-    while splits < 32 and programs * splits * 2 <= 2 * num_sms:
-        splits *= 2
-    if batch == 1:  # alone, a sequence leaves most multiprocessors one program or none
-        early = programs * splits <= 2 * num_sms
-        return DecodeShape(
-            splits, min_part=64, tile=64, num_warps=8, num_stages=3, early=early, merged_at_once=16 if early else 4
-        )
-    # A first tile in registers costs room on the multiprocessor: it pays where all programs run at once anyway.
-    if programs * splits > 2 * num_sms:
-        if can_share and wide:
-            return sharing
-        return DecodeShape(splits, min_part=64, tile=64, num_warps=4, num_stages=3)
-    part = 128 if batch >= 8 else 64
-    return DecodeShape(splits, min_part=part, tile=64, num_warps=4, num_stages=5, early=True, merged_at_once=8)
-
-
-def distinct_batches(
-    max_batch: int, num_kv_heads: int, group: int, num_sms: int, can_share: bool, parts: int
-) -> tuple[int, ...]:
-    """Batches of up to max_batch sequences, ascending: the first of those for which another kernel is compiled.
-
-    `parts`: of the workspace; the rest as in decode_shape.
-    """
-    found: dict[object, int] = {}
-    for batch in range(1, max_batch + 1):
-        shape = decode_shape(batch, num_kv_heads, group, num_sms, can_share)
-        workers, splits = shape.workers_of(batch, parts), shape.splits_of(batch, parts)
-        if workers:
-            shape = replace(shape, num_splits=0, min_part=0, workers=triton.next_power_of_2(workers))
-        else:
-            shape = replace(shape, num_splits=splits, min_part=0, workers=0)
-        found.setdefault((shape, rotation_pays(batch, num_kv_heads, num_sms), batch <= MAX_EARLY_BATCH), batch)
-    return tuple(found.values())
-
-
-def rotation_pays(batch: int, num_kv_heads: int, num_sms: int = 132) -> bool:
-    """Whether rotating_decode_attention beats a kernel for the rotation and decode_attention, measured on an H200.
-
-    With many programs the registers that the rotation needs cost more than the launch that it saves.
-    """
-    return batch * num_kv_heads < 3 * num_sms
 
 
 def decode_attention(

@@ -10,8 +10,9 @@ import torch
 from minisgl_backend.kernels.candidate import PLAIN
 from minisgl_backend.kernels.device_facts import DeviceFacts
 from minisgl_backend.kernels.linear.choose import CPU_LANES, LinearKey, linear_chooser
+from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
-from minisgl_backend.kv.layout import ONE, KVScales
+from minisgl_backend.kv.layout import ONE, LayerKV
 
 
 class CpuOps(TorchOps):
@@ -33,33 +34,27 @@ class CpuOps(TorchOps):
     def rope_store(
         self,
         qkv: torch.Tensor,
-        q_norm: torch.Tensor | None,
-        k_norm: torch.Tensor | None,
-        cos_sin: torch.Tensor,
+        rotation: QKNormRope,
         positions: torch.Tensor,
         slots: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
+        kv: LayerKV,
         num_q_heads: int,
-        eps: float,
-        scales: KVScales = ONE,
     ) -> torch.Tensor:
-        _, num_kv_heads, page_size, head_dim = k_cache.shape
-        if head_dim % CPU_LANES or not _are_plain(qkv, q_norm, k_norm, k_cache, v_cache) or scales != ONE:
-            return super().rope_store(
-                qkv, q_norm, k_norm, cos_sin, positions, slots, k_cache, v_cache, num_q_heads, eps, scales
-            )
+        _, num_kv_heads, page_size, head_dim = kv.k.shape
+        r = rotation
+        if head_dim % CPU_LANES or not _are_plain(qkv, r.q_norm, r.k_norm, kv.k, kv.v) or kv.scales != ONE:
+            return super().rope_store(qkv, rotation, positions, slots, kv, num_q_heads)
         positions, slots = positions.int().contiguous(), slots.int().contiguous()
         self.library.minisgl_rope_store(
             qkv.data_ptr(),
-            _pointer(q_norm),
-            _pointer(k_norm),
-            eps,
-            cos_sin.data_ptr(),
+            _pointer(r.q_norm),
+            _pointer(r.k_norm),
+            r.eps,
+            r.cos_sin.data_ptr(),
             positions.data_ptr(),
             slots.data_ptr(),
-            k_cache.data_ptr(),
-            v_cache.data_ptr(),
+            kv.k.data_ptr(),
+            kv.v.data_ptr(),
             len(qkv),
             num_q_heads,
             num_kv_heads,

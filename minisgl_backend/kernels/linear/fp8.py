@@ -24,10 +24,10 @@ import triton.language as tl
 from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels import elementwise
-from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import pdl_options
 from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
+from minisgl_backend.kernels.linear.epilogue import store_outputs
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
@@ -314,17 +314,9 @@ def _linear_kernel(
 
     if BLOCK_IN == 0:
         acc = acc * w_scale[:, None] * x_scale[None, :]
-    if BIAS:
-        acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        if BLOCK_IN == 0:
-            up_scale = tl.load(scale_ptr + SIZE_OUT + o, mask=o_ok, other=0.0)
-            acc_up = acc_up * up_scale[:, None] * x_scale[None, :]
-        if BIAS:
-            acc_up += tl.load(bias_ptr + SIZE_OUT + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
-        acc = gate_mul(acc, acc_up, ACTIVATION)
-    address = r[None, :] * SIZE_OUT + o[:, None]
-    ok = r_ok[None, :] & o_ok[:, None]
-    if RESIDUAL:
-        acc += tl.load(residual_ptr + address, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=ok)
+    if GATED and BLOCK_IN == 0:
+        up_scale = tl.load(scale_ptr + SIZE_OUT + o, mask=o_ok, other=0.0)
+        acc_up = acc_up * up_scale[:, None] * x_scale[None, :]
+    store_outputs(
+        acc, acc_up, bias_ptr, residual_ptr, out_ptr, o, o_ok, r, r_ok, SIZE_OUT, BIAS, RESIDUAL, GATED, ACTIVATION
+    )  # fmt: skip

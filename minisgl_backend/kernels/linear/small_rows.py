@@ -31,6 +31,7 @@ from triton.language.extra import cuda as tl_cuda
 
 from minisgl_backend.kernels.activation import gate_mul
 from minisgl_backend.kernels.launch import pdl_options
+from minisgl_backend.kernels.linear.epilogue import store_outputs
 from minisgl_backend.kernels.linear.tiling import MAX_ROWS, LinearShape, linear_shape
 from minisgl_backend.kernels.shared_memory import shared_memory
 
@@ -240,15 +241,9 @@ def _sliced_kernel(
             acc += tl.load(partial_ptr + part_slab, mask=o_ok[:, None], other=0.0, cache_modifier=".cg")
             if GATED:
                 acc_up += tl.load(up_ptr + part_slab, mask=o_ok[:, None], other=0.0, cache_modifier=".cg")
-    if BIAS:
-        acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        acc = gate_mul(acc, acc_up, ACTIVATION)
-    address = r[None, :] * SIZE_OUT + o[:, None]
-    ok = r_ok[None, :] & o_ok[:, None]
-    if RESIDUAL:
-        acc += tl.load(residual_ptr + address, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=ok)
+    store_outputs(
+        acc, acc_up, bias_ptr, residual_ptr, out_ptr, o, o_ok, r, r_ok, SIZE_OUT, BIAS, RESIDUAL, GATED, ACTIVATION
+    )  # fmt: skip
 
 
 @triton.jit
@@ -359,12 +354,6 @@ def _linear_kernel(
         scale = 1.0 / tl.sqrt(squares / SIZE_IN + eps)
         acc = acc * scale[None, :]
         acc_up = acc_up * scale[None, :]
-    if BIAS:
-        acc += tl.load(bias_ptr + o, mask=o_ok, other=0.0).to(tl.float32)[:, None]
-    if GATED:
-        acc = gate_mul(acc, acc_up, ACTIVATION)
-    address = r[None, :] * SIZE_OUT + o[:, None]
-    ok = r_ok[None, :] & o_ok[:, None]
-    if RESIDUAL:
-        acc += tl.load(residual_ptr + address, mask=ok, other=0.0).to(tl.float32)
-    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=ok)
+    store_outputs(
+        acc, acc_up, bias_ptr, residual_ptr, out_ptr, o, o_ok, r, r_ok, SIZE_OUT, BIAS, RESIDUAL, GATED, ACTIVATION
+    )  # fmt: skip

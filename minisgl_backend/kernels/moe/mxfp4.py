@@ -170,7 +170,7 @@ def mixture_of_few(
     shape: Mxfp4Shape | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Mxfp4Kernels.mixture`'s, for what `few_tokens.serves`, with weights of `pack`."""
+    """The contract is `Mxfp4Kernels.mixture`'s, for few tokens (choose.py), with weights of `pack`."""
     (_, hidden, quarter), k, num_tokens = down[0].shape, experts_per_token, len(x)
     size, shape = 4 * quarter, shape or few_shape(num_tokens)
     normed, plan = few_tokens.route(

@@ -11,6 +11,7 @@ from minisgl_backend.attention.registry import import_failure
 from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.attention_choices import attention_choices
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.models.folder import find_model_dir
@@ -34,12 +35,15 @@ def kernel_report(config: EngineConfig, environment: Environment, device_facts: 
     else:
         machine, why_missing = MachineFacts.named(device_facts, config.dp * config.ranks_per_node), _nothing_is_missing
     runtime = resolve(config, model_dir, model, machine, environment, why_missing)
-    choices = _choices(config, model, machine, runtime.dtype)
+    weights = _choices(config, model, machine, runtime.dtype)
+    attention = attention_choices(
+        model, machine, getattr(torch, runtime.dtype), getattr(torch, runtime.kv_dtype), runtime.prefill_backend,
+        runtime.decode_backend, tp_size=config.tp,
+    )  # fmt: skip
+    first, *others = weights.items()  # what attention reads is computed by the first weight
+    choices = dict([first, *attention.items(), *others])
     ranks = f" x {config.tp}" if config.tp > 1 else ""
-    head = (
-        f"{model.architecture}, {runtime.dtype}, on {machine.name}{ranks}, by rows of a step; "
-        f"attention: {runtime.prefill_backend} for prompts, {runtime.decode_backend} for decode"
-    )
+    head = f"{model.architecture}, {runtime.dtype}, on {machine.name}{ranks}, by rows of a step"
     return f"{head}\n\n{table(choices)}"
 
 

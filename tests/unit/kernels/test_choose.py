@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from minisgl_backend.errors import ConfigError
+from minisgl_backend.kernels.attention.choose import CUTS, DecodeKey, decode_cut, decode_shape, rotation_pays
 from minisgl_backend.kernels.candidate import Candidate, Chooser
 from minisgl_backend.kernels.device_facts import NAMED, DeviceFacts, shared_memory_of
 from minisgl_backend.kernels.linear import choose as linear
@@ -153,6 +154,39 @@ def test_a_result_that_lies_elsewhere() -> None:
 def test_which_kernels_compute_experts(tokens: int, more: dict[str, int], expected: str) -> None:
     key = ExpertsKey(tokens, 128, 8, 2048, 768, BF16, **more)
     assert experts_chooser("plain", H200).kernel(key) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch", "num_kv_heads", "group", "can_share", "workers", "num_splits", "tile"),
+    [
+        (1, 8, 5, True, 0, 32, 64),
+        (8, 8, 5, True, 0, 4, 64),
+        (20, 8, 5, True, 3 * 132 // 8, 4, 64),
+        (32, 8, 5, True, 2 * 132 // 8, 4, 64),
+        (32, 8, 2, True, 3 * 132 // 8, 4, 64),
+        (32, 8, 2, False, 0, 4, 32),
+        (32, 8, 8, False, 0, 4, 64),
+        (64, 8, 5, True, 4 * 132 // 8, 4, 32),
+        (256, 8, 5, True, 0, 4, 64),
+    ],
+)
+def test_how_decode_attention_is_cut(
+    batch: int, num_kv_heads: int, group: int, can_share: bool, workers: int, num_splits: int, tile: int
+) -> None:
+    shape = decode_shape(batch, num_kv_heads, group, 132, can_share)
+    assert (shape.workers, shape.num_splits, shape.tile) == (workers, num_splits, tile)
+    assert rotation_pays(batch, num_kv_heads) == (batch < 50)
+
+
+def test_every_cut_serves_some_batch() -> None:
+    keys = (
+        DecodeKey(batch, num_kv_heads, group, 132, can_share)
+        for batch in range(1, 300)
+        for num_kv_heads in (1, 4, 8)
+        for group in (1, 4, 8)
+        for can_share in (True, False)
+    )
+    assert {decode_cut(key) for key in keys} == set(CUTS)
 
 
 def test_a_choice_is_made_once() -> None:

@@ -19,9 +19,10 @@ from minisgl_backend.kernels.cpu import library as library_module
 from minisgl_backend.kernels.cpu.library import cpu_kernels, cpu_library, multiplies_bfloat16
 from minisgl_backend.kernels.cpu.ops import CpuOps, CpuPlainKernels
 from minisgl_backend.kernels.linear.choose import CPU_ROWS
-from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.ops import Ops, QKNormRope
 from minisgl_backend.kernels.select import select_ops
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
+from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.runner.start.device import MachineFacts
 
 CPU = torch.device("cpu")
@@ -96,7 +97,8 @@ def test_rope_store(ops: CpuOps, norms: bool, tokens: int, head_dim: int, page_s
 
     def results(of: Ops) -> list[torch.Tensor]:
         caches = [torch.zeros(pages, kv_heads, page_size, head_dim, dtype=torch.bfloat16) for _ in range(2)]
-        q = of.rope_store(qkv.clone(), *weights, table, positions, slots, *caches, q_heads, EPS)
+        rotation = QKNormRope(q_norm=weights[0], k_norm=weights[1], cos_sin=table, eps=EPS)
+        q = of.rope_store(qkv.clone(), rotation, positions, slots, LayerKV(*caches), q_heads)
         return [q, *caches]
 
     for found, expected in zip(results(ops), results(TorchOps()), strict=True):

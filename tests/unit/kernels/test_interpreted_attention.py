@@ -14,6 +14,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.reference import TorchBackend
+from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import FP8, KVScales, LayerKV
 from tests.specs import one_group
@@ -23,13 +24,8 @@ if torch.cuda.is_available():
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
 from minisgl_backend.kernels import elementwise as fused
-from minisgl_backend.kernels.attention.decode import (
-    DecodeShape,
-    DecodeWorkspace,
-    decode_attention,
-    decode_shape,
-    rotating_decode_attention,
-)
+from minisgl_backend.kernels.attention.choose import DecodeShape, decode_shape
+from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, rotating_decode_attention
 from minisgl_backend.kernels.attention.prefill import prefill_attention
 
 CPU = torch.device("cpu")
@@ -178,7 +174,8 @@ def test_rotating_decode_attention(page_size, shape, normed, window):
         rows_host=case.rows.numpy(),
     )  # fmt: skip
     k, v = case.k.clone(), case.v.clone()
-    q = TorchOps().rope_store(qkv.clone(), *norms, cos_sin, positions, slots, k, v, heads, 1e-6)
+    rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
+    q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, LayerKV(k, v), heads)
     expected = case.reference.decode(case.spec.layer(0, LayerKV(k, v)), q, case.reference.plan_decode(inputs))
     workspace = DecodeWorkspace(4, heads, kv_heads, dim, CPU)
     for _ in range(2):
@@ -264,9 +261,8 @@ def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
         rows_host=case.rows.numpy(),
     )  # fmt: skip
     stored = LayerKV(kv.k.clone(), kv.v.clone(), kv.scales)
-    q = TorchOps().rope_store(
-        qkv.clone(), *norms, cos_sin, positions, slots, stored.k, stored.v, heads, 1e-6, kv.scales
-    )
+    rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
+    q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, stored, heads)
     for _ in range(2):
         out = rotating_decode_attention(
             qkv, *norms, cos_sin, kv.k, kv.v, case.rows, case.kv_lens, case.table, workspace, shape,
@@ -300,7 +296,8 @@ def test_rope_store_saturates(cache):
     pools = []
     for rope_store in (fused.rope_store, TorchOps().rope_store):
         pool = torch.zeros(2, 4, kv_heads, page_size, dim).to(cache)
-        rope_store(qkv.clone(), None, None, cos_sin, positions, slots, pool[0], pool[1], heads, 1e-6, scales=scales)
+        rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=cos_sin, eps=1e-6)
+        rope_store(qkv.clone(), rotation, positions, slots, LayerKV(pool[0], pool[1], scales), heads)
         pools.append(pool)
     if cache == FP8:
         assert_close_in_fp8(*pools)
@@ -323,7 +320,8 @@ def test_rope_store(num_tokens, normed):
     results = []
     for rope_store in (fused.rope_store, TorchOps().rope_store):
         pool = torch.zeros(2, 4, kv_heads, page_size, dim)
-        q = rope_store(qkv.clone(), *norms, cos_sin, positions, slots, pool[0], pool[1], heads, 1e-6)
+        rotation = QKNormRope(q_norm=norms[0], k_norm=norms[1], cos_sin=cos_sin, eps=1e-6)
+        q = rope_store(qkv.clone(), rotation, positions, slots, LayerKV(pool[0], pool[1]), heads)
         results.append((q.clone(), pool))
     for out, expected in zip(*results, strict=True):
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

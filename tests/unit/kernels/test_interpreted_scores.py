@@ -7,6 +7,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.reference import TorchBackend
+from minisgl_backend.kernels.ops import QKNormRope
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.kv.layout import LayerKV
 from tests.specs import one_group
@@ -15,12 +16,8 @@ if torch.cuda.is_available():
     pytest.skip("tests/gpu runs the kernels compiled", allow_module_level=True)
 pytest.importorskip("triton", reason="pip install triton; tests/conftest.py turns its interpreter on")
 
-from minisgl_backend.kernels.attention.decode import (
-    DecodeShape,
-    DecodeWorkspace,
-    decode_attention,
-    rotating_decode_attention,
-)
+from minisgl_backend.kernels.attention.choose import DecodeShape
+from minisgl_backend.kernels.attention.decode import DecodeWorkspace, decode_attention, rotating_decode_attention
 from minisgl_backend.kernels.attention.prefill import prefill_attention
 
 PAGE, HEADS, KV_HEADS = 16, 4, 2
@@ -80,7 +77,8 @@ def test_decode_with_rope(
     positions = case.kv_lens - 1
     slots = case.table[case.rows.long(), (positions // PAGE).long()] * PAGE + positions % PAGE
     found = LayerKV(case.kv.k.clone(), case.kv.v.clone())
-    q = TorchOps().rope_store(qkv.clone(), None, None, cos_sin, positions, slots, case.kv.k, case.kv.v, HEADS, 1e-6)
+    rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=cos_sin, eps=1e-6)
+    q = TorchOps().rope_store(qkv.clone(), rotation, positions, slots, case.kv, HEADS)
     out = rotating_decode_attention(
         qkv, None, None, cos_sin, found.k, found.v, case.rows, case.kv_lens, case.table, case.workspace, shape, 0.3,
         1e-6, **case.scores,

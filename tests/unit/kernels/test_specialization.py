@@ -83,9 +83,11 @@ def record(kernel, *args, grid, warmup, **options):
 JITFunction.run = record
 from minisgl_backend.kernels import triton_ops
 from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.kernels.ops import QKNormRope
+from minisgl_backend.kv.layout import LayerKV
 from minisgl_backend.kernels.linear.choose import linear_chooser
 from minisgl_backend.kernels.moe.choose import experts_chooser
-from minisgl_backend.kernels.attention import decode as decode_attention
+from minisgl_backend.kernels.attention import choose as attention_choice, decode as decode_attention
 from minisgl_backend.kernels.moe import grouped as moe
 from minisgl_backend.kernels.linear import small_rows as small_linear
 from minisgl_backend.runner.start.warm_up import decode_plans, sampled_plans, warm_up_plans
@@ -117,8 +119,9 @@ def dense(tokens, kv_heads):
     x = torch.empty(tokens, HIDDEN, **bf16)
     qkv = plain.linear(x, weight((HEADS + 2 * kv_heads) * DIM, HIDDEN), norm_weight=norm, eps=1e-6)
     cache = weight(4, kv_heads, PAGE, DIM)
-    q = ops.rope_store(qkv, None, None, torch.empty(64, DIM), torch.empty(tokens, dtype=torch.int32),
-                       torch.empty(tokens, dtype=torch.int32), cache, cache, HEADS, 1e-6)
+    rotation = QKNormRope(q_norm=None, k_norm=None, cos_sin=torch.empty(64, DIM), eps=1e-6)
+    ints = torch.empty(tokens, dtype=torch.int32)
+    ops.rope_store(qkv, rotation, ints, torch.empty_like(ints), LayerKV(cache, cache), HEADS)
     gated = plain.linear(x, weight(2 * SIZE, HIDDEN), norm_weight=norm, eps=1e-6, activation="silu")
     return plain.linear(gated, weight(HIDDEN, SIZE), residual=x)
 
@@ -133,12 +136,12 @@ def mixture(tokens, experts, k):
 
 def decode(batch, kv_heads, group, num_sms, can_share, workspace, alone):
     # Beside a prompt, and where that is slower, rotation is a kernel of its own.
-    shape = decode_attention.decode_shape(batch, kv_heads, group, num_sms, can_share)
+    shape = attention_choice.decode_shape(batch, kv_heads, group, num_sms, can_share)
     heads, cache = kv_heads * group, weight(4, kv_heads, PAGE, DIM)
     ints = torch.empty(batch, dtype=torch.int32)
     rest = (cache, cache, ints, ints, torch.zeros(batch, 4, dtype=torch.int32), workspace, shape, 1.0)
-    pdl = batch <= decode_attention.MAX_EARLY_BATCH
-    if alone and decode_attention.rotation_pays(batch, kv_heads, num_sms):
+    pdl = batch <= attention_choice.MAX_EARLY_BATCH
+    if alone and attention_choice.rotation_pays(batch, kv_heads, num_sms):
         qkv = torch.empty(batch, (heads + 2 * kv_heads) * DIM, **bf16)
         decode_attention.rotating_decode_attention(qkv, None, None, torch.empty(64, DIM), *rest, 1e-6, pdl=pdl)
     else:
@@ -155,7 +158,7 @@ def check(max_running, max_prefill, max_seq_len, experts, k, kv_heads, group, nu
     limits = (max_running, max_prefill, max_seq_len)
     workspace = decode_attention.DecodeWorkspace(max_running + 1, group * kv_heads, kv_heads, DIM, torch.device("cpu"))
     attention = (kv_heads, group, num_sms, can_share)
-    firsts = decode_attention.distinct_batches(max_running, *attention, workspace.parts)
+    firsts = attention_choice.distinct_batches(max_running, *attention, workspace.parts)
     beside = [*warm_up_plans(*limits, counts, firsts), *sampled_plans(*limits[1:])]
     plans = [*beside, *decode_plans(max_running, firsts)]
     reason = "start"

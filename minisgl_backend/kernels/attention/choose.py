@@ -1,0 +1,204 @@
+"""How decode.py cuts a batch of sequences into programs: a table, read from above. Needs no Triton.
+
+The cuts were measured best on an H200 (benchmarks/kernels). Few sequences are cut finely, to use every multiprocessor;
+many are cut only where one is much longer than the rest, since each part costs a partial result. Between these,
+programs share all tiles evenly if they can (no window, no FP8 cache): else some would run alone in the end, or
+sequences be cut where the longest is not. Shared memory holds the tiles on their way: of 64 tokens, a multiprocessor
+has room for three programs of five stages, or for five of three.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+from minisgl_backend.kernels.linear.tiling import next_power_of_2
+
+MAX_EARLY_BATCH = 64  # at more, a kernel that starts early (`pdl`) takes room from the one that still runs
+# Of more query heads a KV head, fewer programs run at once, for want of registers: they read further ahead.
+WIDE_GROUP = 2
+
+
+@dataclass(frozen=True)
+class DecodeShape:
+    """How one batch size is cut into programs."""
+
+    num_splits: int  # most parts of a sequence
+    min_part: int  # tokens; shorter sequences are not cut. Cuts that differ in it alone share a compiled kernel
+    tile: int  # tokens a loop step
+    num_warps: int
+    num_stages: int  # page numbers take every second one: (num_stages - 1) // 2 tiles are on their way
+    early: bool = False  # rotating kernel: read the first tile before waiting for the kernel before this one
+    # Programs of a KV head that run at once and share all tiles evenly; 0, or with a window: one for each part.
+    workers: int = 0
+    registers: int = 0  # of a thread of theirs, at most, so that they do run at once
+    merged_at_once: int = 4  # parts on their way when they are merged, each of which takes registers
+
+    def workers_of(self, batch: int, parts: int) -> int:
+        """Workers for `batch` sequences, where the workspace has room for `parts` parts; each sequence may add one."""
+        return max(0, min(self.workers, parts - batch))
+
+    def splits_of(self, batch: int, parts: int) -> int:
+        """Likewise, the most parts of a sequence where each has its own program."""
+        return max(1, min(self.num_splits, parts // batch))
+
+
+class DecodeKey(NamedTuple):
+    """What a cut is chosen by."""
+
+    batch: int
+    num_kv_heads: int
+    group: int  # query heads of a KV head
+    num_sms: int
+    can_share: bool  # neither a window nor an FP8 cache
+
+    @property
+    def programs(self) -> int:
+        """Where no sequence is cut."""
+        return self.batch * self.num_kv_heads
+
+    @property
+    def is_wide(self) -> bool:
+        return self.group > WIDE_GROUP
+
+    @property
+    def splits(self) -> int:
+        """Of few sequences: no more parts than run at once, two on a multiprocessor."""
+        splits = 4
+        while splits < 32 and self.programs * splits * 2 <= 2 * self.num_sms:
+            splits *= 2
+        return splits
+
+    @property
+    def fits_at_once(self) -> bool:
+        """Whether all parts do, so that a first tile in registers costs no room."""
+        return self.programs * self.splits <= 2 * self.num_sms
+
+
+class Cut(NamedTuple):
+    """A row of the table."""
+
+    why: str
+    serves: Callable[[DecodeKey], bool]
+    shape: Callable[[DecodeKey], DecodeShape]
+
+
+def _fills(key: DecodeKey, times: int) -> bool:
+    return key.programs >= times * key.num_sms
+
+
+def _fills_twice(key: DecodeKey) -> bool:
+    return key.programs >= 2 * key.num_sms - key.num_sms // 8
+
+
+def _shared(key: DecodeKey, each: int, tile: int, num_stages: int, registers: int) -> DecodeShape:
+    """each: programs on a multiprocessor."""
+    workers = each * key.num_sms // key.num_kv_heads
+    return DecodeShape(4, 1024, tile, num_warps=4, num_stages=num_stages, registers=registers, workers=workers)
+
+
+_THREE = partial(_shared, each=3, tile=64, num_stages=3, registers=168)
+
+
+def _alone(key: DecodeKey) -> DecodeShape:
+    early = key.fits_at_once
+    merged = 16 if early else 4
+    return DecodeShape(key.splits, 64, 64, num_warps=8, num_stages=3, early=early, merged_at_once=merged)
+
+
+def _few(key: DecodeKey) -> DecodeShape:
+    part = 128 if key.batch >= 8 else 64
+    return DecodeShape(key.splits, part, 64, num_warps=4, num_stages=5, early=True, merged_at_once=8)
+
+
+CUTS = (
+    Cut(
+        "many sequences: some wait in any case",
+        lambda key: _fills(key, 8),
+        lambda key: DecodeShape(4, 2048, 64, num_warps=4, num_stages=5),
+    ),
+    Cut(
+        "tiles are shared by four programs on a multiprocessor",
+        # With few queries more programs fit, so that a second wave is short; lengths are then better left alone.
+        lambda key: _fills(key, 3) and key.can_share and (key.is_wide or _fills(key, 4)),
+        lambda key: _shared(key, each=4, tile=32, num_stages=5, registers=128),
+    ),
+    Cut(
+        "long sequences are cut",
+        lambda key: _fills(key, 3),
+        lambda key: DecodeShape(4, 1024, 64, num_warps=4, num_stages=5 if key.is_wide else 3),
+    ),
+    Cut(
+        "tiles are shared by two programs on a multiprocessor",
+        lambda key: _fills_twice(key) and key.can_share and key.is_wide,
+        lambda key: _shared(key, each=2, tile=64, num_stages=5, registers=255),
+    ),
+    Cut(
+        "tiles are shared by three programs on a multiprocessor",
+        lambda key: _fills_twice(key) and key.can_share,
+        _THREE,
+    ),
+    Cut(
+        "long sequences are cut; many query heads",
+        lambda key: _fills_twice(key) and key.group >= 8,
+        lambda key: DecodeShape(4, 1024, 64, num_warps=4, num_stages=5),
+    ),
+    Cut(
+        "longer sequences are cut, in short tiles",
+        _fills_twice,
+        lambda key: DecodeShape(4, 512, 32, num_warps=2, num_stages=4),
+    ),
+    Cut("one sequence is cut finely, with eight warps a program", lambda key: key.batch == 1, _alone),
+    Cut(
+        "tiles are shared by three programs on a multiprocessor",
+        lambda key: not key.fits_at_once and key.can_share and key.is_wide,
+        _THREE,
+    ),
+    Cut(
+        "a few sequences are cut finely",
+        lambda key: not key.fits_at_once,
+        lambda key: DecodeShape(key.splits, 64, 64, num_warps=4, num_stages=3),
+    ),
+    Cut("a few sequences are cut finely; their first tiles are loaded early", lambda key: True, _few),
+)
+
+
+def decode_cut(key: DecodeKey) -> Cut:
+    """The row that is taken."""
+    return next(cut for cut in CUTS if cut.serves(key))
+
+
+@lru_cache(maxsize=4096)
+def decode_shape(batch: int, num_kv_heads: int, group: int, num_sms: int = 132, can_share: bool = True) -> DecodeShape:
+    """The cut of a batch; see `DecodeKey`."""
+    key = DecodeKey(batch, num_kv_heads, group, num_sms, can_share)
+    return decode_cut(key).shape(key)
+
+
+def distinct_batches(
+    max_batch: int, num_kv_heads: int, group: int, num_sms: int, can_share: bool, parts: int
+) -> tuple[int, ...]:
+    """Batches of up to max_batch sequences, ascending: the first of those for which another kernel is compiled.
+
+    `parts`: of the workspace; the rest as in decode_shape.
+    """
+    found: dict[object, int] = {}
+    for batch in range(1, max_batch + 1):
+        shape = decode_shape(batch, num_kv_heads, group, num_sms, can_share)
+        workers, splits = shape.workers_of(batch, parts), shape.splits_of(batch, parts)
+        if workers:
+            shape = replace(shape, num_splits=0, min_part=0, workers=next_power_of_2(workers))
+        else:
+            shape = replace(shape, num_splits=splits, min_part=0, workers=0)
+        found.setdefault((shape, rotation_pays(batch, num_kv_heads, num_sms), batch <= MAX_EARLY_BATCH), batch)
+    return tuple(found.values())
+
+
+def rotation_pays(batch: int, num_kv_heads: int, num_sms: int = 132) -> bool:
+    """Whether rotating_decode_attention beats a kernel for the rotation and decode_attention, measured on an H200.
+
+    With many programs the registers that the rotation needs cost more than the launch that it saves.
+    """
+    return batch * num_kv_heads < 3 * num_sms

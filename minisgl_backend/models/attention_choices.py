@@ -1,0 +1,53 @@
+"""Which attention kernels a model takes on a device that need not be there: the backends that were resolved, and of the
+`triton` backend's decode kernel the cut (kernels/attention/choose.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from minisgl_backend.attention.base import LayerGroup
+from minisgl_backend.kernels.attention.choose import DecodeKey, decode_cut, rotation_pays
+from minisgl_backend.kernels.device_facts import DeviceFacts
+from minisgl_backend.models.build import attention_spec
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.kernel_choices import META, MOST_LOGITS, ROWS, Choice, Weight
+
+
+def attention_choices(
+    config: ModelConfig,
+    facts: DeviceFacts,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    prefill: str,
+    decode: str,
+    *,
+    tp_size: int = 1,
+    rows: Sequence[int] = ROWS,
+) -> dict[Weight, dict[int, Choice]]:
+    """As `kernel_choices`, an entry for each group of layers; rows up to MOST_LOGITS are a decode step, more a prompt.
+    prefill, decode: attention backends."""
+    spec = attention_spec(
+        config, tp_size=tp_size, page_size=1, max_seq_len=config.max_position, max_rows=1, dtype=dtype, device=META,
+        kv_dtype=kv_dtype,
+    )  # fmt: skip
+    found = {}
+    for group in spec.groups:
+        window = f", {group.window} tokens" if group.window is not None else ""
+        shape = f"{group.num_q_heads} heads of {group.head_dim}, {group.num_kv_heads} kept{window}"
+        weight = Weight("attention", shape, str(kv_dtype).removeprefix("torch."), "")
+        found[weight] = {count: _choice(group, facts, prefill, decode, count) for count in rows}
+    return found
+
+
+def _choice(group: LayerGroup, facts: DeviceFacts, prefill: str, decode: str, rows: int) -> Choice:
+    if rows > MOST_LOGITS:
+        return Choice(prefill, "the backend of prompts")
+    if decode != "triton" or group.latent is not None or not facts.multiprocessors:
+        return Choice(decode, "the backend of decode steps")
+    can_share = group.window is None and not group.kv.is_fp8
+    heads = group.num_kv_heads
+    cut = decode_cut(DecodeKey(rows, heads, group.num_q_heads // heads, facts.multiprocessors, can_share))
+    inside = "; head norms, rotation and the store inside" if rotation_pays(rows, heads, facts.multiprocessors) else ""
+    return Choice(decode, f"{cut.why}{inside}")
