@@ -25,7 +25,8 @@ FP8_FEW_ROWS = 64  # up to which FP8 weights' bytes decide
 FP8_ROWWISE = (9, 0)  # capability from which torch multiplies FP8 with a scale for each row
 FP8_BLOCK = (128, 128)  # outputs and inputs of a block that torch multiplies on Hopper
 FP8_ALIGNMENT = 16  # numbers that sizes of torch's `_scaled_mm` are multiples of
-INT4_FEW_ROWS = 256  # for which 4-bit weights become operands in registers; for more the weight is dequantized once
+INT4_FEW_ROWS = 64  # for which 4-bit weights become operands in registers; for more the weight is dequantized once
+INT4_GATED_ROWS = 256  # likewise of gated weights, which are the largest
 CPU_ROWS = 64  # of kernels.cpp: with more, oneDNN (torch's) is as fast, and faster on processors with AMX
 CPU_LANES = 32  # numbers of a register: what is summed over has a multiple of them
 
@@ -137,7 +138,7 @@ def _fp8_blocks(key: LinearKey, facts: DeviceFacts) -> bool:
 
 
 def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
-    return _on_gpu(key, facts) and 0 < key.rows <= INT4_FEW_ROWS
+    return _on_gpu(key, facts) and 0 < key.rows <= (INT4_GATED_ROWS if key.activation else INT4_FEW_ROWS)
 
 
 def _on_gpu(key: LinearKey, facts: DeviceFacts) -> bool:

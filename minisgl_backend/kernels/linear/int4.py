@@ -33,7 +33,6 @@ class Int4Shape:
     core's product, of 16 rows at least; else the weight is, of which four warps take 64 rows at least, with Hopper's
     instructions. scaled: weights are scaled, not sums. early: steps of weights loaded before the kernel waits for the
     one before it. step: words of an output at once, at most those of a plane; fewer need less shared memory.
-    sides: groups of `rows` rows that one after the other are multiplied with the same registers of weights.
     """
 
     tile_out: int
@@ -45,7 +44,6 @@ class Int4Shape:
     scaled: bool = False
     early: int = 0
     step: int = 32
-    sides: int = 1
 
 
 @cache
@@ -56,25 +54,25 @@ def int4_shape(
     cut = _measured(rows, size_out, gated)
     tile = cut.tile_out * 2 if gated else cut.tile_out
     programs, split = triton.cdiv(size_out, cut.tile_out), 1
-    most = 4 if 8 < rows <= 16 else 8
-    while rows <= 64 and programs * split < 6 * num_sms and split < most and size_in // (split * 2) >= 512:
+    while split < cut.split and programs * split < 6 * num_sms and size_in // (split * 2) >= 512:
         split *= 2
-    num_stages = max(1, min(cut.num_stages, shared // stage_bytes(tile, cut.rows * cut.sides, cut.step)))
-    return replace(cut, split=1 if gated else split, num_stages=num_stages)
+    num_stages = max(1, min(cut.num_stages, shared // stage_bytes(tile, cut.rows, cut.step)))
+    return replace(cut, split=split, num_stages=num_stages)
 
 
 def _measured(rows: int, size_out: int, gated: bool) -> Int4Shape:
-    """The best on an H100, of Qwen3-14B's weights."""
+    """The best on an H100, of Qwen3-14B's weights; split: at most."""
     half = 2 if gated else 1
+    split = 1 if gated else 8
     if rows <= 8:
-        return Int4Shape(64 // half, LEAST_ROWS, 1, 2, 4)
+        return Int4Shape(64 // half, LEAST_ROWS, split, 2, 4)
     if rows <= 16:
-        return Int4Shape(64, 16, 1, 4, 4, x_first=True) if gated else Int4Shape(64, 16, 1, 2, 4)
+        return Int4Shape(64, 16, 1, 4, 4, x_first=True) if gated else Int4Shape(64, 16, 4, 2, 4)
     if rows <= 32:
-        return Int4Shape(128 // half, 32, 1, 4, 3, x_first=True)
-    if rows <= 64:
-        return Int4Shape(128 // half, 32, 1, 4, 3, x_first=True, scaled=True, sides=2)
-    return Int4Shape(128 // half, 64, 1, 4, 3, scaled=True)
+        return Int4Shape(128 // half, 32, split, 4, 4, scaled=True, step=16)
+    if gated:
+        return Int4Shape(64, 64, 1, 4, 3, scaled=True)
+    return Int4Shape(128, 64, 4 if rows <= 64 else 1, 4, 3, scaled=True, step=16)
 
 
 def stage_bytes(tile: int, rows: int, step: int) -> int:
@@ -100,7 +98,7 @@ def linear(
     shape = shape or int4_shape(rows, size_out, size_in, gated, num_sms, shared_memory(x.device))
     out = torch.empty((rows, size_out), dtype=x.dtype, device=x.device)
     step, block = min(shape.step, weight.plane), PLANES * weight.plane
-    row_tiles = triton.cdiv(rows, shape.rows * shape.sides)
+    row_tiles = triton.cdiv(rows, shape.rows)
     split = 1 if row_tiles > 1 else min(shape.split, workspace.max_split)
     part = triton.cdiv(triton.cdiv(size_in, split), block) * block
     split = triton.cdiv(size_in, part)
@@ -109,7 +107,7 @@ def linear(
         x if bias is None else bias, x if residual is None else residual, out, workspace.partial, workspace.counters,
         rows, x.stride(0), SIZE_OUT=size_out, SIZE_IN=size_in, WORDS=weight.words.shape[-1], GROUP=weight.group,
         PLANE=weight.plane, STEP=step, TOGETHER=planes_together(weight), PART=part // PLANES, SPLIT=split,
-        ROWS=shape.rows, SIDES=shape.sides, TILE_OUT=shape.tile_out, X_FIRST=shape.x_first, SCALED=shape.scaled,
+        ROWS=shape.rows, TILE_OUT=shape.tile_out, X_FIRST=shape.x_first, SCALED=shape.scaled,
         EARLY=min(shape.early, part // (PLANES * step)), ZEROS=weight.zeros is not None, MIDDLE=MIDDLE,
         BIAS=bias is not None, RESIDUAL=residual is not None, GATED=gated, ACTIVATION=activation,
         ASM=uses_assembly(x), num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(pdl),
@@ -147,14 +145,13 @@ def scales_of(
 
 @triton.jit
 def step_product(
-    accs, words, odd, scales, sides, at, SIZE_IN: tl.constexpr, PLANE: tl.constexpr, STEP: tl.constexpr,
+    acc, words, odd, scales, x_rows, r_ok, at, SIZE_IN: tl.constexpr, PLANE: tl.constexpr, STEP: tl.constexpr,
     TOGETHER: tl.constexpr, X_FIRST: tl.constexpr, SCALED: tl.constexpr, ZEROS: tl.constexpr, MIDDLE: tl.constexpr,
     ASM: tl.constexpr,
 ):  # fmt: skip
-    """Adds the products with STEP words of each output, from word `at` on. accs, sides: of each group of rows, their
-    sums, and where they begin and which of them there are."""
+    """Adds the products with STEP words of each output, from word `at` on."""
     c = tl.arange(0, STEP)
-    DTYPE: tl.constexpr = sides[0][0].dtype.element_ty
+    DTYPE: tl.constexpr = x_rows.dtype.element_ty
     c_tile = tl.broadcast_to(c[:, None] if X_FIRST else c[None, :], words.shape)
     if STEP == PLANE:
         first = at * 8
@@ -172,33 +169,26 @@ def step_product(
             of_weight = packed_scale(scale, ASM)
             of_weight = tl.broadcast_to(of_weight[None, :] if X_FIRST else of_weight[:, None], words.shape)
         weights = planes(words, odd, c_tile, zero, of_weight, DTYPE, SCALED, ASM)
-        parts: tl.tuple = accs
+        part = acc
         if not SCALED:
-            parts = ()
-            for side in tl.static_range(len(sides)):
-                parts += (tl.zeros(accs[side].shape, tl.float32),)
+            part = tl.zeros(acc.shape, tl.float32)
         for plane in tl.static_range(chunk * TOGETHER, (chunk + 1) * TOGETHER):
             i = first + plane * PLANE + c
-            added: tl.tuple = ()
-            for side in tl.static_range(len(sides)):
-                ok = sides[side][1][:, None]
-                if SIZE_IN % (8 * PLANE) != 0:
-                    ok = ok & (i < SIZE_IN)[None, :]
-                x = tl.load(sides[side][0] + i[None, :], mask=ok, other=0.0)
-                if X_FIRST:
-                    added += (tl.dot(x, weights[plane], parts[side], input_precision="ieee"),)
-                else:
-                    added += (tl.dot(weights[plane], tl.trans(x), parts[side], input_precision="ieee"),)
-            parts = added
+            ok = r_ok[:, None]
+            if SIZE_IN % (8 * PLANE) != 0:
+                ok = ok & (i < SIZE_IN)[None, :]
+            x = tl.load(x_rows + i[None, :], mask=ok, other=0.0)
+            if X_FIRST:
+                part = tl.dot(x, weights[plane], part, input_precision="ieee")
+            else:
+                part = tl.dot(weights[plane], tl.trans(x), part, input_precision="ieee")
         if SCALED:
-            accs = parts
+            acc = part
+        elif X_FIRST:
+            acc += part * scale.to(tl.float32)[None, :]
         else:
-            scaled: tl.tuple = ()
-            of_sum = scale.to(tl.float32)[None, :] if X_FIRST else scale.to(tl.float32)[:, None]
-            for side in tl.static_range(len(sides)):
-                scaled += (accs[side] + parts[side] * of_sum,)
-            accs = scaled
-    return accs
+            acc += part * scale.to(tl.float32)[:, None]
+    return acc
 
 
 @triton.jit
@@ -217,11 +207,11 @@ def _linear_kernel(
     x_stride,
     SIZE_OUT: tl.constexpr, SIZE_IN: tl.constexpr, WORDS: tl.constexpr, GROUP: tl.constexpr, PLANE: tl.constexpr,
     STEP: tl.constexpr, TOGETHER: tl.constexpr, PART: tl.constexpr, SPLIT: tl.constexpr, ROWS: tl.constexpr,
-    SIDES: tl.constexpr, TILE_OUT: tl.constexpr, X_FIRST: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr,
-    ZEROS: tl.constexpr, MIDDLE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr,
-    ACTIVATION: tl.constexpr, ASM: tl.constexpr, PDL: tl.constexpr,
+    TILE_OUT: tl.constexpr, X_FIRST: tl.constexpr, SCALED: tl.constexpr, EARLY: tl.constexpr, ZEROS: tl.constexpr,
+    MIDDLE: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, GATED: tl.constexpr, ACTIVATION: tl.constexpr,
+    ASM: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """PART: words of an output that a program takes. ROWS: in each of SIDES groups of them."""
+    """PART: words of an output that a program takes."""
     if PDL:
         tl_cuda.gdc_launch_dependents()
     tile, split = tl.program_id(1), tl.program_id(2)
@@ -232,21 +222,17 @@ def _linear_kernel(
     column = tile * TILE_OUT + j % TILE_OUT
     column_ok = column < SIZE_OUT
     row = column + j // TILE_OUT * SIZE_OUT
+    r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    r_ok = r < rows
     c = tl.arange(0, STEP)
     word_rows = words_ptr + row.to(tl.int64) * WORDS
     if X_FIRST:
         word_rows, word_c, word_ok = word_rows[None, :], c[:, None], column_ok[None, :]
+        acc = tl.zeros([ROWS, TILE], tl.float32)
     else:
         word_rows, word_c, word_ok = word_rows[:, None], c[None, :], column_ok[:, None]
-    accs: tl.tuple = ()
-    sides: tl.tuple = ()
-    for side in tl.static_range(SIDES):
-        r = (tl.program_id(0) * SIDES + side) * ROWS + tl.arange(0, ROWS)
-        sides += ((x_ptr + r.to(tl.int64)[:, None] * x_stride, r < rows),)
-        if X_FIRST:
-            accs += (tl.zeros([ROWS, TILE], tl.float32),)
-        else:
-            accs += (tl.zeros([TILE, ROWS], tl.float32),)
+        acc = tl.zeros([TILE, ROWS], tl.float32)
+    x_rows = x_ptr + r.to(tl.int64)[:, None] * x_stride
     begin = split * PART
     end = tl.minimum(begin + PART, WORDS)
     early: tl.tuple = ()
@@ -267,45 +253,41 @@ def _linear_kernel(
         after = at + STEP
         after_ok = column_ok & (j * 0 + after < end)
         following = scales_of(scales_ptr, zeros_ptr, row, after_ok, after, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
-        accs = step_product(
-            accs, words, odd, scales, sides, at, SIZE_IN, PLANE, STEP, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE, ASM
-        )
+        acc = step_product(
+            acc, words, odd, scales, x_rows, r_ok, at, SIZE_IN, PLANE, STEP, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE,
+            ASM,
+        )  # fmt: skip
         scales = following
     for step in tl.static_range(EARLY):
-        accs = step_product(
-            accs, early[step][0], early[step][1], early[step][2], sides, begin + step * STEP, SIZE_IN, PLANE, STEP,
-            TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE, ASM,
+        acc = step_product(
+            acc, early[step][0], early[step][1], early[step][2], x_rows, r_ok, begin + step * STEP, SIZE_IN, PLANE,
+            STEP, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE, ASM,
         )  # fmt: skip
+    if X_FIRST:
+        acc = tl.trans(acc)
 
     if SPLIT > 1:
         # The last program to arrive adds the parts in order.
-        for side in tl.static_range(SIDES):
-            s = side * ROWS + tl.arange(0, ROWS)
-            slab = (split * WIDTH + row)[:, None] * (SIDES * ROWS) + s[None, :]
-            acc = tl.trans(accs[side]) if X_FIRST else accs[side]
-            tl.store(partial_ptr + slab, acc, mask=column_ok[:, None])
+        s = tl.arange(0, ROWS)
+        slab = (split * WIDTH + row)[:, None] * ROWS + s[None, :]
+        tl.store(partial_ptr + slab, acc, mask=column_ok[:, None])
         tl.debug_barrier()
         arrived = tl.atomic_add(counters_ptr + tile, 1, sem="acq_rel")
         if arrived != SPLIT - 1:
             return
         tl.store(counters_ptr + tile, 0)
-    for side in tl.static_range(SIDES):
-        acc = tl.trans(accs[side]) if X_FIRST else accs[side]
-        if SPLIT > 1:
-            s = side * ROWS + tl.arange(0, ROWS)
-            acc = tl.zeros([TILE, ROWS], tl.float32)
-            for other in tl.static_range(SPLIT):
-                slab = (other * WIDTH + row)[:, None] * (SIDES * ROWS) + s[None, :]
-                acc += tl.load(partial_ptr + slab, mask=column_ok[:, None], other=0.0, cache_modifier=".cg")
-        if BIAS:
-            acc += tl.load(bias_ptr + row, mask=column_ok, other=0.0).to(tl.float32)[:, None]
-        o = tile * TILE_OUT + tl.arange(0, TILE_OUT)
-        if GATED:
-            gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_OUT, ROWS)), (1, 2, 0)))
-            acc = gate_mul(gate, up, ACTIVATION)
-        r = (tl.program_id(0) * SIDES + side) * ROWS + tl.arange(0, ROWS)
-        address = r.to(tl.int64)[None, :] * SIZE_OUT + o[:, None]
-        ok = (r < rows)[None, :] & (o < SIZE_OUT)[:, None]
-        if RESIDUAL:
-            acc += tl.load(residual_ptr + address, mask=ok, other=0.0).to(tl.float32)
-        tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=ok)
+        acc = tl.zeros([TILE, ROWS], tl.float32)
+        for other in tl.static_range(SPLIT):
+            part_slab = (other * WIDTH + row)[:, None] * ROWS + s[None, :]
+            acc += tl.load(partial_ptr + part_slab, mask=column_ok[:, None], other=0.0, cache_modifier=".cg")
+    if BIAS:
+        acc += tl.load(bias_ptr + row, mask=column_ok, other=0.0).to(tl.float32)[:, None]
+    o = tile * TILE_OUT + tl.arange(0, TILE_OUT)
+    if GATED:
+        gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_OUT, ROWS)), (1, 2, 0)))
+        acc = gate_mul(gate, up, ACTIVATION)
+    address = r.to(tl.int64)[None, :] * SIZE_OUT + o[:, None]
+    ok = r_ok[None, :] & (o < SIZE_OUT)[:, None]
+    if RESIDUAL:
+        acc += tl.load(residual_ptr + address, mask=ok, other=0.0).to(tl.float32)
+    tl.store(out_ptr + address, acc.to(out_ptr.dtype.element_ty), mask=ok)

@@ -210,10 +210,10 @@ def _experts_kernel(
     word_rows = words_ptr + (expert * WIDTH + row) * WORDS
     if X_FIRST:
         word_rows, word_c, word_ok = word_rows[None, :], c[:, None], column_ok[None, :]
-        accs = (tl.zeros([ROWS, TILE], tl.float32),)
+        acc = tl.zeros([ROWS, TILE], tl.float32)
     else:
         word_rows, word_c, word_ok = word_rows[:, None], c[None, :], column_ok[:, None]
-        accs = (tl.zeros([TILE, ROWS], tl.float32),)
+        acc = tl.zeros([TILE, ROWS], tl.float32)
     scales_ptr += expert * (GROUPS * WIDTH)
     zeros_ptr += expert * (GROUPS * WIDTH)
     scales = scales_of(scales_ptr, zeros_ptr, row, column_ok, 0, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
@@ -226,12 +226,13 @@ def _experts_kernel(
         after = at + STEP
         after_ok = column_ok & (j * 0 + after < WORDS)
         following = scales_of(scales_ptr, zeros_ptr, row, after_ok, after, WIDTH, GROUP, PLANE, TOGETHER, ZEROS)
-        accs = step_product(
-            accs, words, odd, scales, ((x_rows, ok),), at, SIZE_IN, PLANE, STEP, TOGETHER, X_FIRST, SCALED, ZEROS,
-            MIDDLE, ASM,
+        acc = step_product(
+            acc, words, odd, scales, x_rows, ok, at, SIZE_IN, PLANE, STEP, TOGETHER, X_FIRST, SCALED, ZEROS, MIDDLE,
+            ASM,
         )  # fmt: skip
         scales = following
-    acc = tl.trans(accs[0]) if X_FIRST else accs[0]
+    if X_FIRST:
+        acc = tl.trans(acc)
     o = tl.program_id(1) * TILE_OUT + tl.arange(0, TILE_OUT)
     if GATED:
         gate, up = tl.split(tl.permute(tl.reshape(acc, (2, TILE_OUT, ROWS)), (1, 2, 0)))

@@ -88,7 +88,7 @@ def test_which_kernel_multiplies(name: str) -> None:
         ),
         ("fp8", "h200", {"block": (64, 128)}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("fp8", "l40s", {}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
-        ("int4", "a100", {}, "int4_few_rows int4_few_rows int4_few_rows int4_few_rows int4_dequantized"),
+        ("int4", "a100", {}, "int4_few_rows int4_few_rows int4_few_rows int4_dequantized int4_dequantized"),
     ],
 )
 def test_which_kernel_multiplies_with_other_formats(

@@ -47,7 +47,6 @@ LINEAR: dict[str, tuple[int, int, bool, int, dict[str, Any], str]] = {
     "early, padded": (600, 32, True, 3, {"early": 1}, "gated"),
     "x first, one group": (600, -1, False, 5, {"x_first": True}, "bias"),
     "scaled, two row tiles": (512, 128, True, 20, {"scaled": True, "step": 16}, "residual"),
-    "two groups of rows": (256, 64, True, 40, {"x_first": True, "scaled": True, "sides": 2}, "gated"),
     "all at once": (512, 64, False, 1, {"x_first": True, "scaled": True, "early": 2}, "gated"),
     "small groups": (128, 16, True, 1, {}, ""),
 }
@@ -129,8 +128,7 @@ def compiled(kernel, num_warps, num_stages, dtype="bf16", **constants):
 common = dict(WORDS=640, GROUP=128, PLANE=32, STEP=32, TOGETHER=4, ZEROS=True, MIDDLE=8, ASM=True)
 shape = linear.int4_shape(1, 17408, 5120, True)
 found = compiled(linear._linear_kernel, shape.num_warps, shape.num_stages, SIZE_OUT=17408, SIZE_IN=5120, PART=640,
-                 SPLIT=1, ROWS=shape.rows, SIDES=shape.sides, TILE_OUT=shape.tile_out, X_FIRST=shape.x_first,
-                 SCALED=shape.scaled,
+                 SPLIT=1, ROWS=shape.rows, TILE_OUT=shape.tile_out, X_FIRST=shape.x_first, SCALED=shape.scaled,
                  EARLY=shape.early, BIAS=False, RESIDUAL=False, GATED=True, ACTIVATION="silu", PDL=True, **common)
 assert found.asm["ptx"].count("lop3.b32") >= 8
 cut = moe.moe_shape(128 * 64, 128).down
