@@ -42,6 +42,7 @@ def read_fp8(keys: SchemeKeys) -> Fp8Scheme:
     """quant_method fp8: blocks, or one scale a tensor."""
     keys.choice("fmt", ("e4m3",))
     keys.choice("scale_fmt", ("float", "ue8m0"))  # powers of two, which float32 holds as well
+    keys.choice("expert_dtype", ("fp8",))  # of transformers: DeepSeek-V4 has experts in another format
     keys.without_effect("dequantize")
     keys.choice("weight_per_tensor", (False,))
     block = keys.get("weight_block_size")

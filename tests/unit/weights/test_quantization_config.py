@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import FineGrainedFP8Config
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.models.config import ModelConfig
@@ -168,3 +169,20 @@ def test_attention_that_is_quantized_is_refused() -> None:
     quantized["config_groups"]["group_0"]["targets"] = ["LlamaAttention"]
     with pytest.raises(ConfigError, match=r'targets is \["LlamaAttention"\]; allowed: Linear, paths'):
         read(quantized)
+
+
+def test_what_tools_write_by_default_is_served() -> None:
+    """transformers' fine-grained FP8; presets of compressed-tensors, with every key that these have."""
+    saved = json.loads(json.dumps(FineGrainedFP8Config().to_dict(), default=str))
+    assert "blocks of 128 x 128" in str(read({**saved, "quant_method": "fp8"}).schemes[0])
+    module = pytest.importorskip("compressed_tensors.quantization", reason="pip install compressed-tensors")
+    for preset, form, words in (
+        ("FP8", "float-quantized", "with the checkpoint's scale"),
+        ("FP8_DYNAMIC", "float-quantized", "FP8 with a scale a token"),
+        ("FP8_BLOCK", "float-quantized", "blocks of 128 x 128"),
+        ("W8A8", "int-quantized", "INT8"),
+    ):
+        groups = {"group_0": module.preset_name_to_scheme(preset, ["Linear"])}
+        config = module.QuantizationConfig(config_groups=groups, format=form, ignore=["lm_head"])
+        saved = {**config.model_dump(mode="json"), "quant_method": "compressed-tensors"}
+        assert words in str(read(saved).schemes[0])
