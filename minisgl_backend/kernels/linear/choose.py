@@ -27,6 +27,7 @@ FP8_BLOCK = (128, 128)  # outputs and inputs of a block that torch multiplies on
 FP8_ALIGNMENT = 16  # numbers that sizes of torch's `_scaled_mm` are multiples of
 INT4_FEW_ROWS = 64  # for which 4-bit weights become operands in registers; for more the weight is dequantized once
 INT4_GATED_ROWS = 256  # likewise of gated weights, which are the largest
+INT8_ALIGNMENT = 8  # numbers that sizes of weights of cuBLAS' integer GEMM are multiples of
 CPU_ROWS = 64  # of kernels.cpp: with more, oneDNN (torch's) is as fast, and faster on processors with AMX
 CPU_LANES = 32  # numbers of a register: what is summed over has a multiple of them
 
@@ -141,6 +142,15 @@ def _int4_few(key: LinearKey, facts: DeviceFacts) -> bool:
     return _on_gpu(key, facts) and 0 < key.rows <= (INT4_GATED_ROWS if key.activation else INT4_FEW_ROWS)
 
 
+def is_int8_aligned(size_out: int, size_in: int) -> bool:
+    """Whether cuBLAS' integer GEMM takes such weights."""
+    return size_out % INT8_ALIGNMENT == 0 and size_in % INT8_ALIGNMENT == 0
+
+
+def _int8(key: LinearKey, facts: DeviceFacts) -> bool:
+    return facts.kind == "cuda" and key.rows > 0 and is_int8_aligned(key.size_out, key.size_in)
+
+
 def _on_gpu(key: LinearKey, facts: DeviceFacts) -> bool:
     return facts.kind == "cuda" and facts.own_kernels
 
@@ -185,6 +195,10 @@ CANDIDATES: Table[LinearKey] = MappingProxyType(
             _Row("int4_few_rows", "bound by weights' bytes: they become operands in registers", _int4_few),
             _Row("int4_dequantized", "many rows: parts of the weight are dequantized, cuBLAS multiplies", _on_gpu),
             _Row("torch", "the weight is dequantized", _always),
+        ),
+        "int8": (
+            _Row("int_mm", "cuBLAS' integer GEMM; x is quantized before, scales and epilogue come after", _int8),
+            _Row("torch", "integers become float32", _always),
         ),
     }
 )

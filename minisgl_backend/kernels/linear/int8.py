@@ -9,13 +9,13 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from minisgl_backend.kernels.linear.choose import is_int8_aligned
 from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.torch_ops import activate_mul
 
 LARGEST = 127.0
 LEAST = 1e-10  # of a row's largest number: what is all zero has a scale, too
 _LEAST_ROWS = 32  # cuBLAS multiplies no fewer than 17
-_ALIGNMENT = 8  # numbers that sizes of its weights are multiples of
 
 
 def quantize_tokens(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -54,7 +54,7 @@ def linear(
 def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Of integers: exact as int32, and as float32 up to 2**24."""
     rows = len(x)
-    if not x.is_cuda or rows == 0 or any(size % _ALIGNMENT for size in weight.shape):
+    if not x.is_cuda or rows == 0 or not is_int8_aligned(*weight.shape):
         return F.linear(x.float(), weight.float())
     padded = F.pad(x, (0, 0, 0, max(0, _LEAST_ROWS - rows)))
     return torch._int_mm(padded, weight.t())[:rows]

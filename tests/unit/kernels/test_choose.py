@@ -16,6 +16,7 @@ from minisgl_backend.kernels.linear import choose as linear
 from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.moe import choose as moe
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
+from minisgl_backend.number_formats import WEIGHT_FORMATS
 
 H200 = DeviceFacts.named("h200")
 DEVICES = [*NAMED.values(), replace(H200, own_kernels=False), DeviceFacts.cpu(), DeviceFacts.cpu(own_kernels=False)]
@@ -26,7 +27,8 @@ ROWS = (1, 8, 64, 256, 4096)
 @pytest.mark.parametrize("device", DEVICES, ids=lambda device: f"{device.name} {device.own_kernels}")
 def test_every_key_has_a_kernel_that_its_device_can_run(device: DeviceFacts) -> None:
     on_gpu = device.kind == "cuda" and device.own_kernels
-    allowed = {"torch"} | ({"cpu"} if device.kind == "cpu" and device.own_kernels else set())
+    allowed = {"torch"} | ({"int_mm"} if device.kind == "cuda" else set())
+    allowed |= {"cpu"} if device.kind == "cpu" and device.own_kernels else set()
     for weight_format in linear.CANDIDATES:
         chooser = linear_chooser(weight_format, device)
         for rows, size_out, size_in, dtype, flags in itertools.product(
@@ -89,6 +91,7 @@ def test_which_kernel_multiplies(name: str) -> None:
         ("fp8", "h200", {"block": (64, 128)}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("fp8", "l40s", {}, "fp8_few_rows fp8_few_rows fp8_few_rows fp8_many_rows fp8_many_rows"),
         ("int4", "a100", {}, "int4_few_rows int4_few_rows int4_few_rows int4_dequantized int4_dequantized"),
+        ("int8", "a100", {}, "int_mm int_mm int_mm int_mm int_mm"),
     ],
 )
 def test_which_kernel_multiplies_with_other_formats(
@@ -115,6 +118,10 @@ def test_which_kernel_multiplies_with_other_formats(
 def test_which_gated_products_are_small(rows: int, size_out: int, size_in: int, normed: bool, expected: bool) -> None:
     key = LinearKey(rows, 2 * size_out, size_in, BF16, norm=normed, activation="silu")
     assert (linear_chooser("plain", H200).kernel(key) == "small_rows") == expected
+
+
+def test_every_weight_format_has_rows() -> None:
+    assert set(WEIGHT_FORMATS) <= {*linear.CANDIDATES, *moe.CANDIDATES}
 
 
 def test_what_a_device_lacks_is_not_chosen() -> None:
