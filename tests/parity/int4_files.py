@@ -103,7 +103,11 @@ class Numbers:
 
 def write_int4(source: Path, variant: str, quantized: Path, plain: Path) -> None:
     """source: a folder with a plain checkpoint. plain: gets the same weights, dequantized."""
-    chosen = VARIANTS[variant]
+    write_variant(source, VARIANTS[variant], quantized, plain)
+
+
+def write_variant(source: Path, chosen: Variant, quantized: Path, plain: Path) -> None:
+    """As `write_int4`."""
 
     def write(name: str, weight: torch.Tensor) -> tuple[Tensors, Tensors]:
         module, _, kind = name.rpartition(".")
