@@ -13,7 +13,6 @@ import time
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy as np
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.errors import CapacityError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.grammar.compilers import GrammarCompilers
+from minisgl_backend.grammar.draft_masks import DraftMasks
 from minisgl_backend.grammar.jobs import Job
 from minisgl_backend.grammar.mask_filler import MaskFiller
 from minisgl_backend.grammar.pace import BUSY, LOOK_S, TOO_SLOW, Pace, ThreadClock
@@ -66,6 +66,7 @@ class Grammars:
         self._ended: list[Ended] = []
         self._pace = pace or Pace()
         self._filler = MaskFiller(self._pace)
+        self._draft_masks = DraftMasks()
 
     @property
     def num_compiling(self) -> int:
@@ -186,7 +187,8 @@ class Grammars:
         """
         matched = self._matched(plan)
         forced: list[tuple[int, int]] = []
-        drafted: list[tuple[int, int]] = []
+        drafted: list[tuple[int, int, int]] = []
+        self._draft_masks.begin()
         if len(plan.draft_tokens):
             matched, drafted = self._without_drafts(plan, matched)
         if self._thoughts:
@@ -209,55 +211,19 @@ class Grammars:
             self._mask_thoughts(matched, forced, bits)
         indices = [index for index, _ in (*matched, *forced)]
         if drafted:
-            indices += self._mask_drafts(plan, drafted, bits[len(indices) :])
+            indices += self._draft_masks.fill(drafted, self._matchers, self._grammars, bits[len(indices) :])
             bits = bits[: len(indices)]
         return np.array(indices, dtype=np.int32), bits
 
     def _without_drafts(
         self, plan: StepPlan, rows: list[tuple[int, int]]
-    ) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-        """Of (result index, uid): those whose input is committed, and those whose input is a draft."""
+    ) -> tuple[list[tuple[int, int]], list[tuple[int, int, int]]]:
+        """Of (result index, uid): those whose input is committed; and (result index, uid, draft) of those whose input
+        is a draft."""
         first_decode = len(plan.sampled_rows) - len(plan.decode_rows)
-        drafts = (plan.draft_tokens >= 0).tolist()
-        is_draft = [index >= first_decode and drafts[index - first_decode] for index, _ in rows]
-        split = zip(rows, is_draft, strict=True)
-        parts: tuple[list[tuple[int, int]], list[tuple[int, int]]] = ([], [])
-        for one, drafted in split:
-            parts[drafted].append(one)
-        return parts
-
-    def _mask_drafts(self, plan: StepPlan, drafted: list[tuple[int, int]], bits: Int32Array) -> list[int]:
-        """Masks of (result index, uid) behind drafts, and their result indices: the matchers follow the drafts and are
-        rolled back. Behind a draft that the grammar does not allow there is none: it cannot be what is sampled."""
-        first_decode = len(plan.sampled_rows) - len(plan.decode_rows)
-        indices: list[int] = []
-        followed: dict[int, int] = {}  # uid -> drafts that its matcher has accepted
-        refused: set[int] = set()
-        for index, uid in drafted:
-            matcher = self._matchers.get(uid)
-            if matcher is None or uid in refused:
-                continue
-            try:
-                goes_on = matcher.accept_token(int(plan.draft_tokens[index - first_decode]))
-                followed[uid] = followed.get(uid, 0) + goes_on
-                if not goes_on or matcher.is_terminated():
-                    refused.add(uid)
-                    continue
-            except Exception as error:
-                self._fail(uid, error)
-                continue
-            line = len(indices)
-            grammar = self._grammars[uid]
-            errors = self._filler.fill([matcher], bits[line : line + 1], partial(_same, grammar))
-            if errors:
-                self._fail(uid, errors[0])
-                continue
-            indices.append(index)
-        for uid, count in followed.items():
-            if count and uid in self._matchers:
-                self._matchers[uid].rollback(count)
-        self._heed_pace()
-        return indices
+        drafts = [-1] * first_decode + plan.draft_tokens.tolist()
+        committed = [(index, uid) for index, uid in rows if drafts[index] < 0]
+        return committed, [(index, uid, drafts[index]) for index, uid in rows if drafts[index] >= 0]
 
     def _without_thoughts(self, rows: list[tuple[int, int]]) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
         """Of (result index, uid): those that are masked by their grammar, and (result index, token) of those of which
@@ -290,6 +256,8 @@ class Grammars:
         if not self._matchers and not self._thoughts:
             return
         tokens, clock, accepted = result.token_ids.tolist(), ThreadClock(), result.accepted
+        if accepted is not None:
+            accepted[self._draft_masks.unmasked] = False
         now = clock.now
         for index, uid in self._matched(plan):
             if accepted is not None:
@@ -352,8 +320,3 @@ class Grammars:
     def close(self) -> None:
         self._filler.close()
         self._compilers.close()
-
-
-def _same(grammar: Grammar, line: int) -> Grammar:
-    """Of whichever line."""
-    return grammar

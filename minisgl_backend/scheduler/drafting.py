@@ -91,7 +91,7 @@ class Drafting:
         at = np.flatnonzero(state.may_draft.take(index))
         rows, uids = index[at].tolist(), state.uid.take(index[at]).tolist()
         self._turns += 1
-        if self._turns % DECIDE_EVERY == 0 or not len(rows):
+        if self._turns % DECIDE_EVERY == 0 or not len(rows) or room < 1:
             control.decide(rows, uids, len(index), room)
         if not control.is_on or not all_committed:
             self._shadow(rows, uids)

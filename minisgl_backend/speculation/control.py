@@ -46,7 +46,11 @@ class DraftControl:
 
     def note_step(self, num_tokens: int, seconds: float, *, overlapped: bool) -> None:
         """A step that only decoded has ended."""
-        (self._overlapped if overlapped else self._waiting).note(num_tokens, seconds)
+        for costs, is_kind in ((self._overlapped, overlapped), (self._waiting, not overlapped)):
+            if is_kind:
+                costs.note(num_tokens, seconds)
+            else:
+                costs.pass_step()
 
     def decide(self, rows: Sequence[int], uids: Sequence[int], num_rows: int, room: int) -> None:
         """Whether speculation is on from here on, where these rows may have drafts, `num_rows` decode and a step has
@@ -79,7 +83,9 @@ class DraftControl:
             return counts
         every = np.concatenate(right)
         of_row = np.repeat(np.arange(len(rows)), [len(one) for one in right])
-        best = np.argsort(-every, kind="stable")[:room]  # a row's first drafts come first: each is as likely at least
+        best = np.argsort(-every, kind="stable")[
+            : max(room, 0)
+        ]  # a row's first drafts come first: each is as likely at least
         delivered = num_rows + np.concatenate([[0.0], np.cumsum(every[best])])
         rates = delivered / self._cost(num_rows + np.arange(float(len(delivered))))
         most = int(np.argmax(rates))

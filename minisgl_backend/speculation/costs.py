@@ -30,6 +30,12 @@ class StepCosts:
         self._samples.setdefault(num_tokens, deque(maxlen=REMEMBERED)).append(seconds)
         self._known = None
 
+    def pass_step(self) -> None:
+        """A step of another kind has ended: what is known of these ages."""
+        self._now += 1
+        if self._now % KEPT_STEPS == 0:
+            self._known = None
+
     def of(self, num_tokens: Sequence[float] | Float64Array) -> Float64Array | None:
         """Seconds of steps of these sizes, [k]; None where nothing is known."""
         if self._known is None:

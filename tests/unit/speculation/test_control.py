@@ -119,3 +119,25 @@ def test_a_new_sequence_is_taken_to_be_like_the_others() -> None:
         everyone.note(MOST, 0)
     assert Acceptance(MOST, everyone).all_right(1)[0] < 0.01
     assert Acceptance(MOST).all_right(1)[0] > 0.5
+
+
+def test_where_there_is_no_room_there_are_no_drafts() -> None:
+    control = measured(flat=True)
+    for row in range(10):
+        control.note(row, row, MOST, MOST)
+    assert chosen(control, rows=10, room=-4) == [0] * 10
+
+
+def test_a_disturbance_while_drafts_were_verified_is_forgotten() -> None:
+    control = measured(flat=True)
+    for tokens in range(1, 17):
+        for _ in range(8):
+            control.note_step(tokens, 100.0, overlapped=False)
+    control.decide([0], [0], 1, 64)
+    assert not control.is_on
+    for _ in range(2 * KEPT_STEPS):
+        control.note_step(1, 1.0, overlapped=True)
+    for _ in range(30):
+        control.note(0, 0, MOST, MOST)
+    control.decide([0], [0], 1, 64)
+    assert control.is_on

@@ -1,0 +1,70 @@
+"""Masks behind drafts: what cannot be masked is not accepted, and nothing is refused for it."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+
+from minisgl_backend.arrays import Int32Array
+from minisgl_backend.grammar.draft_masks import DraftMasks
+from minisgl_backend.request import Grammar
+
+REGEX = Grammar(kind="regex", text="[0-9]*")
+
+
+class Matcher:
+    """Allows tokens below 10; its mask behind 7 raises, and 9 ends it."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def accept_token(self, token: int) -> bool:
+        if token >= 10:
+            return False
+        self.tokens.append(token)
+        return True
+
+    def is_terminated(self) -> bool:
+        return self.tokens[-1:] == [9]
+
+    def fill_next_token_bitmask(self, bits: Int32Array, line: int) -> None:
+        if self.tokens[-1] == 7:
+            raise RuntimeError("too many states")
+        bits[line] = len(self.tokens)
+
+    def rollback(self, count: int) -> None:
+        del self.tokens[-count:]
+
+
+def filled(
+    drafts: list[int], grammar: Grammar = REGEX, masks: DraftMasks | None = None
+) -> tuple[list[int], list[int], list[int]]:
+    """Result indices that have a mask, what stands in it, and those that have none; nothing is left of the drafts."""
+    masks, matcher = masks or DraftMasks(lambda: 0.0), Matcher()
+    bits = np.zeros((len(drafts), 1), dtype=np.int32)
+    masks.begin()
+    drafted = [(5 + index, 1, draft) for index, draft in enumerate(drafts)]
+    indices = masks.fill(drafted, {1: matcher}, {1: grammar}, bits)
+    assert matcher.tokens == []
+    return indices, bits[: len(indices), 0].tolist(), masks.unmasked
+
+
+def test_matchers_follow_drafts_as_far_as_they_go() -> None:
+    assert filled([1, 2, 3]) == ([5, 6, 7], [1, 2, 3], [])
+    assert filled([1, 12, 3]) == ([5], [1], [6, 7])
+    assert filled([1, 9, 3]) == ([5], [1], [6, 7])
+
+
+def test_what_a_mask_raises_behind_a_draft_ends_nothing() -> None:
+    assert filled([1, 7, 3]) == ([5], [1], [6, 7])
+
+
+def test_masks_behind_drafts_have_so_much_time_together() -> None:
+    clock = itertools.count(step=0.012)
+    assert filled([1, 2, 3], masks=DraftMasks(lambda: next(clock))) == ([5], [1], [6, 7])
+
+
+def test_texts_of_so_many_tokens_have_no_drafts() -> None:
+    grammar = Grammar(kind="structural_tag", text='{"type": "any_text", "max_tokens": 5}')
+    assert filled([1, 2], grammar) == ([], [], [5, 6])
