@@ -16,6 +16,7 @@ from minisgl_backend.arrays import NO_INT32, BoolArray, IndexArray, Int32Array, 
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.outputs import OutputCollector
 from minisgl_backend.scheduler.running import RunningSet
+from minisgl_backend.scheduler.sequence import Sequence
 from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.proposer import Proposer
 from minisgl_backend.step import DraftStats, StepPlan
@@ -44,6 +45,15 @@ class _Shadow:
     token_ids: Int32Array
 
 
+@dataclass
+class _Settled:
+    """What came of a row's drafts."""
+
+    sequence: Sequence
+    drafted: int
+    delivered: int = 0  # of the right ones, those before the end of the answer
+
+
 class Drafting:
     """Used by the planner and, for what came of its plans, by the scheduler."""
 
@@ -65,7 +75,7 @@ class Drafting:
         self._turns = 0
         self._started: dict[int, tuple[float, bool]] = {}  # step -> when it was planned, and not behind another
         self._last_end = 0.0
-        self._told: dict[int, tuple[int, int]] = {}  # by uid: what clients are to hear with this step's records
+        self._settled: dict[int, _Settled] = {}  # by uid: what came of this step's drafts
         self._drafts = 0
         self._drafted = np.zeros(self._most, dtype=np.int64)  # by position
         self._accepted = np.zeros(self._most, dtype=np.int64)
@@ -144,30 +154,40 @@ class Drafting:
             row, uid = int(plan.decode_rows[first[which]]), int(plan.decode_uids[first[which]])
             if row in failed:
                 continue
-            drafted, number = int(counts[which]), int(right[which])
-            self._drafts += 1
-            self._drafted[:drafted] += 1
-            self._accepted[:number] += 1
-            self._control.note(row, uid, drafted, number)
+            drafted = int(counts[which])
+            self._control.note(row, uid, drafted, int(right[which]))
             sequence = state.sequences[row]
             assert sequence is not None, "a row in flight keeps its sequence"
-            sequence.note_drafts(drafted, number)
-            self._told[uid] = sequence.draft_tokens, sequence.accepted_draft_tokens
+            self._settled[uid] = _Settled(sequence, drafted)
 
     def rounds(self, plan: StepPlan, accepted: BoolArray) -> Iterator[IndexArray]:
         """The accepted decode entries of a step: those of the rows' first tokens, then of their second ones, and so
-        on."""
-        places = np.arange(len(accepted))
+        on. Call for the next when one is recorded: of answers that have ended none come."""
+        state, places = self._running.rows, np.arange(len(accepted))
         offsets = places - np.maximum.accumulate(np.where(plan.draft_tokens < 0, places, 0))
         for offset in range(int(offsets[accepted].max()) + 1):
-            yield np.flatnonzero(accepted & (offsets == offset))
+            entries = np.flatnonzero(accepted & (offsets == offset))
+            if offset:
+                entries = entries[~state.ended.take(plan.decode_rows[entries])]
+            yield entries
+            if offset:
+                for uid in plan.decode_uids[entries].tolist():
+                    if uid in self._settled:
+                        self._settled[uid].delivered += 1
 
     def tell(self, outputs: OutputCollector, first: int) -> None:
-        """Adds to the records of this step, which begin at `first`, what was drafted."""
+        """Counts the drafts of this step, of which those are accepted that were delivered, and adds what was drafted
+        to its records, which begin at `first`."""
+        for one in self._settled.values():
+            self._drafts += 1
+            self._drafted[: one.drafted] += 1
+            self._accepted[: one.delivered] += 1
+            one.sequence.note_drafts(one.drafted, one.delivered)
         for index, uid in enumerate(outputs.records_from(first), start=first):
-            if (counts := self._told.pop(uid, None)) is not None:
-                outputs.add_drafts(index, *counts)
-        self._told.clear()
+            if (settled := self._settled.pop(uid, None)) is not None:
+                sequence = settled.sequence
+                outputs.add_drafts(index, sequence.draft_tokens, sequence.accepted_draft_tokens)
+        self._settled.clear()
 
     def give_back(self, plan: StepPlan) -> None:
         """The pages of a step's rows that only wrong drafts needed."""
