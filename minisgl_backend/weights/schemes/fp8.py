@@ -40,7 +40,7 @@ class Fp8Scheme:
 
 def read_fp8(keys: SchemeKeys) -> Fp8Scheme:
     """quant_method fp8: blocks, or one scale a tensor."""
-    keys.choice("fmt", ("e4m3",))
+    keys.choice("fmt", ("e4m3", "float8_e4m3fn"))
     keys.choice("scale_fmt", ("float", "ue8m0"))  # powers of two, which float32 holds as well
     keys.choice("expert_dtype", ("fp8",))  # of transformers: DeepSeek-V4 has experts in another format
     keys.without_effect("dequantize")

@@ -124,6 +124,16 @@ RELEASED = {
     "gpt-oss-20b": GPT_OSS_20B,
     "glm-4.5-air": GLM_4_5_AIR,
     "minimax-m2": MINIMAX_M2,
+    "minimax-m2 as published": {
+        **MINIMAX_M2,
+        "quantization_config": {
+            "quant_method": "fp8",
+            "fmt": "float8_e4m3fn",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["gate", "e_score_correction_bias", "lm_head"],
+        },
+    },
     "ernie-4.5": ERNIE_4_5_21B,
     "r7b": COMMAND_R7B,
 }
