@@ -24,7 +24,7 @@ from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
 from minisgl_backend.weights.schemes.fp8 import Fp8Scheme
 
 _SCALE_DTYPES = (*PLAIN_DTYPES, torch.float8_e8m0fnu)
-_LEAST_INPUTS = 16  # of a block: less than the matrix units multiply at once
+_LEAST_INPUTS = 32  # of a block: what the matrix units multiply at once
 _NUMBERS = 100.0  # standard deviation of random FP8 numbers, of which the largest is 448
 
 

@@ -14,8 +14,8 @@ from minisgl_backend.weights.names import TensorNames
 
 log = logging.getLogger(__name__)
 
-# As compressed-tensors and ModelOpt write them.
-_NAME = re.compile(r"model\.layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?(?P<kind>[kv])_scale")
+# As compressed-tensors and ModelOpt write them, and AutoFP8, whose older checkpoints have one for both.
+_NAME = re.compile(r"model\.layers\.(?P<layer>\d+)\.self_attn\.(?:attn\.|[kv]_proj\.)?(?P<kind>k|v|kv)_scale")
 
 
 def is_kv_scale(name: str) -> bool:
@@ -41,7 +41,7 @@ def read_kv_scales(num_layers: int, model_dir: str | Path, names: TensorNames) -
             raise ConfigError(
                 f"{checkpoint.path(name)}: {name} is {tensor.tolist()}; allowed: one finite number above 0"
             )
-        scales[int(match["layer"])][match["kind"]] = value
+        scales[int(match["layer"])].update(dict.fromkeys(match["kind"], value))
         found += 1
     log.info("FP8 KV cache: %d scales of the checkpoint, 1 for the others", found)
     return [KVScales(**values) for values in scales]

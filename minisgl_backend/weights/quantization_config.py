@@ -113,13 +113,14 @@ def _groups(keys: SchemeKeys) -> tuple[SchemeRule, ...]:
     if sparsity is not None and sparsity.get("format", "dense") != "dense":
         sparsity.refuse("format", f"dense: sparse weights are not served; {PLAIN_INSTEAD}")
     rules = [SchemeRule(None, keys.strings("ignore"))]
+    ranked: tuple[list[SchemeRule], ...] = ([], [], [])  # a path counts before an expression, and that before a class
     whole = keys.get("format")
     groups = keys.child("config_groups")
     for name in groups.values if groups is not None else ():
         group = groups.child(name) if groups is not None else None
         if group is None:
             raise refusal(f"{keys.path}.config_groups.{name}", {}, "weights and targets")
-        targets = tuple(_target(group, one) for one in group.strings("targets"))
+        targets = [_target(group, one) for one in group.strings("targets")]
         group.choice("output_activations", (None,))
         group = SchemeKeys({"format": whole, **{k: v for k, v in group.values.items() if v is not None}}, group.path)
         group.without_effect("targets", "output_activations")
@@ -128,7 +129,11 @@ def _groups(keys: SchemeKeys) -> tuple[SchemeRule, ...]:
             titles = "; ".join(row.title for row in WEIGHT_FORMATS.values() if COMPRESSED_TENSORS in row.readers)
             raise refusal(group.path, dict(group.values), f"{titles}; {PLAIN_INSTEAD}")
         group.check_unread()
-        rules.append(SchemeRule(scheme, targets))
+        for rank, same in enumerate(ranked):
+            if patterns := tuple(one for one in targets if _rank(one) == rank):
+                same.append(SchemeRule(scheme, patterns))
+    for same in ranked:
+        rules += same
     if len(rules) == 1 and keys.get("kv_cache_scheme") is None:
         keys.refuse("config_groups", "one group or more, or a kv_cache_scheme")
     return tuple(rules)
@@ -141,6 +146,11 @@ def _target(group: SchemeKeys, target: str) -> str:
     if target[:1].isupper() and "." not in target:
         group.refuse("targets", f"{_LINEAR}, paths of modules, and regular expressions after re:; {PLAIN_INSTEAD}")
     return target
+
+
+def _rank(pattern: str) -> int:
+    """Before which others a target of compressed-tensors counts, whatever the order of the groups."""
+    return 2 if pattern == "*" else 1 if pattern.startswith("re:") else 0
 
 
 def _check_cache_scheme(keys: SchemeKeys) -> None:

@@ -105,7 +105,7 @@ def _in_blocks(scale: str, block: tuple[int, int]) -> Fp8Scheme:
 
 
 def _block(keys: SchemeKeys, key: str, value: Any) -> tuple[int, int]:
-    sizes = (16, 32, 64, 128)
+    sizes = (32, 64, 128)
     if not isinstance(value, list) or len(value) != 2 or not all(one in sizes for one in value):
         keys.refuse(key, f"[outputs, inputs], each of {', '.join(map(str, sizes))}")
     return value[0], value[1]

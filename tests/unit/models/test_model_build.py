@@ -167,6 +167,8 @@ def test_scales_of_an_fp8_cache(qwen3: Path) -> None:
         model__layers__2__self_attn__k_proj__k_scale=torch.tensor(2.0, dtype=torch.bfloat16),
     )
     assert read_kv_scales(3, qwen3, TensorNames()) == [KVScales(0.5, 0.25), KVScales(), KVScales(2.0, 1.0)]
+    change(qwen3, model__layers__1__self_attn__kv_scale=torch.tensor(3.0))  # one for both
+    assert read_kv_scales(3, qwen3, TensorNames())[1] == KVScales(3.0, 3.0)
     build(qwen3)
 
 

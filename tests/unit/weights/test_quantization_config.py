@@ -73,6 +73,10 @@ def test_groups_have_their_own_modules() -> None:
     assert "a scale an output" in str(found.scheme_of("model.layers.0.self_attn.q_proj"))
     assert "a scale a tensor" in str(found.scheme_of("model.layers.0.mlp.experts"))
     assert len(found.schemes) == 2
+    groups = both["config_groups"]
+    swapped = read({**both, "config_groups": {"group_0": groups["group_1"], "group_1": groups["group_0"]}})
+    for path in ("self_attn.q_proj", "mlp.experts"):  # what is named more closely counts, whichever group is first
+        assert swapped.scheme_of(f"model.layers.0.{path}") == found.scheme_of(f"model.layers.0.{path}")
 
 
 def test_gptq_has_its_own_exceptions() -> None:
