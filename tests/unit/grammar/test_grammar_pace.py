@@ -193,7 +193,7 @@ class Followed:
         self.grammars._rows = {uid: uid for uid in range(len(matchers))}
         count = len(matchers) if rows is None else rows
         plan: Any = SimpleNamespace(sampled_rows=np.arange(count), admitted=())
-        result: Any = SimpleNamespace(token_ids=np.zeros(count))
+        result: Any = SimpleNamespace(token_ids=np.zeros(count), accepted=None)
         self.grammars.begin(plan)
         self.grammars.advance(plan, result)
         ended = self.grammars.take_ended()
