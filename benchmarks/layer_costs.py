@@ -34,7 +34,7 @@ class FormatCost:
     rate: float = 1.0  # of the matrix units, against bfloat16, for many rows
 
     def bytes_of(self, numbers: float, inputs: int) -> float:
-        """Of a weight of so many numbers, `inputs` of them an output."""
+        """Of a weight with `numbers` numbers, `inputs` of them for each output."""
         scales = numbers / inputs * self.output_bytes + (numbers / self.group * self.group_bytes if self.group else 0.0)
         return numbers * self.number_bytes + scales
 
@@ -65,7 +65,7 @@ class LayerCosts:
     prefill_flop: float  # likewise of a prompt's
 
     def seen(self, context: float) -> float:
-        """Tokens that the last one of so many sees."""
+        """How many of `context` tokens the last one attends to."""
         return context if self.window is None else min(context, self.window)
 
     def pairs(self, length: int) -> float:

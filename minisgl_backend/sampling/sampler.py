@@ -112,8 +112,8 @@ class Sampler:
         return token_ids
 
     def _sample_in_rounds(self, logits: torch.Tensor, inputs: SamplingInputs, token_ids: torch.Tensor) -> None:
-        """Penalties count what earlier rounds have sampled. Behind a wrong draft they count what is no token of the
-        sequence, and so does what is sampled there: both are dropped."""
+        """Penalties count what earlier rounds have sampled. Behind a wrong draft they count tokens that are rejected;
+        what is sampled there is rejected, too."""
         for lines in inputs.rounds:
             index = lines.long()
             part = dataclasses.replace(

@@ -147,7 +147,7 @@ class Sequence:
         self.state, self.token_ids = SequenceState.WAITING, token_ids
 
     def note_drafts(self, drafted: int, accepted: int) -> None:
-        """A step has verified so many drafts, and that many of them were right."""
+        """A step has verified `drafted` drafts, of which `accepted` became tokens of the answer."""
         self.draft_tokens += drafted
         self.accepted_draft_tokens += accepted
 

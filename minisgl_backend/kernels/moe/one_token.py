@@ -35,7 +35,7 @@ class ProductShape:
 
 # Measured best on an H200, 8 of 128 experts of 2,048 x 768.
 GATE_UP, DOWN, ROUTE = ProductShape(4, 2048, 4), ProductShape(8, 256, 8), ProductShape(2, 2048, 8)
-# Of all experts, at most: so many run at once, so that each looks for its expert once, and for two tiles.
+# The most programs of all experts together: as many as run at once. Each looks up its expert once, for two tiles.
 GATE_UP_PROGRAMS = 800
 
 Biases = tuple[torch.Tensor, torch.Tensor | None]  # see `PlainKernels.moe`

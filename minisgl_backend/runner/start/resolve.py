@@ -132,10 +132,14 @@ def _dtype(requested: str, saved: str, device: MachineFacts) -> str:
 
 
 def _graph_max_bs(config: EngineConfig, device: MachineFacts, eager: bool) -> int | None:
-    wanted = config.cuda_graph_max_bs
+    requested = config.cuda_graph_max_bs
     if device.kind == "cpu":
-        wanted = (EAGER_GRAPH_MAX_BS if wanted is None else wanted) if eager else 0
-    return None if wanted is None else min(wanted, most_decode_entries(config.max_running_requests, config.speculation))
+        requested = (EAGER_GRAPH_MAX_BS if requested is None else requested) if eager else 0
+    return (
+        None
+        if requested is None
+        else min(requested, most_decode_entries(config.max_running_requests, config.speculation))
+    )
 
 
 def _max_prefill_length(config: EngineConfig, model: ModelConfig, multiprocessors: int) -> int:
@@ -153,13 +157,13 @@ def _graph_max_tokens(
 ) -> int:
     if device.kind == "cpu" and not eager:
         return 0
-    wanted = config.cuda_graph_max_tokens
-    if wanted is None and config.cuda_graph_max_bs == 0:
-        wanted = 0
-    if wanted is None:
-        wanted = LEAST_GRAPH_TOKENS if eager else _graph_tokens(model, config.tp, device.multiprocessors)
+    requested = config.cuda_graph_max_tokens
+    if requested is None and config.cuda_graph_max_bs == 0:
+        requested = 0
+    if requested is None:
+        requested = LEAST_GRAPH_TOKENS if eager else _graph_tokens(model, config.tp, device.multiprocessors)
     most_entries = most_decode_entries(config.max_running_requests, config.speculation)
-    return min(wanted, max_prefill_length + most_entries)  # the most that a step can have
+    return min(requested, max_prefill_length + most_entries)  # the most that a step can have
 
 
 def _graph_tokens(model: ModelConfig, tp: int, multiprocessors: int) -> int:
