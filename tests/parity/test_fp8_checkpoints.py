@@ -51,6 +51,14 @@ CASES = [
     ("deepseek_v3", "ct-blocks-weights-only"),
 ]
 
+# Each rank of two has whole blocks, or parts of 32 inputs or more.
+DENSE_CUT_IN_BLOCKS = {"intermediate_size": 128}
+_EXPERTS_CUT_IN_BLOCKS = {**DENSE_CUT_IN_BLOCKS, "moe_intermediate_size": 64}
+CUT_IN_BLOCKS = {
+    "qwen3_moe": _EXPERTS_CUT_IN_BLOCKS,
+    "deepseek_v3": {**_EXPERTS_CUT_IN_BLOCKS, "v_head_dim": 32},
+}
+
 
 def of_input(activations: str | None) -> Any:
     def groups(x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +77,7 @@ def of_input(activations: str | None) -> Any:
 @pytest.mark.parametrize(("name", "variant"), CASES)
 def test_logits(name: str, variant: str, tmp_path: Path) -> None:
     source, quantized, plain = (tmp_path / kind for kind in ("source", "quantized", "plain"))
-    save_checkpoint(name, source)
+    save_checkpoint(name, source, **(CUT_IN_BLOCKS.get(name, DENSE_CUT_IN_BLOCKS) if "blocks" in variant else {}))
     write_fp8(source, variant, quantized, plain)
     reference, activations = reference_model(plain), VARIANTS[variant][1]
     if activations is not None:
@@ -112,7 +120,7 @@ def test_transformers_reads_what_is_written_here(variant: str, tmp_path: Path) -
     """And dequantizes it to the same weights."""
     pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors, from Python 3.11 on")
     source, quantized, plain = (tmp_path / kind for kind in ("source", "quantized", "plain"))
-    save_checkpoint("llama", source)
+    save_checkpoint("llama", source, **DENSE_CUT_IN_BLOCKS)
     write_fp8(source, variant, quantized, plain)
     how = FineGrainedFP8Config(dequantize=True) if "fp8" in variant else CompressedTensorsConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32, quantization_config=how)
