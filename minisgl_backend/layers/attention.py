@@ -88,8 +88,11 @@ class SelfAttention(AttentionBlock):
         layer_index: int,
         cos_sin: torch.Tensor,
         layer_context: LayerContext,
+        *,
+        input_size: int | None = None,
     ) -> None:
-        """cos_sin: of `config.rope`, float32 [max_seq_len, head_dim]; shared with other layers."""
+        """cos_sin: of `config.rope`, float32 [max_seq_len, head_dim]; shared with other layers. input_size: of what
+        queries, keys and values are computed from; None: hidden_size."""
         super().__init__()
         self._layer_index = layer_index
         self._layer: AttentionLayer  # see `bind`
@@ -103,7 +106,7 @@ class SelfAttention(AttentionBlock):
         kv_parts = min(config.num_kv_heads, tp.size)
         order = head_order(config.rope, config.head_dim)
         self.qkv_proj = ColumnParallelLinear(
-            hidden_size,
+            input_size or hidden_size,
             outputs,
             config.qkv_bias,
             layer_context,
@@ -145,6 +148,11 @@ class SelfAttention(AttentionBlock):
             return ctx.attend_with_rope(layer, qkv, r).flatten(1)
         q = self._ops.rope_store(qkv, r, positions, ctx.slots, layer.kv, layer.num_q_heads)
         return ctx.attend(layer, q).flatten(1)
+
+    def store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Keys and values alone, of a layer without norms over all heads: as `heads`, of no queries; slots int
+        [num_tokens]."""
+        self._ops.rope_store(qkv, self._rotation, positions, slots, self._layer.kv, self._layer.num_q_heads)
 
     def weight_parts(self) -> list[WeightPart]:
         if self.sinks is None:

@@ -16,6 +16,21 @@ from minisgl_backend.kernels.ops import QKNormRope
 
 
 @dataclass(frozen=True, kw_only=True)
+class AuxStates:
+    """Hidden states that a pass is asked for besides those of its last norm (EAGLE-3)."""
+
+    layers: tuple[int, ...]  # in any order: the states that these layers are given, all that was added included
+    out: torch.Tensor  # [num_tokens, len(layers) * hidden_size], of all tokens of the pass; written by it
+
+    def by_layer(self) -> dict[int, list[torch.Tensor]]:
+        """Where those of each layer go, [num_tokens, hidden_size] each."""
+        found: dict[int, list[torch.Tensor]] = {}
+        for layer, part in zip(self.layers, self.out.chunk(len(self.layers), dim=1), strict=True):
+            found.setdefault(layer, []).append(part)
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
 class ForwardContext(ABC):
     """Tokens are in step order: prefill first, decode after them."""
 
@@ -24,6 +39,7 @@ class ForwardContext(ABC):
     rehearses: bool = False  # only layers that launch other kernels than those before them; what comes out is noise
     # The pass is captured, or rehearses one that is: what it launches is the same in each replay.
     captured: bool = False
+    aux: AuxStates | None = None
 
     @abstractmethod
     def attend(self, layer: AttentionLayer, q: torch.Tensor) -> torch.Tensor:

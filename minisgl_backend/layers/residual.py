@@ -52,6 +52,15 @@ class Residual:
         residual = Residual(hidden, self._tp, self._all_reduce)
         return residual, x if isinstance(norm, RMSNorm) else norm(hidden)
 
+    def whole(self, norm: Norm | None) -> tuple[Residual, torch.Tensor]:
+        """With all that was still to be added, and itself, [num_tokens, hidden_size], which later sublayers may
+        overwrite. `norm`: the next one, which sums over the ranks where nothing else does."""
+        if self._output is not None and self._norms is None:
+            residual, _ = self.settled(norm)
+        else:
+            residual = self._added()
+        return residual, residual._hidden
+
     def before_gemm(self, norm: Norm | None) -> tuple[Residual, torch.Tensor, RMSNorm | None]:
         """`settled`, for a GEMM that can apply an RMSNorm itself: the third is the norm that is still to be applied."""
         is_summed_by_norm = self._output is not None and self._norms is None

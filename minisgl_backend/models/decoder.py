@@ -58,6 +58,14 @@ class DecoderLayer(nn.Module):
         """What is computed from weights: to be called when all of them are loaded."""
         self.mlp.derive_weights(self.self_attn.o_proj, self._mlp_norms)
 
+    def keep_input(self, micro_batches: MicroBatches, outs: Iterable[torch.Tensor]) -> MicroBatches:
+        """Copies the hidden states that this layer is given to each of `outs`, [num_tokens, hidden_size]."""
+        kept, states = zip(*[one.whole(self._attention_norms.before) for one in micro_batches], strict=True)
+        for out in outs:
+            for part, state in zip(out.split([one.num_tokens for one in kept]), states, strict=True):
+                part.copy_(state)
+        return tuple(kept)
+
     def forward(
         self,
         micro_batches: MicroBatches,
@@ -165,8 +173,13 @@ class Decoder(nn.Module):
         """
         micro_batches: MicroBatches = (Residual(self.embed_tokens(input_ids), self._tp),)
         *earlier, last = (self.layers[index] for index in self._rehearsal) if ctx.rehearses else self.layers
-        for layer in earlier:
+        kept = {} if ctx.aux is None or ctx.rehearses else ctx.aux.by_layer()
+        for index, layer in enumerate(earlier):
+            if index in kept:
+                micro_batches = layer.keep_input(micro_batches, kept[index])
             micro_batches = layer(micro_batches, positions, ctx)
+        if len(earlier) in kept:
+            micro_batches = last.keep_input(micro_batches, kept[len(earlier)])
         micro_batches = last(micro_batches, positions, ctx, ctx.logits_indices)
         normed = [one.settled(self.norm)[1] for one in micro_batches]
         return normed[0] if len(normed) == 1 else torch.cat(normed)

@@ -10,7 +10,7 @@ import torch
 
 from minisgl_backend.attention.base import DecodeInputs, PrefillInputs
 from minisgl_backend.attention.registry import create_attention
-from minisgl_backend.layers.context import EagerContext
+from minisgl_backend.layers.context import AuxStates, EagerContext
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.fallback.build import build_fallback
@@ -70,11 +70,17 @@ class PagedModel:
 
     @torch.inference_mode()
     def step(
-        self, prefill: dict[int, list[int]], decode: dict[int, int], *, last_only: bool = False
+        self,
+        prefill: dict[int, list[int]],
+        decode: dict[int, int],
+        *,
+        last_only: bool = False,
+        aux: AuxStates | None = None,
     ) -> dict[int, torch.Tensor]:
         """Computes chunks (`prefill`, by row) and single tokens (`decode`, by row) in one mixed forward pass.
 
         Returns the logits of every token, [num_tokens of the row, vocab_size], by row; `last_only`: of the last one.
+        `aux` gets further hidden states, of the tokens of `prefill`, then of `decode`.
         """
         new = {**prefill, **{row: [token] for row, token in decode.items()}}
         positions = {row: range(self.lengths[row], self.lengths[row] + len(tokens)) for row, tokens in new.items()}
@@ -94,6 +100,7 @@ class PagedModel:
             attention=self.attention,
             plan=self.attention.plan(self._prefill_inputs(prefill), self._decode_inputs(list(decode))),
             logits_indices=last,
+            aux=aux,
         )
         input_ids = torch.tensor([token for tokens in new.values() for token in tokens], device=self.device)
         flat_positions = torch.tensor([position for row in new for position in positions[row]], device=self.device)

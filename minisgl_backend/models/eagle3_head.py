@@ -1,0 +1,227 @@
+"""The modules of an EAGLE-3 head (Li et al., 2025).
+
+At position p it is given the target's hidden states of the token at p and the embedding of the token at p + 1, and says
+the token at p + 2. Its keys and values of position p are in the slot of position p. For the drafts behind the first,
+its own hidden state stands in the place of the target's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.kernels.select import select_ops, select_plain_kernels
+from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.layers.attention import SelfAttention
+from minisgl_backend.layers.config import AttentionConfig, MlpConfig
+from minisgl_backend.layers.context import ForwardContext
+from minisgl_backend.layers.embedding import Embedding, ParallelLMHead
+from minisgl_backend.layers.linear import RowParallelLinear
+from minisgl_backend.layers.mlp import GatedMLP
+from minisgl_backend.layers.norm import SublayerNorms, make_norm
+from minisgl_backend.layers.residual import Residual
+from minisgl_backend.layers.rotary import rope_table
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.models.eagle3 import NUM_STATES, Eagle3Config
+from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.weights.files import Checkpoint
+from minisgl_backend.weights.loader import load_weights
+from minisgl_backend.weights.method import LinearMethod, LinearOutput, LinearSpec, process_weights_after_loading
+from minisgl_backend.weights.methods import WeightMethods
+from minisgl_backend.weights.parts import WeightPart, check_filled
+
+_EMBEDDING, _VOCABULARY = "embed_tokens.weight", "d2t"
+_DRAFTED = "t2d"  # which of the target's tokens can be drafted: the vocabulary says it, too
+
+
+class DraftVocabulary(WeightedLayer):
+    """The target's id of each token that the head drafts; stored is by how much it is larger than the head's."""
+
+    def __init__(self, size: int, layer_context: LayerContext) -> None:
+        super().__init__()
+        self._name = layer_context.name(_VOCABULARY)
+        self.ids = layer_context.parameter(size, dtype=torch.int64)
+
+    def derive(self, vocab_size: int) -> None:
+        """To be called once, when they are loaded."""
+        self.ids.data += torch.arange(len(self.ids), device=self.ids.device)
+        self.ids.data.clamp_(0, vocab_size - 1)
+
+    def spread(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+        """As of `Eagle3Head`."""
+        lowest = torch.finfo(logits.dtype).min
+        return logits.new_full((len(logits), vocab_size), lowest).index_copy_(1, self.ids, logits)
+
+    def weight_parts(self) -> list[WeightPart]:
+        shape = tuple(self.ids.shape)
+        return [WeightPart(name=self._name, shape=shape, target=self.ids, dtypes=(torch.int64, torch.int32))]
+
+    def fill_with_noise(self, generator: torch.Generator) -> None:
+        self.ids.data.zero_()
+
+
+class MidLayer(nn.Module):
+    """The head's one layer, under the name that published checkpoints have for it."""
+
+    def __init__(self, config: Eagle3Config, cos_sin: torch.Tensor, layer_context: LayerContext) -> None:
+        super().__init__()
+        layer, size = config.layers[0], config.hidden_size
+        assert isinstance(layer.attention, AttentionConfig), "as heads are read"
+        assert isinstance(layer.mlp, MlpConfig), "as heads are read"
+        self._tp = layer_context.tp
+        self._norm_before_residual = config.norm_before_residual
+        context = layer_context.at("self_attn")
+        self.self_attn = SelfAttention(layer.attention, size, 0, cos_sin, context, input_size=2 * size)
+        self.mlp = GatedMLP(layer.mlp, size, layer_context.at("mlp"))
+        self.input_layernorm, self.hidden_norm, self.post_attention_layernorm = (
+            make_norm(size, layer.norm, name, layer_context)
+            for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")
+        )
+        self._mlp_norms = SublayerNorms(self.post_attention_layernorm)
+
+    def keep(self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values of these positions; slots int [num_tokens], the others as of `forward`."""
+        qkv, _ = self._projected(embedded, hidden)
+        self.self_attn.store(qkv, positions, slots)
+
+    def forward(
+        self, embedded: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> Residual:
+        """embedded and hidden [num_tokens, hidden_size], positions int [num_tokens] -> the hidden states behind it."""
+        qkv, hidden = self._projected(embedded, hidden)
+        attended = self.self_attn.heads(qkv, positions, ctx)
+        all_reduce = self._tp.all_reduce_for(len(attended), captured=ctx.captured)
+        o_proj: RowParallelLinear = self.self_attn.o_proj
+        residual = o_proj(Residual(hidden.clone(), self._tp).reduced_by(all_reduce), attended, SublayerNorms(None))
+        return self.mlp(residual, self._mlp_norms)
+
+    def _projected(self, embedded: torch.Tensor, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Queries, keys and values, and what the layer's outputs are added to."""
+        normed = self.hidden_norm(hidden)
+        qkv = self.self_attn.qkv_proj.of(torch.cat([self.input_layernorm(embedded), normed], dim=-1))
+        return qkv, normed if self._norm_before_residual else hidden
+
+
+class Eagle3Head(nn.Module):
+    """A head on one rank. With tensor parallelism its layer and its output projection are split as the target's; what
+    combines the target's states is whole on each rank."""
+
+    def __init__(
+        self, config: Eagle3Config, layer_context: LayerContext, max_seq_len: int, embedding: Embedding | None
+    ) -> None:
+        """embedding: the target's; None: the head has its own."""
+        super().__init__()
+        self.config = config
+        rope, head_dim = config.layers[0].attention.rope, config.head_dim
+        cos_sin = rope_table(rope, head_dim, max_seq_len, layer_context.device)
+        self.fc: LinearMethod = layer_context.methods.plain_linear(_whole("fc", config), None)
+        self.midlayer = MidLayer(config, cos_sin, layer_context.at("midlayer"))
+        self.norm = make_norm(config.hidden_size, config.norm, "norm", layer_context)
+        self.lm_head = ParallelLMHead(config.draft_vocab_size, config.hidden_size, "lm_head", layer_context, None)
+        is_whole = config.draft_vocab_size == config.vocab_size
+        self.vocabulary = None if is_whole else DraftVocabulary(config.draft_vocab_size, layer_context)
+        self.embed_tokens: Embedding | None = None
+        if embedding is None:
+            self.embed_tokens = Embedding(config.vocab_size, config.hidden_size, "embed_tokens", layer_context)
+        self._embedded = (embedding or self.embed_tokens).weight.data  # type: ignore[union-attr]
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """The target's states [num_tokens, NUM_STATES * target_hidden_size] -> [num_tokens, hidden_size]."""
+        return self.fc.apply_weights(states)
+
+    def keep(self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
+        """Stores keys and values of these positions; slots int [num_tokens], the others as of `forward`."""
+        self.midlayer.keep(F.embedding(token_ids, self._embedded), hidden, positions, slots)
+
+    def forward(
+        self, token_ids: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Combined states, or the head's own of the draft before, and the tokens behind them.
+
+        token_ids int [num_tokens], hidden [num_tokens, hidden_size], positions int [num_tokens]: of the hidden states
+        -> logits [num_tokens, draft_vocab_size], and the hidden states for the next draft, [num_tokens, hidden_size].
+        """
+        residual = self.midlayer(F.embedding(token_ids, self._embedded), hidden, positions, ctx)
+        residual, normed = residual.settled(self.norm)
+        _, states = residual.settled(None)
+        return self.lm_head(normed), states
+
+    def spread(self, logits: torch.Tensor) -> torch.Tensor:
+        """logits [n, draft_vocab_size] -> those of the target's tokens, [n, vocab_size]: the lowest number for what
+        the head cannot draft."""
+        return logits if self.vocabulary is None else self.vocabulary.spread(logits, self.config.vocab_size)
+
+    def bind_attention(self, spec: AttentionSpec, pool: KVPool) -> None:
+        """From now on attention reads and writes this pool, whose one layer is the head's."""
+        self.midlayer.self_attn.bind(spec, pool)
+
+    def prepare(self, batch_sizes: Sequence[int], longest: int) -> None:
+        """As of `CausalLM`."""
+        for module in self.modules():
+            if isinstance(module, LinearMethod):
+                module.prepare([module], batch_sizes, 0 if module is self.lm_head.method else longest)
+
+    def weight_parts(self) -> list[WeightPart]:
+        """All that it needs of a checkpoint."""
+        layers = (module for module in self.modules() if isinstance(module, WeightedLayer))
+        return [part for layer in layers for part in layer.weight_parts()]
+
+    def derive_weights(self) -> None:
+        """To be called once, when all weights are loaded."""
+        process_weights_after_loading(self)
+        if self.vocabulary is not None:
+            self.vocabulary.derive(self.config.vocab_size)
+
+
+def build_eagle3_head(
+    config: Eagle3Config,
+    model_dir: str | Path,
+    *,
+    embedding: Embedding,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_seq_len: int,
+    tp: TensorParallel | None = None,
+    dummy_weights: bool = False,
+) -> Eagle3Head:
+    """The head of one rank, ready to run; `embedding`: the target's, which it shares unless its checkpoint has one.
+
+    Raises ConfigError naming tensors that are missing, unexpected or of another shape than config.json says.
+    """
+    tp = tp or TensorParallel.single()
+    config.check_tensor_parallel(tp.size)
+    ops = select_ops(device, config.hidden_size, dtype, is_mixture=False)
+    methods = WeightMethods(config.quantization, select_plain_kernels(ops, device), dtype=dtype, device=device)
+    layer_context = LayerContext(device=device, dtype=dtype, ops=ops, tp=tp, methods=methods)
+    checkpoint = None if dummy_weights else Checkpoint(Path(model_dir), config.tensor_names)
+    shared = None if checkpoint is not None and _EMBEDDING in checkpoint else embedding
+    head = Eagle3Head(config, layer_context, max_seq_len, shared).eval()
+    check_filled(head.weight_parts(), head.named_parameters())
+    if checkpoint is None:
+        generator = torch.Generator(device=device).manual_seed(0)
+        for module in head.modules():
+            if isinstance(module, WeightedLayer):
+                module.fill_with_noise(generator)
+    else:
+        load_weights(
+            head.weight_parts(),
+            config.tensor_names,
+            checkpoint,
+            device,
+            lambda done, total: None,
+            model=config.architecture,
+            is_redundant=lambda name: name in (_VOCABULARY, _DRAFTED),
+        )
+    head.derive_weights()
+    return head
+
+
+def _whole(name: str, config: Eagle3Config) -> LinearSpec:
+    size, inputs = config.hidden_size, NUM_STATES * config.target_hidden_size
+    output = LinearOutput(name=name, size=size, start=0, local=size)
+    return LinearSpec(outputs=(output,), input_size=inputs, local_inputs=inputs)
