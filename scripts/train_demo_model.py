@@ -471,7 +471,7 @@ class Muon:
 
 def orthogonal(matrices: Tensor) -> Tensor:
     """Near-orthogonal matrices of the same row and column spaces, by five quintic Newton-Schulz steps."""
-    x = matrices.bfloat16()
+    x = matrices.bfloat16() if matrices.is_cuda else matrices  # CPUs may be slow at it
     tall = x.shape[1] > x.shape[2]
     x = x.mT if tall else x
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
