@@ -17,7 +17,7 @@ from typing import Any
 
 from minisgl_backend import number_formats
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.speculative_config import ALLOWED, SpeculativeConfig, read_speculative_config
+from minisgl_backend.speculative_config import ALLOWED, MEANING, SpeculativeConfig, read_speculative_config
 
 DTYPES = ("auto", *number_formats.DTYPES)
 KV_DTYPES = ("auto", *number_formats.KV_CACHE_DTYPES)
@@ -298,10 +298,7 @@ class EngineConfig:
     )
     speculative_config: str | None = _option(
         None,
-        "speculative decoding, which changes no text: a JSON object as vLLM spells it, `method` (ngram: what followed "
-        "the last tokens when they were there before), `num_speculative_tokens` (most drafts of a sequence in a step, "
-        'or "auto"; how many it is, is measured, down to none where they do not pay), `prompt_lookup_max` and '
-        "`prompt_lookup_min` (tokens that are compared); unset: none",
+        f"speculative decoding, which changes no text: {MEANING}; unset: none",
         ALLOWED,
     )
     enable_embeddings: bool = _option(

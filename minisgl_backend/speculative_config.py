@@ -10,13 +10,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-METHODS = ("ngram",)
+METHODS = ("ngram", "draft_model")
+WITH_MODEL = ("draft_model",)  # those that take `model`
 ALLOWED = 'a JSON object such as {"method": "ngram", "num_speculative_tokens": 4}'
+MEANING = (
+    "a JSON object as vLLM spells it, `method` (ngram: what followed the last tokens when they were there before; "
+    "draft_model: what a smaller model says), `model` (the folder of that model), `num_speculative_tokens` (most "
+    'drafts of a sequence in a step, or "auto"; how many it is, is measured, down to none where they do not pay), '
+    "`prompt_lookup_max` and `prompt_lookup_min` (tokens that ngram compares)"
+)
 MOST_DRAFTS = 15  # of one row in one step: with its own token 16 entries of the batch
 DEFAULT_LOOKUP_MAX, DEFAULT_LOOKUP_MIN = 5, 2
 LONGEST_LOOKUP = 32
 DRAFT_ENTRIES = 64  # rows and drafts together of a step that has drafts: more hardly pay
-_KEYS = ("method", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
+_KEYS = ("method", "model", "num_speculative_tokens", "prompt_lookup_max", "prompt_lookup_min")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +32,7 @@ class SpeculativeConfig:
 
     method: str
     most_drafts: int  # of one row in one step; how many it is, is decided step by step
+    model: str | None = None  # the folder of the model that proposes; None: none does
     prompt_lookup_max: int  # of ngram: tokens that are compared at most, and at least
     prompt_lookup_min: int
 
@@ -50,6 +58,11 @@ def read_speculative_config(text: str | Mapping[str, Any]) -> SpeculativeConfig:
     method = given.get("method")
     if method not in METHODS:
         raise ValueError(f"its method is {method!r}; allowed: {', '.join(METHODS)}")
+    model = given.get("model")
+    if method not in WITH_MODEL and model is not None:
+        raise ValueError(f"its model is {model!r}; allowed with the method {method}: unset")
+    if method in WITH_MODEL and not (isinstance(model, str) and model):
+        raise ValueError(f"its model is {model!r}; allowed with the method {method}: the folder of a model")
     drafts = given.get("num_speculative_tokens", "auto")
     if drafts != "auto":
         drafts = _integer("num_speculative_tokens", drafts, 1, MOST_DRAFTS, ', or "auto"')
@@ -63,6 +76,7 @@ def read_speculative_config(text: str | Mapping[str, Any]) -> SpeculativeConfig:
         longest = max(DEFAULT_LOOKUP_MAX, shortest or 0)
     return SpeculativeConfig(
         method=method,
+        model=model,
         most_drafts=MOST_DRAFTS if drafts == "auto" else drafts,
         prompt_lookup_max=longest,
         prompt_lookup_min=min(DEFAULT_LOOKUP_MIN, longest) if shortest is None else shortest,

@@ -113,6 +113,11 @@ class StepPlan:
     # [num_decode]  the drafts that are verified: the input token of each entry, and -1 of a row's first, whose input is
     # its last token; [0] in a step without drafts.
     draft_tokens: Int32Array = field(default_factory=lambda: NO_INT32)
+    # Not 0: a step of the proposer on the device, not of the model. So many tokens are proposed for each of the first
+    # `num_proposing` decode entries, one of each row; the entries behind them, and `prefill`, are tokens that the
+    # proposer has not seen.
+    num_proposed: int = 0
+    num_proposing: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -122,6 +127,8 @@ class StepPlan:
     @property
     def sampled_rows(self) -> Int32Array:
         """Rows that sample a token in this step, in result order; int32 [num_sampled]."""
+        if self.num_proposed:
+            return NO_INT32
         first = np.array([chunk.row for chunk in self.prefill if chunk.samples], dtype=np.int32)
         return np.concatenate([first, self.decode_rows]) if len(first) else self.decode_rows
 
@@ -238,6 +245,7 @@ class StepResult:
     executed: bool = True  # False: nothing of the plan has reached the device
     accepted: BoolArray | None = None  # [num_sampled]  which tokens count; None: all, as in a step without drafts
     pooled: dict[int, Float32Array] = field(default_factory=dict)  # by row: what its chunk was asked for; [width]
+    proposed: Int32Array | None = None  # [num_proposing, num_proposed]  of a proposer's step
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ There is no default group: whoever needs a collective holds this object.
 
 from __future__ import annotations
 
+import copy
 import enum
 import json
 import logging
@@ -227,6 +228,12 @@ class TensorParallel:
             )
         except OSError as error:
             log.warning("logits and tokens of decode steps are left to NCCL: %s", error)
+
+    def without_shared_memory(self) -> TensorParallel:
+        """The same ranks, with all collectives torch's: for a model of other sizes than `share_memory` was told."""
+        other = copy.copy(self)
+        other._peer_sums = other._peer_copies = other._peer_logits = None
+        return other
 
     def logits_columns(self, num_rows: int, start: int, count: int) -> torch.Tensor | None:
         """Where rank 0 wants this rank's logits [num_rows, count] of a decode step, of the tokens from `start` on, the

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minisgl_backend.arrays import Float32Array, Int32Array
+from minisgl_backend.arrays import NO_INT32, Float32Array, Int32Array
+from minisgl_backend.kv.groups import FULL
 from minisgl_backend.request import FinishReason, Request, SamplingParams
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
@@ -90,6 +91,9 @@ class FakeRunner:
         self._token_table = np.full((rows, length + 1), -1, dtype=np.int32)
         self._slots = np.full((limits.num_pages + 1) * limits.page_size, -1, dtype=np.int32)
         self._unsound = np.full(len(self._slots), -1, dtype=np.int64)  # by slot: who wrote what is no number; -1: none
+        # By slot, what a proposer on the device has seen there.
+        self._proposers = np.full(len(self._slots), -1, dtype=np.int32)
+        self.unseen = 0  # proposals that such a proposer made without having seen all tokens before
         self._params: dict[int, SamplingParams] = {}
         self._prompt_len = np.zeros(rows, dtype=np.int32)
         self.fail: Callable[[int], bool] = lambda uid: False  # which sequences' steps fail
@@ -107,6 +111,8 @@ class FakeRunner:
         plan = batch
         self.plans.append(plan)
         self._apply(plan)
+        if plan.num_proposed:
+            return FakePending(StepResult(plan.step, NO_INT32, proposed=self._propose(plan)))
         tokens: list[int] = []
         logprobs: dict[int, Logprobs] = {}
         prompt_logprobs: dict[int, list[Logprobs]] = {}
@@ -146,7 +152,7 @@ class FakeRunner:
         holes = [self._windows[group] for group in groups[plan.page_ids == 0]]
         assert None not in holes, "page 0 is the padding page"
         assert len(set(plan.cleared_pages.tolist())) == len(plan.cleared_pages), "a page is cleared twice in one step"
-        for array in (self._slots, self._unsound):
+        for array in (self._slots, self._unsound, self._proposers):
             array.reshape(-1, self._page_size)[plan.cleared_pages] = -1
         self._page_table[groups, plan.page_rows, plan.page_columns] = plan.page_ids
         for admitted in plan.admitted:
@@ -180,6 +186,26 @@ class FakeRunner:
             unsound = self._unsound.reshape(-1, self._page_size)[pages]
             assert np.isin(unsound, (-1, uid)).all(), "another's NaN is in a page"
         self.computed_tokens += len(token_ids)
+
+    def _propose(self, plan: StepPlan) -> np.ndarray:
+        """What follows, as the model has it. The proposer sees the tokens that the plan brings, and its own."""
+        count, windows = plan.num_proposing, self._windows != FULL  # with windows not all pages are there
+        parts = [(chunk.row, chunk.start, chunk.end) for chunk in plan.prefill]
+        entries = list(zip(plan.decode_rows.tolist(), plan.decode_lengths.tolist(), strict=True))
+        parts += [(row, length - 1, length) for row, length in entries[count:]]
+        for row, start, end in () if windows else parts:
+            self._proposers[self._slots_of(0, row, start, end)] = self._token_table[row, start:end]
+        proposed = np.zeros((count, plan.num_proposed), dtype=np.int32)
+        for which, (row, total) in enumerate(entries[:count]):
+            for length in range(total, total + plan.num_proposed):
+                last = self._token_table[row, length - 1]
+                self._proposers[self._slots_of(0, row, length - 1, length)] = last
+                token = next_token(length, int(last), (), self._vocab_size)
+                proposed[which, length - total] = self._token_table[row, length] = token
+            if not windows:
+                seen = self._proposers[self._slots_of(0, row, 0, total)]
+                self.unseen += int((seen != self._token_table[row, :total]).any())
+        return proposed
 
     def _pool(self, chunk: PrefillChunk) -> Float32Array:
         states = [fake_state(chunk.start + at, token) for at, token in enumerate(chunk.token_ids.tolist())]

@@ -44,6 +44,9 @@ class EveryDraft(DraftControl):
     def decide(self, rows: Sequence[int], uids: Sequence[int], num_rows: int, room: int) -> None:
         pass
 
+    def decide_depth(self, rows: Sequence[int], uids: Sequence[int], num_rows: int, room: int) -> None:
+        pass
+
     def choose(
         self, rows: Sequence[int], uids: Sequence[int], proposed: Sequence[Int32Array], num_rows: int, room: int
     ) -> list[int]:

@@ -121,8 +121,10 @@ def build_engine(
                 compilers.warm()
         undo.callback(close)
         grammars = Grammars(compilers)
-        scheduler = Scheduler(limits, proposer=create_proposer(config.speculation))
-        health_check = None if config.runner == "null" else _health_check_plan(config)
+        computes = config.runner != "null"
+        proposes = computes or (config.speculation is not None and config.speculation.model is None)
+        scheduler = Scheduler(limits, proposer=create_proposer(config.speculation if proposes else None))
+        health_check = _health_check_plan(config) if computes else None
         core = EngineCore(scheduler, runner, overlap=overlap, grammars=grammars, health_check_plan=health_check)
         undo.pop_all()
     welcome = Welcome(
@@ -294,7 +296,11 @@ def _limits(
     pages, longest = runner.num_pages, runtime.max_prefill_length
     limits = _scheduler_limits(runtime.config, model, runtime.page_size, pages, runtime.max_seq_len, longest, mixed)
     return dataclasses.replace(
-        limits, backlog=backlog, sparse_step_sizes=runner.sparse_step_sizes, windows=runner.cache_windows
+        limits,
+        backlog=backlog,
+        sparse_step_sizes=runner.sparse_step_sizes,
+        windows=runner.cache_windows,
+        longest_drafted=None if runtime.draft is None else runtime.draft.max_seq_len,
     )
 
 

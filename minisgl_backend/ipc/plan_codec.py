@@ -41,6 +41,8 @@ class _Step(msgspec.Struct, frozen=True, array_like=True):
     page_groups: bytes
     is_retry: bool
     draft_tokens: bytes
+    num_proposed: int
+    num_proposing: int
     graph_size: int
     resamples: bool
     sampling_graph: int
@@ -72,6 +74,8 @@ def pack_step(plan: StepPlan, decisions: StepDecisions) -> bytes:
             page_groups=_int32(plan.page_groups),
             is_retry=plan.is_retry,
             draft_tokens=_int32(plan.draft_tokens),
+            num_proposed=plan.num_proposed,
+            num_proposing=plan.num_proposing,
             graph_size=decisions.graph_size,
             resamples=decisions.resamples,
             sampling_graph=decisions.sampling_graph,
@@ -112,6 +116,8 @@ def _plan_of(plan: _Step) -> StepPlan:
         page_groups=_array(plan.page_groups),
         is_retry=plan.is_retry,
         draft_tokens=_array(plan.draft_tokens),
+        num_proposed=plan.num_proposed,
+        num_proposing=plan.num_proposing,
     )
 
 

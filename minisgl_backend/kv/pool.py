@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 import torch
@@ -57,3 +58,10 @@ class KVPool:
     def layer(self, layer_index: int) -> LayerKV:
         """Keys and values of one layer, with `num_pages` + 1 pages."""
         return self._layers[layer_index]
+
+    def part(self, first: int, count: int) -> KVPool:
+        """`count` of the layers, from `first` on, as a pool of their own with the same pages: of one of several models
+        that share them."""
+        part = copy.copy(self)
+        part._layers = self._layers[first : first + count]
+        return part

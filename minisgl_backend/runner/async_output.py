@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from minisgl_backend.arrays import Float32Array, Int32Array
+from minisgl_backend.arrays import NO_INT32, Float32Array, Int32Array
 from minisgl_backend.runner.batch import StepTensors
 from minisgl_backend.runner.pooling import Pooled
 from minisgl_backend.sampling.logprobs import unpack
@@ -22,7 +22,8 @@ class Sampled:
     """What one step sampled, on the device."""
 
     # int32 [2, n or more]: the tokens; and 1 where the logits were sound, 0 where they were NaN or infinite.
-    # What a graph sampled comes with its padding; after the tokens, the soundness of chunks that sample none.
+    # What a graph sampled comes with its padding; after the tokens, the soundness of chunks that sample none. Of a
+    # proposer's step [num_proposed, num_proposing].
     token_ids: torch.Tensor
     logprobs: torch.Tensor | None  # int32 [k, 3 + 2 * top], see logprobs.pack
 
@@ -70,6 +71,8 @@ class PendingStep:
         self.wait()
         # A graph's outputs are padded; they come back whole, since a slice would need a kernel of its own.
         step, plan = self._step, self._step.plan
+        if plan.num_proposed:
+            return StepResult(plan.step, NO_INT32, proposed=self._copies[0].numpy().T.copy())
         found = self._copies[0].numpy()[:, : step.num_sampled + len(step.checked_rows)]
         failed: list[int] = []
         if len(plan.draft_tokens):

@@ -131,6 +131,8 @@ class BatchBuilder:
         whose passes are captured, likewise; `sampling_sizes`: those of `graph_sizes` that have sampling graphs. Raises
         RowError where a request cannot be served after all; nothing has happened on the device or on another rank then.
         """
+        if plan.num_proposed:
+            return self._build_proposing(plan, graph_sizes)
         for admitted in plan.admitted:
             try:
                 self._sampling.admit(admitted)
@@ -158,14 +160,20 @@ class BatchBuilder:
         prefill = _prefill_arrays(plan) if plan.prefill else None
         sampled = _sampled(plan, prefill)
         needs = self._sampling.metadata_of(plan, sampled[0])
-        graph_size = 0 if prefill is not None else _graph_size(len(plan.decode_rows), graph_sizes)
+        size = 0 if prefill is not None else graph_size(len(plan.decode_rows), graph_sizes)
         decisions = StepDecisions(
-            graph_size=graph_size,
-            resamples=graph_size > 0 and needs.extended,
-            sampling_graph=needs.sampling_graph if graph_size in sampling_sizes else 0,
+            graph_size=size,
+            resamples=size > 0 and needs.extended,
+            sampling_graph=needs.sampling_graph if size in sampling_sizes else 0,
             prompt_logprobs=needs.prompt_logprobs,
         )
         return self._stage(plan, prefill, sampled, decisions, needs, penalised)
+
+    def _build_proposing(self, plan: StepPlan, graph_sizes: Sequence[int]) -> HostBatch:
+        """A step of the proposer: nothing of what the model samples by changes."""
+        prefill = _prefill_arrays(plan) if plan.prefill else None
+        size = 0 if prefill is not None else graph_size(len(plan.decode_rows), graph_sizes)
+        return self._stage(plan, prefill, _sampled(plan, prefill), StepDecisions(graph_size=size), NOTHING, ())
 
     def _recounts(self, plan: StepPlan) -> tuple[PenaltyReset, ...]:
         """Of the rows that decode, of which tokens may have been counted that are none of theirs."""
@@ -247,7 +255,7 @@ class BatchBuilder:
                 "logits_indices": np.concatenate([lines, checked, *states]),
             }
         arrays |= needs.arrays
-        decode_rows, decode_lengths = self._padded(plan, decisions.graph_size)
+        decode_rows, decode_lengths = self._padded(plan.decode_rows, plan.decode_lengths, decisions.graph_size)
         return HostBatch(
             plan=plan,
             staged=self.staging.fill(decode_rows, decode_lengths, arrays),
@@ -338,7 +346,17 @@ class BatchBuilder:
 
     def _decode_part(self, host: HostBatch) -> DecodeInputs:
         inputs = self.decode_inputs(host.decode_rows, host.decode_lengths)
-        return replace(inputs, has_drafts=True) if len(host.plan.draft_tokens) else inputs
+        sees_others = len(host.plan.draft_tokens) or len(host.plan.decode_rows) > host.plan.num_proposing > 0
+        return replace(inputs, has_drafts=True) if sees_others else inputs
+
+    def padded_inputs(self, rows: Int32Array, lengths: Int32Array, size: int) -> DecodeInputs:
+        """As `decode_inputs`, padded to `size` entries; `pad` has made the device's padding."""
+        return self.decode_inputs(*self._padded(rows, lengths, size))
+
+    def pad(self, count: int) -> None:
+        """On the device, the entries of the decode part behind the first `count` are padding from here on."""
+        self.staging.rows[count:].fill_(self._table.padding_row)
+        self.staging.lengths[count:].fill_(1)
 
     def padding_inputs(self, size: int) -> DecodeInputs:
         """A decode part that is all padding, with the staging buffer filled to match: what graphs are captured on."""
@@ -384,13 +402,13 @@ class BatchBuilder:
             rows_host=prefill.rows,
         )
 
-    def _padded(self, plan: StepPlan, graph_size: int) -> tuple[Int32Array, Int32Array]:
-        missing = graph_size - len(plan.decode_rows)
+    def _padded(self, rows: Int32Array, lengths: Int32Array, size: int) -> tuple[Int32Array, Int32Array]:
+        missing = size - len(rows)
         if missing <= 0:
-            return plan.decode_rows, plan.decode_lengths
+            return rows, lengths
         # Padding entries decode the first token of the padding row: one token in its cache, on the padding page.
-        rows = np.concatenate([plan.decode_rows, np.full(missing, self._table.padding_row, dtype=np.int32)])
-        return rows, np.concatenate([plan.decode_lengths, np.ones(missing, dtype=np.int32)])
+        rows = np.concatenate([rows, np.full(missing, self._table.padding_row, dtype=np.int32)])
+        return rows, np.concatenate([lengths, np.ones(missing, dtype=np.int32)])
 
 
 def _prefill_arrays(plan: StepPlan) -> PrefillHost:
@@ -484,7 +502,7 @@ def _params_of(admitted: AdmittedRow, vocab_size: int) -> Int32Array:
         raise RowError(admitted.row, error) from error
 
 
-def _graph_size(batch: int, graph_sizes: Sequence[int]) -> int:
+def graph_size(batch: int, graph_sizes: Sequence[int]) -> int:
     """The smallest captured size that holds the batch; 0 where there is none."""
     index = bisect_left(graph_sizes, batch) if batch and len(graph_sizes) else len(graph_sizes)
     return int(graph_sizes[index]) if index < len(graph_sizes) else 0

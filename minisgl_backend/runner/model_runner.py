@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -26,6 +25,8 @@ from minisgl_backend.runner.batch import BatchBuilder, HostBatch, StepTensors
 from minisgl_backend.runner.graphs.pieces import PiecewiseRunner
 from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
 from minisgl_backend.runner.pooling import Pooled, pool
+from minisgl_backend.runner.prepared import AnyBatch, Batch, PromptBatch, ProposerBatch
+from minisgl_backend.runner.proposers.proposer import DeviceProposer
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.staging import MaskStaging
 from minisgl_backend.sampling import logprobs
@@ -53,22 +54,6 @@ class Model(Protocol):
     def parameters(self) -> Iterable[torch.Tensor]: ...
 
 
-@dataclass(frozen=True)
-class Batch:
-    """A prepared step: tensors on the device and planned attention. Execute it before the next one is prepared."""
-
-    step: StepTensors
-    attention: PairPlan | None  # None: the captured graph has its own
-
-
-@dataclass(frozen=True)
-class PromptBatch:
-    """A lone prompt on the device, whose captured pass is to be launched before anything else. Execute it before the
-    next one is prepared."""
-
-    host: HostBatch
-
-
 class ModelRunner:
     """One rank's executor. Used by one thread; computes on the stream that is current when it is called."""
 
@@ -85,6 +70,8 @@ class ModelRunner:
         graphs: GraphRunner | None = None,
         pieces: PiecewiseRunner | None = None,
         longest_prefill: int | None = None,
+        proposer: DeviceProposer | None = None,
+        proposer_graphs: GraphRunner | None = None,
     ) -> None:
         """Chooses kernels, then captures: the runner is complete once it is constructed.
 
@@ -93,11 +80,13 @@ class ModelRunner:
             pieces: captures the forward pass, and serves the steps with a prefill part that fit its sizes.
             longest_prefill: GEMMs are measured and kernels chosen for prefills of up to this many tokens, and for the
                 sizes of `graphs`; None: none is measured.
+            proposer: its layers are in the pool behind the model's; `proposer_graphs` captures its passes.
         """
         self._model = model
         self.attention = attention
         self._pool = pool
-        model.bind_attention(attention.spec, pool)
+        num_layers = len(attention.spec.kv_layouts)
+        model.bind_attention(attention.spec, pool.part(0, num_layers))
         self._table = table
         self._tp = tp or TensorParallel.single()
         self._builder = BatchBuilder(table, sampling)
@@ -106,6 +95,7 @@ class ModelRunner:
         self._reader = ResultReader(table.device)
         self._graphs: GraphRunner | None = None
         self._pieces: PiecewiseRunner | None = None
+        self._proposer = proposer
         with torch.inference_mode():
             if longest_prefill is not None:
                 model.prepare(graphs.sizes if graphs is not None else (), longest_prefill)
@@ -116,6 +106,10 @@ class ModelRunner:
             if pieces is not None:
                 pieces.capture(model.forward, attention, self._builder.prompt_tensors)
                 self._pieces = pieces
+            if proposer is not None:
+                proposer.bind(pool.part(num_layers, len(proposer.spec.kv_layouts)), self._builder)
+                if longest_prefill is not None:
+                    proposer.prepare(proposer_graphs, longest_prefill)
 
     @property
     def num_pages(self) -> int:
@@ -128,40 +122,50 @@ class ModelRunner:
         return self.attention.spec.cache_windows
 
     @property
+    def proposes(self) -> bool:
+        """Whether it executes steps of a proposer."""
+        return self._proposer is not None
+
+    @property
     def sparse_step_sizes(self) -> tuple[int, ...]:
         """Numbers of tokens, ascending, that long steps with a prefill part are captured for; () where none is."""
         return self._pieces.sparse_sizes if self._pieces else ()
 
     @property
     def weight_bytes(self) -> int:
-        """Of this rank's part of the model."""
-        return sum(parameter.nbytes for parameter in self._model.parameters())
+        """Of this rank's part of the model, and of its proposer."""
+        parameters = [*self._model.parameters(), *([] if self._proposer is None else self._proposer.parameters())]
+        return sum(parameter.nbytes for parameter in parameters)
 
     def close(self) -> None:
         """Frees the captured graphs, which may hold collectives: before the ranks part."""
-        captured: list[GraphRunner | PiecewiseRunner | None] = [self._graphs, self._pieces]
+        captured: list[GraphRunner | PiecewiseRunner | DeviceProposer | None]
+        captured = [self._graphs, self._pieces, self._proposer]
         self._graphs = self._pieces = None
         for one in captured:
             if one is not None:
                 one.close()
 
-    def prepare(self, plan: StepPlan) -> Batch | PromptBatch:
+    def prepare(self, plan: StepPlan) -> AnyBatch:
         """`build`, then `upload`."""
         return self.upload(self.build(plan))
 
     def build(self, plan: StepPlan) -> HostBatch:
         """What the host decides about a step, before anything is on the device."""
         sizes, sampling_sizes = ((), ()) if self._graphs is None else (self._graphs.sizes, self._graphs.sampling_sizes)
-        if len(plan.draft_tokens) and self._graphs is not None:
+        if plan.num_proposed:
+            assert self._proposer is not None, "its steps are planned where there is one"
+            sizes = self._proposer.graph_sizes
+        elif len(plan.draft_tokens) and self._graphs is not None:
             sizes, sampling_sizes = self._graphs.draft_sizes, ()
         return self._builder.build_host(plan, sizes, self._pieces.prompt_sizes if self._pieces else (), sampling_sizes)
 
-    def mirror(self, plan: StepPlan, decisions: StepDecisions) -> Batch | PromptBatch:
+    def mirror(self, plan: StepPlan, decisions: StepDecisions) -> AnyBatch:
         """`prepare` on a rank other than 0, as rank 0 decided."""
         return self.upload(self._builder.mirror_host(plan, decisions))
 
     @torch.inference_mode()
-    def upload(self, host: HostBatch) -> Batch | PromptBatch:
+    def upload(self, host: HostBatch) -> AnyBatch:
         """Uploads the plan, brings the row table up to date and plans attention; never waits for the device."""
         if host.decisions.prompt_size:
             self._builder.send_prompt(host)
@@ -169,6 +173,8 @@ class ModelRunner:
         step = self._builder.upload(host)
         if step.cleared_pages is not None:
             self._pool.clear(step.cleared_pages)
+        if host.plan.num_proposed:
+            return ProposerBatch(step)
         if step.graph_size and step.decode is not None and self._graphs is not None:
             self._graphs.plan_replay(step.decode)
             return Batch(step, None)
@@ -177,11 +183,15 @@ class ModelRunner:
         return Batch(step, self.attention.plan(step.prefill, step.decode))
 
     @torch.inference_mode()
-    def execute(self, batch: Batch | PromptBatch) -> PendingStep | UnsampledStep:
+    def execute(self, batch: AnyBatch) -> PendingStep | UnsampledStep:
         """Launches the step and returns at once (on the CPU: when it is done).
 
         A step with grammars is launched up to its logits: `sample` goes on once their masks are there.
         """
+        if isinstance(batch, ProposerBatch):
+            assert self._proposer is not None, "its steps are planned where there is one"
+            proposed = self._proposer.propose(batch.step)
+            return self._reader.start(Computed(batch.step, None, None), Sampled(proposed, None))
         if isinstance(batch, PromptBatch):
             hidden = self._run_prompt(batch.host.decisions.prompt_size)
             step = self._builder.follow_prompt(batch.host)

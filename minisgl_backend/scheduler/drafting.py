@@ -15,11 +15,13 @@ import numpy as np
 from minisgl_backend.arrays import NO_INT32, BoolArray, IndexArray, Int32Array, Int64Array
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.outputs import OutputCollector
+from minisgl_backend.scheduler.proposing import ProposerSteps
 from minisgl_backend.scheduler.running import RunningSet
 from minisgl_backend.scheduler.sequence import Sequence
+from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
 from minisgl_backend.speculation.control import DraftControl
-from minisgl_backend.speculation.proposer import Proposer
-from minisgl_backend.step import DraftStats, StepPlan
+from minisgl_backend.speculation.proposer import DeviceProposals, Proposer
+from minisgl_backend.step import DraftStats, StepPlan, StepResult
 
 IDLE_S = 2e-3  # between a commit and the next plan
 DECIDE_EVERY = 4  # steps, after which it is asked whether speculation pays
@@ -70,6 +72,10 @@ class Drafting:
         self._proposer = proposer
         self._control = control
         self._clock = clock
+        # None: what proposes has no steps of its own.
+        self._steps: ProposerSteps | None = None
+        if isinstance(proposer, DeviceProposals):
+            self._steps = ProposerSteps(limits, running, proposer, control)
         self._shadows: dict[int, _Shadow] = {}  # by row
         self._next_shadow = 0
         self._turns = 0
@@ -82,13 +88,28 @@ class Drafting:
 
     def waits(self, in_flight: StepPlan, prompts_wait: bool) -> bool:
         """Whether the next step is planned once this one is committed."""
-        if len(in_flight.draft_tokens):
+        if len(in_flight.draft_tokens) or in_flight.num_proposed:
             return True
-        return self._control.is_on and not prompts_wait and self._any_may_draft()
+        if prompts_wait or not (self._control.is_on or (self._steps is not None and self._steps.is_due)):
+            return False
+        return self._any_may_draft()
 
-    def note_plan(self, step: int, *, behind_another: bool) -> None:
+    def note_plan(self, plan: StepPlan, *, behind_another: bool) -> None:
         """A step has been planned, `behind_another` one that has not been committed."""
-        self._started[step] = self._clock(), behind_another
+        self._started[plan.step] = self._clock(), behind_another
+        if self._steps is not None:
+            self._steps.note_plan(plan)
+
+    def plan_proposals(self, builder: StepPlanBuilder, step: int) -> bool:
+        """Whether the step is one of a proposer that has steps of its own; if so, the builder has it."""
+        return self._steps is not None and self._steps.plan(builder, step)
+
+    def take_proposals(self, plan: StepPlan, result: StepResult) -> None:
+        """What came of such a step."""
+        assert self._steps is not None, "it has planned the step"
+        for row, uid, total, tokens in self._steps.take(plan, result):
+            if not self._control.is_on:
+                self._shadows[row] = _Shadow(uid, total, tokens)
 
     def propose(self, index: IndexArray, lengths: Int32Array, *, all_committed: bool) -> list[tuple[int, Int32Array]]:
         """Drafts of some of these rows: (position in `index`, tokens), few of them at any time.
@@ -101,7 +122,7 @@ class Drafting:
         at = np.flatnonzero(state.may_draft.take(index))
         rows, uids = index[at].tolist(), state.uid.take(index[at]).tolist()
         self._turns += 1
-        if self._turns % DECIDE_EVERY == 0 or not len(rows) or room < 1:
+        if self._steps is None and (self._turns % DECIDE_EVERY == 0 or not len(rows) or room < 1):
             control.decide(rows, uids, len(index), room)
         if not control.is_on or not all_committed:
             self._shadow(rows, uids)
@@ -200,8 +221,11 @@ class Drafting:
         now, (start, behind_another) = self._clock(), self._started.pop(plan.step)
         if not plan.prefill and len(plan.decode_rows):
             # What lies between two steps is part of them, but where nothing was to be done.
-            begin = self._last_end if start - self._last_end < IDLE_S else start
-            self._control.note_step(len(plan.decode_rows), now - begin, overlapped=behind_another)
+            seconds = now - (self._last_end if start - self._last_end < IDLE_S else start)
+            if plan.num_proposed:
+                self._control.note_proposing(plan.num_proposed, seconds)
+            else:
+                self._control.note_step(len(plan.decode_rows), seconds, overlapped=behind_another)
         self._last_end = now
 
     def stats(self) -> DraftStats:
@@ -213,6 +237,10 @@ class Drafting:
     def _shadow(self, rows: list[int], uids: list[int]) -> None:
         """Compares what was proposed earlier with the tokens that came, and has new ones proposed."""
         state, control = self._running.rows, self._control
+        if self._steps is not None:
+            for row in list(self._shadows):
+                self._compare(row, int(state.uid[row]), state.tokens_of(row))
+            return
         for turn in range(min(SHADOWED, len(rows))):
             which = (self._next_shadow + turn) % len(rows)
             row, uid = rows[which], uids[which]

@@ -31,4 +31,5 @@ class SchedulerLimits:
     eos_token_ids: tuple[int, ...] = ()
     most_drafts: int = 0  # of one row in one step; 0: there is no speculation
     most_draft_entries: int = 0  # of a step with drafts: rows and drafts together
+    longest_drafted: int | None = None  # tokens of a sequence up to which a model proposes; None: as long as they get
     sparse_step_sizes: tuple[int, ...] = ()  # ascending: what a step that is as long as the first should be cut to

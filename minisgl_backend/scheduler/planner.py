@@ -63,6 +63,9 @@ class Planner:
         self._admits = True
         if self._shares is not None:
             self._make_way(self._shares)
+        if self._drafting is not None and not self.prompts_wait and self._drafting.plan_proposals(builder, step):
+            self._running.send_page_changes(builder)
+            return builder.build(step)
         if self._limits.mixed_prefill_length == 0:  # no mixed batches: prefill first
             self._plan_prefill(builder, self._limits.max_prefill_length, step)
             if builder.empty:
@@ -122,6 +125,8 @@ class Planner:
             if gone is not None:
                 builder.write_entries(gone)
         if len(short) and len(short) * running.kv.groups.num_groups > running.kv.num_available:
+            if self._drafting is not None and running.committed == step - 1:
+                running.give_back(index)  # what rows have for drafts
             keep = self._make_room(index, short)
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
             short = np.flatnonzero(lengths > running.kv.covered.take(index))

@@ -84,6 +84,10 @@ class RowState:
         self.planned[rows] = lengths
         self.last_step[rows] = step
 
+    def plan_proposing(self, rows: IndexArray, step: int) -> None:
+        """A step of the proposer names these rows; of the model's tokens it computes none."""
+        self.last_step[rows] = step
+
     def settle(self, rows: IndexArray, lengths: Int32Array) -> None:
         """Of these rows' drafts it is known how many were right: `lengths` tokens in the cache are theirs."""
         self.planned[rows] = lengths

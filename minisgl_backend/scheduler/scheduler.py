@@ -12,13 +12,12 @@ from collections import deque
 from collections.abc import Callable
 from functools import partial
 
-import msgspec
 import numpy as np
 
 from minisgl_backend.arrays import BoolArray, IndexArray, Int32Array
 from minisgl_backend.cache.changes import CacheChange
 from minisgl_backend.errors import CapacityError, InvalidRequestError
-from minisgl_backend.request import SEED_RANGE, FinishReason, Request, SamplingParams, check_prompt
+from minisgl_backend.request import SEED_RANGE, FinishReason, Request, check_prompt
 from minisgl_backend.scheduler.admission import AdmissionControl
 from minisgl_backend.scheduler.drafting import Drafting
 from minisgl_backend.scheduler.fairness import FairShares, TenantStats
@@ -27,15 +26,12 @@ from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, Sequenc
 from minisgl_backend.scheduler.planner import Planner
 from minisgl_backend.scheduler.policy import DEFAULT_LEVEL, QUEUES, WaitingQueue
 from minisgl_backend.scheduler.running import RunningSet
-from minisgl_backend.scheduler.sequence import Group, Sequence, SequenceState
+from minisgl_backend.scheduler.sequence import Group, Sequence, SequenceState, with_seed_of
 from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.proposer import Proposer
 from minisgl_backend.step import DraftStats, PrefillChunk, SequenceDetail, StepPlan, StepResult, StepStats
 
 NO_LOGITS = "the model produced NaN or infinite logits, or every token is masked"
-
-# Spreads the seeds of the sequences of one request (n > 1) over the whole range: 2**64 divided by the golden ratio.
-SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 class Scheduler:
@@ -146,7 +142,7 @@ class Scheduler:
         if plan is None:
             return None
         if drafting is not None:
-            drafting.note_plan(plan.step, behind_another=bool(in_flight))
+            drafting.note_plan(plan, behind_another=bool(in_flight))
         if plan.admitted:
             self._note_admissions(plan)
         self._next_step += 1
@@ -159,12 +155,10 @@ class Scheduler:
             raise RuntimeError(f"step {plan.step} cannot be committed with the result of step {result.step} now")
         self._in_flight.popleft()
         self._last_prefill_tokens = self._last_decode_tokens = 0
-        first_decode = 0
-        for chunk in plan.prefill:
-            self._commit_chunk(chunk, first_decode, result)
-            first_decode += chunk.samples
-        if len(plan.decode_rows):
-            self._commit_decode(plan, first_decode, result)
+        if plan.num_proposed and self._drafting is not None:
+            self._drafting.take_proposals(plan, result)
+        else:
+            self._commit_tokens(plan, result)
         if not result.executed:  # its own rows have ended; what it said of pages of others is said again
             self._running.send_again(plan)
         self._running.commit(plan.step)
@@ -246,7 +240,7 @@ class Scheduler:
             Sequence(
                 uid=request.uid + index,
                 token_ids=token_ids,
-                params=_with_seed(params, (seed + index * SEED_STRIDE) % SEED_RANGE),
+                params=with_seed_of(params, seed, index),
                 level=request.priority or DEFAULT_LEVEL,
                 arrival=self._num_arrivals,
                 deadline=request.deadline,
@@ -267,6 +261,14 @@ class Scheduler:
             self._new_requests.discard(admitted.uid)
 
     # ---- results
+
+    def _commit_tokens(self, plan: StepPlan, result: StepResult) -> None:
+        first_decode = 0
+        for chunk in plan.prefill:
+            self._commit_chunk(chunk, first_decode, result)
+            first_decode += chunk.samples
+        if len(plan.decode_rows):
+            self._commit_decode(plan, first_decode, result)
 
     def _commit_chunk(self, chunk: PrefillChunk, index: int, result: StepResult) -> None:
         """Records a prompt chunk; `index` is where its token is, if it samples."""
@@ -445,7 +447,3 @@ class Scheduler:
         if len(self._deadlines) > 2 * len(self._sequences) + 64:
             self._deadlines = [entry for entry in self._deadlines if entry[1] in self._sequences]
             heapq.heapify(self._deadlines)
-
-
-def _with_seed(params: SamplingParams, seed: int) -> SamplingParams:
-    return params if params.seed == seed else msgspec.structs.replace(params, seed=seed)

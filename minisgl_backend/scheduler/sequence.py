@@ -8,11 +8,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable
 
+import msgspec
+
 from minisgl_backend.arrays import Float32Array, Int32Array
 from minisgl_backend.cache.kv_manager import PageLease
-from minisgl_backend.request import PoolingParams, SamplingParams
+from minisgl_backend.request import SEED_RANGE, PoolingParams, SamplingParams
 from minisgl_backend.scheduler import pooling as pooled_vectors
 from minisgl_backend.step import Logprobs, Wants
+
+# Spreads the seeds of the sequences of one request (n > 1) over the whole range: 2**64 divided by the golden ratio.
+SEED_STRIDE = 0x9E3779B97F4A7C15
 
 
 class SequenceState(enum.Enum):
@@ -204,3 +209,9 @@ class Group:
             if self.held_back:
                 return self.lead()
         return None
+
+
+def with_seed_of(params: SamplingParams, seed: int, index: int) -> SamplingParams:
+    """The parameters of a request's sequence `index`, where `seed` is the first one's."""
+    seed = (seed + index * SEED_STRIDE) % SEED_RANGE
+    return params if params.seed == seed else msgspec.structs.replace(params, seed=seed)

@@ -21,6 +21,8 @@ class StepPlanBuilder:
         "_draft_tokens",
         "_groups",
         "_num_groups",
+        "_num_proposed",
+        "_num_proposing",
         "_page_ids",
         "_pages_to_zero",
         "_prefill",
@@ -36,6 +38,7 @@ class StepPlanBuilder:
         self._decode_lengths: Int32Array = NO_INT32
         self._decode_uids: Int64Array = NO_INT64
         self._draft_tokens: Int32Array = NO_INT32
+        self._num_proposed = self._num_proposing = 0
         self._pages_to_zero: Int32Array = NO_INT32
         self._groups: list[Int32Array] = []  # with several groups
         self._rows: list[Int32Array] = []
@@ -66,6 +69,10 @@ class StepPlanBuilder:
         """All decode entries of the step, [num_decode] each; `draft_tokens` may be [0]."""
         self._decode_rows, self._decode_uids, self._decode_lengths = rows, uids, lengths
         self._draft_tokens = draft_tokens
+
+    def propose(self, count: int, num_rows: int) -> None:
+        """The step is the proposer's: so many tokens of each of the first `num_rows` decode entries' rows."""
+        self._num_proposed, self._num_proposing = count, num_rows
 
     def zero_pages(self, pages: Int32Array) -> None:
         """Pages to be set to zero before anything of the step is written, int32 [num_pages]."""
@@ -120,6 +127,8 @@ class StepPlanBuilder:
             decode_uids=self._decode_uids,
             cleared_pages=self._pages_to_zero,
             draft_tokens=self._draft_tokens,
+            num_proposed=self._num_proposed,
+            num_proposing=self._num_proposing,
         )
 
 

@@ -14,8 +14,9 @@ import numpy as np
 
 from minisgl_backend.arrays import Float64Array, Int32Array
 from minisgl_backend.speculation.acceptance import Acceptance
-from minisgl_backend.speculation.costs import StepCosts
+from minisgl_backend.speculation.costs import ProposalCosts, StepCosts
 
+FIRST_DEPTH = 4  # of a proposer with steps of its own, before it is known what these take
 BEGIN_GAIN = 1.03  # speculation begins where it promises so much more, and ends where it promises nothing
 
 
@@ -33,6 +34,8 @@ class DraftControl:
         self._all = Acceptance(most)
         self._rows: dict[int, tuple[int, Acceptance]] = {}  # row -> uid, and how often its drafts are right
         self._waiting, self._overlapped = StepCosts(), StepCosts()
+        self.depth = min(most, FIRST_DEPTH)  # tokens that such a proposer proposes of each row
+        self._proposing = ProposalCosts()
 
     def note_found(self, row: int, uid: int, found: bool) -> None:
         """Something was proposed for the row, or nothing."""
@@ -51,6 +54,30 @@ class DraftControl:
                 costs.note(num_tokens, seconds)
             else:
                 costs.pass_step()
+
+    def note_proposing(self, count: int, seconds: float) -> None:
+        """A step of a proposer that has steps of its own, with so many tokens of each row, has ended."""
+        self._proposing.note(count, seconds)
+
+    def decide_depth(self, rows: Sequence[int], uids: Sequence[int], num_rows: int, room: int) -> None:
+        """As `decide`, for a proposer that has steps of its own: how many tokens these propose of each row, too, since
+        each of them costs, whether it is verified or not."""
+        if not rows or room < 1:
+            self.is_on = False
+            return
+        right = np.stack([self._of(row, uid).all_right(self._most) for row, uid in zip(rows, uids, strict=True)])
+        counts = np.arange(1, self._most + 1)
+        # The best ones have the room: the first of each row, as a rule, then the second of each.
+        drafts = np.minimum(counts * len(rows), room)
+        best = np.cumsum(-np.sort(-right, axis=None))
+        reachable = np.cumsum(right.sum(axis=0))
+        delivered = num_rows + np.minimum(best[drafts - 1], reachable)
+        rates = delivered / (self._cost(num_rows + drafts.astype(np.float64)) + self._proposing.of(counts.tolist()))
+        (plain,) = num_rows / self._cost([num_rows], overlapped=True)
+        gain = rates.max() / plain
+        self.is_on = bool(gain > (1.0 if self.is_on else BEGIN_GAIN))
+        if self._proposing.is_known:
+            self.depth = int(counts[np.argmax(rates)])
 
     def decide(self, rows: Sequence[int], uids: Sequence[int], num_rows: int, room: int) -> None:
         """Whether speculation is on from here on, where these rows may have drafts, `num_rows` decode and a step has

@@ -14,6 +14,34 @@ KEPT_STEPS = 1024  # after so many steps a size is forgotten: what was slow then
 UNKNOWN_SLOPE = 0.01  # what a token more is taken to cost beyond the largest size that is known
 
 
+class ProposalCosts:
+    """Seconds of a proposer's own steps, by the tokens that they propose of each row."""
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+
+    @property
+    def is_known(self) -> bool:
+        return bool(self._samples)
+
+    def note(self, count: int, seconds: float) -> None:
+        """A step has ended."""
+        self._samples.setdefault(count, deque(maxlen=REMEMBERED)).append(seconds)
+
+    def of(self, counts: Sequence[int]) -> Float64Array:
+        """Seconds of steps that propose so many tokens, [k]; 0 where nothing is known.
+
+        Each token takes a pass: what was not measured is in proportion to what was.
+        """
+        known = sorted(self._samples)
+        medians = [sorted(self._samples[count])[len(self._samples[count]) // 2] for count in known]
+        asked = np.asarray(counts, dtype=np.float64)
+        if not known:
+            return np.zeros(len(asked))
+        costs: Float64Array = np.interp(asked, [0.0, *known], [0.0, *medians])
+        return costs * np.maximum(1.0, asked / known[-1])
+
+
 class StepCosts:
     """Seconds of steps that only decode, by the tokens that they compute."""
 

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from minisgl_backend.speculation.ngram import NgramProposer
-from minisgl_backend.speculation.proposer import Proposer
+from minisgl_backend.speculation.proposer import DeviceProposals, Proposer
 from minisgl_backend.speculative_config import SpeculativeConfig
 
+# Of those that run on the device runner/proposers/create.py has the other half.
 PROPOSERS: Mapping[str, Callable[[SpeculativeConfig], Proposer]] = {
     "ngram": lambda config: NgramProposer(config.prompt_lookup_min, config.prompt_lookup_max),
+    "draft_model": lambda config: DeviceProposals(catches_up=True),
 }
 
 

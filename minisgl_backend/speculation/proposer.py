@@ -1,10 +1,16 @@
-"""What proposes the next tokens of a sequence."""
+"""What proposes the next tokens of a sequence.
+
+There are two kinds. One proposes on the host, from tokens that are known: a `Proposer`. The other runs on the device,
+in steps of its own between those of the model: there the runner has a `DeviceProposer` (runner/proposers/proposer.py),
+the scheduler plans its steps (scheduler/proposing.py), and what they propose is kept in `DeviceProposals` until the
+model's next step is planned.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from minisgl_backend.arrays import Int32Array
+from minisgl_backend.arrays import NO_INT32, Int32Array
 
 
 class Proposer(ABC):
@@ -20,3 +26,20 @@ class Proposer(ABC):
             token_ids: its prompt and its answer so far, int32 [num_tokens]; a view, longer with each call.
             most: 1 or more.
         """
+
+
+class DeviceProposals(Proposer):
+    """The host's side of a proposer that runs on the device: what it has proposed last, by row."""
+
+    def __init__(self, *, catches_up: bool) -> None:
+        """`catches_up`: its own steps bring it the tokens that it has not seen; else it sees them in the model's."""
+        self.catches_up = catches_up
+        self._rows: dict[int, tuple[int, int, Int32Array]] = {}  # row -> uid, tokens of the sequence then, what follows
+
+    def note(self, row: int, uid: int, total: int, proposed: Int32Array) -> None:
+        """Behind the first `total` tokens of the sequence it has proposed these."""
+        self._rows[row] = uid, total, proposed
+
+    def propose(self, row: int, uid: int, token_ids: Int32Array, most: int) -> Int32Array:
+        known = self._rows.get(row)
+        return known[2][:most] if known is not None and known[:2] == (uid, len(token_ids)) else NO_INT32

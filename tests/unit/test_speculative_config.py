@@ -36,7 +36,12 @@ def test_as_vllm_spells_it(given: Any, meant: tuple[int, int, int]) -> None:
         ("[1]", "allowed: a JSON object such as"),
         ({"method": "eagle3"}, "its method is 'eagle3'; allowed: ngram"),
         ({"num_speculative_tokens": 3}, "its method is None; allowed: ngram"),
-        ({"method": "ngram", "model": "x"}, "it has the unknown key 'model'; allowed: method, num_speculative_tokens"),
+        (
+            {"method": "ngram", "rank": 4},
+            "it has the unknown key 'rank'; allowed: method, model, num_",
+        ),
+        ({"method": "ngram", "model": "x"}, "its model is 'x'; allowed with the method ngram: unset"),
+        ({"method": "draft_model"}, "its model is None; allowed with the method draft_model: the folder of a model"),
         ({"method": "ngram", "num_speculative_tokens": 0}, "its num_speculative_tokens is 0; allowed: 1 to 15, or"),
         ({"method": "ngram", "num_speculative_tokens": True}, "its num_speculative_tokens is True; allowed"),
         ({"method": "ngram", "prompt_lookup_max": 99}, "its prompt_lookup_max is 99; allowed: 1 to 32"),
@@ -54,6 +59,12 @@ def test_what_is_not_meant_is_refused_by_name(given: Any, why: str) -> None:
 def test_a_parameter_that_is_empty_means_none() -> None:
     assert EngineConfig.from_parameters({"speculative_config": ""}).speculation is None
     assert EngineConfig.from_parameters({"speculative_config": '{"method": "ngram"}'}).speculation is not None
+
+
+def test_a_method_may_have_a_model() -> None:
+    found = EngineConfig(speculative_config={"method": "draft_model", "model": "x", "num_speculative_tokens": 3})
+    assert found.speculation is not None
+    assert (found.speculation.method, found.speculation.model, found.speculation.most_drafts) == ("draft_model", "x", 3)
 
 
 def test_entries_are_bounded() -> None:

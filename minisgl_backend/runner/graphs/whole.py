@@ -45,7 +45,8 @@ class DecodeSteps:
 
     decode: DecodeStep
     rehearse: DecodeStep  # every kernel of `decode` once, through few of its layers
-    sample: SampleStep  # again what temperature alone does not decide, over these outputs; with one of SAMPLING_GRAPHS
+    # Again what temperature alone does not decide, over these outputs; with one of SAMPLING_GRAPHS. None: nothing is.
+    sample: SampleStep | None
 
 
 class GraphRunner(ABC):
@@ -117,15 +118,17 @@ class CudaGraphRunner(GraphRunner):
         # Libraries choose kernels and allocate workspaces now, not under capture. The last sampling graph has the
         # kernels of all of them.
         rehearsed = steps.rehearse(inputs, plan)
-        if size in self.sampling_sizes:
-            steps.sample(inputs, rehearsed, SAMPLING_GRAPHS[-1])
+        sample = steps.sample if size in self.sampling_sizes else None
+        if sample is not None:
+            sample(inputs, rehearsed, SAMPLING_GRAPHS[-1])
         torch.cuda.current_stream().synchronize()
         with captured(self._memory) as graph:
             outputs = steps.decode(inputs, plan)
         self._graphs[size] = graph, outputs
-        for kernels in SAMPLING_GRAPHS if size in self.sampling_sizes else ():
+        for kernels in SAMPLING_GRAPHS if sample is not None else ():
+            assert sample is not None, "there are no kernels else"
             with captured(self._memory) as sampling:
-                steps.sample(inputs, outputs, kernels)
+                sample(inputs, outputs, kernels)
             self._sampling[size, kernels] = sampling
 
     def _capture_drafts(self, size: int, steps: DecodeSteps, inputs: DecodeInputs) -> None:
@@ -173,8 +176,9 @@ class EagerGraphRunner(GraphRunner):
         for size in self.sizes:
             inputs = builder.padding_inputs(size)
             outputs = steps.rehearse(inputs, attention.plan(None, inputs))
-            for kernels in SAMPLING_GRAPHS if size in self.sampling_sizes else ():
-                steps.sample(inputs, outputs, kernels)
+            if steps.sample is not None and size in self.sampling_sizes:
+                for kernels in SAMPLING_GRAPHS:
+                    steps.sample(inputs, outputs, kernels)
 
     def plan_replay(self, decode: DecodeInputs) -> None:
         assert self._attention is not None, "capture comes first"
@@ -187,6 +191,7 @@ class EagerGraphRunner(GraphRunner):
 
     def replay_sampling(self, size: int, sampling_graph: int) -> None:
         assert self._steps is not None, "capture comes first"
+        assert self._steps.sample is not None, "there are sampling graphs"
         decode, _ = self._inputs[size]
         self._steps.sample(decode, self._outputs[size], sampling_graph)
 

@@ -20,9 +20,12 @@ from minisgl_backend.attention.registry import create_attention
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.select import mixture_token_counts
 from minisgl_backend.kv.groups import CacheGroups
+from minisgl_backend.kv.latent import KVLayout
+from minisgl_backend.kv.layout import ONE
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.models.build import attention_spec, build_model
 from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.decoder import CausalLM
 from minisgl_backend.process.progress import Progress
 from minisgl_backend.runner.graphs.pieces import EagerPieces, PiecewiseCudaGraph, PiecewiseRunner, piece_sizes
 from minisgl_backend.runner.graphs.whole import (
@@ -33,15 +36,19 @@ from minisgl_backend.runner.graphs.whole import (
     graph_sizes,
 )
 from minisgl_backend.runner.model_runner import Model, ModelRunner
+from minisgl_backend.runner.proposers.create import ProposerContext, create_device_proposer
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.runner.start.compiling import name_kernels
 from minisgl_backend.runner.start.device import free_bytes, is_out_of_memory
+from minisgl_backend.runner.start.draft import draft_spec, keeping_for
 from minisgl_backend.runner.start.memory import choose_graph_max_bs, choose_num_pages, profile_run
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.warm_up import compile_kernels, warm_up
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.sampler import Sampler, sampling_workspace
+from minisgl_backend.speculative_config import DRAFT_ENTRIES
 from minisgl_backend.tensor_parallel import TensorParallel, device_of_rank
+from minisgl_backend.weights.formats import QuantizationConfig
 from minisgl_backend.weights.kv_scales import read_kv_scales
 
 log = logging.getLogger(__name__)
@@ -92,7 +99,7 @@ def _build(
         most_rows = runtime.max_prefill_length + runtime.most_decode_entries
         tp.share_memory(model_config.hidden_size, getattr(torch, runtime.dtype), most_rows)
     free_at_start = free_bytes(device)
-    spec, attention, runner_with = _load(runtime, model_config, device, tp, progress)
+    spec, layouts, attention, runner_with = _load(runtime, model_config, device, tp, progress)
     max_running, moe = runtime.most_decode_entries, model_config.mixture
     counts = mixture_token_counts(device, moe.num_experts, moe.experts_per_token) if moe is not None else ()
     limits = (max_running, runtime.max_prefill_length, runtime.max_seq_len, counts)
@@ -110,7 +117,7 @@ def _build(
             tp.share_logits(graph_max_bs, model_config.vocab_size, getattr(torch, runtime.dtype))
         # The last term has room for sampling graphs: in the decode step that was measured all rows edit their logits.
         step_bytes = steps.mixed + steps.pieces + steps.decode * graph_max_bs // max_running
-    num_pages = tp.minimum(choose_num_pages(runtime, spec, free_at_start, step_bytes))
+    num_pages = tp.minimum(choose_num_pages(runtime, spec, layouts, free_at_start, step_bytes))
     sizes = _graph_sizes(graph_max_bs or 0, runtime, attention)
     pieces = piece_sizes(runtime.cuda_graph_max_tokens)
     runner = runner_with(
@@ -118,6 +125,7 @@ def _build(
         graphs=_graphs(sizes, runtime, len(pieces), progress) if sizes else None,
         pieces=_pieces(pieces, runtime, model_config.hidden_size, len(sizes), progress) if pieces else None,
         longest_prefill=runtime.max_prefill_length,
+        proposer_graphs=_proposer_graphs(sizes, runtime),
     )
     if device.type == "cuda" or runtime.eager_graphs:
         warm_up(runner, *limits)
@@ -136,9 +144,10 @@ def _build(
 
 def _load(
     runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
-) -> tuple[AttentionSpec, AttentionPair, Callable[..., ModelRunner]]:
-    """All that does not depend on the number of pages, and what makes a runner with a given number of them; it takes
-    the captures of ModelRunner, too."""
+) -> tuple[AttentionSpec, tuple[KVLayout, ...], AttentionPair, Callable[..., ModelRunner]]:
+    """All that does not depend on the number of pages: the model's attention, what the pool keeps of each layer, the
+    proposer's included, and what makes a runner with a given number of pages; it takes the captures of ModelRunner,
+    too."""
     config, dtype = runtime.config, getattr(torch, runtime.dtype)
     model = _build_model(runtime, model_config, device, tp, progress)
     spec = attention_spec(
@@ -152,6 +161,7 @@ def _load(
         device=device,
         flashinfer_tensor_cores=runtime.flashinfer_tensor_cores,
     )
+    spec = keeping_for(spec, draft_spec(runtime, runtime.draft, device) if runtime.draft is not None else None)
     is_quantized = any(layout.is_fp8 for layout in spec.kv_layouts)
     reads_scales = is_quantized and not config.dummy_weights
     scales = (
@@ -168,48 +178,76 @@ def _load(
     sampling = SamplingRows(table.max_rows, vocab_size, eos_token_ids, runtime.max_seq_len, device)
     workspace = sampling_workspace(table.max_rows, vocab_size, device)
     sampler = Sampler(table.params, table.tokens, sampling.penalties, sampling.rules, workspace)
+    proposer = create_device_proposer(
+        ProposerContext(
+            runtime=runtime,
+            device=device,
+            table=table,
+            sampler=sampler,
+            tp=tp,
+            load_model=lambda draft, folder, tp: _build_native(runtime, draft, folder, device, tp, progress),
+        )
+    )
+    layouts = (*spec.kv_layouts, *(() if proposer is None else proposer.spec.kv_layouts))
+    if scales is not None:
+        scales += [ONE] * (len(layouts) - len(scales))
 
     def runner_with(num_pages: int, **captures: Any) -> ModelRunner:
         return ModelRunner(
             model=model,
             attention=attention,
-            pool=KVPool(spec.kv_layouts, spec.page_size, num_pages, device, scales),
+            pool=KVPool(layouts, spec.page_size, num_pages, device, scales),
             table=table,
             sampling=sampling,
             sampler=sampler,
             tp=tp,
+            proposer=proposer,
             **captures,
         )
 
-    return spec, attention, runner_with
+    return spec, layouts, attention, runner_with
 
 
 def _build_model(
     runtime: RuntimeConfig, model_config: ModelConfig, device: torch.device, tp: TensorParallel, progress: StartProgress
 ) -> Model:
-    config, dtype, max_seq_len = runtime.config, getattr(torch, runtime.dtype), runtime.max_seq_len
+    config = runtime.config
     if model_config.implementation == "native":
-        return build_model(
-            model_config,
-            runtime.model_dir,
-            dtype=dtype,
-            device=device,
-            max_seq_len=max_seq_len,
-            tp=tp,
-            quantization=model_config.quantization.with_option(config.quantization),
-            dummy_weights=config.dummy_weights,
-            on_progress=progress.weights,
-        )
+        quantization = model_config.quantization.with_option(config.quantization)
+        return _build_native(runtime, model_config, runtime.model_dir, device, tp, progress, quantization)
     from minisgl_backend.models.fallback.build import build_fallback  # imports transformers, which no family needs
 
     return build_fallback(
         model_config,
         Path(runtime.model_dir),
-        dtype=dtype,
+        dtype=getattr(torch, runtime.dtype),
         device=device,
-        max_seq_len=max_seq_len,
+        max_seq_len=runtime.max_seq_len,
         dummy_weights=config.dummy_weights,
         trust_remote_code=config.trust_remote_code,
+        on_progress=progress.weights,
+    )
+
+
+def _build_native(
+    runtime: RuntimeConfig,
+    model_config: ModelConfig,
+    model_dir: str,
+    device: torch.device,
+    tp: TensorParallel,
+    progress: StartProgress,
+    quantization: QuantizationConfig | None = None,
+) -> CausalLM:
+    """`quantization`: None: what the checkpoint says."""
+    return build_model(
+        model_config,
+        model_dir,
+        dtype=getattr(torch, runtime.dtype),
+        device=device,
+        max_seq_len=runtime.max_seq_len,
+        tp=tp,
+        quantization=quantization,
+        dummy_weights=runtime.config.dummy_weights,
         on_progress=progress.weights,
     )
 
@@ -229,6 +267,14 @@ def _graphs(sizes: tuple[int, ...], runtime: RuntimeConfig, others: int, progres
     if runtime.eager_graphs:
         return EagerGraphRunner(sizes, with_drafts)
     return CudaGraphRunner(sizes, lambda done, total: progress.graphs(done, total + others), with_drafts)
+
+
+def _proposer_graphs(sizes: tuple[int, ...], runtime: RuntimeConfig) -> GraphRunner | None:
+    """For the passes of a proposer on the device, of the model's sizes up to those of steps with drafts."""
+    own = tuple(size for size in sizes if size <= DRAFT_ENTRIES)
+    if runtime.draft is None or not own:
+        return None
+    return EagerGraphRunner(own, own) if runtime.eager_graphs else CudaGraphRunner(own, draft_sizes=own)
 
 
 def _pieces(

@@ -5,7 +5,8 @@ Both follow from what weights and worst-case steps leave of a device (the profil
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,12 +16,14 @@ from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.base import AttentionSpec
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kv.groups import CacheGroups
+from minisgl_backend.kv.latent import KVLayout
 from minisgl_backend.kv.pool import KVPool, max_pages
 from minisgl_backend.models.build import attention_spec
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.request import MAX_LOGPROBS, SamplingParams
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.device import free_bytes
+from minisgl_backend.runner.start.draft import draft_spec, keeping_for
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 from minisgl_backend.tensor_parallel import device_of_rank
@@ -58,10 +61,13 @@ def choose_graph_max_bs(decode_bytes: int, max_running: int, free_now: int) -> i
     return min(max_running, LARGEST_DEFAULT_GRAPH, fitting)
 
 
-def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start: int, step_bytes: int) -> int:
+def choose_num_pages(
+    runtime: RuntimeConfig, spec: AttentionSpec, layouts: Sequence[KVLayout], free_at_start: int, step_bytes: int
+) -> int:
     """Pages of this rank's pool: `num_pages` where it is set, else what memory_ratio leaves.
 
-    `free_at_start`: device memory before the weights were loaded; `step_bytes`: the peak of a worst-case step.
+    `layouts`: of all layers in the pool; `free_at_start`: device memory before the weights were loaded; `step_bytes`:
+    the peak of a worst-case step.
     Raises ConfigError where not even one page fits.
     """
     config = runtime.config
@@ -72,9 +78,9 @@ def choose_num_pages(runtime: RuntimeConfig, spec: AttentionSpec, free_at_start:
         budget = int(free_now * config.memory_ratio)
     else:
         budget = int(free_at_start * config.memory_ratio) - (free_at_start - free_now) - step_bytes
-    pages = _pages_in(budget, runtime, spec)
+    pages = _pages_in(budget, runtime, spec, layouts)
     if pages < 1:
-        page_bytes = KVPool.bytes_per_page(spec.kv_layouts, spec.page_size)
+        page_bytes = KVPool.bytes_per_page(layouts, spec.page_size)
         raise ConfigError(
             f"no memory is left for the KV cache: {config.memory_ratio:g} of {free_at_start >> 20} MiB (memory_ratio) "
             f"does not hold the weights, a step ({step_bytes >> 20} MiB) and one page ({page_bytes} bytes); raise "
@@ -108,8 +114,12 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
         kv_dtype=getattr(torch, runtime.kv_dtype),
         device=device,
     )
+    layouts = spec.kv_layouts
+    if runtime.draft is not None:
+        of_draft = draft_spec(runtime, runtime.draft, device)
+        spec, layouts = keeping_for(spec, of_draft), (*layouts, *of_draft.kv_layouts)
     budget = int(free * config.memory_ratio) - weights if on_gpu else int((free - weights) * config.memory_ratio)
-    pages = config.num_pages or max(0, _pages_in(budget, runtime, spec))
+    pages = config.num_pages or max(0, _pages_in(budget, runtime, spec, layouts))
     groups = CacheGroups(spec.cache_windows, spec.page_size)
     return MemoryNeed(weights, free, pages, groups.room_in(pages, runtime.max_seq_len))
 
@@ -125,6 +135,7 @@ def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int 
     folder, tied = Path(runtime.model_dir), model.tie_word_embeddings
     formats = model.quantization.with_option(config.quantization)
     weights = weight_bytes(folder, model.tensor_names, item_bytes, tied=tied, quantization=formats) // config.tp
+    weights += draft_weight_bytes(runtime)
     if not on_gpu:
         weights *= config.ranks_per_node * cores
     free = free_bytes(device_of_rank(runtime.device, runtime.device_index(0)))
@@ -132,7 +143,17 @@ def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int 
     return weights, free
 
 
-def _pages_in(budget: int, runtime: RuntimeConfig, spec: AttentionSpec) -> int:
+def draft_weight_bytes(runtime: RuntimeConfig) -> int:
+    """Of the model that proposes, on each rank; 0 without one."""
+    if runtime.draft is None:
+        return 0
+    model, folder = runtime.draft.model, Path(runtime.draft.model_dir)
+    tied, item_bytes = model.tie_word_embeddings, ITEM_BYTES[runtime.dtype]
+    every = weight_bytes(folder, model.tensor_names, item_bytes, tied=tied, quantization=model.quantization)
+    return every // runtime.config.tp
+
+
+def _pages_in(budget: int, runtime: RuntimeConfig, spec: AttentionSpec, layouts: Sequence[KVLayout]) -> int:
     """Pages that `budget` bytes hold, one for padding beside them; at most what can be of use."""
     most = max_pages(spec.page_size)
     if spec.device.type == "cpu":
@@ -141,7 +162,7 @@ def _pages_in(budget: int, runtime: RuntimeConfig, spec: AttentionSpec) -> int:
         groups = CacheGroups(spec.cache_windows, spec.page_size)
         in_prefill = groups.num_windows * groups.pages_for(chunk)
         most = min(most, CPU_POOL_SHARE * rows * groups.pages_of_row(spec.max_seq_len) + in_prefill)
-    return min(most, budget // KVPool.bytes_per_page(spec.kv_layouts, spec.page_size) - 1)
+    return min(most, budget // KVPool.bytes_per_page(layouts, spec.page_size) - 1)
 
 
 def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.device) -> StepBytes:
@@ -154,6 +175,8 @@ def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.devic
     if runtime.cuda_graph_max_tokens:
         longest = np.zeros(runtime.cuda_graph_max_tokens, dtype=np.int32)
         plans.append(prompt_plan(longest, max_running, runtime.max_seq_len))
+    if runner.proposes:
+        plans.append(proposer_plan(min(runtime.max_prefill_length, runtime.max_seq_len - 1)))
     torch.cuda.synchronize(device)
     before = torch.cuda.memory_allocated(device)
     peaks = []
@@ -163,7 +186,9 @@ def profile_run(runner: ModelRunner, runtime: RuntimeConfig, device: torch.devic
         torch.cuda.synchronize(device)
         peaks.append(max(0, torch.cuda.max_memory_allocated(device) - before))
     torch.cuda.empty_cache()
-    return StepBytes(*peaks)
+    of_proposer = peaks.pop() if runner.proposes else 0
+    mixed, *others = peaks
+    return StepBytes(max(mixed, of_proposer), *others)
 
 
 def worst_plans(max_running: int, max_prefill: int, max_seq_len: int) -> tuple[StepPlan, StepPlan]:
@@ -195,6 +220,12 @@ def prompt_plan(token_ids: Int32Array, max_running: int, max_seq_len: int, *, be
     admitted = tuple(AdmittedRow(row, row, PLAIN_PARAMS, len(ids), ids, 0) for row, ids in enumerate(rows))
     chunks = tuple(PrefillChunk(row, 0, ids, Wants.NOTHING) for row, ids in enumerate(prompts))
     return padding_plan(admitted, chunks, np.arange(len(prompts), len(rows), dtype=np.int32))
+
+
+def proposer_plan(num_tokens: int) -> StepPlan:
+    """A step of the proposer on the device that has not seen a prompt of so many tokens. No page is written."""
+    chunk = PrefillChunk(0, 0, np.zeros(num_tokens, dtype=np.int32), Wants.NOTHING)
+    return replace(padding_plan((), (chunk,), np.zeros(1, dtype=np.int32)), num_proposed=1, num_proposing=1)
 
 
 def health_check_plan(max_running: int) -> StepPlan:

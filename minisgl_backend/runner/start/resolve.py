@@ -14,6 +14,7 @@ from minisgl_backend.kv.pool import max_pages
 from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.number_formats import KV_CACHE_DTYPES, WEIGHT_FORMATS
 from minisgl_backend.runner.start.device import MachineFacts
+from minisgl_backend.runner.start.draft import resolve_draft
 from minisgl_backend.runner.start.runtime_config import RuntimeConfig
 from minisgl_backend.runner.start.step_sizes import PREFILL_LENGTH
 from minisgl_backend.speculative_config import most_decode_entries
@@ -75,6 +76,18 @@ def resolve(
             "config.json: %s: unknown to this engine and to transformers, and ignored", ", ".join(model.unknown_keys)
         )
     max_prefill_length = _max_prefill_length(config, model, device.multiprocessors)
+    max_seq_len = model.max_seq_len(config.max_seq_len_override)
+    draft = resolve_draft(
+        config,
+        Path(model_dir),
+        model,
+        device,
+        page_size=attention.page_size,
+        dtype=dtype,
+        kv_dtype=kv_dtype,
+        max_seq_len=max_seq_len,
+        why_missing=why_missing,
+    )
     return RuntimeConfig(
         config=config,
         model_dir=str(model_dir),
@@ -85,12 +98,13 @@ def resolve(
         prefill_backend=attention.prefill,
         decode_backend=attention.decode,
         page_size=attention.page_size,
-        max_seq_len=model.max_seq_len(config.max_seq_len_override),
+        max_seq_len=max_seq_len,
         cuda_graph_max_bs=_graph_max_bs(config, device, environment.eager_graphs),
         max_prefill_length=max_prefill_length,
         cuda_graph_max_tokens=_graph_max_tokens(config, model, device, environment.eager_graphs, max_prefill_length),
         eager_graphs=environment.eager_graphs,
         flashinfer_tensor_cores=environment.flashinfer_tensor_cores,
+        draft=draft,
     )
 
 

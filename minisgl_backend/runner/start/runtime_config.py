@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from minisgl_backend.config import EngineConfig
+from minisgl_backend.models.config import ModelConfig
 from minisgl_backend.speculative_config import most_decode_entries
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftSettings:
+    """Of the model that proposes tokens, where one does."""
+
+    model_dir: str = field(repr=False)  # as all that may differ between machines
+    model: ModelConfig = field(repr=False)
+    prefill_backend: str
+    decode_backend: str
+    max_seq_len: int  # tokens, up to which it proposes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,6 +40,7 @@ class RuntimeConfig:
     cuda_graph_max_tokens: int  # 0: steps with prompt tokens run without graphs
     eager_graphs: bool = False  # graphs and pieces are not captured
     flashinfer_tensor_cores: bool | None
+    draft: DraftSettings | None = None  # None: no model proposes
 
     @property
     def most_decode_entries(self) -> int:

@@ -22,7 +22,13 @@ from minisgl_backend.runner.async_output import UnsampledStep
 from minisgl_backend.runner.graphs.whole import graph_sizes
 from minisgl_backend.runner.model_runner import ModelRunner
 from minisgl_backend.runner.start.compiling import compiles_ahead, compiling_ahead
-from minisgl_backend.runner.start.memory import LARGEST_DEFAULT_GRAPH, PLAIN_PARAMS, padding_plan, prompt_plan
+from minisgl_backend.runner.start.memory import (
+    LARGEST_DEFAULT_GRAPH,
+    PLAIN_PARAMS,
+    padding_plan,
+    prompt_plan,
+    proposer_plan,
+)
 from minisgl_backend.step import AdmittedRow, PrefillChunk, StepPlan, Wants
 
 log = logging.getLogger(__name__)
@@ -60,7 +66,8 @@ def compile_kernels(
     count = done.count
     with compiling_ahead() as done:
         # The sampler's kernels take the longest.
-        for plan in (*sampled_plans(max_prefill, max_seq_len), *others, *decode_plans(max_running, decoding)):
+        plans = (*sampled_plans(max_prefill, max_seq_len), *others, *decode_plans(max_running, decoding))
+        for plan in (*plans, *proposer_plans(runner, max_prefill, max_seq_len)):
             _execute(runner, plan)
     log.info("%d kernels compiled in %.1f s", count + done.count, time.monotonic() - started)
 
@@ -73,7 +80,7 @@ def warm_up(
     decoding = runner.attention.decode_batches(max_running)
     for plan in warm_up_plans(max_running, max_prefill, max_seq_len, counts, decoding):
         _execute(runner, plan)
-    for plan in sampled_plans(max_prefill, max_seq_len):
+    for plan in (*sampled_plans(max_prefill, max_seq_len), *proposer_plans(runner, max_prefill, max_seq_len)):
         _execute(runner, plan)
     log.info("mixed steps warmed up in %.1f s", time.monotonic() - started)
 
@@ -88,6 +95,12 @@ def _execute(runner: ModelRunner, plan: StepPlan) -> None:
 def sampled_plans(max_prefill: int, max_seq_len: int) -> list[StepPlan]:
     """A short prompt with each of SAMPLED."""
     return [_plan(min(2, max_prefill, max_seq_len - 1), 0, params) for params in SAMPLED]
+
+
+def proposer_plans(runner: ModelRunner, max_prefill: int, max_seq_len: int) -> list[StepPlan]:
+    """Steps of the proposer, where there is one, behind prompts of common sizes."""
+    longest = min(max_prefill, max_seq_len - 1)
+    return [proposer_plan(count) for count in PROMPT_TOKENS if count <= longest] if runner.proposes else []
 
 
 def decode_plans(max_running: int, decoding: Sequence[int]) -> list[StepPlan]:

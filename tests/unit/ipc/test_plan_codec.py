@@ -40,6 +40,8 @@ def test_round_trip() -> None:
         page_groups=ints(0, 1),
         is_retry=True,
         draft_tokens=ints(-1, 7),
+        num_proposed=3,
+        num_proposing=1,
     )
     decisions = StepDecisions(
         graph_size=8,
@@ -53,8 +55,9 @@ def test_round_trip() -> None:
     assert (copy.step, copy.num_tokens, copy.is_retry) == (plan.step, plan.num_tokens, True)
     assert copy.sampled_rows.tolist() == plan.sampled_rows.tolist()
     assert copy.draft_tokens.tolist() == [-1, 7]
+    assert (copy.num_proposed, copy.num_proposing) == (3, 1)
     arrays = [field.name for field in dataclasses.fields(StepPlan) if isinstance(getattr(plan, field.name), np.ndarray)]
-    assert len(arrays) == len(dataclasses.fields(StepPlan)) - 4, "the others are compared one by one"
+    assert len(arrays) == len(dataclasses.fields(StepPlan)) - 6, "the others are compared one by one"
     for name in arrays:
         assert len(getattr(plan, name)), f"{name}: only what is there can be lost"
         assert getattr(copy, name).dtype == getattr(plan, name).dtype

@@ -82,10 +82,13 @@ def test_pages_follow_from_memory(tiny_model_dir: Path, monkeypatch: pytest.Monk
     page = KVPool.bytes_per_page(spec.kv_layouts, 16)
     on_gpu = dataclasses.replace(spec, device=torch.device("cuda"))
     monkeypatch.setattr(memory, "free_bytes", lambda device: 900 * page)
-    assert choose_num_pages(runtime, on_gpu, free_at_start=1000 * page, step_bytes=50 * page) == 500 - 100 - 50 - 1
+    assert (
+        choose_num_pages(runtime, on_gpu, on_gpu.kv_layouts, free_at_start=1000 * page, step_bytes=50 * page)
+        == 500 - 100 - 50 - 1
+    )
     with pytest.raises(ConfigError, match="memory_ratio"):
-        choose_num_pages(runtime, on_gpu, free_at_start=1000 * page, step_bytes=399 * page)
-    assert choose_num_pages(runtime, spec, free_at_start=0, step_bytes=0) == 450 - 1
+        choose_num_pages(runtime, on_gpu, on_gpu.kv_layouts, free_at_start=1000 * page, step_bytes=399 * page)
+    assert choose_num_pages(runtime, spec, spec.kv_layouts, free_at_start=0, step_bytes=0) == 450 - 1
 
 
 @pytest.mark.parametrize(
@@ -143,7 +146,7 @@ def test_a_start_reserves_memory_for_the_graphs_that_it_captures(
     """Eight sequences at most."""
     asked: list[int] = []
 
-    def num_pages(runtime: object, spec: object, free_at_start: int, step_bytes: int) -> int:
+    def num_pages(runtime: object, spec: object, layouts: object, free_at_start: int, step_bytes: int) -> int:
         asked.append(step_bytes)
         return 9
 

@@ -17,11 +17,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from minisgl_backend.request import FinishReason, Grammar, PoolingParams, Request
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.speculation.proposer import DeviceProposals, Proposer
 from minisgl_backend.step import StepPlan, StepResult
 from tests.fakes import FakeRunner, Records, expected_answer, expected_vector, fake_answers, make_request
 from tests.proposers import EveryDraft, KnowingProposer
 
 EOS = (0,)
+ON_DEVICE = "on the device"
 POOLINGS = [None] * 6 + [PoolingParams(kind=kind) for kind in ("last", "mean", "cls")]
 VOCAB_SIZE = 11
 TOKENS = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -45,23 +47,28 @@ class SchedulerMachine(RuleBasedStateMachine):
     """At most two steps are in flight: what the engine does with overlap, and everything below it."""
 
     bounds: SchedulerLimits
-    proposer_kind = ""  # one of tests.proposers.KINDS: every draft that there is room for is verified; "": none
+    # ON_DEVICE or one of tests.proposers.KINDS: every draft that there is room for is verified; "": none
+    proposer_kind = ""
     careless = False  # admission expects every answer to end at once, so that preemption is common
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0.0
-        proposer = control = None
+        proposer: Proposer | None = None
+        control = None
         if self.proposer_kind:
             self.bounds = dataclasses.replace(
                 self.bounds, most_drafts=4, most_draft_entries=self.bounds.max_running_requests + 6
             )
-            proposer = KnowingProposer(self.proposer_kind, VOCAB_SIZE, fake_answers(VOCAB_SIZE))
+            if self.proposer_kind == ON_DEVICE:
+                proposer = DeviceProposals(catches_up=True)
+            else:
+                proposer = KnowingProposer(self.proposer_kind, VOCAB_SIZE, fake_answers(VOCAB_SIZE))
             control = EveryDraft(4)
         self.scheduler = Scheduler(self.bounds, seed=1, clock=lambda: self.now, proposer=proposer, control=control)
         if self.careless:
-            control = self.scheduler._admission
-            control.expected_remaining = lambda admissions, generated, most, early: np.zeros_like(most)  # type: ignore[method-assign]
+            admission = self.scheduler._admission
+            admission.expected_remaining = lambda admissions, generated, most, early: np.zeros_like(most)  # type: ignore[method-assign]
         self.runner = FakeRunner(self.bounds, VOCAB_SIZE)
         self.records = Records()
         self.requests: list[Request] = []
@@ -142,6 +149,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 if len(plan.draft_tokens)
             ]
             in_flight += sum(-(-drafted // page_size) for drafted in drafts)
+            in_flight += self.proposer_kind == ON_DEVICE and -(-4 // page_size)  # pages for what it proposes
             held = (running.kv.pages_of(one.lease)[groups.num_full :] > 0).sum(axis=1)
             assert (held <= groups.kept[:, 0] + 1 + in_flight).all(), (held, groups.kept, in_flight)
 
@@ -164,6 +172,7 @@ class SchedulerMachine(RuleBasedStateMachine):
                 break
         assert not self.scheduler.has_work
         assert self.scheduler.stats().pages_leased == 0
+        assert self.runner.unseen == 0, "a proposer has not seen all tokens before those that it proposes"
         for request in self.requests:
             answer, reason = expected_answer(request, self.scheduler.max_length, EOS, VOCAB_SIZE)
             for uid in range(request.uid, request.uid + request.params.n):

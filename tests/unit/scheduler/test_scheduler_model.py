@@ -17,7 +17,7 @@ from minisgl_backend.kv.groups import FULL
 from minisgl_backend.request import FinishReason, Grammar
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from tests.proposers import KINDS
-from tests.unit.scheduler.machine import EOS, POOLINGS, SchedulerMachine
+from tests.unit.scheduler.machine import EOS, ON_DEVICE, POOLINGS, SchedulerMachine
 
 
 def bounds_of(page_size: int, **changes: Any) -> SchedulerLimits:
@@ -98,7 +98,8 @@ def long_run(seed: int, num_events: int) -> None:
     )
     windows = rng.choice([FULL, FULL, (3,), (9,), (None, 5), (None, 2, 7), (None, None, 4)])
     bounds = dataclasses.replace(bounds, windows=windows, num_pages=bounds.num_pages * len(windows))
-    kind = ("", *KINDS)[seed % (1 + len(KINDS))]
+    kinds = ("", *KINDS, ON_DEVICE)
+    kind = kinds[seed % len(kinds)]
     parts = {"bounds": bounds, "careless": rng.random() < 0.7, "proposer_kind": kind}
     machine_class = type("Machine", (SchedulerMachine,), parts)
     machine: SchedulerMachine = machine_class()

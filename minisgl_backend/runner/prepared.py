@@ -1,0 +1,34 @@
+"""Steps that are prepared: what `ModelRunner.execute` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from minisgl_backend.attention.pair import PairPlan
+from minisgl_backend.runner.batch import HostBatch, StepTensors
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A prepared step: tensors on the device and planned attention. Execute it before the next one is prepared."""
+
+    step: StepTensors
+    attention: PairPlan | None  # None: the captured graph has its own
+
+
+@dataclass(frozen=True)
+class ProposerBatch:
+    """A step of the proposer on the device. Execute it before the next one is prepared."""
+
+    step: StepTensors
+
+
+@dataclass(frozen=True)
+class PromptBatch:
+    """A lone prompt on the device, whose captured pass is to be launched before anything else. Execute it before the
+    next one is prepared."""
+
+    host: HostBatch
+
+
+AnyBatch = Batch | ProposerBatch | PromptBatch

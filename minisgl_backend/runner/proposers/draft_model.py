@@ -1,0 +1,163 @@
+"""A smaller model with the target's vocabulary, which proposes what it would say.
+
+(Leviathan et al. 2023, "Fast Inference from Transformers via Speculative Decoding".)
+
+It samples by its own logits with the row's temperature and the noise of the position, as the target will: the better
+the two agree, the more of its tokens are those that the target samples, at any temperature. Penalties, truncation and
+grammars are left to the target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+
+import numpy as np
+import torch
+
+from minisgl_backend.attention.base import DecodeInputs
+from minisgl_backend.attention.pair import AttentionPair, PairPlan
+from minisgl_backend.kv.pool import KVPool
+from minisgl_backend.layers.context import EagerContext
+from minisgl_backend.models.decoder import CausalLM
+from minisgl_backend.runner.batch import BatchBuilder, StepTensors, graph_size
+from minisgl_backend.runner.graphs.whole import DecodeOutputs, DecodeSteps, GraphRunner
+from minisgl_backend.runner.proposers.proposer import DeviceProposer
+from minisgl_backend.runner.row_table import RowTable
+from minisgl_backend.sampling.sampler import Sampler
+from minisgl_backend.tensor_parallel import TensorParallel
+
+
+class DraftModelProposer(DeviceProposer):
+    """Its steps: a pass over the proposing rows' last tokens and all tokens that it has not seen, then one for each
+    further token. Passes that only decode are captured."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        attention: AttentionPair,
+        table: RowTable,
+        sampler: Sampler,
+        tp: TensorParallel,
+    ) -> None:
+        """`attention`: of its own layers; `table` and `sampler`: the target's."""
+        super().__init__(attention.spec)
+        self._model = model
+        self._attention = attention
+        self._table = table
+        self._sampler = sampler
+        self._tp = tp
+        self._graphs: GraphRunner | None = None
+        self._last_token = model.config.vocab_size - 1
+
+    @property
+    def graph_sizes(self) -> tuple[int, ...]:
+        return () if self._graphs is None else self._graphs.sizes
+
+    def bind(self, pool: KVPool, builder: BatchBuilder) -> None:
+        self._builder = builder
+        self._model.bind_attention(self.spec, pool)
+
+    def prepare(self, graphs: GraphRunner | None, longest_prefill: int) -> None:
+        self._model.prepare(() if graphs is None else graphs.sizes, longest_prefill)
+        if graphs is not None:
+            steps = DecodeSteps(self._decode, partial(self._decode, rehearses=True), None)
+            graphs.capture(steps, self._builder, self._attention)
+            self._graphs = graphs
+
+    def propose(self, step: StepTensors) -> torch.Tensor:
+        plan, decode, count = step.plan, step.decode, step.plan.num_proposing
+        if decode is None:  # no row has been seen to its end
+            self._see(step, None)
+            return torch.empty(plan.num_proposed, 0, dtype=torch.int32, device=self._table.device)
+        rows, lengths = decode.rows[:count], decode.kv_lens[:count]
+        proposed = torch.empty(plan.num_proposed, count, dtype=torch.int32, device=self._table.device)
+        rows_host, lengths_host = plan.decode_rows[:count], plan.decode_lengths[:count]
+        for position in range(plan.num_proposed):
+            if position == 0:
+                token_ids = self._first_pass(step, decode)
+            else:
+                if position == 1:
+                    self._builder.pad(count)
+                lengths.add_(1)
+                token_ids = self._next_pass(rows_host, lengths_host + np.int32(position))
+            # Of NaN logits any number may come; the target's embedding has rows for its vocabulary alone.
+            torch.clamp(token_ids[0, :count], 0, self._last_token, out=proposed[position])
+            self._table.write_tokens(rows, lengths, proposed[position])
+        return proposed
+
+    def parameters(self) -> Iterable[torch.Tensor]:
+        return self._model.parameters()
+
+    def close(self) -> None:
+        graphs, self._graphs = self._graphs, None
+        if graphs is not None:
+            graphs.close()
+
+    def _first_pass(self, step: StepTensors, decode: DecodeInputs) -> torch.Tensor:
+        """The tokens behind the rows' last ones, int32 [2, num_proposing or more]."""
+        if step.graph_size:
+            return self._replay(decode)
+        hidden, count = self._see(step, decode), step.plan.num_proposing
+        return self._sample(self._model.logits(hidden), decode.rows[:count], decode.kv_lens[:count])
+
+    def _see(self, step: StepTensors, decode: DecodeInputs | None) -> torch.Tensor:
+        """All of a step's tokens at once; the hidden states of the proposing rows, [num_proposing, hidden_size], or of
+        any token where there are none."""
+        plan = self._attention.plan(step.prefill, decode)
+        rows, positions = step.tokens()
+        first, count = plan.num_prefill_tokens, step.plan.num_proposing
+        if count == len(rows):
+            return self._hidden_states(rows, positions, plan)
+        first, count = (first, count) if count else (0, 1)
+        lines = torch.arange(first, first + count, dtype=torch.int32, device=self._table.device)
+        return self._hidden_states(rows, positions, plan, lines)
+
+    def _next_pass(self, rows: np.ndarray, lengths: np.ndarray) -> torch.Tensor:
+        """The next tokens of these rows, int32 [num_rows] each, as the staging buffer has them."""
+        size = graph_size(len(rows), self.graph_sizes)
+        if size:
+            return self._replay(self._builder.padded_inputs(rows, lengths, size))
+        decode = self._builder.decode_inputs(rows, lengths)
+        return self._decode(decode, self._attention.plan(None, decode), captured=False).token_ids
+
+    def _replay(self, decode: DecodeInputs) -> torch.Tensor:
+        assert self._graphs is not None, "its sizes come from it"
+        self._graphs.plan_replay(decode)
+        return self._graphs.replay(decode.batch_size, has_drafts=decode.has_drafts).token_ids
+
+    def _decode(
+        self, decode: DecodeInputs, plan: PairPlan, rehearses: bool = False, captured: bool = True
+    ) -> DecodeOutputs:
+        """One pass that only decodes, as it is captured: from the token table to tokens."""
+        hidden = self._hidden_states(decode.rows, decode.kv_lens - 1, plan, rehearses=rehearses, captured=captured)
+        logits = self._model.decode_logits(hidden) if captured else self._model.logits(hidden)
+        return DecodeOutputs(logits, self._sample(logits, decode.rows, decode.kv_lens))
+
+    def _hidden_states(
+        self,
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+        plan: PairPlan,
+        logits_indices: torch.Tensor | None = None,
+        *,
+        rehearses: bool = False,
+        captured: bool = False,
+    ) -> torch.Tensor:
+        token_ids, slots = self._table.lookup(rows, positions)
+        ctx = EagerContext(
+            slots=slots,
+            attention=self._attention,
+            plan=plan,
+            logits_indices=logits_indices,
+            rehearses=rehearses,
+            captured=captured,
+        )
+        return self._model.forward(token_ids, positions, ctx)
+
+    def _sample(self, logits: torch.Tensor, rows: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if self._tp.rank == 0:
+            token_ids = self._sampler.sample_plain(logits, rows, lengths)
+        else:
+            token_ids = torch.zeros(2, len(rows), dtype=torch.int32, device=self._table.device)
+        return self._tp.share_tokens(token_ids)

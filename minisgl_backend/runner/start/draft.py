@@ -1,0 +1,127 @@
+"""The model that proposes tokens: whether it fits the target, and what it takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from minisgl_backend.attention.base import AttentionSpec
+from minisgl_backend.attention.registry import Scores, choose_attention
+from minisgl_backend.config import EngineConfig
+from minisgl_backend.errors import ConfigError
+from minisgl_backend.models.build import attention_spec
+from minisgl_backend.models.choose import load_model_config
+from minisgl_backend.models.config import ModelConfig
+from minisgl_backend.models.folder import find_model_dir
+from minisgl_backend.models.json_files import read_json_if_there
+from minisgl_backend.runner.start.device import MachineFacts
+from minisgl_backend.runner.start.runtime_config import DraftSettings, RuntimeConfig
+
+
+def resolve_draft(
+    config: EngineConfig,
+    target_dir: Path,
+    target: ModelConfig,
+    device: MachineFacts,
+    *,
+    page_size: int,
+    dtype: str,
+    kv_dtype: str,
+    max_seq_len: int,
+    why_missing: Callable[[str], str | None],
+) -> DraftSettings | None:
+    """None where no model proposes. All else is the target's: page_size in tokens, the number formats of activations
+    and of the KV cache, max_seq_len in tokens. Raises ConfigError for a model that cannot propose for this target."""
+    speculation = config.speculation
+    if speculation is None or speculation.model is None:
+        return None
+    name = f"speculative_config's model {speculation.model!r}"
+    try:
+        folder = find_model_dir(speculation.model, trust_remote_code=config.trust_remote_code)
+        model = load_model_config(folder, "native")
+        model.check_tensor_parallel(config.tp)
+    except ConfigError as error:
+        raise ConfigError(f"{name} cannot propose: {error}") from None
+    _check_vocabulary(name, folder, model, target_dir, target)
+    own_kv_dtype = dtype if model.latents is not None else kv_dtype
+    attention = choose_attention(
+        config.attention_backend if (model.latents is None) == (target.latents is None) else "auto",
+        page_size,
+        compute_capability=device.compute_capability,
+        head_dim=model.head_dim,
+        dtype=dtype,
+        kv_dtype=own_kv_dtype,
+        scores=Scores(
+            soft_cap=any(layer.attention.soft_cap is not None for layer in model.layers),
+            sinks=any(layer.attention.sinks for layer in model.layers),
+        ),
+        latents=model.latents,
+        why_missing=why_missing,
+    )
+    if attention.page_size != page_size:
+        raise ConfigError(
+            f"{name} needs pages of {attention.page_size} tokens (attention backend {attention.decode}) and the target "
+            f"has {page_size}; allowed: page_size {attention.page_size}, which serves both"
+        )
+    return DraftSettings(
+        model_dir=str(folder),
+        model=model,
+        prefill_backend=attention.prefill,
+        decode_backend=attention.decode,
+        max_seq_len=min(max_seq_len, model.max_seq_len()),
+    )
+
+
+def draft_spec(runtime: RuntimeConfig, draft: DraftSettings, device: torch.device) -> AttentionSpec:
+    """What attention and the KV pool of one rank must serve for it: the rows and pages are the target's."""
+    kv_dtype = runtime.dtype if draft.model.latents is not None else runtime.kv_dtype
+    return attention_spec(
+        draft.model,
+        tp_size=runtime.config.tp,
+        page_size=runtime.page_size,
+        max_seq_len=runtime.max_seq_len,
+        max_rows=runtime.most_decode_entries + 1,
+        dtype=getattr(torch, runtime.dtype),
+        kv_dtype=getattr(torch, kv_dtype),
+        device=device,
+        flashinfer_tensor_cores=runtime.flashinfer_tensor_cores,
+    )
+
+
+def keeping_for(target: AttentionSpec, draft: AttentionSpec | None) -> AttentionSpec:
+    """The target's spec, whose pages keep what both need: with windows that differ, all tokens."""
+    if draft is None or draft.cache_windows == target.cache_windows:
+        return target
+    return replace(target, cache_windows=(None,))
+
+
+def _check_vocabulary(name: str, folder: Path, model: ModelConfig, target_dir: Path, target: ModelConfig) -> None:
+    """Its tokens must be the target's."""
+    if model.vocab_size != target.vocab_size:
+        raise ConfigError(
+            f"{name} has a vocabulary of {model.vocab_size} tokens and the target one of {target.vocab_size}; allowed: "
+            "a model with the same tokenizer and vocabulary"
+        )
+    if folder == target_dir:
+        return
+    own, others = _tokens(folder), _tokens(target_dir)
+    if own is None or others is None or own == others:
+        return
+    token = min((token for token in own.keys() | others.keys() if own.get(token) != others.get(token)), key=str)
+    raise ConfigError(
+        f"{name} has another tokenizer than the target: {token!r} is token {own.get(token)} of it and "
+        f"{others.get(token)} of the target; allowed: a model with the same tokenizer and vocabulary"
+    )
+
+
+def _tokens(folder: Path) -> dict[str, Any] | None:
+    """Ids by token, as tokenizer.json has them; None where there is no such table."""
+    tokenizer = read_json_if_there(folder / "tokenizer.json")
+    vocabulary = (tokenizer.get("model") or {}).get("vocab")
+    if not isinstance(vocabulary, dict):
+        return None
+    return {**vocabulary, **{one["content"]: one["id"] for one in tokenizer.get("added_tokens") or ()}}

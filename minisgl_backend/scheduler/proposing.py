@@ -1,0 +1,208 @@
+"""Steps of a proposer that runs on the device: which rows they propose for, and what its layers have not seen.
+
+Such a step is planned when the model's step before is committed, so its lengths and tokens are those that are known.
+What the proposer's layers keep of a token is in the pages of its sequence, at the same slot as the model's: it comes
+there lazily, with the first step that proposes for the row. Nothing of it is needed for a text: a page that the
+proposer has not seen, or has seen with tokens that were wrong, costs acceptance alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl_backend.arrays import NO_INT32, BoolArray, IndexArray, Int32Array
+from minisgl_backend.scheduler.limits import SchedulerLimits
+from minisgl_backend.scheduler.running import RunningSet
+from minisgl_backend.scheduler.step_plan_builder import StepPlanBuilder
+from minisgl_backend.speculation.control import DraftControl
+from minisgl_backend.speculation.proposer import DeviceProposals
+from minisgl_backend.step import PrefillChunk, StepPlan, StepResult, Wants
+
+DECIDE_EVERY = 4  # turns, after which it is asked whether speculation pays
+# While it does not: steps after which some rows have tokens proposed, which are compared with those that come.
+SHADOW_EVERY, SHADOWED = 128, 4
+SHORT_LAG = 16  # tokens of a row that are computed as decode entries, as in the captured steps; more are a chunk
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What the proposer's layers have of a row."""
+
+    admission: int  # of the sequence: another one has seen nothing
+    count: int  # its first tokens
+    guessed: Int32Array  # computed behind them: seen as far as they are the sequence's
+
+
+class ProposerSteps:
+    """Used by `Drafting`."""
+
+    def __init__(
+        self, limits: SchedulerLimits, running: RunningSet, proposals: DeviceProposals, control: DraftControl
+    ) -> None:
+        self._limits, self._running = limits, running
+        self._proposals, self._control = proposals, control
+        longest = running.max_length if limits.longest_drafted is None else limits.longest_drafted
+        self._longest = min(longest, running.max_length)
+        self._seen: dict[int, _Seen] = {}  # by row
+        self._pages = _SeenPages(limits) if proposals.catches_up and not running.kv.has_windows else None
+        self._turns = self._plain_turns = self._next_shadow = 0
+        self._was_last = False  # the last step was the proposer's: the next one is the model's
+
+    @property
+    def is_due(self) -> bool:
+        """While speculation is off: it is time to see how right the proposer would be."""
+        return self._plain_turns >= SHADOW_EVERY
+
+    def plan(self, builder: StepPlanBuilder, step: int) -> bool:
+        """Whether this step is one of the proposer; the builder has it then."""
+        running, state, control = self._running, self._running.rows, self._control
+        index, room = running.decode_index, self._limits.most_draft_entries - len(running.decode_index)
+        index = index[state.may_draft.take(index)]
+        self._turns += 1
+        if self._turns % DECIDE_EVERY == 0 or not len(index) or room < 1:
+            rows, uids = index.tolist(), state.uid.take(index).tolist()
+            control.decide_depth(rows, uids, len(running.decode_index), room)
+        if not len(index) or room < 1:
+            return False
+        if not control.is_on:
+            self._plain_turns += 1
+        if running.committed != step - 1 or self._was_last or not (control.is_on or self.is_due):
+            return False
+        if not control.is_on:
+            self._plain_turns = 0
+            index = np.roll(index, -self._next_shadow)[:SHADOWED]
+            self._next_shadow += SHADOWED
+        depth = control.depth
+        totals = state.total.take(index)
+        index = index[(totals < state.limit.take(index)) & (totals + depth <= self._longest)]
+        index = self._take_pages(index, depth, builder)
+        return self._fill(builder, index, depth, step)
+
+    def take(self, plan: StepPlan, result: StepResult) -> list[tuple[int, int, int, Int32Array]]:
+        """What came of a step: (row, uid, tokens of the sequence, those proposed behind them)."""
+        state, rows = self._running.rows, plan.decode_rows.tolist()
+        if result.proposed is None or result.failed_rows:  # whatever is in the pages
+            for row in {*rows, *(chunk.row for chunk in plan.prefill)}:
+                self._seen.pop(row, None)
+            return []
+        for chunk in plan.prefill:
+            self._note(chunk.row, chunk.end)
+        found = []
+        uids, totals = plan.decode_uids.tolist(), plan.decode_lengths.tolist()
+        for row, uid, total, tokens in zip(rows, uids, totals, result.proposed, strict=False):
+            if state.active[row]:
+                self._note(row, total, tokens[:-1])
+                self._proposals.note(row, uid, total, tokens)
+                found.append((row, uid, total, tokens))
+        return found
+
+    def note_plan(self, plan: StepPlan) -> None:
+        """A step has been planned, of the proposer or of the model."""
+        self._was_last = plan.num_proposed > 0
+        if self._pages is not None and len(plan.page_ids):
+            self._pages.note_new(plan, self._running.rows.total)
+
+    def _take_pages(self, index: IndexArray, depth: int, builder: StepPlanBuilder) -> IndexArray:
+        """Those of the rows that have pages for what is computed of them, or get them. Nothing is preempted for it."""
+        kv, totals = self._running.kv, self._running.rows.total.take(index)
+        if kv.has_windows and (gone := kv.trim(index, (totals - 1) // np.int32(kv.page_size))) is not None:
+            builder.write_entries(gone)  # else done where a row needs a page, which these have ahead
+        longest = totals + np.int32(depth - 1)
+        missing = -(-np.maximum(longest - kv.covered.take(index), 0) // kv.page_size)
+        fits = np.cumsum(missing) * kv.groups.num_groups <= kv.num_available
+        index, longest = index[fits], longest[fits]
+        while len(short := index[longest > kv.covered.take(index)]):
+            columns, pages = kv.extend(short)
+            builder.write_pages(short.astype(np.int32), columns, pages)
+        return index
+
+    def _fill(self, builder: StepPlanBuilder, index: IndexArray, depth: int, step: int) -> bool:
+        """The step's entries and chunks, as far as its tokens go."""
+        state = self._running.rows
+        entries_left = self._limits.most_draft_entries - len(index)
+        tokens_left = self._limits.max_prefill_length
+        ready: list[int] = []
+        late_rows: list[int] = []
+        late_lengths: list[int] = []
+        for row in index.tolist():
+            total = int(state.total[row])
+            seen = self._seen_of(row, total)
+            if (lag := total - 1 - seen) <= min(SHORT_LAG, entries_left):
+                entries_left -= lag
+                late_rows += [row] * lag
+                late_lengths += range(seen + 1, total)
+            elif tokens_left:
+                end = min(total - 1, seen + tokens_left)
+                tokens_left -= end - seen
+                builder.add_chunk(PrefillChunk(row, seen, state.token_ids[row, seen:end].copy(), Wants.NOTHING))
+                if end < total - 1:
+                    continue
+            else:
+                continue
+            ready.append(row)
+        if not ready and not builder.has_prefill:
+            return False
+        rows = np.array([*ready, *late_rows], dtype=np.int32)
+        lengths = np.concatenate([state.total.take(ready), np.array(late_lengths, dtype=np.int32)]).astype(np.int32)
+        builder.decode(rows, state.uid.take(rows), lengths)
+        builder.propose(depth, len(ready))
+        state.plan_proposing(index, step)
+        return True
+
+    def _seen_of(self, row: int, total: int) -> int:
+        """The tokens of a row, from the first on, that the proposer's layers have, its last one left out."""
+        if not self._proposals.catches_up:
+            return total - 1
+        state, seen = self._running.rows, self._seen.get(row)
+        if seen is None or seen.admission != state.admission[row]:
+            lease = self._lease_pages(row)
+            return 0 if self._pages is None else min(self._pages.leading(lease, total - 1), total - 1)
+        came = state.token_ids[row, seen.count : min(seen.count + len(seen.guessed), total)]
+        wrong = np.flatnonzero(came != seen.guessed[: len(came)])
+        return min(seen.count + (int(wrong[0]) if len(wrong) else len(came)), total - 1)
+
+    def _note(self, row: int, count: int, guessed: Int32Array = NO_INT32) -> None:
+        if not self._proposals.catches_up:
+            return
+        admission, before = int(self._running.rows.admission[row]), self._seen.get(row)
+        first = before.count if before is not None and before.admission == admission else 0
+        self._seen[row] = _Seen(admission, count, guessed)
+        if self._pages is not None:
+            self._pages.note_seen(self._lease_pages(row), first, count)
+
+    def _lease_pages(self, row: int) -> Int32Array:
+        """The row's pages in order, int32 [num_pages], of a model of one cache group."""
+        sequence = self._running.rows.sequences[row]
+        assert sequence is not None, "a row that is planned keeps its sequence"
+        assert sequence.lease is not None, "a row has a lease"
+        pages: Int32Array = self._running.kv.pages_of(sequence.lease)[0]
+        return pages
+
+
+class _SeenPages:
+    """Which pages hold what the proposer's layers keep of all their tokens: of prefixes from the cache, that says
+    whether the proposer has to compute them."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._page_size = limits.page_size
+        self._seen: BoolArray = np.zeros(limits.num_pages + 1, dtype=np.bool_)
+
+    def note_new(self, plan: StepPlan, totals: Int32Array) -> None:
+        """Pages that are handed out for new tokens are of these alone; those that the cache supplies stay as they are.
+        totals: tokens that are known, by row."""
+        known = totals.take(plan.page_rows) - 1
+        for admitted in plan.admitted:
+            known[plan.page_rows == admitted.row] = admitted.cached_len
+        is_new = (plan.page_columns + 1) * self._page_size > known
+        self._seen[plan.page_ids[is_new]] = False
+
+    def note_seen(self, pages: Int32Array, first: int, count: int) -> None:
+        """Of a row with these pages the tokens from `first` to before `count` have been seen, as have all before."""
+        self._seen[pages[first // self._page_size : count // self._page_size]] = True
+
+    def leading(self, pages: Int32Array, total: int) -> int:
+        """Tokens of the first pages that have been seen, of a row with these pages and `total` tokens."""
+        unseen = np.flatnonzero(~self._seen[pages[: total // self._page_size]])
+        return (int(unseen[0]) if len(unseen) else total // self._page_size) * self._page_size
