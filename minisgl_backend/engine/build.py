@@ -31,7 +31,7 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.grammar.compilers import GrammarCompilers
 from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.grammar.jobs import Limits
-from minisgl_backend.grammar.tokenizer_info import TokenizerSource
+from minisgl_backend.grammar.tokenizer_info import TokenizerSource, complete_backend
 from minisgl_backend.ipc.messages import Welcome
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.config import ModelConfig
@@ -338,15 +338,15 @@ def _scheduler_limits(
 def _null_runner(
     config: EngineConfig, environment: Environment, model_dir: Path, model: ModelConfig
 ) -> tuple[StepRunner, SchedulerLimits, str, Callable[[], None]]:
-    tokenizer = _load_tokenizer(config, model_dir)
-    answer = tokenizer(NULL_ANSWER, add_special_tokens=False)["input_ids"]
+    encode = _encoder(config, model_dir)
+    answer = encode(NULL_ANSWER)
     page_size = config.page_size or NULL_PAGE_SIZE
     max_seq_len = model.max_seq_len(config.max_seq_len_override)
     pages = config.num_pages or min(config.max_running_requests * -(-max_seq_len // page_size), NULL_MAX_PAGES)
     log_file = Path(environment.null_runner_log) if environment.null_runner_log else None
     runner: StepRunner
     if environment.null_runner_scripts:
-        scripts = _read_scripts(Path(environment.null_runner_scripts), tokenizer, model.eos_token_ids)
+        scripts = _read_scripts(Path(environment.null_runner_scripts), encode, model.eos_token_ids)
         runner = ScriptedRunner(scripts, config.null_runner_rate)
     else:
         runner = NullRunner(np.array(answer, dtype=np.int32), config.null_runner_rate, log_file)
@@ -356,18 +356,20 @@ def _null_runner(
     return runner, limits, f"null runner with the tokenizer of {config.model}", lambda: None
 
 
-def _read_scripts(path: Path, tokenizer: Any, eos_token_ids: Sequence[int]) -> list[Int32Array]:
+def _read_scripts(path: Path, encode: Callable[[str], list[int]], eos_token_ids: Sequence[int]) -> list[Int32Array]:
     """The entries of a JSON list, each a text or token ids, as tokens; all but the last end."""
     given = json.loads(path.read_text(encoding="utf-8"))
-    scripts = [
-        tokenizer(script, add_special_tokens=False)["input_ids"] if isinstance(script, str) else script
-        for script in given
-    ]
+    scripts = [encode(script) if isinstance(script, str) else script for script in given]
     scripts[:-1] = [[*script, eos_token_ids[0]] for script in scripts[:-1]]
     return [np.array(script, dtype=np.int32) for script in scripts]
 
 
-def _load_tokenizer(config: EngineConfig, model_dir: Path) -> Any:
+def _encoder(config: EngineConfig, model_dir: Path) -> Callable[[str], list[int]]:
+    """Text -> token ids, without special tokens of the tokenizer's; without transformers where it can be."""
+    backend = complete_backend(model_dir)
+    if backend is not None:
+        return lambda text: list(backend.encode(text, add_special_tokens=False).ids)
     from transformers import AutoTokenizer
 
-    return AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=config.trust_remote_code)
+    tokenizer = AutoTokenizer.from_pretrained(str(model_dir), trust_remote_code=config.trust_remote_code)
+    return lambda text: list(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -9,11 +9,13 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
+
+from minisgl_backend.process.absent import absent
 
 UNUSED = ("torch", "transformers")
 # tvm-ffi, through which xgrammar calls its library, is to build nothing for torch, and transformers needs none.
@@ -27,7 +29,7 @@ def import_xgrammar(without: Sequence[str]) -> ModuleType:
         return sys.modules["xgrammar"]
     missing = [name for name in without if name not in sys.modules]
     # tvm-ffi, which older versions have not, can do without; a class that is no tensor's would mislead it.
-    with _absent(missing), contextlib.suppress(ImportError):
+    with absent(missing), contextlib.suppress(ImportError):
         importlib.import_module("tvm_ffi")
     finder = _StandIns(missing)
     sys.meta_path.insert(0, finder)
@@ -37,23 +39,6 @@ def import_xgrammar(without: Sequence[str]) -> ModuleType:
         sys.meta_path.remove(finder)
         for name in [name for name in sys.modules if name.partition(".")[0] in missing]:
             del sys.modules[name]
-
-
-@contextlib.contextmanager
-def absent_torch() -> Iterator[None]:
-    """An import of torch fails meanwhile, as where it is not installed; nothing happens where it is imported."""
-    with _absent(["torch"] if "torch" not in sys.modules else []):
-        yield
-
-
-@contextlib.contextmanager
-def _absent(names: Sequence[str]) -> Iterator[None]:
-    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: there is no such module
-    try:
-        yield
-    finally:
-        for name in names:
-            sys.modules.pop(name, None)
 
 
 class _StandIns(MetaPathFinder, Loader):

@@ -16,7 +16,8 @@ from typing import Any
 import msgspec
 
 from minisgl_backend.grammar.helper import Helper, begin_helper
-from minisgl_backend.grammar.light_import import UNUSED, absent_torch, import_xgrammar
+from minisgl_backend.grammar.light_import import UNUSED, import_xgrammar
+from minisgl_backend.process.absent import absent_torch
 
 
 class TokenizerSource(msgspec.Struct, frozen=True):
@@ -55,7 +56,7 @@ def describe(source: TokenizerSource, helper: Helper | None = None) -> str:
     torch."""
     if helper is None or helper.options.whole:
         return _info(_load(source), source)
-    backend = _complete_backend(Path(source.folder))
+    backend = complete_backend(Path(source.folder))
     if backend is not None:
         import_xgrammar(UNUSED)
         return _info(_fast_tokenizer(backend), source)
@@ -65,7 +66,7 @@ def describe(source: TokenizerSource, helper: Helper | None = None) -> str:
     return _info(tokenizer, source)
 
 
-def _complete_backend(folder: Path) -> Any:
+def complete_backend(folder: Path) -> Any:
     """The tokenizers.Tokenizer of the folder's tokenizer.json; None where transformers would add tokens to it, or makes
     the tokenizer by code of its own."""
     path = folder / "tokenizer.json"

@@ -11,16 +11,19 @@ import sys
 from pathlib import Path
 
 from minisgl_backend.host.repository import ENGINE_MODEL
+from minisgl_backend.host.settings import read_parameters
 
 _WRONG_OPTIONS = 2  # exit code; any other one says nothing about the options
 
 
 class OptionCheck:
-    """Starts at construction, for the engine options written in `repository`; nothing is checked without an engine."""
+    """Starts at construction, for the engine options written in `repository`; nothing is checked without an engine, nor
+    of the null runner, which has no device."""
 
     def __init__(self, repository: Path) -> None:
         self._process: subprocess.Popen[str] | None = None
-        if (repository / ENGINE_MODEL / "config.pbtxt").is_file():
+        config = repository / ENGINE_MODEL / "config.pbtxt"
+        if config.is_file() and read_parameters(config.read_text(encoding="utf-8")).get("runner") != "null":
             # Where the machine has no process left for it, the server's own start says what is wrong, only later.
             with contextlib.suppress(OSError):
                 self._process = subprocess.Popen(

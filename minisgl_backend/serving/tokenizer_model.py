@@ -5,15 +5,17 @@ Who asks this model itself can have the prompt as text, its tokens as texts, and
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import triton_python_backend_utils as pb_utils
 
+from minisgl_backend.config import EngineConfig
 from minisgl_backend.environment import Environment
 from minisgl_backend.errors import ConfigError, InvalidRequestError, MinisglError, status_of
 from minisgl_backend.host.settings import is_demo, read_engine_config
@@ -21,11 +23,14 @@ from minisgl_backend.ipc.wire import Codec
 from minisgl_backend.models.choose import load_model_config
 from minisgl_backend.models.folder import DEMO
 from minisgl_backend.parsers.thinking import TAIL
+from minisgl_backend.process.absent import absent_torch
 from minisgl_backend.process.spawn import log_to_stderr
 from minisgl_backend.serving.codec import CodecSettings, RequestCodec
 from minisgl_backend.serving.fields import shown
 from minisgl_backend.serving.pooling_codec import PoolingCodec
-from minisgl_backend.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from minisgl_backend.text.tokenizer import Tokenizer
 
 _LOGGER = logging.getLogger(__name__)
 
@@ -49,7 +54,7 @@ class TritonPythonModel:
                 apply_chat_template=_flag(parameters, "apply_chat_template", is_demo(config, repository)),
                 exclude_input_in_output=_flag(parameters, "exclude_input_in_output", True),
             )
-            tokenizer = Tokenizer(config.model, trust_remote_code=config.trust_remote_code)
+            tokenizer = _load_tokenizer(config)
         except ConfigError as error:
             raise pb_utils.TritonModelException(str(error)) from None
         pooling = PoolingCodec(tokenizer, model, settings.max_seq_len, enabled=config.enable_embeddings)
@@ -107,6 +112,14 @@ class TritonPythonModel:
         if "model_info" in wanted:
             tensors.append(_text_tensor("model_info", json.dumps(self._info)))
         return tensors
+
+
+def _load_tokenizer(config: EngineConfig) -> Tokenizer:
+    """Without torch, unless code that this project does not know may want it: transformers' own model, which was then
+    read before, or the folder's. Not imported above, which a server that completes configurations does twice."""
+    with contextlib.nullcontext() if config.trust_remote_code else absent_torch():
+        from minisgl_backend.text.tokenizer import Tokenizer
+    return Tokenizer(config.model, trust_remote_code=config.trust_remote_code)
 
 
 def _text_tensor(name: str, *texts: str) -> Any:

@@ -9,7 +9,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,9 +64,10 @@ class RunningServer:
         exit_seconds: int = 10,
         prepare: Callable[[Path], None] = lambda repository: None,
         grpc_port: int = 0,
+        options: Sequence[str] = ("--disable-auto-complete-config",),
     ) -> None:
         """`exit_seconds`: how long it waits at its end for requests that are not finished; `prepare` may change the
-        rendered repository; `grpc_port` 0: any."""
+        rendered repository; `grpc_port` 0: any; `options`: of tritonserver, by default as `minisgl serve` has them."""
         self._folder = folder
         # An answer depends on nobody's company then, to the last bit that tests could see.
         self._parameters = {"dtype": "float32", **parameters}
@@ -74,6 +75,7 @@ class RunningServer:
         self._exit_seconds = exit_seconds
         self._prepare = prepare
         self._grpc_port = grpc_port
+        self._options = options
 
     def __enter__(self) -> Server:
         try:
@@ -94,7 +96,7 @@ class RunningServer:
         arguments = ["--model-repository", str(repository), "--exit-timeout-secs", str(self._exit_seconds)]
         for kind, port in (("http", http), ("grpc", grpc), ("metrics", metrics)):
             arguments += [f"--{kind}-port", str(port)]
-        arguments += ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1"]
+        arguments += ["--http-address", "127.0.0.1", "--grpc-address", "127.0.0.1", *self._options]
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
                 # As the command `tritonserver` of the environment starts it; it becomes the server.

@@ -74,6 +74,10 @@ def ended(processes: list[Process]) -> bool:
 def test_two_fronts_share_one_core_and_both_drain(bare: Server, tmp_path: Path) -> None:
     assert len(below(bare, "engine_0_")) == 2
     (core,) = below(bare, "minisgl_backend.engine.process")
+    for process in (core, *below(bare, "tokenizer/1/model.py")):
+        assert "libtorch" not in Path(f"/proc/{process.pid}/maps").read_text(), (
+            "2 s and 200 MB of what it has no use for"
+        )
     streams = [Asking(bare, 60) for _ in range(16)]
     for stream in streams:
         stream.join()

@@ -33,7 +33,9 @@ def test_a_bare_server_serves_what_init_wrote(tmp_path: Path) -> None:
         options = ["--model", str(model), "--max-seq-len-override", "48", "--infer", "--out", str(repository)]
         subprocess.run([sys.executable, "-m", "client", "init", *options], check=True, cwd=ROOT)
 
-    with RunningServer(tmp_path, {}, prepare=init) as server, Client(f"127.0.0.1:{server.grpc}") as client:
+    # Without options, as a container's command line starts it.
+    bare = RunningServer(tmp_path, {}, prepare=init, options=())
+    with bare as server, Client(f"127.0.0.1:{server.grpc}") as client:
         question = [{"role": "user", "content": "What is 17 + 25?"}]
         assert client.generate(messages=question, temperature=0).text == "17 + 25 = 42."
         answer = client.generate(messages=[{"role": "user", "content": "Count from 1 to 200."}], temperature=0)
