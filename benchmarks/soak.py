@@ -5,7 +5,7 @@ every kind of option are mixed. Every answer is compared with what the same serv
 trouble began.
 
     python -m benchmarks.soak --requests 20000 --cancels 0.2 --bad 0.1 --kills 20
-    python -m benchmarks.soak --quick            about three minutes, run by .ci/run
+    python -m benchmarks.soak --quick            about two minutes, run by .ci/run
     python -m benchmarks.soak --minutes 5        as many requests as fit
     python -m benchmarks.soak --dp 2 --tp 1      two engine cores: one's death leaves the other's streams alone
     python -m benchmarks.soak --runner null      no model: the server's front door at its fastest; one rank
@@ -319,10 +319,10 @@ def parse(arguments: Sequence[str] | None) -> Plan:
     parser.add_argument("--dp", type=int, default=1, help="engine cores of so many ranks each [%(default)s]")
     parser.add_argument("--runner", choices=("model", "null"), default="model", help="null: no model [%(default)s]")
     parser.add_argument("--log", type=Path, help="where to keep what the server says")
-    parser.add_argument("--quick", action="store_true", help="about 3 minutes, 16 clients, 4 kills")
+    parser.add_argument("--quick", action="store_true", help="about 2 minutes, 16 clients, 4 kills")
     given = vars(parser.parse_args(arguments))
     if given.pop("quick"):
-        given |= {"minutes": min(given["minutes"], 2.6), "kills": min(given["kills"], 4)}
+        given |= {"minutes": min(given["minutes"], 2.0), "kills": min(given["kills"], 4)}
         given |= {"clients": min(given["clients"], 16)}
     return Plan(**given)
 

@@ -1,6 +1,6 @@
 """The soak of benchmarks/soak.py, for half a minute: no wrong text, no hang, nothing left behind.
 
-Continuous integration runs three minutes of it beside the tests.
+Continuous integration runs two minutes of it beside the tests.
 """
 
 from __future__ import annotations
