@@ -18,7 +18,7 @@ from tests.random_requests import RandomAnswer, RandomRequest, alone, ask_core, 
 
 # Of random requests, the same in each cell: what each is answered alone is asked once. With --full each cell has twenty
 # of its own. Of the model's short answers few outgrow their pages: those of PREEMPTING have one that does.
-ROUNDS, PREEMPTING, MANY_ROUNDS = 10, (80, 125), 180
+ROUNDS, PREEMPTING, MANY_ROUNDS = 6, (80, 125), 180
 REQUESTS = 6  # of a round
 SIZES: dict[str, Any] = {"longest_prompt": 160, "most_tokens": 16}
 CHUNKS = {"max_prefill_length": 48, "mixed_prefill_length": 24, "max_running_requests": 8}

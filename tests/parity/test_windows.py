@@ -1,8 +1,8 @@
 """Sliding windows and latents (MLA) through the whole engine against transformers: the same tokens however it is run.
 
 Prompts of about 150 tokens over windows of 24 and less, in the cells of the gauge's matrix that a short run samples,
-Mistral in a few more (four ranks, chunks that end within a page, few pages that are large); with `--full` Mistral and a
-model with latents in every cell, with `--full-matrix` all of them.
+Mistral in a few more (four ranks, chunks that end within a page, few pages that are large), the others in fewer; with
+`--full` Mistral and a model with latents in every cell, with `--full-matrix` all of them.
 """
 
 from __future__ import annotations
@@ -31,6 +31,10 @@ NAMES = (MISTRAL, "qwen2-windows-above", "qwen3-windows-between")
 LATENT = "deepseek_v3-one-group"  # with --full
 INTERPRETED = "qwen3-windows-between"  # whose kernels run in every run: with windows and without
 MORE_CELLS = ("chunk-100", "starved-page-64-naive", "tp-4")  # of Mistral, in every run
+FEWER_CELLS = {
+    "qwen2-windows-above": ("chunk-16", "starved-lpm"),
+    "qwen3-windows-between": ("page-64", "starved-chunk-16-sequential", "tp-2-graphs"),
+}
 MAX_SEQ_LEN = 320
 NUM_TOKENS = 24
 STARVED_TOKENS = 112  # more than a page, whatever its size: else nobody's pages need be taken
@@ -76,7 +80,7 @@ def case(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def is_short(name: str, cell: Cell) -> bool:
-    return name != LATENT and (cell.sampled or cell.name in MORE_CELLS)
+    return cell.name in FEWER_CELLS.get(name, ()) or (name == MISTRAL and (cell.sampled or cell.name in MORE_CELLS))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -63,10 +63,16 @@ EARLY = DecodeShape(32, 32, 32, 4, 3, early=True, merged_at_once=16)
 BALANCED = [DecodeShape(4, 64, 32, 4, 3, workers=5), DecodeShape(4, 64, 64, 4, 3, workers=1)]
 
 
-def in_turn(rows: list[tuple[Any, ...]], shapes: list[DecodeShape], each: int) -> list[tuple[Any, ...]]:
-    """(*row, shape) of every shape with `each` of the rows, which take turns: not all with all."""
+def in_turn(rows: list[tuple[Any, ...]], shapes: list[DecodeShape], each: int, full: int) -> list[Any]:
+    """(*row, shape) of every shape with `each` of the rows, which take turns: not all with all. With --full, `full`."""
+
+    def pairs(each: int) -> list[tuple[int, int]]:
+        return [((each * index + turn) % len(rows), index) for index in range(len(shapes)) for turn in range(each)]
+
+    more = [pair for pair in pairs(full) if pair not in pairs(each)]
     return [
-        (*rows[(each * index + turn) % len(rows)], shape) for index, shape in enumerate(shapes) for turn in range(each)
+        pytest.param(*rows[row], shapes[index], marks=[pytest.mark.full] if (row, index) in more else [])
+        for row, index in (*pairs(each), *more)
     ]
 
 
@@ -75,7 +81,8 @@ def in_turn(rows: list[tuple[Any, ...]], shapes: list[DecodeShape], each: int) -
     in_turn(
         [(1, 0), (16, 0), (64, 0), (1, 24), (16, 1), (64, 64), (64, 200)],
         [DecodeShape(4, 64, 64, 4, 3), DecodeShape(1, 64, 32, 4, 3), *BALANCED],
-        4,
+        each=2,
+        full=4,
     ),
 )
 def test_decode_attention(page_size, window, shape):
@@ -95,8 +102,17 @@ def test_decode_attention(page_size, window, shape):
     assert int(workspace.counters.abs().sum()) == 0
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 6, 100])
-@pytest.mark.parametrize("lengths", [[1], [2, 1, 1, 33], [700, 3, 64, 65, 1, 128], [40] * 9, [1000, 1000]])
+def shares() -> list[Any]:
+    """(lengths, workers); all with all with --full."""
+    short = [([1], (1, 100)), ([2, 1, 1, 33], (2, 6, 100)), ([700, 3, 64, 65, 1, 128], (1, 3, 6)), ([40] * 9, (2, 6))]
+    return [
+        pytest.param(lengths, workers, marks=[] if workers in kept else [pytest.mark.full])
+        for lengths, kept in (*short, ([1000, 1000], (3,)))
+        for workers in (1, 2, 3, 6, 100)
+    ]
+
+
+@pytest.mark.parametrize(("lengths", "workers"), shares())
 def test_decode_attention_in_equal_shares(lengths, workers):
     """However many programs share the tiles: sequences in one part, in many, and many in one share."""
     case = PagedCase(lengths, 16, heads=6, kv_heads=2, head_dim=32)
@@ -124,7 +140,7 @@ def interpreted_shapes() -> list[DecodeShape]:
 
 
 @pytest.mark.parametrize(
-    ("page_size", "window", "shape"), in_turn([(1, 0), (16, 40), (64, 0)], interpreted_shapes(), 2), ids=str
+    ("page_size", "window", "shape"), in_turn([(1, 0), (16, 40), (64, 0)], interpreted_shapes(), 1, full=2), ids=str
 )
 def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
     """What is no number stands in every place but those that a sequence may see, the rest of its last page included."""
@@ -156,7 +172,8 @@ def test_decode_attention_sees_no_token_of_others(page_size, shape, window):
     in_turn(
         [(1, True, 0), (16, False, 0), (64, True, 0), (1, True, 40), (16, False, 1), (64, True, 2), (64, True, 100)],
         [DecodeShape(4, 64, 64, 4, 3), EARLY, *BALANCED],
-        4,
+        each=2,
+        full=4,
     ),
 )
 def test_rotating_decode_attention(page_size, shape, normed, window):
@@ -242,8 +259,10 @@ def test_attention_over_an_fp8_cache(page_size, window, dtype, tolerance):
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("shape", [DecodeShape(4, 64, 64, 4, 3), EARLY, *BALANCED])
-@pytest.mark.parametrize(("page_size", "window"), [(1, 0), (16, 24), (64, 0)])
+@pytest.mark.parametrize(
+    ("page_size", "window", "shape"),
+    in_turn([(1, 0), (16, 24), (64, 0)], [DecodeShape(4, 64, 64, 4, 3), EARLY, *BALANCED], 1, full=3),
+)
 def test_rotating_decode_attention_over_an_fp8_cache(page_size, window, shape):
     """The new token is attended to as it is stored: quantized."""
     heads, kv_heads, dim = 6, 2, 48
