@@ -28,7 +28,8 @@ if "PYTEST_XDIST_WORKER" in os.environ:
         os.environ.pop(variable, None)
 
 # Under pytest-xdist one worker runs a file from beginning to end, so that a module's fixtures are made once, and all
-# files of a group as if they were one. Tests of Ctrl-C, other signals and real time-outs are one, at the end of a run:
+# files of a group as if they were one. Tests of Ctrl-C, other signals and real time-outs are one, near the end of a
+# run, when the other worker has kernels in Triton's interpreter left, which take one core:
 SERIAL = (
     "unit/client/test_chat_session.py",
     "unit/client/test_ctrl_c.py",
@@ -113,9 +114,13 @@ def worker_group(path: str) -> str:
 
 
 def worker_turn(path: str) -> int:
-    """What takes long comes first, and last what a busy machine could mislead."""
+    """What takes long comes first, near the end what a busy machine could mislead, and what keeps it quiet last."""
     group = worker_group(path)
-    return 0 if group == "servers" else 1 if path.endswith(OWN_SERVERS) else 3 if group == "serial" else 2
+    if group == "servers":
+        return 0
+    if path.endswith(OWN_SERVERS):
+        return 1
+    return 3 if group == "serial" else 4 if "unit/kernels/test_interpreted" in path else 2
 
 
 @pytest.hookimpl(optionalhook=True)
