@@ -16,7 +16,7 @@ from minisgl_backend.layers.context import ForwardContext
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import NormOverHeads, RMSNorm, SublayerNorms
 from minisgl_backend.layers.residual import MicroBatches, join
-from minisgl_backend.layers.rotary import head_order
+from minisgl_backend.layers.rotary import head_order, query_growth
 from minisgl_backend.layers.weights import LayerContext, WeightedLayer
 from minisgl_backend.tensor_parallel import TensorParallel
 from minisgl_backend.weights.parts import WeightPart
@@ -32,6 +32,9 @@ class AttentionBlock(WeightedLayer, ABC):
     @abstractmethod
     def bind(self, spec: AttentionSpec, pool: KVPool) -> None:
         """From now on attention reads and writes this pool."""
+
+    def derive_weights(self) -> None:
+        """To be called when all weights are loaded."""
 
     @abstractmethod
     def heads(self, qkv: torch.Tensor, positions: torch.Tensor, ctx: ForwardContext) -> torch.Tensor:
@@ -124,12 +127,20 @@ class SelfAttention(AttentionBlock):
         elif norm is not None:
             self.q_norm = RMSNorm(config.head_dim, norm, "q_norm", layer_context, order)
             self.k_norm = RMSNorm(config.head_dim, norm, "k_norm", layer_context, order)
+        behind = norm is not None and config.qk_norm_behind_rope
+        assert not (behind and over_heads), "no family asks for both"
+        # The rotation leaves a head's norm as it is: what follows it are the weights alone. Scores are products of
+        # queries and keys, so that the keys' weights can be multiplied into the queries.
+        one = torch.ones(config.head_dim, dtype=layer_context.dtype, device=layer_context.device) if behind else None
+        self._query_factors = one  # of each dimension, see `derive_weights`
+        self._growth = query_growth(config.query_growth, len(cos_sin), layer_context.device)
+        self._adjusts_queries = behind or self._growth is not None
         # Rank for rank, as the query heads.
         sinks = layer_context.parameter(config.num_q_heads // tp.size, dtype=torch.float32) if config.sinks else None
         self.sinks = sinks
         self._rotation = QKNormRope(  # weights are loaded in place
-            q_norm=self.q_norm.weight if isinstance(self.q_norm, RMSNorm) else None,
-            k_norm=self.k_norm.weight if isinstance(self.k_norm, RMSNorm) else None,
+            q_norm=one if one is not None else self.q_norm.weight if isinstance(self.q_norm, RMSNorm) else None,
+            k_norm=one if one is not None else self.k_norm.weight if isinstance(self.k_norm, RMSNorm) else None,
             cos_sin=cos_sin,
             eps=norm.eps if norm is not None else 0.0,
         )
@@ -144,10 +155,22 @@ class SelfAttention(AttentionBlock):
             q_size, k_size = self._sizes
             self.q_norm.apply_(qkv[:, :q_size])
             self.k_norm.apply_(qkv[:, q_size : q_size + k_size])
-        if ctx.fuses_rope(layer):
+        if not self._adjusts_queries and ctx.fuses_rope(layer):
             return ctx.attend_with_rope(layer, qkv, r).flatten(1)
         q = self._ops.rope_store(qkv, r, positions, ctx.slots, layer.kv, layer.num_q_heads)
-        return ctx.attend(layer, q).flatten(1)
+        return ctx.attend(layer, self._adjusted(q, positions)).flatten(1)
+
+    def _adjusted(self, q: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """q [num_tokens, local num_q_heads, head_dim], rotated, which may be overwritten."""
+        if self._query_factors is not None:
+            q = q.mul_(self._query_factors)
+        return q if self._growth is None else q.mul_(self._growth[positions].view(-1, 1, 1))
+
+    def derive_weights(self) -> None:
+        if self._query_factors is not None:
+            assert isinstance(self.q_norm, RMSNorm)
+            assert isinstance(self.k_norm, RMSNorm)
+            self._query_factors = self.q_norm.weight.float() * self.k_norm.weight.float()
 
     def store(self, qkv: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor) -> None:
         """Keys and values alone, of a layer without norms over all heads: as `heads`, of no queries; slots int

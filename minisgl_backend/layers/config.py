@@ -10,7 +10,9 @@ from typing import ClassVar, Literal
 
 # Of the gate; gelu_tanh is transformers' gelu_pytorch_tanh, swiglu_oai clamps the up half too (`gate_mul`).
 Activation = Literal["silu", "gelu", "gelu_tanh", "swiglu_oai"]
-UngatedActivation = Literal["silu", "gelu", "gelu_tanh", "relu2"]  # relu2: relu(x) ** 2 (So et al., 2021: Primer)
+# relu2: relu(x) ** 2 (So et al., 2021: Primer); xielu: with two learned numbers (Huang and Schlag, 2024: Deriving
+# Activation Functions Using Integration).
+UngatedActivation = Literal["silu", "gelu", "gelu_tanh", "relu2", "xielu"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +43,18 @@ class NormConfig:
 
     eps: float
     kind: Literal["rms", "layer"] = "rms"
+    weight: bool = True  # False: LayerNorm without one (OLMo)
     bias: bool = False  # of LayerNorm
     weight_offset: float = 0.0  # added to the stored weight; Gemma stores what is to be added to 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class QueryGrowth:
+    """A query at position p is multiplied by 1 + beta * log(1 + floor(p / every)), so that attention over long contexts
+    stays as sharp (Llama 4, Ministral 3)."""
+
+    beta: float
+    every: int  # tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +73,8 @@ class AttentionConfig:
     output_bias: bool = False
     qk_norm: NormConfig | None = None  # RMSNorm of queries and keys before the rotation
     qk_norm_over_heads: bool = False  # that norm is over all heads together (OLMo-2), not over each
+    qk_norm_behind_rope: bool = False  # that norm follows the rotation (Hunyuan)
+    query_growth: QueryGrowth | None = None
 
     @property
     def rope_head_dim(self) -> int:

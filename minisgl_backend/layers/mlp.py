@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from minisgl_backend.kernels.torch_ops import activate
@@ -10,7 +11,8 @@ from minisgl_backend.layers.config import MlpConfig, UngatedMlpConfig
 from minisgl_backend.layers.linear import ColumnParallelLinear, RowParallelLinear
 from minisgl_backend.layers.norm import SublayerNorms
 from minisgl_backend.layers.residual import Residual
-from minisgl_backend.layers.weights import LayerContext
+from minisgl_backend.layers.weights import LayerContext, WeightedLayer
+from minisgl_backend.weights.parts import WeightPart
 
 
 class GatedMLP(nn.Module):
@@ -45,12 +47,15 @@ class UngatedMLP(nn.Module):
     def __init__(self, config: UngatedMlpConfig, hidden_size: int, layer_context: LayerContext) -> None:
         super().__init__()
         self._activation = config.activation
+        self.act_fn = XIELU(layer_context.at("act_fn")) if config.activation == "xielu" else None
         size = config.intermediate_size
         self.up_proj = ColumnParallelLinear(hidden_size, {"up_proj": size}, config.bias, layer_context)
         self.down_proj = RowParallelLinear(size, hidden_size, "down_proj", config.bias, layer_context)
 
     def derive_weights(self, o_proj: RowParallelLinear, norms: SublayerNorms) -> None:
         """As in `GatedMLP`."""
+        if self.act_fn is not None:
+            self.act_fn.derive_weights()
 
     def takes_o_proj(self, num_tokens: int) -> bool:
         """As in `GatedMLP`."""
@@ -59,8 +64,40 @@ class UngatedMLP(nn.Module):
     def forward(self, residual: Residual, norms: SublayerNorms) -> Residual:
         """The residual stream plus mlp(norm(residual)), [num_tokens, hidden_size]."""
         residual, up = self.up_proj(residual, norms.before)
-        return self.down_proj(residual, activate(up, self._activation), norms)
+        return self.down_proj(residual, self._activated(up), norms)
 
     def part(self, x: torch.Tensor, added_to: torch.Tensor | None) -> torch.Tensor:
         """x, added_to [num_tokens, hidden_size] -> added_to plus this rank's part of mlp(x)."""
-        return self.down_proj.part(activate(self.up_proj.of(x), self._activation), added_to)
+        return self.down_proj.part(self._activated(self.up_proj.of(x)), added_to)
+
+    def _activated(self, up: torch.Tensor) -> torch.Tensor:
+        return activate(up, self._activation) if self.act_fn is None else self.act_fn(up)
+
+
+class XIELU(WeightedLayer):
+    """xIELU (Huang and Schlag, 2024: Deriving Activation Functions Using Integration): above 0 a parabola, below it the
+    integral of ELU, each with a factor that is learned."""
+
+    def __init__(self, layer_context: LayerContext) -> None:
+        super().__init__()
+        self._path = layer_context.path
+        self.alpha_p, self.alpha_n, self.beta, self.eps = (
+            layer_context.parameter(1, dtype=torch.float32) for _ in range(4)
+        )
+        self._above, self._below = torch.empty(0), torch.empty(0)
+
+    def derive_weights(self) -> None:
+        """To be called when all weights are loaded."""
+        self._above, self._below = F.softplus(self.alpha_p), self.beta + F.softplus(self.alpha_n)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x of any shape -> the same."""
+        x32 = x.float()
+        below = self._below * (torch.expm1(torch.minimum(x32, self.eps)) - x32)
+        return (torch.where(x32 > 0, self._above * x32.square(), below) + self.beta * x32).to(x.dtype)
+
+    def weight_parts(self) -> list[WeightPart]:
+        return [
+            WeightPart(name=f"{self._path}.{name}", shape=(1,), target=parameter)
+            for name, parameter in self.named_parameters()
+        ]

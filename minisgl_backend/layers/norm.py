@@ -64,7 +64,12 @@ class LayerNorm(WeightedLayer):
         self._offset = config.weight_offset
         self.eps = config.eps
         dtype = torch.float32 if self._offset else None
-        self.weight = layer_context.parameter(size, dtype=dtype)
+        self._has_weight = config.weight
+        self.weight: torch.Tensor
+        if config.weight:
+            self.weight = layer_context.parameter(size, dtype=dtype)
+        else:  # a kernel's weight of ones
+            self.register_buffer("weight", torch.ones(size, dtype=layer_context.dtype, device=layer_context.device))
         self.bias = layer_context.parameter(size, dtype=dtype) if config.bias else None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +83,9 @@ class LayerNorm(WeightedLayer):
 
     def weight_parts(self) -> list[WeightPart]:
         shape = tuple(self.weight.shape)
-        parts = [WeightPart(name=f"{self._name}.weight", shape=shape, target=self.weight, add=self._offset)]
+        parts = []
+        if self._has_weight:
+            parts.append(WeightPart(name=f"{self._name}.weight", shape=shape, target=self.weight, add=self._offset))
         if self.bias is not None:
             parts.append(WeightPart(name=f"{self._name}.bias", shape=shape, target=self.bias))
         return parts

@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from minisgl_backend.layers.config import RopeConfig
+from minisgl_backend.layers.config import QueryGrowth, RopeConfig
 
 
 def default_frequencies(head_dim: int, theta: float) -> torch.Tensor:
@@ -97,6 +97,14 @@ def rope_table(rope: RopeConfig | None, head_dim: int, max_seq_len: int, device:
     rotary_dim = rope.rotary_dim or head_dim
     frequencies, attention_factor = _stretched(rope, default_frequencies(rotary_dim, rope.theta), max_seq_len)
     return rotary_table(frequencies, max_seq_len, device, attention_factor, still=(head_dim - rotary_dim) // 2)
+
+
+def query_growth(growth: QueryGrowth | None, max_seq_len: int, device: torch.device) -> torch.Tensor | None:
+    """float32 [max_seq_len]: what a query at each position is multiplied by; None: nothing."""
+    if growth is None:
+        return None
+    steps = torch.arange(max_seq_len, dtype=torch.float32, device=device).div_(growth.every).floor_()
+    return steps.log1p_().mul_(growth.beta).add_(1.0)
 
 
 def head_order(rope: RopeConfig | None, head_dim: int) -> tuple[int, ...] | None:

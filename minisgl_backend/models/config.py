@@ -73,7 +73,7 @@ class ModelConfig(DecoderConfig):
         """
         architecture, family = _architecture(config)
         check_model_type(config.get("model_type"), architecture, family.model_type)
-        config = _of_text(config, family.text_config)
+        config = _of_text(config, family)
         keys = Keys(config, family.defaults)
 
         quantization = keys.get("quantization_config") or keys.get("compression_config")  # its older name
@@ -116,21 +116,27 @@ class ModelConfig(DecoderConfig):
 
 def _architecture(config: Mapping[str, Any]) -> tuple[str, Family]:
     names = config.get("architectures") or []
-    family = find_family(str(names[0]), FAMILIES) if len(names) == 1 else None
+    family = find_family(str(names[0]), config.get("model_type"), FAMILIES) if len(names) == 1 else None
     if family is None:
         also = "or ...Model and ...ForSequenceClassification of these"
         refuse("architectures", names, f"one of {', '.join(FAMILIES)}, {also}")
     return str(names[0]), family
 
 
-def _of_text(config: Mapping[str, Any], key: str | None) -> Mapping[str, Any]:
-    """The description of the text model: what is at `key`, with what counts for it of the keys around."""
-    if key is None:
+def _of_text(config: Mapping[str, Any], family: Family) -> Mapping[str, Any]:
+    """The description of the text model, with what counts for it of the keys around."""
+    key = family.text_config
+    if key is None or (family.may_be_flat and key not in config):
         return config
     inner = config.get(key)
     if not isinstance(inner, dict):
         refuse(key, inner, "a JSON object, which describes the text model")
-    return {**{name: config[name] for name in _AROUND_TEXT if name in config}, **inner}
+    ties = any(of.get("tie_word_embeddings") for of in (config, inner))  # transformers 5 has it around, 4 within
+    return {
+        **{name: config[name] for name in _AROUND_TEXT if name in config},
+        **inner,
+        **({"tie_word_embeddings": True} if ties else {}),
+    }
 
 
 def _with_modelopt(config: dict[str, Any], folder: Path) -> dict[str, Any]:

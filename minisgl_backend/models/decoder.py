@@ -56,6 +56,7 @@ class DecoderLayer(nn.Module):
 
     def derive_weights(self) -> None:
         """What is computed from weights: to be called when all of them are loaded."""
+        self.self_attn.derive_weights()
         self.mlp.derive_weights(self.self_attn.o_proj, self._mlp_norms)
 
     def keep_input(self, micro_batches: MicroBatches, outs: Iterable[torch.Tensor]) -> MicroBatches:
@@ -108,7 +109,7 @@ class ParallelDecoderLayer(DecoderLayer):
     summed over the ranks once."""
 
     def derive_weights(self) -> None:
-        pass
+        self.self_attn.derive_weights()
 
     def forward(
         self,

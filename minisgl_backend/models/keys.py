@@ -19,9 +19,16 @@ class Keys:
 
     def __init__(self, values: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> None:
         """`defaults`: what absent keys mean, where `read` does not say it."""
-        self._values = {**(defaults or {}), **values}
+        self._defaults = defaults or {}
+        self._values = {**self._defaults, **values}
         self._given = values
         self._read: set[str] = set()
+
+    def with_defaults(self, defaults: Mapping[str, Any]) -> Keys:
+        """The same keys and the same record of what was read, where more absent keys mean something."""
+        other = Keys(self._given, {**self._defaults, **defaults})
+        other._read = self._read
+        return other
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value as it is, of any type."""

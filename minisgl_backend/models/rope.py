@@ -24,20 +24,33 @@ _KEYS: Mapping[str, tuple[tuple[str, ...], tuple[str, ...]]] = {  # by type: req
     ),
     "longrope": (("short_factor", "long_factor"), ("factor", _ORIGINAL, "attention_factor")),
 }
+_MROPE = ("mrope_section", "mrope_interleaved")
 _NO_NUMBERS = ("truncate", "short_factor", "long_factor")
 
 
 def read_rope(
-    keys: Keys, head_dim: int, *, partial: bool = False, part: float = 1.0, interleaved: bool = False
+    keys: Keys,
+    head_dim: int,
+    *,
+    partial: bool = False,
+    part: float = 1.0,
+    interleaved: bool = False,
+    mrope: bool = False,
+    apart: Iterable[str] = (),
 ) -> RopeConfig:
     """The one set of values of all layers. `partial`: the family reads partial_rotary_factor, the part of a head's
-    dimensions that is rotated; `part`: what its absence means; `interleaved`: as in RopeConfig."""
+    dimensions that is rotated; `part`: what its absence means; `interleaved`: as in RopeConfig; `mrope`: the family
+    gives parts of an image a position for each axis, which are one for text (M-RoPE; Qwen, 2024: Qwen2-VL); `apart`:
+    keys among the values that are no matter of the rope."""
     # As transformers 5.23: where both spellings are there, rope_scaling counts and rope_parameters does not.
     unread = keys.get("rope_parameters")
     given = keys.get("rope_scaling") or unread or {}
     if not isinstance(given, dict) or any(isinstance(value, dict) for value in given.values()):
         refuse("rope_parameters", given, "one set of values for all layers")
-    values = {key: value for key, value in given.items() if value is not None}
+    left_out = (*apart, *(_MROPE if mrope else ()))
+    values = {key: value for key, value in given.items() if value is not None and key not in left_out}
+    if mrope:
+        values = {key: "default" if value == "mrope" else value for key, value in values.items()}
     theta = values.pop("rope_theta", keys.get("rope_theta", 10000.0))
     if isinstance(unread, dict) and unread.get("rope_theta", theta) != theta and given is not unread:
         raise ConfigError(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +33,10 @@ class Read:
     outputs: slice | None = None  # of what was read, along the outputs: those that belong to the part
     axis: int = 0  # of the outputs, as the part has them
 
+    def turned(self) -> Read:
+        """The same of a tensor whose last two axes are the other way round."""
+        return replace(self, index=_turned(self.index), transposed=not self.transposed)
+
     def fill(self, values: torch.Tensor) -> None:
         """Copies what was read by `index` to the part's target, which may convert it."""
         if self.transposed:
@@ -48,6 +52,19 @@ class TensorReads:
 
     shape: tuple[int, ...]
     reads: list[Read] = field(default_factory=list)
+    either_way: bool = False  # its last two axes may be the other way round
+
+    def for_shape(self, found: tuple[int, ...]) -> TensorReads | None:
+        """What is read of a tensor with this shape; None: it cannot have it."""
+        if found == self.shape or {found, self.shape} <= {(), (1,)}:
+            return self
+        if self.either_way and found == _turned(self.shape):
+            return TensorReads(found, [read.turned() for read in self.reads])
+        return None
+
+
+def _turned(axes: tuple[Any, ...]) -> tuple[Any, ...]:
+    return (*axes[:-2], axes[-1], axes[-2])
 
 
 def plan_reads(parts: Sequence[WeightPart], names: TensorNames) -> dict[str, TensorReads]:
@@ -82,7 +99,7 @@ def _add(
 ) -> None:
     """`position`: of the part's tensor among those that are stored together, whose shapes are `shapes`."""
     if part.is_scalar:
-        _append(plan, name, part.shape, Read(part=part, index=()))
+        _append(plan, name, TensorReads(part.shape), Read(part=part, index=()))
         return
     axis = (1 if part.experts else 0) if part.output_axis == "first" else part.output_axis
     ranges = [(0, length) for length in part.shape]
@@ -107,13 +124,13 @@ def _add(
     if stored.one_row:
         whole, index = [1, *whole], (0, *index)
     read = Read(part=part, index=index, transposed=transposed, outputs=outputs, axis=axis or 0)
-    _append(plan, name, tuple(whole), read)
+    _append(plan, name, TensorReads(tuple(whole), either_way=stored.either_way), read)
 
 
-def _append(plan: dict[str, TensorReads], name: str, shape: tuple[int, ...], read: Read) -> None:
-    tensor = plan.setdefault(name, TensorReads(shape))
-    if tensor.shape != shape:
-        raise ValueError(f"{name}: two parts of it make it {tensor.shape} and {shape}")
+def _append(plan: dict[str, TensorReads], name: str, empty: TensorReads, read: Read) -> None:
+    tensor = plan.setdefault(name, empty)
+    if tensor.shape != empty.shape:
+        raise ValueError(f"{name}: two parts of it make it {tensor.shape} and {empty.shape}")
     tensor.reads.append(read)
 
 
@@ -139,9 +156,10 @@ def load_weights(
     for name, source in checkpoint.slices(plan, device):
         tensor, path = plan[name], checkpoint.path(name)
         found = tuple(source.get_shape())
-        if found != tensor.shape and not {found, tensor.shape} <= {(), (1,)}:
+        stored = tensor.for_shape(found)
+        if stored is None:
             raise ConfigError(f"{path}: {name} has shape {found}; config.json makes it {tensor.shape}")
-        _fill(name, tensor.reads, source, path)
+        _fill(name, stored.reads, source, path)
         done += sum(read.part.target.nbytes for read in tensor.reads)
         on_progress(done, total)
 

@@ -25,6 +25,7 @@ class Stored:
     of: tuple[str, ...]  # this project's, whose outputs follow one another in it
     interleaved: bool = False  # the outputs of those in `of` take turns instead
     transposed: bool = False  # [inputs, outputs]
+    either_way: bool = False  # some checkpoints have it so, and others not: its shape tells
     one_row: bool = False  # a vector, stored as [1, size]
 
 

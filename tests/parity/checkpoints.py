@@ -14,6 +14,7 @@ import tokenizers
 import tokenizers.models
 import torch
 import transformers
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 VOCAB_SIZE = 320
 MAX_POSITION = 512
@@ -41,8 +42,18 @@ _LLAMA3_ROPE = {
 _YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
 _GEMMA: dict[str, Any] = {"pad_token_id": 0, "attn_implementation": "eager"}
 _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
-_MOE = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+_MOE: dict[str, Any] = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
+_MROPE: dict[str, Any] = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
+}
+_ENCODER: dict[str, Any] = {
+    "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "out_hidden_size": 64, "patch_size": 4,
+}  # fmt: skip
+_PIXTRAL: dict[str, Any] = {
+    "model_type": "pixtral", "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1,
+    "num_attention_heads": 2, "head_dim": 16, "image_size": 16, "patch_size": 4,
+}  # fmt: skip
 _LATENT: dict[str, Any] = {
     "q_lora_rank": 24,
     "kv_lora_rank": 32,
@@ -51,13 +62,34 @@ _LATENT: dict[str, Any] = {
     "v_head_dim": 24,
     "num_key_value_heads": 4,
 }
-_ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 32, "n_shared_experts": 2}
+_ROUTED: dict[str, Any] = {
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 2,
+}
 
 
-def _maker(architecture: str, shard_size: str = "5GB", **options: Any) -> Callable[..., tuple[Any, str]]:
+def _maker(
+    architecture: str, shard_size: str = "5GB", model_type: str | None = None, **options: Any
+) -> Callable[..., tuple[Any, str]]:
+    """`model_type`: where it is another than that of the class."""
+
     def make(**changes: Any) -> tuple[Any, str]:
         model_class = getattr(transformers, architecture)
-        return model_class(model_class.config_class(**{**_SIZES, **options, **changes})), shard_size
+        config_class = CONFIG_MAPPING[model_type] if model_type else model_class.config_class
+        return model_class(config_class(**{**_SIZES, **options, **changes})), shard_size
+
+    return make
+
+
+def _vision_maker(architecture: str, vision: dict[str, Any], **text: Any) -> Callable[..., tuple[Any, str]]:
+    """A text model with an encoder of images, which is not used."""
+
+    def make(**changes: Any) -> tuple[Any, str]:
+        model_class = getattr(transformers, architecture)
+        text_config = {**_SIZES, **text, **changes}
+        return model_class(model_class.config_class(text_config=text_config, vision_config=dict(vision))), "5GB"
 
     return make
 
@@ -237,6 +269,79 @@ CHECKPOINTS: dict[str, Callable[..., tuple[Any, str]]] = {
     "glm4_moe_lite": _maker("Glm4MoeLiteForCausalLM", rope_interleave=False, **_LATENT, **_ROUTED),
     "exaone4": _maker("Exaone4ForCausalLM", sliding_window=24, layer_types=_SLIDES),
     "exaone4-full": _maker("Exaone4ForCausalLM", sliding_window=None, layer_types=["full_attention"] * 3),
+    "apertus": _maker("ApertusForCausalLM", pad_token_id=0, attention_bias=True, rope_parameters=dict(_LLAMA3_ROPE)),
+    "cwm": _maker("CwmForCausalLM", head_dim=32, sliding_window=24, layer_types=_SLIDES),
+    "exaone": _maker("LlamaForCausalLM", model_type="exaone"),
+    "flex_olmo": _maker("FlexOlmoForCausalLM", pad_token_id=0, num_experts=6, num_experts_per_tok=2),
+    "granitemoehybrid": _maker(
+        "GraniteMoeHybridForCausalLM",
+        layer_types=["full_attention"] * 3,
+        position_embedding_type="rope",
+        num_local_experts=0,
+        shared_intermediate_size=48,
+        mamba_n_heads=4,
+        attention_multiplier=0.1,
+        embedding_multiplier=3.0,
+        logits_scaling=2.0,
+    ),
+    "granite_swa": _maker(
+        "GraniteSWAForCausalLM",
+        pad_token_id=0,
+        sliding_window=24,
+        layer_types=_SLIDES,
+        layer_rope_theta=[10000.0, 0, 100.0],
+        attention_multiplier=0.1,
+        attn_implementation="eager",
+    ),
+    "granitemoe_swa": _maker(
+        "GraniteMoeSWAForCausalLM",
+        sliding_window=24,
+        layer_types=_SLIDES,
+        shared_intermediate_size=48,
+        num_local_experts=6,
+        num_experts_per_tok=2,
+        attention_multiplier=0.1,
+        attn_implementation="eager",
+    ),
+    "helium": _maker("HeliumForCausalLM", head_dim=16, pad_token_id=0),
+    "hunyuan_v1_dense": _maker(
+        "HunYuanDenseV1ForCausalLM", head_dim=32, rope_parameters={"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}
+    ),
+    "hunyuan_v1_moe": _maker("HunYuanMoEV1ForCausalLM", head_dim=16, num_experts=6, moe_topk=2),
+    "hyperclovax": _maker("HyperCLOVAXForCausalLM", residual_multiplier=0.4, logits_scaling=0.5),
+    "internlm3": _maker("LlamaForCausalLM", model_type="internlm3", head_dim=32, attention_bias=True, mlp_bias=True),
+    "iquestcoder": _maker("LlamaForCausalLM", model_type="iquestcoder", head_dim=32),
+    "mellum": _maker(
+        "MellumForCausalLM",
+        head_dim=16,
+        sliding_window=24,
+        layer_types=_SLIDES,
+        mlp_layer_types=["dense", "sparse", "sparse"],
+        **_MOE,
+    ),
+    "ministral3": _maker(
+        "Ministral3ForCausalLM",
+        head_dim=32,
+        pad_token_id=0,
+        rope_parameters={**_YARN_ROPE, "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.3},
+    ),
+    "mistral3": _vision_maker("Mistral3ForConditionalGeneration", _PIXTRAL, model_type="mistral", head_dim=32),
+    "olmo": _maker("OlmoForCausalLM", pad_token_id=0),
+    "qwen2_vl": _vision_maker("Qwen2VLForConditionalGeneration", {**_ENCODER, "embed_dim": 32}, **_MROPE),
+    "qwen2_5_vl": _vision_maker("Qwen2_5_VLForConditionalGeneration", _ENCODER, **_MROPE),
+    "qwen3_vl": _vision_maker("Qwen3VLForConditionalGeneration", _ENCODER, head_dim=32, **_MROPE),
+    "qwen3_vl_moe": _vision_maker(
+        "Qwen3VLMoeForConditionalGeneration", _ENCODER, mlp_only_layers=[1], **{**_MOE, **_MROPE}
+    ),
+    "sarvam_mla": _maker(
+        "DeepseekV3ForCausalLM",
+        model_type="sarvam_mla",
+        first_k_dense_replace=1,
+        **{**_LATENT, **_ROUTED, "q_lora_rank": None},
+    ),
+    "sarvam_moe": _maker("Glm4MoeForCausalLM", model_type="sarvam_moe", head_dim=32, attention_bias=True, **_ROUTED),
+    "vaultgemma": _maker("VaultGemmaForCausalLM", head_dim=32, query_pre_attn_scalar=20, sliding_window=24, **_GEMMA),
+    "youtu": _maker("YoutuForCausalLM", **_LATENT),
     "ministral": _maker("MinistralForCausalLM", head_dim=32, sliding_window=24, layer_types=_SLIDES),
 }
 
@@ -282,7 +387,10 @@ def _make_checkpoint(name: str, folder: Path, **changes: Any) -> None:
 
 def reference_model(folder: Path) -> Any:
     """The same checkpoint in transformers, float32."""
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    (architecture,) = transformers.AutoConfig.from_pretrained(folder).architectures
+    has_encoder = architecture.endswith("ForConditionalGeneration")
+    model_class: Any = transformers.AutoModelForImageTextToText if has_encoder else transformers.AutoModelForCausalLM
+    return model_class.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -33,15 +34,21 @@ class Pair:
         assert (logits - expected).abs().max() <= TOLERANCE * expected.abs().max()
 
 
-# Those whose layers differ in more than numbers. The others are compared over chunks and decode steps in every run, and
-# else with --full: page sizes, cached prefixes and the last layer's tokens are no family's matter.
+# Those whose layers differ in more than numbers. The others are compared over chunks in every run, and else with
+# --full: page sizes, cached prefixes and the last layer's tokens are no family's matter.
 WHOLE = ("llama-llama3-tied", "mistral-window", "qwen3_moe", "gemma3", "cohere2", "gpt_oss")
-every_family = pytest.mark.parametrize("pair", sorted(CHECKPOINTS), indirect=True)
-some_families = pytest.mark.parametrize(
-    "pair",
-    [pytest.param(name, marks=[] if name in WHOLE else [pytest.mark.full]) for name in sorted(CHECKPOINTS)],
-    indirect=True,
-)
+# Those whose queries or kept tokens come about in another way.
+DECODED = (*WHOLE, "gemma2", "olmo2", "granite_swa", "hunyuan_v1_dense", "ministral3", "deepseek_v2", "deepseek_v3")
+
+
+def _families(in_every_run: Sequence[str]) -> pytest.MarkDecorator:
+    """All; those that are not in `in_every_run` with --full."""
+    marks = {name: () if name in in_every_run else (pytest.mark.full,) for name in sorted(CHECKPOINTS)}
+    rows = [pytest.param(name, marks=those) for name, those in marks.items()]
+    return pytest.mark.parametrize("pair", rows, indirect=True)
+
+
+every_family, some_families, decoded_families = _families(tuple(CHECKPOINTS)), _families(WHOLE), _families(DECODED)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +101,7 @@ def test_cached_prefix(pair: Pair) -> None:
     pair.check(paged.step({4: prompt[64:]}, {})[4], prompt, 64)
 
 
-@every_family
+@decoded_families
 def test_decode_beside_prefill(pair: Pair) -> None:
     paged = PagedModel(pair.folder, page_size=16)
     paged.step({0: _tokens(5, 9), 1: _tokens(60, 10), 2: _tokens(170, 11)}, {})

@@ -34,6 +34,8 @@ class Family:
     read: Callable[[Keys], DecoderConfig]
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that its configs leave out, as transformers has
     text_config: str | None = None  # the key of config.json in which the text model is described; None: it is all of it
+    may_be_flat: bool = False  # older configs have no `text_config`, but its keys among their own
+    runs_as: str | None = None  # the class of transformers that runs it, and is in what it saves, where it is another's
     tensor_names: TensorNames = field(default_factory=TensorNames)
 
 
@@ -99,14 +101,16 @@ def decoder(keys: Keys, layers: Sequence[LayerConfig], **more: Any) -> DecoderCo
     )
 
 
-def layer_types(keys: Keys, num_layers: int, allowed: Sequence[str] = (FULL, SLIDING)) -> tuple[str, ...]:
+def layer_types(
+    keys: Keys, num_layers: int, allowed: Sequence[str] = (FULL, SLIDING), key: str = "layer_types"
+) -> tuple[str, ...]:
     """One of `allowed` for each layer; () where the key is absent."""
-    types = keys.get("layer_types", [])
+    types = keys.get(key, [])
     for layer_type in types:
         if layer_type not in allowed:
-            refuse("layer_types", layer_type, ", ".join(allowed))
+            refuse(key, layer_type, ", ".join(allowed))
     if len(types) not in (0, num_layers):
-        refuse("layer_types", types, f"null, or one entry for each of the {num_layers} layers")
+        refuse(key, types, f"null, or one entry for each of the {num_layers} layers")
     return tuple(types)
 
 

@@ -22,14 +22,13 @@ def read(keys: Keys) -> DecoderConfig:
     return replace(without, layers=tuple(layers))
 
 
+SHARED_MLP = (
+    Stored(name="shared_mlp.input_linear", of=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
+    Stored(name="shared_mlp.output_linear", of=("mlp.shared_expert.down_proj",)),
+)
+
 FAMILY = Family(
     model_type="granitemoeshared",
     read=read,
-    tensor_names=TensorNames(
-        stored=(
-            *granitemoe.FAMILY.tensor_names.stored,
-            Stored(name="shared_mlp.input_linear", of=("mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj")),
-            Stored(name="shared_mlp.output_linear", of=("mlp.shared_expert.down_proj",)),
-        )
-    ),
+    tensor_names=TensorNames(stored=(*granitemoe.FAMILY.tensor_names.stored, *SHARED_MLP)),
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from minisgl_backend.models.description import DecoderConfig
 from minisgl_backend.models.families.common import Family
@@ -15,8 +16,12 @@ _CAUSAL, _CLASSIFIER, _BASE = "ForCausalLM", "ForSequenceClassification", "Model
 _BASE_NAMES = TensorNames(prefixes=tuple((f"{name}.", f"model.{name}.") for name in ("layers", "embed_tokens", "norm")))
 
 
-def find_family(architecture: str, families: Mapping[str, Family]) -> Family | None:
-    """The family with this name in config.json's `architectures`, or the one that is made of its ...ForCausalLM."""
+def find_family(architecture: str, model_type: Any, families: Mapping[str, Family]) -> Family | None:
+    """The family with this name in config.json's `architectures`, or the one that is made of its ...ForCausalLM. Where
+    transformers runs several types with one class, `model_type` says which."""
+    for one in families.values():
+        if one.runs_as == architecture and one.model_type == model_type:
+            return one
     if architecture in families:
         return families[architecture]
     for suffix, variant in ((_CLASSIFIER, _classifier), (_BASE, _base_model)):

@@ -20,7 +20,7 @@ from minisgl_backend.errors import ConfigError, EngineDeadError
 from minisgl_backend.kernels.torch_ops import TorchOps
 from minisgl_backend.tensor_parallel import AllReduce, TensorParallel
 from tests.layer_contexts import layer_context
-from tests.parity.checkpoints import save_checkpoint
+from tests.parity.checkpoints import CHECKPOINTS, save_checkpoint
 from tests.parity.paged import PagedModel
 
 CPU = torch.device("cpu")
@@ -126,11 +126,20 @@ ON_TWO += ["ernie4_5", "exaone4", "ministral", "olmo3-yarn-mha", "seed_oss", "sm
 ON_TWO += ["cohere", "cohere2", "glm4_moe-groups", "minimax_m2", "ernie4_5_moe", "dots1"]
 ON_TWO += ["arcee", "nemotron", "starcoder2", "olmoe", "granitemoe", "glm", "gemma", "solar_open", "exaone_moe"]
 ON_TWO += ["gpt_oss", "stablelm", "jais2", "granitemoeshared"]
-ON_TWO += ["deepseek_v3"]
+ON_TWO += ["deepseek_v3", "apertus", "hunyuan_v1_dense"]
+# What ranks have of a layer is the same in all other families.
+ON_TWO_IN_FULL = sorted(set(CHECKPOINTS) - set(ON_TWO))
 ON_FOUR = ["mistral", "qwen2-tied", "qwen3_moe"]  # two KV heads, each on two ranks
 
 
-@pytest.mark.parametrize(("name", "size"), [*((one, 2) for one in ON_TWO), *((one, 4) for one in ON_FOUR)])
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [
+        *((one, 2) for one in ON_TWO),
+        *((one, 4) for one in ON_FOUR),
+        *(pytest.param(one, 2, marks=pytest.mark.full) for one in ON_TWO_IN_FULL),
+    ],
+)
 def test_a_split_model_computes_the_same(name: str, size: int, tmp_path: Path) -> None:
     save_checkpoint(name, tmp_path)
     prompt = [5 + 7 * i % 300 for i in range(40)]

@@ -1,0 +1,48 @@
+"""EXAONE 3.0, 3.5 and Deep: Llama with other names of keys and tensors."""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import LayerConfig, NormConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import Family, attention, decoder, mlp
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.weights.names import Stored, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    bias = keys.boolean("attention_bias", False)
+    eps = keys.number("rms_norm_eps", keys.number("layer_norm_epsilon", 1e-5))
+    has_act = keys.get("hidden_act") is not None
+    layer = LayerConfig(
+        attention=attention(keys, qkv_bias=bias, output_bias=bias),
+        mlp=mlp(keys, "hidden_act" if has_act else "activation_function", bias=keys.boolean("mlp_bias", False)),
+        norm=NormConfig(eps=eps),
+    )
+    num_layers = keys.integer("num_hidden_layers", keys.get("num_layers"))
+    return decoder(keys, [layer] * num_layers)
+
+
+_NAMES = {
+    "ln_1": "input_layernorm",
+    "ln_2": "post_attention_layernorm",
+    **{f"attn.attention.{kind}_proj": f"self_attn.{kind}_proj" for kind in "qkv"},
+    "attn.attention.out_proj": "self_attn.o_proj",
+    "mlp.c_fc_0": "mlp.gate_proj",
+    "mlp.c_fc_1": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+_PREFIXES = (
+    ("transformer.h.", "model.layers."),
+    ("transformer.wte.", "model.embed_tokens."),
+    ("transformer.ln_f.", "model.norm."),
+)
+
+FAMILY = Family(
+    model_type="exaone",
+    read=read,
+    defaults={"num_key_value_heads": 8, "rope_theta": 500_000.0},
+    runs_as="LlamaForCausalLM",
+    tensor_names=TensorNames(
+        stored=tuple(Stored(name=theirs, of=(ours,)) for theirs, ours in _NAMES.items()), prefixes=_PREFIXES
+    ),
+)

@@ -1,0 +1,22 @@
+"""FlexOlmo: OLMoE with norms of what attention and experts give."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families import olmoe
+from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.keys import Keys
+
+
+def read(keys: Keys) -> DecoderConfig:
+    before = olmoe.read(keys)
+    return replace(before, layers=tuple(replace(layer, norms="after") for layer in before.layers))
+
+
+FAMILY = Family(
+    model_type="flex_olmo",
+    read=read,
+    defaults={"num_experts": 7, "num_experts_per_tok": 5, "rms_norm_eps": 1e-6, "rope_theta": 500_000.0},
+)

@@ -1,0 +1,54 @@
+"""Granite with windows in three of four layers, attention sinks in all, and a theta for each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl_backend.layers.config import AttentionConfig, LayerConfig, RopeConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families import granite
+from minisgl_backend.models.families.common import FULL, SLIDING, Family, layer_types, window
+from minisgl_backend.models.keys import Keys, refuse
+
+
+def read(keys: Keys) -> DecoderConfig:
+    return with_sinks(keys, granite.read(keys))
+
+
+def with_sinks(keys: Keys, without: DecoderConfig) -> DecoderConfig:
+    """`without`: as Granite's, without windows."""
+    num_layers, size = without.num_layers, window(keys, 128)
+    types = layer_types(keys, num_layers) or tuple(SLIDING if layer % 4 else FULL for layer in range(num_layers))
+    if size is None and SLIDING in types:
+        refuse("sliding_window", size, f"an integer, 1 or more, as layer_types has {SLIDING}")
+    ropes = _ropes(keys, without)
+
+    def layer(plain: LayerConfig, kind: str, rope: RopeConfig | None) -> LayerConfig:
+        assert isinstance(plain.attention, AttentionConfig), "Granite keeps no latents"
+        heads = replace(plain.attention, rope=rope, window=size if kind == SLIDING else None, sinks=True)
+        return replace(plain, attention=heads)
+
+    return replace(without, layers=tuple(map(layer, without.layers, types, ropes)))
+
+
+def _ropes(keys: Keys, plain: DecoderConfig) -> list[RopeConfig | None]:
+    """By layer: that of the config, with the theta of layer_rope_theta, of which 0 is no position embedding."""
+    ropes = [layer.attention.rope for layer in plain.layers]
+    thetas = keys.get("layer_rope_theta")
+    if thetas is None:
+        return ropes
+    if not isinstance(thetas, list) or len(thetas) != len(ropes):
+        refuse("layer_rope_theta", thetas, f"a number, 0 or more, for each of the {len(ropes)} layers")
+    for theta in thetas:
+        if not isinstance(theta, (int, float)) or isinstance(theta, bool) or theta < 0:
+            refuse("layer_rope_theta", theta, "a number, 0 or more")
+    return [
+        replace(rope, theta=float(theta)) if rope and theta else None for rope, theta in zip(ropes, thetas, strict=True)
+    ]
+
+
+FAMILY = Family(
+    model_type="granite_swa",
+    read=read,
+    defaults={"num_key_value_heads": 4, "rms_norm_eps": 1e-5, "tie_word_embeddings": True},
+)

@@ -1,0 +1,33 @@
+"""Granite with experts, windows in three of four layers, attention sinks in all, and a theta for each."""
+
+from __future__ import annotations
+
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families import granitemoeshared
+from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.families.granite_swa import with_sinks
+from minisgl_backend.models.families.granitemoeshared import SHARED_MLP
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.weights.names import Stored, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    return with_sinks(keys, granitemoeshared.read(keys))
+
+
+FAMILY = Family(
+    model_type="granitemoe_swa",
+    read=read,
+    defaults={"shared_intermediate_size": 0},
+    tensor_names=TensorNames(
+        stored=(
+            Stored(name="block_sparse_moe.router", of=("mlp.gate",)),
+            Stored(
+                name="block_sparse_moe.experts.gate_up_proj",
+                of=("mlp.experts.gate_proj.weight", "mlp.experts.up_proj.weight"),
+            ),
+            Stored(name="block_sparse_moe.experts.down_proj", of=("mlp.experts.down_proj.weight",)),
+            *SHARED_MLP,
+        )
+    ),
+)

@@ -1,0 +1,62 @@
+"""Hunyuan 0.5B to 7B: Llama with norms of heads behind the rotation, and a theta stretched by a fixed alpha."""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import AttentionConfig, LayerConfig, RopeConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.rope import read_rope
+from minisgl_backend.weights.names import Stored, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    keys.choice("num_experts", (1,))
+    layer = LayerConfig(attention=hunyuan_attention(keys), mlp=mlp(keys), norm=norm(keys, eps=1e-5))
+    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
+
+
+def hunyuan_attention(keys: Keys) -> AttentionConfig:
+    _check_released_keys(keys)
+    num_heads, bias = keys.integer("num_attention_heads"), keys.boolean("attention_bias", False)
+    head_dim = keys.integer("head_dim", keys.integer("hidden_size") // num_heads)
+    return attention(
+        keys,
+        num_kv_heads=num_heads,
+        qkv_bias=bias,
+        output_bias=bias,
+        rope=_rope(keys, head_dim),
+        qk_norm=norm(keys, eps=1e-5),
+        qk_norm_behind_rope=True,
+    )
+
+
+def _rope(keys: Keys, head_dim: int) -> RopeConfig:
+    """With `alpha` a rope of type dynamic is not dynamic: the theta is larger once and for all, and nothing else of
+    rope_parameters counts."""
+    given = keys.mapping("rope_scaling") or keys.mapping("rope_parameters")
+    alpha = given.get("alpha")
+    if not alpha or given.get("rope_type", given.get("type")) != "dynamic":
+        return read_rope(keys, head_dim)
+    theta = float(given.get("rope_theta") or keys.number("rope_theta", 10_000.0))
+    return RopeConfig(theta=theta * float(alpha) ** (head_dim / (head_dim - 2)))
+
+
+def _check_released_keys(keys: Keys) -> None:
+    """Keys of the released config.json that describe what is always so in transformers' class."""
+    keys.choice("use_qk_norm", (True,))
+    keys.choice("use_cla", (False,))
+    keys.choice("use_mla", (False,))
+    keys.choice("norm_type", ("rms",))
+    keys.choice("mlp_bias", (False,))
+    keys.choice("group_limited_greedy", (False,))
+    keys.without_effect("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")  # of MLA
+    keys.without_effect("n_group", "topk_group", "routed_scaling_factor", "cla_share_factor", "attention_head_dim")
+
+
+HEAD_NORMS = (
+    Stored(name="self_attn.query_layernorm", of=("self_attn.q_norm",)),
+    Stored(name="self_attn.key_layernorm", of=("self_attn.k_norm",)),
+)
+
+FAMILY = Family(model_type="hunyuan_v1_dense", read=read, tensor_names=TensorNames(stored=HEAD_NORMS))

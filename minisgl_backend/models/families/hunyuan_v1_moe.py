@@ -1,0 +1,58 @@
+"""Hunyuan A13B: Hunyuan with experts, and an MLP that every token takes besides."""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import LayerConfig, MoeConfig, RouterConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import Family, decoder, norm
+from minisgl_backend.models.families.hunyuan_v1_dense import HEAD_NORMS, hunyuan_attention
+from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.weights.names import Stored, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    size = keys.integer("intermediate_size")
+    num_experts, experts_per_token = _one(keys, "num_experts", 1), _one(keys, "moe_topk", 1)
+    if experts_per_token > num_experts:
+        refuse("moe_topk", experts_per_token, f"1 to num_experts ({num_experts})")
+    for key, value in (("moe_intermediate_size", size), ("num_shared_expert", 1)):
+        if (given := _one(keys, key, value)) != value:
+            refuse(key, given, f"{value}, as transformers takes for granted")
+    keys.choice("moe_layer_num_skipped", (0,))
+    keys.choice("norm_topk_prob", (True,))
+    keys.choice("use_mixed_mlp_moe", (True,))
+    keys.choice("hidden_act", ("silu",))
+    layer = LayerConfig(
+        attention=hunyuan_attention(keys),
+        mlp=MoeConfig(
+            num_experts=num_experts,
+            experts_per_token=experts_per_token,
+            intermediate_size=size,
+            router=RouterConfig(renormalize=True),
+            shared_intermediate_size=size,
+        ),
+        norm=norm(keys, eps=1e-5),
+    )
+    return decoder(keys, [layer] * keys.integer("num_hidden_layers"))
+
+
+def _one(keys: Keys, key: str, default: int) -> int:
+    """A number that is the same in all layers, be it in a list of one for each."""
+    value = keys.get(key, default)
+    values = set(value) if isinstance(value, list) else {value}
+    if len(values) != 1 or not all(isinstance(one, int) and not isinstance(one, bool) and one > 0 for one in values):
+        refuse(key, value, "an integer, 1 or more, the same in all layers")
+    (one,) = values
+    return int(one)
+
+
+_SHARED = tuple(
+    Stored(name=f"mlp.shared_mlp.{kind}_proj", of=(f"mlp.shared_expert.{kind}_proj",))
+    for kind in ("gate", "up", "down")
+)
+
+FAMILY = Family(
+    model_type="hunyuan_v1_moe",
+    read=read,
+    tensor_names=TensorNames(stored=(*HEAD_NORMS, *_SHARED, Stored(name="mlp.gate.wg", of=("mlp.gate",)))),
+)

@@ -1,0 +1,39 @@
+"""HyperCLOVA X SEED: Granite with norms before and after attention and MLP."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl_backend.layers.config import AttentionConfig, LayerConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families import granite
+from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.weights.names import Stored, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    keys.choice("use_post_norm", (True,))
+    like_granite = granite.read(keys)
+    layers = tuple(replace(layer, norms="both", attention=_scaled(keys, layer)) for layer in like_granite.layers)
+    # Logits are multiplied with what Granite divides them by.
+    return replace(like_granite, layers=layers, logits_multiplier=keys.number("logits_scaling", 1.0))
+
+
+def _scaled(keys: Keys, layer: LayerConfig) -> AttentionConfig:
+    """An absent multiplier is 1 for Granite, and here the usual scale."""
+    assert isinstance(layer.attention, AttentionConfig), "Granite keeps no latents"
+    return replace(layer.attention, scale=keys.optional_number("attention_multiplier"))
+
+
+FAMILY = Family(
+    model_type="hyperclovax",
+    read=read,
+    tensor_names=TensorNames(
+        stored=(
+            Stored(name="post_norm1", of=("post_attention_layernorm",)),
+            Stored(name="post_attention_layernorm", of=("pre_feedforward_layernorm",)),
+            Stored(name="post_norm2", of=("post_feedforward_layernorm",)),
+        )
+    ),
+)

@@ -1,0 +1,62 @@
+"""Mellum: Qwen3-MoE with windows and a rope for each layer type."""
+
+from __future__ import annotations
+
+from minisgl_backend.layers.config import LayerConfig, MlpConfig, MoeConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import (
+    FULL,
+    SLIDING,
+    Family,
+    attention,
+    decoder,
+    layer_types,
+    mlp,
+    norm,
+    window,
+)
+from minisgl_backend.models.families.qwen3_moe import experts
+from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.rope import by_layer_type, make_rope
+from minisgl_backend.weights.names import TensorNames
+
+_THETAS = {FULL: 500_000.0, SLIDING: 10_000.0}
+
+
+def read(keys: Keys) -> DecoderConfig:
+    num_layers, size = keys.integer("num_hidden_layers"), window(keys, 1024)
+    types = layer_types(keys, num_layers) or (FULL,) * num_layers
+    if size is None and SLIDING in types:
+        refuse("sliding_window", size, f"an integer, 1 or more, as layer_types has {SLIDING}")
+    kinds = keys.get("mlp_layer_types") or ["sparse"] * num_layers
+    if len(kinds) != num_layers or not set(kinds) <= {"dense", "sparse"}:
+        refuse("mlp_layer_types", kinds, f"dense or sparse for each of the {num_layers} layers")
+    bias, positions = keys.boolean("attention_bias", False), keys.integer("max_position_embeddings")
+    head_dim = keys.integer("head_dim")
+    heads = {
+        kind: attention(
+            keys,
+            qkv_bias=bias,
+            output_bias=bias,
+            qk_norm=norm(keys),
+            window=size if kind == SLIDING else None,
+            rope=make_rope(values, values.pop("rope_theta", _THETAS[kind]), positions, head_dim),
+        )
+        for kind, values in by_layer_type(keys, _THETAS).items()
+    }
+    mlps: dict[str, MlpConfig | MoeConfig] = {"dense": mlp(keys), "sparse": experts(keys)}
+    # A layer that predicts further tokens stands outside of the others: see `left_out`.
+    keys.without_effect("num_mtp_layers", "num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types")
+    layers = [
+        LayerConfig(attention=heads[kind], mlp=mlps[sparse], norm=norm(keys))
+        for kind, sparse in zip(types, kinds, strict=True)
+    ]
+    return decoder(keys, layers)
+
+
+FAMILY = Family(
+    model_type="mellum",
+    read=read,
+    defaults={"head_dim": 128, "norm_topk_prob": True},
+    tensor_names=TensorNames(left_out=("mtp.",)),
+)

@@ -1,0 +1,51 @@
+"""Ministral 3 and Mistral Large 3's dense kind: Mistral whose queries grow with their position."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl_backend.layers.config import LayerConfig, QueryGrowth
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm, window
+from minisgl_backend.models.keys import Keys, refuse
+from minisgl_backend.models.rope import read_rope
+
+_BETA = "llama_4_scaling_beta"
+_ROPE = {
+    "rope_type": "yarn",
+    "factor": 16.0,
+    "original_max_position_embeddings": 16384,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale_all_dim": 1.0,
+    "mscale": 1.0,
+    _BETA: 0.1,
+}
+
+
+def read(keys: Keys) -> DecoderConfig:
+    # transformers reads the longest sequence from its own key alone.
+    rope = read_rope(keys, keys.integer("head_dim"), apart=(_BETA, "max_position_embeddings"))
+    heads = attention(keys, rope=rope, window=window(keys, None), query_growth=_growth(keys))
+    layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys, eps=1e-5))
+    return replace(
+        decoder(keys, [layer] * keys.integer("num_hidden_layers")),
+        max_position=keys.integer("max_position_embeddings"),
+    )
+
+
+def _growth(keys: Keys) -> QueryGrowth:
+    values = keys.mapping("rope_scaling") or keys.mapping("rope_parameters")
+    beta, original = values.get(_BETA), values.get("original_max_position_embeddings")
+    if not isinstance(beta, (int, float)) or isinstance(beta, bool) or beta < 0:
+        refuse(_BETA, beta, "a number, 0 or more")
+    if not isinstance(original, int) or isinstance(original, bool) or original < 1:
+        refuse("original_max_position_embeddings", original, "an integer, 1 or more")
+    return QueryGrowth(beta=float(beta), every=original)
+
+
+FAMILY = Family(
+    model_type="ministral3",
+    read=read,
+    defaults={"num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1_000_000.0, "rope_parameters": _ROPE},
+)

@@ -1,0 +1,18 @@
+"""Mistral Small 3.1 and 3.2, Ministral 3: the text model of checkpoints that have an encoder of images too."""
+
+from __future__ import annotations
+
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families import ministral3, mistral
+from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.families.gemma3 import MULTIMODAL_FAMILY as GEMMA3
+from minisgl_backend.models.keys import Keys
+
+
+def read(keys: Keys) -> DecoderConfig:
+    families = {family.model_type: family for family in (mistral.FAMILY, ministral3.FAMILY)}
+    family = families[keys.choice("model_type", tuple(families))]
+    return family.read(keys.with_defaults(family.defaults))
+
+
+FAMILY = Family(model_type="mistral3", read=read, text_config="text_config", tensor_names=GEMMA3.tensor_names)

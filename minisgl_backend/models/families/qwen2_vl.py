@@ -1,0 +1,43 @@
+"""Qwen2-VL, text: Qwen2. Its images have an encoder, which is left out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl_backend.layers.config import LayerConfig
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families.common import Family, attention, decoder, mlp, norm
+from minisgl_backend.models.families.qwen2 import windows_above
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.models.rope import read_rope
+from minisgl_backend.weights.names import TensorNames
+
+# Of the parts that are left out, in configs that are flat.
+_AROUND = (
+    "vision_config",
+    *(f"{name}_token_id" for name in ("image", "video", "vision_start", "vision_end", "vision")),
+)
+
+
+def read(keys: Keys) -> DecoderConfig:
+    keys.without_effect(*_AROUND)
+    head_dim = keys.integer("hidden_size") // keys.integer("num_attention_heads")
+    heads = attention(keys, qkv_bias=True, rope=read_rope(keys, head_dim, mrope=True))
+    layer = LayerConfig(attention=heads, mlp=mlp(keys), norm=norm(keys, eps=1e-5))
+    return decoder(keys, [replace(layer, attention=replace(heads, window=size)) for size in windows_above(keys)])
+
+
+# By the names of transformers 4 and 5.
+TEXT_NAMES = TensorNames(
+    prefixes=(("model.language_model.", "model."),),
+    left_out=("visual.", "model.visual."),
+)
+
+FAMILY = Family(
+    model_type="qwen2_vl",
+    read=read,
+    defaults={"num_key_value_heads": 8, "rope_theta": 1_000_000.0, "max_window_layers": 80},
+    text_config="text_config",
+    may_be_flat=True,
+    tensor_names=TEXT_NAMES,
+)

@@ -1,0 +1,30 @@
+"""Sarvam 105B: DeepSeek-V3 with other names."""
+
+from __future__ import annotations
+
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families import deepseek_v3
+from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.weights.names import SHARED_EXPERTS, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    return deepseek_v3.read(keys)
+
+
+FAMILY = Family(
+    model_type="sarvam_mla",
+    read=read,
+    defaults={
+        **deepseek_v3.FAMILY.defaults,
+        "q_lora_rank": None,
+        "n_routed_experts": 128,
+        "n_group": 1,
+        "topk_group": 1,
+        "first_k_dense_replace": 1,
+        "num_nextn_predict_layers": 0,
+    },
+    runs_as="DeepseekV3ForCausalLM",
+    tensor_names=TensorNames(stored=SHARED_EXPERTS),
+)

@@ -1,0 +1,26 @@
+"""VaultGemma: Gemma 2 with norms before attention and MLP alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from minisgl_backend.models.description import DecoderConfig
+from minisgl_backend.models.families import gemma2
+from minisgl_backend.models.families.common import Family
+from minisgl_backend.models.keys import Keys
+from minisgl_backend.weights.names import Stored, TensorNames
+
+
+def read(keys: Keys) -> DecoderConfig:
+    both = gemma2.read(keys)
+    return replace(both, layers=tuple(replace(layer, norms="before") for layer in both.layers))
+
+
+FAMILY = Family(
+    model_type="vaultgemma",
+    read=read,
+    defaults=gemma2.FAMILY.defaults,
+    tensor_names=TensorNames(
+        stored=(Stored(name="pre_feedforward_layernorm", of=("post_attention_layernorm",)),),
+    ),
+)
