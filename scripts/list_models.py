@@ -78,21 +78,25 @@ def row(model_type: str) -> Row | None:
     architecture = config.architectures[0]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
+        through, refusal = _through(folder)
+        if not through and model_type in SERVED:  # its default config lacks something that every checkpoint's has
+            small = small_config(model_type)
+            small.architectures = [architecture]
+            small.save_pretrained(folder)
+            through, refusal = _through(folder)
+        return Row(model_type, architecture, through, _short(refusal))
+
+
+def _through(folder: str) -> tuple[str, str]:
+    """NATIVE or FALLBACK; or "" and why it is refused."""
+    refusal = ""
+    for model_impl, through in (("native", NATIVE), ("transformers", FALLBACK)):
         try:
-            load_model_config(folder, "native")
-            return Row(model_type, architecture, NATIVE)
-        except ConfigError:
-            pass
-        try:
-            load_model_config(folder, "transformers")
-            return Row(model_type, architecture, FALLBACK)
+            load_model_config(folder, model_impl)
+            return through, ""
         except ConfigError as error:
             refusal = str(error)
-        if model_type in SERVED:  # its default config lacks something that every checkpoint's has
-            small_config(model_type).save_pretrained(folder)
-            load_model_config(folder, "transformers")
-            return Row(model_type, architecture, FALLBACK)
-        return Row(model_type, architecture, "", _short(refusal))
+    return "", refusal
 
 
 def _short(reason: str) -> str:

@@ -6,9 +6,10 @@ Backends are imported only when they are chosen, so that a missing package matte
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from minisgl_backend.attention.base import AttentionBackend, AttentionSpec, LayerGroup
 from minisgl_backend.attention.latent_entry import LatentEntry
@@ -222,7 +223,7 @@ def choose_attention(
     page_size: int | None,
     *,
     compute_capability: int | None,
-    head_dim: int = 128,
+    head_dims: Sequence[int] = (128,),
     dtype: str = "bfloat16",
     kv_dtype: str | None = None,
     scores: Scores = PLAIN_SCORES,
@@ -231,7 +232,7 @@ def choose_attention(
 ) -> AttentionChoice:
     """Resolves the two options. Imports the packages that it considers, and nothing on CPU.
 
-    `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dim`, `dtype` and `scores` are the
+    `compute_capability` is 10 * major + minor of the GPU, None on CPU; `head_dims`, `dtype` and `scores` are the
     model's, as is `latents`, kv_lora_rank and qk_rope_head_dim where latents are kept (MLA); `kv_dtype` is that of the
     KV cache, None: `dtype`.
     `why_missing(name)` returns None for a package, or for MODULE:FUNCTION, that is of use, else the reason. Raises
@@ -240,13 +241,13 @@ def choose_attention(
     missing, kv_dtype = why_missing or import_failure, kv_dtype or dtype
     if latents is not None and kv_dtype == FP8_E4M3:
         raise ConfigError("kv_cache_dtype is 'fp8_e4m3'; allowed for a model that keeps latents (MLA): auto")
-    needs = (head_dim, dtype, kv_dtype, compute_capability, scores, latents)
+    needs = (dtype, kv_dtype, compute_capability, scores, latents)
     if requested == "auto":
-        prefill, decode, warnings = _automatic(*needs, missing)
+        prefill, decode, warnings = _automatic(head_dims, *needs, missing)
     else:
         prefill, decode = _named(requested, compute_capability, scores, latents, missing)
         for name in (prefill, decode):
-            refusal = BACKENDS[name].refusal(*needs)
+            refusal = _refusal(BACKENDS[name], head_dims, *needs)
             if refusal is not None:
                 raise ConfigError(f"attention_backend is {requested!r}, but {name} {refusal}; use triton or torch")
         warnings = []
@@ -291,8 +292,14 @@ def _why_unusable(
     return None
 
 
+def _refusal(entry: BackendEntry, head_dims: Sequence[int], *needs: Any) -> str | None:
+    """Why it cannot serve layers with all of these sizes. needs: of `BackendEntry.refusal`, behind the size."""
+    refusals = (entry.refusal(size, *needs) for size in head_dims)
+    return next((refusal for refusal in refusals if refusal is not None), None)
+
+
 def _automatic(
-    head_dim: int,
+    head_dims: Sequence[int],
     dtype: str,
     kv_dtype: str,
     compute_capability: int | None,
@@ -303,10 +310,10 @@ def _automatic(
     """The first pair, best first, that serves the model and whose packages are of use; and a warning for each better
     one whose packages are not."""
     warnings: list[str] = []
-    needs = (head_dim, dtype, kv_dtype, compute_capability, scores, latents)
+    needs = (head_dims, dtype, kv_dtype, compute_capability, scores, latents)
     for prefill, decode in preferences(compute_capability, kv_dtype == FP8_E4M3, latents is not None):
         names = tuple(dict.fromkeys((prefill, decode)))
-        if any(BACKENDS[name].refusal(*needs) for name in names):
+        if any(_refusal(BACKENDS[name], *needs) for name in names):
             continue
         for name in names:
             reason = _why_unusable(BACKENDS[name], scores, latents, missing)

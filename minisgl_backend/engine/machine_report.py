@@ -83,7 +83,7 @@ def _engine_report() -> dict[str, Any]:
     # The demo model is saved in bfloat16, as most models are.
     facts: dict[str, Any] = {
         "compute_capability": device.compute_capability,
-        "head_dim": _USUAL_HEAD,
+        "head_dims": (_USUAL_HEAD,),
         "dtype": runtime.dtype,
     }
     auto = dataclasses.asdict(choose_attention("auto", None, **facts))

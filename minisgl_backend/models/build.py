@@ -87,13 +87,12 @@ def attention_spec(
 
     `kv_dtype`: of keys and values in the cache; None: `dtype`.
     """
-    kv = _kv_layout(config, tp_size, kv_dtype or dtype)
     kinds = [_kind(layer.attention, max_seq_len) for layer in config.layers]
     groups = tuple(
         LayerGroup(
             layers=tuple(index for index, other in enumerate(kinds) if other == kind),
             num_q_heads=kind.num_q_heads // tp_size,
-            kv=kv,
+            kv=_kv_layout(kind, tp_size, kv_dtype or dtype),
             window=kind.window,
             scale=kind.scale,
             soft_cap=kind.soft_cap,
@@ -115,11 +114,10 @@ def attention_spec(
     )
 
 
-def _kv_layout(config: ModelConfig, tp_size: int, dtype: torch.dtype) -> KVLayout:
-    attention = config.layers[0].attention
+def _kv_layout(attention: AttentionConfig | LatentAttentionConfig, tp_size: int, dtype: torch.dtype) -> KVLayout:
     if isinstance(attention, LatentAttentionConfig):
         return LatentLayout(rank=attention.kv_lora_rank, rope_dim=attention.qk_rope_head_dim, dtype=dtype)
-    return MHALayout(num_kv_heads=max(1, config.num_kv_heads // tp_size), head_dim=config.head_dim, dtype=dtype)
+    return MHALayout(num_kv_heads=max(1, attention.num_kv_heads // tp_size), head_dim=attention.head_dim, dtype=dtype)
 
 
 def _latent_heads(attention: AttentionConfig | LatentAttentionConfig) -> LatentHeads | None:

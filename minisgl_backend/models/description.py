@@ -40,14 +40,9 @@ class DecoderConfig:
         return len(self.layers)
 
     @property
-    def head_dim(self) -> int:
-        """Of all layers, as `check` makes sure."""
-        return self.layers[0].attention.head_dim
-
-    @property
-    def num_kv_heads(self) -> int:
-        """Of all layers, as `check` makes sure."""
-        return self.layers[0].attention.num_kv_heads
+    def head_dims(self) -> tuple[int, ...]:
+        """Of the layers, each size once."""
+        return tuple(dict.fromkeys(layer.attention.head_dim for layer in self.layers))
 
     @property
     def latents(self) -> tuple[int, int] | None:
@@ -75,13 +70,6 @@ class DecoderConfig:
                 )
             if attention.head_dim % 2:
                 raise ConfigError(f"config.json: head_dim is {attention.head_dim}; allowed: an even number")
-        layouts = sorted({(layer.attention.num_kv_heads, layer.attention.head_dim) for layer in self.layers})
-        if len(layouts) > 1:
-            raise ConfigError(
-                "config.json: the layers differ in their keys and values: "
-                + ", ".join(f"{heads} heads of {size}" for heads, size in layouts)
-                + "; allowed: the same num_key_value_heads and head_dim in all layers"
-            )
 
     @property
     def layer_weights_per_token(self) -> int:

@@ -50,6 +50,20 @@ _COMMON: dict[str, Any] = {
 }
 _SLIDES = ["sliding_attention", "full_attention", "sliding_attention"]
 
+# Layers differ in their head size and number of KV heads; the last two keep nothing of their own.
+_GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": _SLIDES[:2] * 2,
+    "global_head_dim": 32,
+    "num_global_key_value_heads": 1,
+    "attention_k_eq_v": True,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCAB_SIZE,
+    "enable_moe_block": True,
+    "top_k_experts": 2,
+}
+
 # By model_type: other keys, or others' values.
 SPECIAL: dict[str, dict[str, Any]] = {
     "gpt2": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION},
@@ -75,6 +89,8 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "vocab_size_per_layer_input": VOCAB_SIZE,
         "laurel_rank": 8,
     },
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": {**_GEMMA4, "hidden_size_per_layer_input": 0, "num_kv_shared_layers": 0},
     "ctrl": {"n_embd": 64, "n_layer": 3, "n_head": 4, "n_positions": MAX_POSITION, "dff": 96},
 }
 
@@ -83,12 +99,12 @@ SERVED: tuple[str, ...] = tuple(
     """
     afmoe apertus apertus1p5_text arcee aria_text axk1 beam biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl
     cwm deepseek_v2 deepseek_v3 diffllama dots1 ernie4_5 ernie4_5_moe exaone exaone4 exaone_moe flex_olmo flint
-    gemma gemma2 gemma3_text gemma3n_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss
-    gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3
-    hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum minicpm3 minimax_m2 minimax_m3_vl_text
-    ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon
-    phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm
-    starcoder2 vaultgemma youtu
+    gemma gemma2 gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3
+    gpt2 gpt_bigcode gpt_neox gpt_oss gptj granite granite_swa granitemoe granitemoe_swa granitemoeshared helium
+    hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 kolibri1 laguna llama mellum
+    mimo_v2_flash minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder
+    nanochat nemotron olmo olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe
+    sarvam_mla sarvam_moe seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma youtu
     """.split()
 )
 

@@ -20,8 +20,8 @@ from tests.parity.paged import PagedModel
 
 TOLERANCE = 1e-4  # of the largest logit
 # Learned positions; values narrower than keys; sinks and windows; multipliers, parallel blocks and NoPE layers; soft
-# caps, natively served; two attentions a layer.
-EVERY_RUN = ("gpt2", "deepseek_v3", "gpt_oss", "cohere2", "gemma2", "diffllama")
+# caps, natively served; two attentions a layer; layers that differ in their keys and values, and share them.
+EVERY_RUN = ("gpt2", "deepseek_v3", "gpt_oss", "cohere2", "gemma2", "diffllama", "gemma4_text")
 
 
 class Reference:

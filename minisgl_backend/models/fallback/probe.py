@@ -161,6 +161,7 @@ def attention_calls(model: nn.Module, base: nn.Module) -> list[Call]:
         "position_ids": tokens,
         "attention_mask": torch.ones_like(tokens),  # without one, transformers looks for packed sequences
         "use_cache": False,
+        "logits_to_keep": None,  # Gemma 4 cuts masks to as many tokens, be it all of them
     }
     with torch.inference_mode():
         try:

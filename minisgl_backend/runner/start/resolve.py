@@ -58,7 +58,7 @@ def resolve(
         config.attention_backend,
         config.page_size,
         compute_capability=device.compute_capability,
-        head_dim=model.head_dim,
+        head_dims=model.head_dims,
         dtype=dtype,
         kv_dtype=kv_dtype,
         scores=Scores(

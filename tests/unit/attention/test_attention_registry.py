@@ -62,7 +62,7 @@ def test_automatic_choice(capability: int | None, missing: tuple[str, ...], pair
     ],
 )
 def test_backends_of_latents(requested: str, capability: int | None, pair: tuple[str, str], page_size: int) -> None:
-    choice = choose(requested, capability, head_dim=576, latents=(512, 64))
+    choice = choose(requested, capability, head_dims=(576,), latents=(512, 64))
     assert (choice.prefill, choice.decode, choice.page_size) == (*pair, page_size)
 
 
@@ -73,7 +73,7 @@ def test_backends_of_latents(requested: str, capability: int | None, pair: tuple
         ("fa", 100, {}, "no kernels for latents"),
         ("flashmla", 80, {}, "no kernels for latents"),
         ("fi", 90, {"latents": (256, 32)}, "512 + 64 numbers; this model has 256 + 32"),
-        ("flashmla", 90, {"latents": None, "head_dim": 128}, "latents (MLA) alone"),
+        ("flashmla", 90, {"latents": None, "head_dims": (128,)}, "latents (MLA) alone"),
         ("flashmla", 90, {"dtype": "float32"}, "serves float16 and bfloat16"),
         ("triton", 90, {"kv_dtype": "float8_e4m3fn"}, "kv_cache_dtype is 'fp8_e4m3'; allowed for a model that keeps"),
     ],
@@ -82,11 +82,11 @@ def test_backends_that_do_not_serve_latents_are_refused(
     requested: str, capability: int, more: dict[str, Any], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
-        choose(requested, capability, **{"head_dim": 576, "latents": (512, 64), **more})
+        choose(requested, capability, **{"head_dims": (576,), "latents": (512, 64), **more})
 
 
 def test_flashmla_has_pages_of_64_tokens() -> None:
-    choice = choose("triton,flashmla", 90, head_dim=576, latents=(512, 64), page_size=16)
+    choice = choose("triton,flashmla", 90, head_dims=(576,), latents=(512, 64), page_size=16)
     assert choice.page_size == 64
     assert "flashmla" in choice.warnings[0]
 
@@ -100,15 +100,17 @@ def test_the_warning_says_how_to_get_the_better_one() -> None:
 @pytest.mark.parametrize(
     ("capability", "model", "pair"),
     [
-        (100, {"head_dim": 100}, ("triton", "triton")),
-        (89, {"head_dim": 80}, ("triton", "triton")),
+        (100, {"head_dims": (100,)}, ("triton", "triton")),
+        (89, {"head_dims": (80,)}, ("triton", "triton")),
         (89, {"dtype": "float32"}, ("triton", "triton")),
         (90, {"dtype": "float32"}, ("triton", "triton")),
-        (90, {"head_dim": 100}, ("triton", "triton")),
-        (90, {"head_dim": 96}, ("fa", "triton")),
-        (90, {"head_dim": 512}, ("torch", "torch")),
-        (100, {"head_dim": 256, "dtype": "float16"}, ("trtllm", "trtllm")),
-        (None, {"head_dim": 100, "dtype": "float32"}, ("torch", "torch")),
+        (90, {"head_dims": (100,)}, ("triton", "triton")),
+        (90, {"head_dims": (96,)}, ("fa", "triton")),
+        (90, {"head_dims": (512,)}, ("torch", "torch")),
+        (90, {"head_dims": (256, 512)}, ("torch", "torch")),  # of different layers
+        (80, {"head_dims": (64, 96)}, ("triton", "triton")),
+        (100, {"head_dims": (256,), "dtype": "float16"}, ("trtllm", "trtllm")),
+        (None, {"head_dims": (100,), "dtype": "float32"}, ("torch", "torch")),
         (90, {"kv_dtype": "float8_e4m3fn"}, ("triton", "triton")),  # fa would round the queries too
         (100, {"kv_dtype": "float8_e4m3fn"}, ("fi", "fi")),
         (80, {"kv_dtype": "float8_e4m3fn"}, ("fi", "fi")),
@@ -128,10 +130,10 @@ def test_the_automatic_choice_serves_the_model(
 @pytest.mark.parametrize(
     ("requested", "model", "words"),
     [
-        ("fi", {"head_dim": 100}, "fi serves head sizes 64, 128, 256; this model has 100"),
-        ("fa,triton", {"head_dim": 100}, "fa serves head sizes to 256 divisible by 8; this model has 100"),
+        ("fi", {"head_dims": (100,)}, "fi serves head sizes 64, 128, 256; this model has 100"),
+        ("fa,triton", {"head_dims": (100,)}, "fa serves head sizes to 256 divisible by 8; this model has 100"),
         ("fa,triton", {"dtype": "float32"}, "fa serves float16 and bfloat16, not float32"),
-        ("triton", {"head_dim": 288}, "triton serves head sizes to 256; this model has 288"),
+        ("triton", {"head_dims": (288,)}, "triton serves head sizes to 256; this model has 288"),
         (
             "fi",
             {"kv_dtype": "float16"},

@@ -53,10 +53,10 @@ def test_native_is_preferred_and_needs_no_torch(tmp_path: Path) -> None:
 
 def test_native_families_run_through_transformers_where_asked(tmp_path: Path) -> None:
     config = load_model_config(_folder(tmp_path, LLAMA), "transformers")
-    assert (config.implementation, config.num_layers, config.head_dim, config.max_position) == (
+    assert (config.implementation, config.num_layers, config.head_dims, config.max_position) == (
         "transformers",
         2,
-        8,
+        (8,),
         128,
     )
     with pytest.raises(ConfigError, match="tp is 2; allowed: 1 for LlamaForCausalLM, which runs through transformers"):

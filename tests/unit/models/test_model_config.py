@@ -40,7 +40,7 @@ def read(generation: dict[str, Any] | None = None, **changes: Any) -> ModelConfi
 
 def test_reads_sizes() -> None:
     config = read()
-    assert (config.num_layers, config.num_kv_heads, config.head_dim) == (2, 2, 16)
+    assert (config.num_layers, config.layers[0].attention.num_kv_heads, config.head_dims) == (2, 2, (16,))
     attention = AttentionConfig(num_q_heads=4, num_kv_heads=2, head_dim=16, rope=RopeConfig(theta=10000.0))
     layer = LayerConfig(attention=attention, mlp=MlpConfig(intermediate_size=96), norm=NormConfig(eps=1e-5))
     assert config.layers == (layer,) * 2
