@@ -7,6 +7,7 @@ as it comes; after a crash, lines whose `custom_id` stands there already are not
 from __future__ import annotations
 
 import asyncio
+import codecs
 import contextlib
 import fcntl
 import json
@@ -91,7 +92,8 @@ class BatchRunner:
         except Exception as error:
             if not isinstance(error, ApiError):
                 log.exception("batch %s failed", batch["id"])
-            message = f"{type(error).__name__}: {error}"
+            told = error.strerror if isinstance(error, OSError) else error  # without the server's folders
+            message = f"{type(error).__name__}: {told}"
             await self._fail(batch, [{"code": "server_error", "message": message, "line": None, "param": None}])
 
     def _next(self) -> Batch | None:
@@ -200,13 +202,30 @@ class BatchWork:
         body, tries = await _off_loop(encode, {**line.body, "priority": MAX_PRIORITY}), 0
         while True:
             request_id = uuid.uuid4().hex
-            status, text = await self._post(line.url, body, request_id)
+            answer = await self._posted(line.url, body, request_id)
+            if answer is None:
+                return None
+            status, text = answer
             if status not in _AGAIN:
                 return status, {"status_code": status, "request_id": request_id, "body": json.loads(text)}
             if self._end() is not None:
                 return None
             await asyncio.sleep(_AGAIN_SECONDS[min(tries, len(_AGAIN_SECONDS) - 1)])
             tries += 1
+
+    async def _posted(self, url: str, body: bytes, request_id: str) -> tuple[int, bytes] | None:
+        """None where the batch was cancelled meanwhile: the line ends with it."""
+        task = asyncio.ensure_future(self._post(url, body, request_id))
+        try:
+            while not task.done():
+                await asyncio.wait([task], timeout=_LOOK_SECONDS)
+                if not task.done() and self._end() == "cancelled":
+                    return None
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                await asyncio.wait([task])
 
     def _append(self, file: IO[bytes], line: Line, response: Any, error: Any) -> None:
         record = {"id": f"batch_req_{uuid.uuid4().hex}", "custom_id": line.custom_id}
@@ -296,6 +315,8 @@ def _numbered(file: IO[bytes], most_bytes: int) -> Generator[tuple[int, bytes | 
     number = 0
     while text := file.readline(most_bytes + 1):
         number += 1
+        if number == 1:
+            text = text.removeprefix(codecs.BOM_UTF8)  # as some editors write it
         is_long = len(text) > most_bytes and not text.endswith(b"\n")
         while is_long and text and not text.endswith(b"\n"):
             text = file.readline(most_bytes + 1)

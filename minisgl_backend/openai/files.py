@@ -15,7 +15,7 @@ import re
 import shutil
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 MAX_FILE_BYTES = 200 << 20  # of one upload, OpenAI's own limit
 PATH = "/v1/files"
 _ID = re.compile(r"file-[0-9a-f]{32}")
+_RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-[0-9]{1,18})")
 _PURPOSES = ("batch",)
 _TOLD = frozenset(("id", "bytes", "created_at", "filename", "purpose"))
 _MOST_LISTED = 10_000
@@ -46,6 +47,7 @@ class FileStore:
         """`folder`: made with the first file."""
         self._folder = folder
         self._most_bytes = most_bytes
+        self._expected = 0  # bytes of uploads that are being read
 
     def add(self, source: IO[bytes], size: int, name: str, purpose: str) -> dict[str, Any]:
         """Raises ApiError where there is no room."""
@@ -62,12 +64,22 @@ class FileStore:
 
     def check_room(self, size: int = 0) -> None:
         """Raises ApiError where so many bytes more would be too many."""
-        used = sum(map(_size, self._folder.glob("file-*")))
+        used = sum(map(_size, self._folder.glob("file-*"))) + self._expected
         if used + size > self._most_bytes:
             allowed = f"{self._most_bytes} in all (--max-files-bytes); delete files that are not needed"
             raise ApiError(
                 413, f"files of {used} bytes are kept, and {size} more; allowed: {allowed}", code="storage_full"
             )
+
+    @contextlib.contextmanager
+    def expect(self, size: int | None) -> Iterator[None]:
+        """An upload of so many bytes (None: it does not say) is read meanwhile, to a place of its own."""
+        size = min(MAX_FILE_BYTES, self._most_bytes // 4) if size is None else size
+        self._expected += size
+        try:
+            yield
+        finally:
+            self._expected -= size
 
     def remove_orphans(self, written: Collection[str]) -> None:
         """Removes what uploads and batches that were cut off have left. `written`: ids of files that still grow."""
@@ -186,9 +198,9 @@ def add_routes(app: FastAPI, files: FileStore) -> None:
     @app.post(PATH)
     async def upload(request: Request) -> Response:
         length = request.headers.get("content-length", "")
-        if length.isdecimal():  # before the body is read: it is kept on disk meanwhile
-            await asyncio.to_thread(files.check_room, int(length[:18]))
-        file, purpose = await _form(request)
+        with files.expect(int(length[:18]) if length.isdecimal() else None):
+            await asyncio.to_thread(files.check_room)
+            file, purpose = await _form(request)
         size = file.size or 0
         if not size:
             raise invalid("file", "file is empty; allowed: at least one line")
@@ -209,8 +221,8 @@ def add_routes(app: FastAPI, files: FileStore) -> None:
         return _json(files.get(file_id))
 
     @app.get(PATH + "/{file_id}/content")
-    async def content(file_id: str) -> Response:
-        files.get(file_id)
+    async def content(request: Request, file_id: str) -> Response:
+        _settle_range(request, files.get(file_id)["bytes"])
         return FileResponse(files.data(file_id), media_type="application/octet-stream")
 
     @app.delete(PATH + "/{file_id}")
@@ -237,6 +249,20 @@ async def _form(request: Request) -> tuple[UploadFile, str]:
     if purpose not in _PURPOSES:
         raise invalid("purpose", f"purpose is {str(purpose)[:60]!r}; allowed: {', '.join(_PURPOSES)}")
     return file, str(purpose)
+
+
+def _settle_range(request: Request, size: int) -> None:
+    """Raises ApiError for a range that begins behind the end of a file of so many bytes. One that is no range, or
+    several, is left out, and the whole file is the answer (RFC 9110, section 14.2)."""
+    text = request.headers.get("range")
+    if text is None:
+        return
+    found = _RANGE.fullmatch(text)
+    begin, end = (0, size) if found is None else (int(found[1] or 0), int(found[2] or size))
+    if begin >= size:
+        raise ApiError(416, f"Range is {text[:60]!r}; allowed: within the {size} bytes of the file", param="Range")
+    if found is None or (found[1] and end < begin):
+        request.scope["headers"] = [one for one in request.scope["headers"] if one[0] != b"range"]
 
 
 def _json(value: Any) -> Response:

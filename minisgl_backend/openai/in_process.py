@@ -8,18 +8,20 @@ from typing import Any
 
 from starlette.types import ASGIApp, Scope
 
+_LEAVING_SECONDS = 5.0  # until the server has noticed it
 INSIDE = "minisgl.inside"  # a key of the scope that no client can set: it needs no API key
 
 
 async def post(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
-    """(status, body) of the answer in one piece."""
-    status, parts, unread = 500, [], [body]
+    """(status, body) of the answer in one piece. Whoever is cancelled meanwhile leaves, as a client that closes its
+    connection."""
+    status, parts, unread, left = 500, [], [body], asyncio.Event()
 
     async def receive() -> MutableMapping[str, Any]:
         if unread:
             return {"type": "http.request", "body": unread.pop(), "more_body": False}
-        await asyncio.Event().wait()  # this client never leaves
-        raise AssertionError
+        await left.wait()
+        return {"type": "http.disconnect"}
 
     async def send(message: MutableMapping[str, Any]) -> None:
         nonlocal status
@@ -43,8 +45,14 @@ async def post(app: ASGIApp, path: str, body: bytes, request_id: str) -> tuple[i
         "server": None,
         INSIDE: True,
     }
+    answered = asyncio.ensure_future(app(scope, receive, send))
     try:
-        await app(scope, receive, send)
+        await asyncio.shield(answered)
+    except asyncio.CancelledError:
+        left.set()
+        await asyncio.wait([answered], timeout=_LEAVING_SECONDS)
+        answered.cancel()
+        raise
     except Exception:  # Starlette raises what it has answered with 500
         if not parts:
             raise

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import time
+import urllib.parse
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +16,12 @@ from typing import Any
 import openai
 import pytest
 
-from tests.e2e.openai_stack import Endpoint, running_endpoint
-from tests.e2e.wire import PATIENCE_SECONDS, Server
+from minisgl_backend.openai.requests.base import is_unicode
+from minisgl_backend.openai.requests.batches import BatchRequest
+from minisgl_backend.openai.requests.chat import ChatRequest
+from tests.e2e.openai_stack import Endpoint, fetch, running_endpoint
+from tests.e2e.test_openai_fuzz import MESSAGES, VALUES, check, processes, random_value
+from tests.e2e.wire import PATIENCE_SECONDS, Server, assert_same_processes
 
 pytestmark = pytest.mark.e2e
 
@@ -122,11 +129,108 @@ def test_what_is_not_there(endpoint: Endpoint, path: str) -> None:
     assert (status, set(answer["error"])) == (404, {"message", "type", "param", "code"})
 
 
+@pytest.mark.parametrize(
+    ("given", "status", "data"),
+    [
+        ("bytes=2-3", 206, "23"),
+        ("bytes=7-", 206, "789"),
+        ("bytes=-2", 206, "89"),
+        ("bytes=3-2", 200, "0123456789"),
+        ("bytes=x", 200, "0123456789"),
+        ("lines=1-2", 200, "0123456789"),
+        ("bytes=10-", 416, None),
+    ],
+)
+def test_a_part_of_a_file(endpoint: Endpoint, given: str, status: int, data: str | None) -> None:
+    file = endpoint.client().files.create(file=("x", b"0123456789"), purpose="batch")
+    request = urllib.request.Request(f"{endpoint.url}/v1/files/{file.id}/content", headers={"Range": given})
+    found, answer = fetch(request)
+    assert found == status
+    assert str(answer).zfill(len(data)) == data if data else answer["error"]["param"] == "Range"
+
+
 @pytest.mark.parametrize("query", ["limit=0", "limit=x", "limit=99999999999", "order=up", "after=file-0"])
 @pytest.mark.parametrize("path", ["/v1/files", "/v1/batches"])
 def test_lists_are_bounded(endpoint: Endpoint, path: str, query: str) -> None:
     status, answer = endpoint.get(f"{path}?{query}")
     assert (status, answer["error"]["param"]) == (400, query.partition("=")[0])
+
+
+def test_random_fields_of_a_batch(endpoint: Endpoint) -> None:
+    plain = {"input_file_id": "file-x", "endpoint": CHAT, "completion_window": "24h"}
+    for field in [*BatchRequest.model_fields, "unknown"]:
+        for value in random.Random(field).sample(VALUES, 12):
+            check(endpoint, "/v1/batches", {**plain, field: value}, field="" if field == "metadata" else field)
+
+
+def test_random_uploads_paths_and_queries(endpoint: Endpoint) -> None:
+    chance, alive = random.Random(3), processes(endpoint)
+    names = ["file", "purpose", "odd", "é", ""]
+    for _ in range(60):
+        parts = []
+        for _ in range(chance.randrange(4)):
+            head = f'Content-Disposition: form-data; name="{chance.choice(names)}"'
+            head += chance.choice(
+                ["", '; filename="x"', '; filename="\x00"', "; filename=", f'; filename="{"y" * 5000}"']
+            )
+            value = chance.choice([b"batch", b"", b"\xff\xfe", b"{}", chance.randbytes(200)])
+            parts.append(b"--b\r\n" + head.encode() + chance.choice([b"\r\n\r\n", b"\r\n", b""]) + value + b"\r\n")
+        body = b"".join(parts) + chance.choice([b"--b--\r\n", b"--b", b""])
+        kind = chance.choice(
+            [FORM, FORM, FORM, "multipart/form-data; boundary=", "multipart/form-data; boundary=é", ""]
+        )
+        assert_shape(*endpoint.post("/v1/files", body, {"Content-Type": kind.encode().decode("latin-1")}))
+    for folder in ("files", "batches"):
+        for name in ("%00", "..%2f..%2fx", "%ff", "a" * 5000, "file-" + "0" * 32, "batch_" + "0" * 32, "%F0%9F%98%80"):
+            for rest in ("", "/content", "/cancel", "/x"):
+                assert_shape(*endpoint.get(f"/v1/{folder}/{name}{rest}"))
+                assert_shape(*endpoint.post(f"/v1/{folder}/{name}{rest}", b"{}"))
+        for query in (
+            "limit=%00",
+            "limit=1e3",
+            "limit=-1",
+            "limit=²",
+            "after=%ff",
+            "order=",
+            "purpose=%00",
+            "limit=1&limit=x",
+        ):
+            assert_shape(*endpoint.get(f"/v1/{folder}?{urllib.parse.quote(query, safe='=&%')}"))
+    assert_same_processes(alive, lambda: processes(endpoint))
+
+
+def test_random_lines_fail_a_batch_or_have_their_answers(endpoint: Endpoint) -> None:
+    """A batch of what is JSON or not; then one whose lines are well formed and whose bodies are not."""
+    chance, client, alive = random.Random(5), endpoint.client(), processes(endpoint)
+    wrong = [
+        b"\x00",
+        b"[]",
+        b'"',
+        b"{}",
+        b'{"custom_id":1}',
+        json.dumps(line("a", x="\ud800")).encode(),
+        b"\xff",
+        b"null",
+    ]
+    for text in wrong:
+        file = client.files.create(file=("x", text), purpose="batch")
+        batch = wait(client, client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h"))
+        assert batch.status in ("failed", "completed"), (text, batch)
+    bodies: list[Any] = [{"messages": random_value(chance, 0)} for _ in range(40)]
+    bodies += [{"messages": MESSAGES, name: random_value(chance, 0)} for name in list(ChatRequest.model_fields)[:40]]
+    bodies = [body for body in bodies if not body.keys() & {"stream", "priority"} and is_unicode(body)]
+    batch = wait(client, begin(client, [line(f"é{n}", **body) for n, body in enumerate(bodies)]))
+    assert (batch.status, batch.request_counts.total) == ("completed", len(bodies))
+    found = [records(client, one) for one in (batch.output_file_id, batch.error_file_id) if one]
+    assert sorted(name for part in found for name in part) == sorted(f"é{n}" for n in range(len(bodies)))
+    assert all(one["status_code"] < 500 for part in found for one in part.values())
+    assert_same_processes(alive, lambda: processes(endpoint))
+
+
+def assert_shape(status: int, answer: Any) -> None:
+    """Answered, or refused as OpenAI refuses."""
+    assert 200 <= status < 500, (status, answer)
+    assert status < 400 or set(answer["error"]) == {"message", "type", "param", "code"}, (status, answer)
 
 
 def test_a_batch_survives_its_workers_and_the_endpoint(server: Server, tmp_path: Path) -> None:

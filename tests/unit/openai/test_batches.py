@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import io
 import json
 import os
@@ -16,6 +17,7 @@ from minisgl_backend.openai.batch_runner import BatchRunner, BatchWork, Post
 from minisgl_backend.openai.batches import ENDED, Batch, BatchStore
 from minisgl_backend.openai.errors import ApiError
 from minisgl_backend.openai.files import FileStore
+from minisgl_backend.openai.in_process import post
 from minisgl_backend.openai.requests.batches import BatchRequest
 from minisgl_backend.request import MAX_PRIORITY
 
@@ -158,6 +160,50 @@ def test_a_batch_that_is_cancelled_keeps_what_it_has(tmp_path: Path) -> None:
         folder.batches.cancel(found)
 
 
+def test_lines_on_their_way_end_with_a_batch_that_is_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("minisgl_backend.openai.batch_runner._LOOK_SECONDS", 0.01)
+    folder, left = Folder(tmp_path), []
+    batch = folder.add(line("a"), line("b"))
+
+    async def endless(path: str, body: bytes, request_id: str) -> tuple[int, bytes]:
+        folder.batches.cancel(batch)
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            left.append(request_id)
+        raise AssertionError
+
+    found = asyncio.run(folder.run(batch, endless))
+    assert (found["status"], found["output_file_id"], len(left)) == ("cancelled", None, 2)
+
+
+def test_who_is_cancelled_leaves_the_application(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what it asked for ends, too."""
+    seen: list[str] = []
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        while (message := await receive())["type"] != "http.disconnect":
+            seen.append(message["type"])
+        seen.append("left")
+
+    async def leave() -> None:
+        task = asyncio.ensure_future(post(application, CHAT, b"{}", "x"))
+        while not seen:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(leave())
+    assert seen == ["http.request", "left"]
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    batch = folder.add(codecs.BOM_UTF8 + json.dumps(line("a")).encode() + b"\r\n", line("b"))
+    assert asyncio.run(folder.run(batch, echo))["request_counts"]["completed"] == 2
+
+
 def test_lines_behind_the_window_have_expired(tmp_path: Path) -> None:
     folder = Folder(tmp_path)
     batch = folder.add(line("a"), line("b"))
@@ -233,6 +279,26 @@ def test_files_have_a_bound(tmp_path: Path) -> None:
     folder.files.delete(file["id"])
     assert folder.files.all() == []
     assert os.listdir(tmp_path / "files") == []
+
+
+def test_uploads_that_are_being_read_count(tmp_path: Path) -> None:
+    """They are on the disk already, wherever that is."""
+    folder = Folder(tmp_path, most_bytes=1000)
+    with folder.files.expect(600), folder.files.expect(None):  # which counts as a quarter
+        folder.files.check_room(150)
+        with pytest.raises(ApiError, match="850 bytes are kept"):
+            folder.files.check_room(151)
+    folder.files.check_room(1000)
+
+
+def test_a_file_that_is_gone_is_told_without_the_servers_folders(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    batch = folder.add(line("a"))
+    folder.batches.write({**batch, "status": "in_progress"})  # as before a restart
+    folder.files.delete(batch["input_file_id"])
+    found = asyncio.run(folder.run(batch, echo))
+    (error,) = found["errors"]["data"]
+    assert (found["status"], error["message"]) == ("failed", "FileNotFoundError: No such file or directory")
 
 
 def test_a_damaged_file_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
