@@ -1,11 +1,11 @@
 """Embeddings on a CPU beside sentence-transformers: 64 texts of 64 to 512 tokens, float32, last token, normalized.
 
-`python -m benchmarks.embeddings MODEL --json` finds sentence-transformers' best batch size on every fourth text, then
-measures both in turn, round by round, so that what disturbs the machine disturbs both. Texts are new in each round:
-neither has anything of them in a cache. Each system is a process of its own, whose threads the other does not share;
-`processor_ratio` compares their processor time, which other work on the machine changes less (with `--threads 1`:
-threads that wait spin). `--peer-python` names a Python that has sentence-transformers. It takes texts as they are: left
-to itself, it renders them with the model's chat template.
+`python -m benchmarks.embeddings MODEL --json` finds sentence-transformers' best batch size on some texts, then measures
+both in turn, eight texts at a time, so that what disturbs the machine disturbs both. Texts are new in each round:
+neither has anything of them in a cache. Each system is a process of its own, whose threads the other does not share.
+On a machine with other work on it take `--threads 1` and `processor_ratio`, which compares processor time: threads
+that wait for each other spin. `--peer-python` names a Python that has sentence-transformers. It takes texts as they
+are: left to itself, it renders them with the model's chat template.
 """
 
 from __future__ import annotations
@@ -19,11 +19,13 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 NUM_TEXTS, SHORTEST, LONGEST = 64, 64, 512
-BATCH_SIZES = (1, 4, 16)  # larger ones pad more: 64 took three times as long as 4
+BATCH_SIZES = (1, 4, 8)  # larger ones pad more: 64 took three times as long as 4
+GROUP = 8  # texts that one system computes before the other does
 WORDS = "the of and to in is that it was for on are as with his they at be this from have or by one had not but".split()
 
 
@@ -35,10 +37,15 @@ def texts_of(round_number: int, count: int = NUM_TEXTS, longest: int = LONGEST) 
     return [" ".join(chance.choices(WORDS, k=length - 1)) for length in lengths]
 
 
+def groups_of(round_number: int, count: int) -> list[list[str]]:
+    """The texts of a round in groups of neighbours in length, as the peer sorts them: its batches pad little."""
+    texts = sorted(texts_of(round_number, count), key=lambda text: text.count(" "))
+    return [texts[start : start + GROUP] for start in range(0, count, GROUP)]
+
+
 def own(model: str, threads: int) -> Callable[[Sequence[str], int], Any]:
     from minisgl_backend import LLM
 
-    os.environ["OMP_NUM_THREADS"] = str(threads)
     llm = LLM(model, dtype="float32", max_seq_len_override=1024, max_running_requests=64, num_pages=4096, page_size=16)
     return lambda texts, batch_size: [output.embedding for output in llm.embed(texts)]
 
@@ -75,23 +82,40 @@ def serve(system: str, model: str, threads: int) -> None:
         print(json.dumps(said), flush=True)
 
 
+@dataclass(frozen=True)
+class Measured:
+    """What one system took for some texts."""
+
+    seconds: float
+    processor: float  # seconds of all its threads
+    vector: list[float]  # of the first text
+
+    def cost(self, threads: int) -> float:
+        """What is compared: processor time of one thread is the same on a busy machine."""
+        return self.processor if threads == 1 else self.seconds
+
+
 class System:
     """One of both, in its own process."""
 
     def __init__(self, python: str, system: str, model: str, threads: int) -> None:
         command = [python, "-m", "benchmarks.embeddings", model, "--serve", system, "--threads", str(threads)]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[1]
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         )
         self._read()
 
-    def measure(self, texts: Sequence[str], batch_size: int) -> tuple[float, float, list[float]]:
-        """(seconds, those of processors, the first text's vector)."""
+    def measure(self, texts: Sequence[str], batch_size: int) -> Measured:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"texts": list(texts), "batch_size": batch_size}) + "\n")
         self._process.stdin.flush()
         said = self._read()
-        return said["seconds"], said["processor"], said["vector"]
+        return Measured(**said)
 
     def close(self) -> None:
         assert self._process.stdin is not None
@@ -109,34 +133,34 @@ class System:
 def compare(
     model: str, *, rounds: int, threads: int, peer_python: str, batch_sizes: Sequence[int], count: int = NUM_TEXTS
 ) -> dict[str, Any]:
-    """Median seconds of each, and how many times as fast as the peer at its best this project is, round by round."""
+    """Seconds of each for all texts, and how many times as fast as the peer at its best this project is, group by
+    group."""
     own, other = System(sys.executable, "own", model, threads), System(peer_python, "peer", model, threads)
-    seconds: dict[str, list[float]] = {"own": [], "peer": []}
-    processor: dict[str, list[float]] = {"own": [], "peer": []}
+    totals = {name: {"seconds": 0.0, "processor": 0.0} for name in ("own", "peer")}
+    ratios: dict[str, list[float]] = {"seconds": [], "processor": []}
     difference = 0.0
     try:
-        few = texts_of(rounds, count)[::4]
-        trials = {size: other.measure(few, size)[0] for size in batch_sizes[1:] and batch_sizes}
+        middle = groups_of(rounds, count)[-(-count // GROUP) // 2]
+        trials = {size: other.measure(middle, size).cost(threads) for size in batch_sizes[1:] and batch_sizes}
         best = min(trials, key=trials.__getitem__, default=batch_sizes[0])
-        for number in range(rounds):
-            texts = texts_of(number, count)
-            found = {name: system.measure(texts, best) for name, system in (("own", own), ("peer", other))}
-            for name, (taken, busy, _) in found.items():
-                seconds[name].append(taken)
-                processor[name].append(busy)
-            pairs = zip(found["own"][-1], found["peer"][-1], strict=True)
+        for group in (group for number in range(rounds) for group in groups_of(number, count)):
+            ours, theirs = own.measure(group, best), other.measure(group, best)
+            for kind, found in ratios.items():
+                found.append(getattr(theirs, kind) / getattr(ours, kind))
+                totals["own"][kind] += getattr(ours, kind) / rounds
+                totals["peer"][kind] += getattr(theirs, kind) / rounds
+            pairs = zip(ours.vector, theirs.vector, strict=True)
             difference = max(difference, *(abs(one - another) for one, another in pairs))
+            print(f"{len(ratios['seconds'])} of {rounds * -(-count // GROUP)}: {totals}", file=sys.stderr, flush=True)
     finally:
         own.close()
         other.close()
-    ratios, busy_ratios = (
-        [peer / ours for ours, peer in zip(found["own"], found["peer"], strict=True)] for found in (seconds, processor)
-    )
     return {
-        "seconds": {name: statistics.median(found) for name, found in seconds.items()},
-        "ratio": statistics.median(ratios),
+        **totals,
+        "ratio": totals["peer"]["seconds"] / totals["own"]["seconds"],
+        "median_ratio": statistics.median(ratios["seconds"]),
+        "processor_ratio": totals["peer"]["processor"] / totals["own"]["processor"],
         "ratios": ratios,
-        "processor_ratio": statistics.median(busy_ratios),
         "difference": difference,
         "batch_size": best,
         "trials": trials,
@@ -147,7 +171,7 @@ def compare(
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", help="a model folder")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--texts", type=int, default=NUM_TEXTS)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=list(BATCH_SIZES))
