@@ -20,6 +20,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 BACK_SECONDS = 100.0  # an idle machine needs five to ten
 LIVING, DEAD = 0, 1
 PER_KIND = 2  # questions
+COUNT = "Count from 1 to 120."
 
 
 @pytest.fixture(scope="module")
@@ -43,14 +44,14 @@ def test_the_demo_gauge_on_two_cores(served: Served) -> None:
 
 def test_one_dies_and_the_streams_of_the_other_go_on(served: Served) -> None:
     with Client(served.grpc, timeout=90.0) as client:
-        right = client.generate("Count from 1 to 200.", max_tokens=900, temperature=0).text
+        right = client.generate(COUNT, max_tokens=500, temperature=0).text
         results: list[str | ClientError] = []
         started = threading.Barrier(9)
 
         def read() -> None:
             text = ""
             try:
-                with client.stream("Count from 1 to 200.", max_tokens=900, temperature=0) as stream:
+                with client.stream(COUNT, max_tokens=500, temperature=0) as stream:
                     text = next(stream).text
                     started.wait(60)
                     text += "".join(chunk.text for chunk in stream)
@@ -71,7 +72,7 @@ def test_one_dies_and_the_streams_of_the_other_go_on(served: Served) -> None:
         assert all(isinstance(error, Unavailable) and "starts again by itself" in str(error) for error in told)
         assert [result for result in results if isinstance(result, str)] == [right] * (8 - len(told))
         assert served.ready(), "one core is enough to serve"
-        assert client.generate("Count from 1 to 200.", max_tokens=900, temperature=0).text == right
+        assert client.generate(COUNT, max_tokens=500, temperature=0).text == right
         served.wait(lambda: served.value("minisgl_engine_restarts_total") == 1, BACK_SECONDS)
         served.wait(lambda: served.value("minisgl_core_up", core=str(DEAD)) == 1, BACK_SECONDS)
         assert served.core(LIVING) == pids[LIVING]

@@ -214,10 +214,10 @@ def joined(lines: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def test_streams_are_what_comes_at_once_wherever_it_is_cut(tmp_path: Path, pytestconfig: pytest.Config) -> None:
-    """Scripts of which each character is a token or more: streamed, at once, and ended behind every twelfth of them;
+    """Scripts of which each character is a token or more: streamed, at once, and ended behind every 24th of them;
     with --full behind each. tests/unit/openai/test_parsers.py cuts at every place.
     """
-    every = 1 if pytestconfig.getoption("--full", default=False) else 12
+    every = 1 if pytestconfig.getoption("--full", default=False) else 24
     tokenizer = Tokenizer(DEMO)
     scripts = [[int(token) for character in text for token in tokenizer.encode(character)] for text in SCRIPTS]
     options = {"null_runner_rate": "2000", "model": thinking_model(tmp_path)}

@@ -12,7 +12,7 @@ from minisgl_backend.environment import Environment
 from minisgl_backend.scheduler.planner import Planner
 from minisgl_backend.step import StepPlan
 
-PROMPT_LENGTHS = (600, 900, 1500, 300, 1900, 1200, 700, 1000)
+PROMPT_LENGTHS = (600, 900, 1500, 300, 1000, 800, 600)
 OPTIONS: dict[str, Any] = {
     **{"num_pages": 700, "page_size": 16, "max_running_requests": 16, "max_prefill_length": 3000, "dtype": "float32"}
 }

@@ -141,12 +141,19 @@ def test_mixture_of_one_token_that_is_no_number(poison):
 
 # Tokens, experts, choices of each token.
 FEW = ((2, 8, 2), (5, 5, 3), (8, 60, 8), (8, 3, 1), (3, 20, 15), (3, 20, 16), (11, 12, 4), (33, 3, 2), (64, 20, 4))
+LARGEST = ((8, 60, 8), (64, 20, 4))
 
 
 @pytest.mark.parametrize(
     ("num_tokens", "experts", "k", "renormalize", "complete"),
-    # Every pair of values: the two switches equal where the place is even, else unequal.
-    [(*few, first, first == (place % 2 == 0)) for place, few in enumerate(FEW) for first in (False, True)],
+    # Every pair of values: the two switches equal where the place is even, else unequal. Of the largest, half in full.
+    [
+        pytest.param(
+            *few, first, first == (place % 2 == 0), marks=[pytest.mark.full] if few in LARGEST and first else []
+        )
+        for place, few in enumerate(FEW)
+        for first in (False, True)
+    ],
 )
 def test_mixture_of_a_few_tokens(num_tokens, experts, k, renormalize, complete):
     """Planned by the router and behind it, with tiles that are packed and that hold too many choices for it, one an

@@ -59,7 +59,7 @@ def test_any_order_of_events_keeps_every_law(
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=25 if bounds.windows == FULL or is_full else 12,
+            max_examples=25 if is_full else 12,
             stateful_step_count=30,
             deadline=None,
             derandomize=True,
@@ -68,14 +68,14 @@ def test_any_order_of_events_keeps_every_law(
     )
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(8, 12))])
 def test_a_long_random_run_keeps_every_law(seed: int) -> None:
     long_run(seed, num_events=300)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "seed", [*range(100, 114), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(114, 200))]
+    "seed", [*range(100, 108), *(pytest.param(seed, marks=pytest.mark.full) for seed in range(108, 200))]
 )
 def test_many_long_random_runs_keep_every_law(seed: int) -> None:
     long_run(seed, num_events=500)
