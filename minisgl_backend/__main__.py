@@ -255,6 +255,8 @@ def check(
     check_tokenizer(Path(runtime.model_dir), trust_remote_code=config.trust_remote_code)
     if not (null or config.dummy_weights):
         Checkpoint(Path(runtime.model_dir), model.tensor_names)  # reads the headers of the files
+        if runtime.draft is not None:
+            Checkpoint(Path(runtime.draft.model_dir), runtime.draft.model.tensor_names)
         memory = memory_of(runtime, model)
     table = Table("setting", "value")
     table.add_row("architecture", model.architecture)
@@ -266,11 +268,14 @@ def check(
     if model.implementation == "native" and not null:
         table.add_row("kernels of weights", f"{kernel_names(config, model, runtime.dtype)} (minisgl kernels says when)")
     for spec in dataclasses.fields(runtime):
-        if spec.name != "config":
+        if spec.name not in ("config", "draft"):
             value = getattr(runtime, spec.name)
             table.add_row(spec.name, "(chosen at start)" if value is None else str(value))
     if not (null or config.dummy_weights):
         table.add_row("weights", in_words(memory.weights) + (" on each GPU" if runtime.device == "cuda" else ""))
+        if runtime.draft is not None:
+            share = f"{in_words(memory.draft_weights)} of these weights, {memory.draft_share:.0%} of each KV page"
+            table.add_row("draft model", f"{runtime.draft.model.architecture}: {share}")
         table.add_row("free memory", in_words(memory.free))
         table.add_row("KV pages", f"about {memory.pages} of {runtime.page_size} tokens: {memory.room}")
     Console().print(table)

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import random
+import shutil
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from minisgl_backend.arrays import NO_INT32, Int32Array
+from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.proposer import Proposer
+
+if TYPE_CHECKING:
+    from minisgl_backend import LLM
 
 KINDS = ("right", "erring", "random", "too many", "none")
 Answers = Callable[[int, Int32Array, int], Sequence[int]]  # uid, tokens so far, how many -> the tokens that follow
@@ -55,3 +63,24 @@ class EveryDraft(DraftControl):
             counts.append(min(len(tokens), room))
             room -= counts[-1]
         return counts
+
+
+def draft_model(folder: Path, num_layers: int, most: int) -> dict[str, Any]:
+    """Options by which the first layers of the demo model propose; with all 6 of them it is the demo model."""
+    from safetensors.torch import load_file, save_file  # imports torch, which tests of the scheduler do without
+
+    demo = find_model_dir("demo")
+    config = json.loads((demo / "config.json").read_text()) | {"num_hidden_layers": num_layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    shutil.copy(demo / "tokenizer.json", folder)
+    left_out = tuple(f"model.layers.{index}." for index in range(num_layers, 6))
+    tensors = load_file(demo / "model.safetensors").items()
+    save_file({name: one for name, one in tensors if not name.startswith(left_out)}, folder / "model.safetensors")
+    method = {"method": "draft_model", "model": str(folder), "num_speculative_tokens": most}
+    return {"speculative_config": method}
+
+
+def verify_every_draft(llm: LLM, most: int) -> None:
+    """Of an engine whose proposer is on the device."""
+    drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
+    drafting._control = drafting._steps._control = EveryDraft(most)

@@ -20,29 +20,14 @@ from minisgl_backend.request import PoolingParams
 from minisgl_backend.runner.graphs.pieces import piece_size
 from minisgl_backend.runner.graphs.single_prompt import PromptLayout, PromptTensors
 from minisgl_backend.runner.pooling import PooledChunk, named_tokens, pooled_chunks
+from minisgl_backend.runner.prompt_arrays import PrefillHost, expand, params_of, prefill_arrays, sampled_of_prompt
 from minisgl_backend.runner.row_table import RowTable, RowUpdates
 from minisgl_backend.runner.staging import Staged, Staging
 from minisgl_backend.sampling.metadata import NOTHING, SamplingInputs, SamplingMetadata, SamplingRows
-from minisgl_backend.sampling.params import encode_params
-from minisgl_backend.step import AdmittedRow, RowError, StepDecisions, StepPlan
+from minisgl_backend.step import RowError, StepDecisions, StepPlan
 
 EMPTY = np.zeros(0, dtype=np.int32)
 EMPTY.flags.writeable = False
-
-
-@dataclass(frozen=True)
-class PrefillHost:
-    """The prefill part of a plan as arrays, one entry a chunk."""
-
-    rows: Int32Array
-    starts: Int32Array
-    lengths: Int32Array
-    ends: Int32Array
-    cu_seqlens: Int32Array  # [num_chunks + 1]
-
-    @property
-    def num_tokens(self) -> int:
-        return int(self.cu_seqlens[-1])
 
 
 @dataclass(frozen=True)
@@ -153,11 +138,11 @@ class BatchBuilder:
             drafted = set(plan.decode_rows[plan.draft_tokens >= 0].tolist())
             self._miscounted |= {row for row in drafted if self._sampling.penalised_prompt(row)}
         if prompt_sizes and self._prompts.serves(plan) and not plan.prefill[0].pools:
-            needs = self._sampling.metadata_of(plan, _sampled_of_prompt(plan)[0])
+            needs = self._sampling.metadata_of(plan, sampled_of_prompt(plan)[0])
             prompt_size = piece_size(len(plan.prefill[0].token_ids), prompt_sizes)
             if prompt_size and not needs.prompt_logprobs:  # for which all lines of the hidden states are needed
                 return self._stage_prompt(plan, StepDecisions(prompt_size=prompt_size), needs, penalised)
-        prefill = _prefill_arrays(plan) if plan.prefill else None
+        prefill = prefill_arrays(plan) if plan.prefill else None
         sampled = _sampled(plan, prefill)
         needs = self._sampling.metadata_of(plan, sampled[0])
         size = 0 if prefill is not None else graph_size(len(plan.decode_rows), graph_sizes)
@@ -171,7 +156,7 @@ class BatchBuilder:
 
     def _build_proposing(self, plan: StepPlan, graph_sizes: Sequence[int]) -> HostBatch:
         """A step of the proposer: nothing of what the model samples by changes."""
-        prefill = _prefill_arrays(plan) if plan.prefill else None
+        prefill = prefill_arrays(plan) if plan.prefill else None
         size = 0 if prefill is not None else graph_size(len(plan.decode_rows), graph_sizes)
         return self._stage(plan, prefill, _sampled(plan, prefill), StepDecisions(graph_size=size), NOTHING, ())
 
@@ -193,19 +178,19 @@ class BatchBuilder:
         """The same on a rank that computes what rank 0 decided, and keeps nothing of what only sampling needs."""
         if decisions.prompt_size:
             return self._stage_prompt(plan, decisions, NOTHING, ())
-        prefill = _prefill_arrays(plan) if plan.prefill else None
+        prefill = prefill_arrays(plan) if plan.prefill else None
         return self._stage(plan, prefill, _sampled(plan, prefill), decisions, NOTHING, ())
 
     def _stage_prompt(
         self, plan: StepPlan, decisions: StepDecisions, needs: SamplingMetadata, penalised: tuple[PenaltyReset, ...]
     ) -> HostBatch:
-        rows, positions = _sampled_of_prompt(plan)
+        rows, positions = sampled_of_prompt(plan)
         (admitted,), (chunk,) = plan.admitted, plan.prefill
         arrays: dict[str, Int32Array] = {
             "prompt": self._prompts.pack(plan, decisions.prompt_size),  # the first: its address is the graph's
             "sampled_rows": rows,
             "sampled_positions": positions,
-            "admitted_params": _params_of(admitted, self._sampling.vocab_size),
+            "admitted_params": params_of(admitted, self._sampling.vocab_size),
             "admitted_tokens": admitted.token_ids,
         }
         return HostBatch(
@@ -411,20 +396,6 @@ class BatchBuilder:
         return rows, np.concatenate([lengths, np.ones(missing, dtype=np.int32)])
 
 
-def _prefill_arrays(plan: StepPlan) -> PrefillHost:
-    lengths = np.array([len(chunk.token_ids) for chunk in plan.prefill], dtype=np.int32)
-    starts = np.array([chunk.start for chunk in plan.prefill], dtype=np.int32)
-    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
-    np.cumsum(lengths, out=cu_seqlens[1:])
-    return PrefillHost(
-        rows=np.array([chunk.row for chunk in plan.prefill], dtype=np.int32),
-        starts=starts,
-        lengths=lengths,
-        ends=starts + lengths,
-        cu_seqlens=cu_seqlens,
-    )
-
-
 def _sampled(plan: StepPlan, prefill: PrefillHost | None) -> tuple[Int32Array, Int32Array, Int32Array]:
     """Row, position and line of the hidden states of every token to be sampled, in result order."""
     if prefill is None:
@@ -437,14 +408,6 @@ def _sampled(plan: StepPlan, prefill: PrefillHost | None) -> tuple[Int32Array, I
         np.concatenate([prefill.ends[samples], plan.decode_lengths]),
         np.concatenate([prefill.cu_seqlens[1:][samples] - 1, decode_lines]),
     )
-
-
-def _sampled_of_prompt(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
-    """Row and position of the token that the only chunk of a plan samples, if it does: int32 [0 or 1] each."""
-    (chunk,) = plan.prefill
-    if not chunk.samples:
-        return EMPTY, EMPTY
-    return np.array([chunk.row], dtype=np.int32), np.array([chunk.end], dtype=np.int32)
 
 
 def _named(pooled: tuple[PooledChunk, ...]) -> dict[str, Int32Array]:
@@ -473,7 +436,7 @@ def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:
             "admitted_rows": admitted_rows,
             "admitted_token_rows": token_rows,
             "admitted_positions": positions,
-            "admitted_params": np.concatenate([_params_of(one, vocab_size) for one in plan.admitted]).reshape(
+            "admitted_params": np.concatenate([params_of(one, vocab_size) for one in plan.admitted]).reshape(
                 -1, NUM_PARAMS
             ),
             "admitted_tokens": np.concatenate([admitted.token_ids for admitted in plan.admitted]),
@@ -483,23 +446,6 @@ def _update_arrays(plan: StepPlan, vocab_size: int) -> dict[str, Int32Array]:
 
 def _drafts(arrays: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return arrays["draft_rows"], arrays["draft_positions"], arrays["draft_tokens"]
-
-
-def expand(rows: Int32Array, starts: Int32Array, lengths: Int32Array) -> tuple[Int32Array, Int32Array]:
-    """Row and position of every token of ragged sequences: `lengths[i]` tokens of `rows[i]` from `starts[i]` on.
-
-    All int32 [num_seqs] -> two int32 [num_tokens]. On the device this would be some 25 launches, for which the first
-    kernels of a short prompt would wait.
-    """
-    shift = np.repeat(starts - (np.cumsum(lengths, dtype=np.int32) - lengths), lengths)
-    return np.repeat(rows, lengths), np.arange(len(shift), dtype=np.int32) + shift
-
-
-def _params_of(admitted: AdmittedRow, vocab_size: int) -> Int32Array:
-    try:
-        return encode_params(admitted.params, vocab_size)
-    except Exception as error:
-        raise RowError(admitted.row, error) from error
 
 
 def graph_size(batch: int, graph_sizes: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.attention.registry import BACKENDS, import_failure
 from tests.gauge.harness import engine
-from tests.proposers import KINDS, EveryDraft, KnowingProposer
+from tests.proposers import KINDS, EveryDraft, KnowingProposer, draft_model, verify_every_draft
 from tests.random_requests import VOCAB_SIZE, alone, ask_core, assert_same, random_requests
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -74,3 +75,23 @@ def test_right_drafts_are_accepted_by_every_backend(backend: str) -> None:
     same = sum(one == other for one, other in zip(said, found, strict=True))
     assert same >= len(prompts) - 1
     assert sum(counts.accepted) > 0.9 * sum(counts.drafted)
+
+
+@pytest.mark.parametrize("graphs", [16, 0], ids=["captured", "eager"])
+@pytest.mark.parametrize("num_layers", [2, 6])
+def test_a_model_that_proposes_changes_no_answer(graphs: int, num_layers: int, tmp_path: Path) -> None:
+    shared = {**SHARED, "cuda_graph_max_bs": graphs}
+    rounds = [random_requests(5000 + seed, 6, **SIZES) for seed in range(3)]
+    with engine(**shared) as llm:
+        expected = [[ask_core(llm.engine.core, [alone(one)])[0] for one in requests] for requests in rounds]
+    with engine(**shared, **draft_model(tmp_path, num_layers, MOST)) as llm:
+        verify_every_draft(llm, MOST)
+        for requests, answers in zip(rounds, expected, strict=True):
+            assert_same(requests, answers, ask_core(llm.engine.core, requests))
+        before = llm.stats.speculation
+        llm.generate([[*range(3, 40)], [9, 9, 9]], temperature=0.9, seed=7, max_tokens=40, ignore_eos=True)
+        counts = llm.stats.speculation
+        assert llm.stats.pages_leased == 0
+    drafted, accepted = sum(counts.drafted) - sum(before.drafted), sum(counts.accepted) - sum(before.accepted)
+    assert 0 < accepted <= drafted
+    assert num_layers < 6 or accepted > 0.95 * drafted  # its passes round in another way than the target's batches

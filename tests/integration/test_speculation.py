@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from minisgl_backend import LLM
 from minisgl_backend.arrays import Int32Array
 from minisgl_backend.speculation.proposer import Proposer
 from tests.gauge.harness import engine, expect_short_answers
-from tests.proposers import KINDS, EveryDraft, KnowingProposer
+from tests.proposers import KINDS, EveryDraft, KnowingProposer, draft_model, verify_every_draft
 from tests.random_requests import (
     VOCAB_SIZE,
     RandomAnswer,
@@ -28,11 +29,11 @@ from tests.random_requests import (
 )
 
 REQUESTS = 6  # of a round
-ROUNDS, MANY_ROUNDS = 4, 300
+ROUNDS, DRAFT_ROUNDS, MANY_ROUNDS = 4, 2, 300
 MOST = 4
 SIZES: dict[str, Any] = {"longest_prompt": 160, "most_tokens": 16}
 NGRAM: dict[str, Any] = {"speculative_config": {"method": "ngram", "num_speculative_tokens": MOST}}
-CHUNKS = {"max_prefill_length": 48, "mixed_prefill_length": 24, "max_running_requests": 8}
+CHUNKS: dict[str, Any] = {"max_prefill_length": 48, "mixed_prefill_length": 24, "max_running_requests": 8}
 CAPTURED = {"cuda_graph_max_bs": 16, "cuda_graph_max_tokens": 64, "eager_graphs": True}
 CELLS: dict[str, dict[str, Any]] = {
     "together": {"max_running_requests": 16},
@@ -86,6 +87,62 @@ def test_speculation_changes_no_answer(
         counts = llm.stats.speculation
     assert 0 < sum(counts.accepted) < sum(counts.drafted)
     assert counts.drafts >= counts.drafted[0] >= counts.drafted[-1] > 0
+
+
+# A model that proposes: all of the demo model, whose drafts are right, or its first layers, whose are now and then.
+DRAFT_CELLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "captured, starved": (2, {"page_size": 4, "num_pages": 45, **CHUNKS, **CAPTURED}),
+}
+MORE_DRAFT_CELLS: dict[str, tuple[int, dict[str, Any]]] = {
+    "itself": (6, {"max_running_requests": 16}),
+    "small pages": (6, {"page_size": 1, **CHUNKS}),
+    "sequential": (4, {"overlap": False, **CHUNKS}),
+    "prompts first": (4, {"cache_type": "naive", **CHUNKS, "mixed_prefill_length": 0}),
+    "one at a time": (2, {"max_running_requests": 1}),
+    "two ranks": (4, {"tp": 2, **CHUNKS, **CAPTURED}),
+}
+
+
+@pytest.mark.parametrize(
+    "cell",
+    [*DRAFT_CELLS, *(pytest.param(cell, marks=[pytest.mark.slow, pytest.mark.full]) for cell in MORE_DRAFT_CELLS)],
+)
+def test_a_model_that_proposes_changes_no_answer(
+    cell: str,
+    expected: Callable[[int], list[list[RandomAnswer]]],
+    tmp_path: Path,
+    pytestconfig: pytest.Config,
+) -> None:
+    cells = DRAFT_CELLS | MORE_DRAFT_CELLS
+    number, (num_layers, options) = list(cells).index(cell), cells[cell]
+    full = pytestconfig.getoption("--full", default=False)
+    seeds = range(number, MANY_ROUNDS, len(cells)) if full else range(number, number + DRAFT_ROUNDS)
+    with engine(**options, **draft_model(tmp_path, num_layers, MOST)) as llm:
+        if "starved" in cell:
+            expect_short_answers(llm)
+        verify_every_draft(llm, MOST)
+        for seed in seeds:
+            requests, answers = _requests(seed), expected(seed)
+            found = ask_core(llm.engine.core, requests, together="starved" in cell)
+            assert_same(requests, answers, found, tolerance=1e-4)
+            llm.engine.core._scheduler.check()  # type: ignore[attr-defined]
+            assert llm.stats.pages_leased == 0
+        counts = llm.stats.speculation
+    assert 0 < sum(counts.accepted) <= sum(counts.drafted)
+
+
+def test_a_model_agrees_with_itself(tmp_path: Path) -> None:
+    """At any temperature, behind cached prefixes and chunks, and from where nothing was proposed for a while."""
+    with engine(**CHUNKS, **draft_model(tmp_path, 6, MOST)) as llm:
+        verify_every_draft(llm, MOST)
+        drafting = llm.engine.core._scheduler._drafting  # type: ignore[attr-defined]
+        for is_on in (True, True, False, True):
+            drafting._control.is_on = is_on
+            llm.generate([[*range(3, 70)], [9, 9, 9]], temperature=0.9, seed=7, max_tokens=24, ignore_eos=True)
+        counts = llm.stats.speculation
+        assert counts.drafts > 10
+        assert counts.accepted == counts.drafted
+        assert llm.stats.total_cached_tokens > 0
 
 
 def test_requests_may_refuse_it() -> None:

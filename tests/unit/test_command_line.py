@@ -65,6 +65,12 @@ def test_check_tells_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     assert re.search(r"whose weights need \d+ MiB of memory; 5 MiB are free", result.stderr)
 
 
+def test_check_tells_what_a_draft_model_takes() -> None:
+    method = '{"method": "draft_model", "model": "demo"}'
+    text = plain(run("check", "--attn", "torch", "--speculative-config", method).output)
+    assert re.search(r"draft model Qwen3ForCausalLM: \d+ MiB of these weights, 50% of each KV page", text)
+
+
 def test_check_reads_the_options_of_a_repository(tmp_path: Path) -> None:
     render_repository(DEMO.parents[1], tmp_path, {"page_size": "32", "tp": "3"})
     result = run("check", "--repository", str(tmp_path))

@@ -94,10 +94,12 @@ def choose_num_pages(
 class MemoryNeed:
     """What a model takes, before anything is loaded."""
 
-    weights: int  # bytes: on each GPU, or of all ranks and cores on the CPU
+    weights: int  # bytes: on each GPU, or of all ranks and cores on the CPU; those of the draft model among them
     free: int  # bytes
     pages: int  # of each rank's pool, about: what steps take on a GPU is measured at start
     room: str  # what these hold
+    draft_weights: int = 0  # bytes, as `weights`; of the draft model alone
+    draft_share: float = 0.0  # of each page's bytes, that its layers take
 
 
 def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
@@ -121,7 +123,13 @@ def memory_of(runtime: RuntimeConfig, model: ModelConfig) -> MemoryNeed:
     budget = int(free * config.memory_ratio) - weights if on_gpu else int((free - weights) * config.memory_ratio)
     pages = config.num_pages or max(0, _pages_in(budget, runtime, spec, layouts))
     groups = CacheGroups(spec.cache_windows, spec.page_size)
-    return MemoryNeed(weights, free, pages, groups.room_in(pages, runtime.max_seq_len))
+    room = groups.room_in(pages, runtime.max_seq_len)
+    if runtime.draft is None:
+        return MemoryNeed(weights, free, pages, room)
+    own = KVPool.bytes_per_page(layouts[-runtime.draft.model.num_layers :], spec.page_size)
+    share = own / KVPool.bytes_per_page(layouts, spec.page_size)
+    copies = 1 if on_gpu else config.ranks_per_node * config.dp
+    return MemoryNeed(weights, free, pages, room, draft_weight_bytes(runtime) * copies, share)
 
 
 def check_weights_fit(runtime: RuntimeConfig, model: ModelConfig, *, cores: int = 1) -> tuple[int, int]:

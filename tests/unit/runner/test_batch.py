@@ -12,8 +12,9 @@ from hand_made_plans import Driver
 from minisgl_backend.kernels.sampling import layout
 from minisgl_backend.request import SamplingParams
 from minisgl_backend.runner import staging
-from minisgl_backend.runner.batch import BatchBuilder, StepTensors, expand
+from minisgl_backend.runner.batch import BatchBuilder, StepTensors
 from minisgl_backend.runner.graphs.whole import graph_sizes
+from minisgl_backend.runner.prompt_arrays import expand
 from minisgl_backend.runner.row_table import RowTable
 from minisgl_backend.sampling.metadata import SamplingRows
 from minisgl_backend.sampling.params import encode_params

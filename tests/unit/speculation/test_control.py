@@ -7,7 +7,7 @@ import pytest
 
 from minisgl_backend.speculation.acceptance import Acceptance
 from minisgl_backend.speculation.control import DraftControl
-from minisgl_backend.speculation.costs import KEPT_STEPS, StepCosts
+from minisgl_backend.speculation.costs import KEPT_STEPS, ProposalCosts, StepCosts
 
 MOST = 8
 DRAFT = np.arange(MOST, dtype=np.int32)
@@ -141,3 +141,38 @@ def test_a_disturbance_while_drafts_were_verified_is_forgotten() -> None:
         control.note(0, 0, MOST, MOST)
     control.decide([0], [0], 1, 64)
     assert control.is_on
+
+
+@pytest.mark.parametrize(
+    ("right", "pass_s", "expected"),
+    [
+        (MOST, 0.1, MOST),  # each brings a token for a tenth of a step
+        (3, 0.1, 3),
+        (MOST, 1.2, 0),  # slower than the model's own tokens
+        (0, 0.1, 0),
+    ],
+)
+def test_proposals_that_cost_steps_are_as_many_as_they_are_worth(right: int, pass_s: float, expected: int) -> None:
+    control = measured(flat=True)
+    for count in (1, 4):
+        control.note_proposing(count, count * pass_s)
+    for _ in range(60):
+        control.note(0, 0, MOST, right)
+    control.decide_depth([0], [0], 1, 64)
+    assert control.depth * control.is_on == expected
+
+
+def test_what_was_not_measured_of_proposals_is_in_proportion() -> None:
+    costs = ProposalCosts()
+    assert costs.of([1, 4]).tolist() == [0.0, 0.0]
+    for seconds in (3.0, 3.0, 50.0):
+        costs.note(3, seconds)
+    costs.note(5, 4.0)
+    assert costs.of([1, 3, 4, 5, 10]).tolist() == [1.0, 3.0, 3.5, 4.0, 8.0]
+
+
+def test_a_proposer_waits_for_no_rows() -> None:
+    control = measured(flat=True)
+    control.is_on = True
+    control.decide_depth([], [], 8, 64)
+    assert not control.is_on

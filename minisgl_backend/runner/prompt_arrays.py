@@ -1,0 +1,65 @@
+"""Arrays of the parts of a plan that few steps have: prompts, and sequences that take a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from minisgl_backend.arrays import NO_INT32, Int32Array
+from minisgl_backend.sampling.params import encode_params
+from minisgl_backend.step import AdmittedRow, RowError, StepPlan
+
+
+@dataclass(frozen=True)
+class PrefillHost:
+    """The prefill part of a plan as arrays, one entry a chunk."""
+
+    rows: Int32Array
+    starts: Int32Array
+    lengths: Int32Array
+    ends: Int32Array
+    cu_seqlens: Int32Array  # [num_chunks + 1]
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.cu_seqlens[-1])
+
+
+def prefill_arrays(plan: StepPlan) -> PrefillHost:
+    lengths = np.array([len(chunk.token_ids) for chunk in plan.prefill], dtype=np.int32)
+    starts = np.array([chunk.start for chunk in plan.prefill], dtype=np.int32)
+    cu_seqlens = np.zeros(len(lengths) + 1, dtype=np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    return PrefillHost(
+        rows=np.array([chunk.row for chunk in plan.prefill], dtype=np.int32),
+        starts=starts,
+        lengths=lengths,
+        ends=starts + lengths,
+        cu_seqlens=cu_seqlens,
+    )
+
+
+def sampled_of_prompt(plan: StepPlan) -> tuple[Int32Array, Int32Array]:
+    """Row and position of the token that the only chunk of a plan samples, if it does: int32 [0 or 1] each."""
+    (chunk,) = plan.prefill
+    if not chunk.samples:
+        return NO_INT32, NO_INT32
+    return np.array([chunk.row], dtype=np.int32), np.array([chunk.end], dtype=np.int32)
+
+
+def expand(rows: Int32Array, starts: Int32Array, lengths: Int32Array) -> tuple[Int32Array, Int32Array]:
+    """Row and position of every token of ragged sequences: `lengths[i]` tokens of `rows[i]` from `starts[i]` on.
+
+    All int32 [num_seqs] -> two int32 [num_tokens]. On the device this would be some 25 launches, for which the first
+    kernels of a short prompt would wait.
+    """
+    shift = np.repeat(starts - (np.cumsum(lengths, dtype=np.int32) - lengths), lengths)
+    return np.repeat(rows, lengths), np.arange(len(shift), dtype=np.int32) + shift
+
+
+def params_of(admitted: AdmittedRow, vocab_size: int) -> Int32Array:
+    try:
+        return encode_params(admitted.params, vocab_size)
+    except Exception as error:
+        raise RowError(admitted.row, error) from error
