@@ -52,7 +52,7 @@ def resolve_draft(
         config.attention_backend if (model.latents is None) == (target.latents is None) else "auto",
         page_size,
         compute_capability=device.compute_capability,
-        head_dim=model.head_dim,
+        head_dims=model.head_dims,
         dtype=dtype,
         kv_dtype=own_kv_dtype,
         scores=Scores(
