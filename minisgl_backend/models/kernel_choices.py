@@ -23,7 +23,6 @@ from minisgl_backend.kernels.linear.choose import LinearKey, linear_chooser
 from minisgl_backend.kernels.moe.choose import CANDIDATES as EXPERTS
 from minisgl_backend.kernels.moe.choose import ExpertsKey, experts_chooser
 from minisgl_backend.kernels.ops import QKNormRope
-from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 from minisgl_backend.kv.pool import KVPool
 from minisgl_backend.layers.context import ForwardContext
@@ -201,18 +200,19 @@ class _NotedExperts(ExpertsMethod):
 
 
 class _NotingFactory(MethodFactory):
-    """Of weights that are not there, in one format."""
+    """Of weights that are not there, in one format. What the methods that are made of them in earnest refuse is refused
+    here, too, and what they make of a spec counts."""
 
-    def __init__(self, plain: PlainKernels, notes: _Notes, scheme: WeightScheme | None) -> None:
-        super().__init__(plain, notes.dtype, META)
-        self._notes, self._format = notes, PLAIN if scheme is None else scheme.format
-        self._block: Block = None if scheme is None else getattr(scheme.parameters, "block", None)
+    def __init__(self, earnest: MethodFactory, notes: _Notes, scheme: WeightScheme | None) -> None:
+        super().__init__(earnest.plain, notes.dtype, META)
+        self._earnest, self._notes, self._format = earnest, notes, PLAIN if scheme is None else scheme.format
 
     def linear(self, spec: LinearSpec, dtype: torch.dtype | None = None) -> LinearMethod:
-        return _NotedLinear(spec, self._notes, self._format, dtype or self.dtype, self._block)
+        block = self._earnest.linear(spec).block
+        return _NotedLinear(spec, self._notes, self._format, dtype or self.dtype, block)
 
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
-        return _NotedExperts(spec, self._notes, self._format)
+        return _NotedExperts(self._earnest.experts(spec).spec, self._notes, self._format)
 
 
 class _NotingMethods(WeightMethods):
@@ -226,7 +226,7 @@ class _NotingMethods(WeightMethods):
         return self._factory(None).linear(spec, dtype)
 
     def _factory(self, scheme: WeightScheme | None) -> _NotingFactory:
-        return _NotingFactory(self.kernels, self._notes, scheme)
+        return _NotingFactory(super()._factory(scheme), self._notes, scheme)
 
 
 class _PretendedRanks(TensorParallel):
@@ -295,11 +295,11 @@ def kernel_choices(
     )
     methods = _NotingMethods(quantization or config.quantization, notes)
     model = CausalLM(config, LayerContext(device=META, dtype=dtype, ops=ops, tp=tp, methods=methods), _PAGE_SIZE)
+    model.derive_weights()
     spec = attention_spec(
         config, tp_size=tp_size, page_size=_PAGE_SIZE, max_seq_len=_PAGE_SIZE, max_rows=1, dtype=dtype, device=META
     )
     model.bind_attention(spec, KVPool(spec.kv_layouts, _PAGE_SIZE, 1, META))
-    model.derive_weights()
     for notes.rows in sorted(rows, reverse=True):  # the largest asks for all but logits, in order
         ints = partial(torch.empty, (notes.rows,), dtype=torch.int64, device=META)
         hidden = model(ints(), ints(), _NoAttention(slots=ints(), rehearses=True))

@@ -8,6 +8,7 @@ row-parallel layer or of experts reads the inputs of the others, too. Each rank 
 from __future__ import annotations
 
 import importlib.util
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,12 +18,15 @@ import torch
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear.fp8_torch import FP8, Fp8Kernels, quantize_outputs
 from minisgl_backend.kernels.plain import PlainKernels
+from minisgl_backend.weights.dequantized import DequantizedLinearMethod
 from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointExpertsMethod, Fp8CheckpointLinearMethod
 from minisgl_backend.weights.fp8_experts import Fp8ExpertsMethod
 from minisgl_backend.weights.layer import NOISE, empty_parameter
 from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import WeightPart
 from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
+
+log = logging.getLogger(__name__)
 
 
 class Fp8LinearMethod(LinearMethod):
@@ -78,11 +82,21 @@ class Fp8Factory(MethodFactory):
     def __init__(self, plain: PlainKernels, dtype: torch.dtype, device: torch.device, parameters: Any = None) -> None:
         super().__init__(plain, dtype, device, parameters)
         self._kernels = _kernels(plain, device)
+        self._is_weight_only = parameters is not None and parameters.activations is None
+        if self._is_weight_only and device.type == "cuda":
+            log.warning(
+                "the checkpoint has FP8 weights and no format for activations: weights are dequantized in every step, "
+                "which is slower than bfloat16; checkpoints with FP8 activations, in 4 bits, or in 16 with "
+                "quantization=fp8 are faster"
+            )
 
     def linear(self, spec: LinearSpec) -> LinearMethod:
-        if self.parameters is not None:
-            return Fp8CheckpointLinearMethod(spec, self.parameters, self._kernels, self.plain, self.dtype, self.device)
-        return Fp8LinearMethod(spec, self._kernels, self.dtype, self.device)
+        if self.parameters is None:
+            return Fp8LinearMethod(spec, self._kernels, self.dtype, self.device)
+        method = Fp8CheckpointLinearMethod(spec, self.parameters, self._kernels, self.plain, self.dtype, self.device)
+        if self._is_weight_only and self.device.type == "cpu":
+            return DequantizedLinearMethod(method, self.plain, self.dtype)
+        return method
 
     def experts(self, spec: ExpertsSpec) -> Fp8ExpertsMethod:
         if spec.bias:

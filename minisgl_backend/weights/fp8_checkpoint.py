@@ -41,9 +41,9 @@ class Fp8CheckpointLinearMethod(LinearMethod):
         super().__init__()
         self.spec, self._scheme, self._plain, self._dtype = spec, scheme, plain, dtype
         outputs, inputs = spec.shape
-        self._block = _linear_block(spec, scheme.block) if scheme.block is not None else None
+        self.block = _linear_block(spec, scheme.block) if scheme.block is not None else None
         self.weight = empty_parameter(outputs, inputs, dtype=FP8, device=device)
-        self.weight_scale = empty_scales(None, (outputs, inputs), self._block, device)
+        self.weight_scale = empty_scales(None, (outputs, inputs), self.block, device)
         self.bias = empty_parameter(outputs, dtype=dtype, device=device) if spec.bias else None
         self._bias = self.bias if spec.adds_bias else None
         self.input_scale: torch.Tensor | None = None
@@ -55,7 +55,7 @@ class Fp8CheckpointLinearMethod(LinearMethod):
         if scheme.activations is not None:
             self.apply_weights = partial(
                 kernels.linear, weight=self.weight, scale=self.weight_scale, bias=self._bias, x_scale=self._x_scale,
-                block=self._block,
+                block=self.block,
             )  # fmt: skip
 
     def process_weights_after_loading(self) -> None:
@@ -69,7 +69,7 @@ class Fp8CheckpointLinearMethod(LinearMethod):
 
     def dequantized(self) -> torch.Tensor:
         """[outputs, inputs] of this rank, float32."""
-        return dequantize(self.weight, self.weight_scale, self._block)
+        return dequantize(self.weight, self.weight_scale, self.block)
 
     def weight_parts(self) -> list[WeightPart]:
         spec, parts, row = self.spec, [], 0
@@ -97,12 +97,12 @@ class Fp8CheckpointLinearMethod(LinearMethod):
     def _scale_part(self, output: LinearOutput, row: int) -> WeightPart:
         spec, scheme = self.spec, self._scheme
         name, rows = f"{output.name}.{scheme.scale}", slice(row, row + output.local)
-        if scheme.block is None or self._block is None:
+        if scheme.block is None or self.block is None:
             return scale_part(name, self.weight_scale[rows], scheme, (output.size,), output.start, output.row_order)
-        small = self._block[0]
+        small = self.block[0]
         target = self.weight_scale[row // small : -(-(row + output.local) // small)]
         outputs = _Cut.of(output.size, output.start, output.local, scheme.block[0], small)
-        inputs = _Cut.of(spec.input_size, spec.input_start, spec.local_inputs, scheme.block[1], self._block[1])
+        inputs = _Cut.of(spec.input_size, spec.input_start, spec.local_inputs, scheme.block[1], self.block[1])
         splits_inputs = spec.local_inputs < spec.input_size
         order = output.row_order if output.row_order is not None and small == 1 else None
         return _block_part(name, (), target, outputs, inputs, 1 if splits_inputs else 0, order)
@@ -139,12 +139,7 @@ class Fp8CheckpointExpertsMethod(Fp8ExpertsMethod):
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if self._scheme.activations is None:
-            of_gate_up, of_down = self._blocks or (None, None)
-            gate_up = dequantize(self.gate_up, self.gate_up_scale, of_gate_up).to(x.dtype)
-            down = dequantize(self.down, self.down_scale, of_down).to(x.dtype)
-            return self._plain.moe(
-                x, expert_ids, expert_weights, gate_up, down, residual, self.spec.activation, None
-            )  # fmt: skip
+            return self._weight_only(x, expert_ids, expert_weights, residual)
         return super().apply_experts(x, expert_ids, expert_weights, residual)
 
     def weight_parts(self) -> list[WeightPart]:
@@ -181,6 +176,27 @@ class Fp8CheckpointExpertsMethod(Fp8ExpertsMethod):
                 _fill_with_noise(numbers[expert], scales[expert], generator)
         if self.input_scale is not None:
             self.input_scale.data.fill_(1.0)
+
+    def _weight_only(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Dequantizes the experts that were chosen; all of them on GPUs, where the host does not know which."""
+        weights = self.gate_up, self.gate_up_scale, self.down, self.down_scale
+        if not x.is_cuda:
+            chosen, expert_ids = expert_ids.unique(return_inverse=True)
+            # Numbers of one byte: index_select has no FP8 on a CPU.
+            weights = tuple(
+                one.view(torch.uint8)[chosen].view(FP8) if one.dtype == FP8 else one[chosen] for one in weights
+            )
+        gate_up, gate_up_scale, down, down_scale = weights
+        of_gate_up, of_down = self._blocks or (None, None)
+        gate_up = dequantize(gate_up, gate_up_scale, of_gate_up).to(x.dtype)
+        down = dequantize(down, down_scale, of_down).to(x.dtype)
+        return self._plain.moe(x, expert_ids, expert_weights, gate_up, down, residual, self.spec.activation, None)
 
     def _scale_part(self, kind: str, target: torch.Tensor) -> WeightPart:
         spec, scheme, is_down = self.spec, self._scheme, kind == "down_proj"

@@ -1,4 +1,4 @@
-"""Experts in FP8: their parameters and their multiplication."""
+"""Experts in FP8, or in other numbers of one byte: their parameters and their multiplication."""
 
 from __future__ import annotations
 
@@ -10,38 +10,25 @@ from minisgl_backend.weights.layer import empty_parameter
 from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec
 
 
-class Fp8ExpertsMethod(ExpertsMethod):
-    """What FP8 experts have in common, whoever makes the numbers."""
+class ScaledExpertsMethod(ExpertsMethod):
+    """What experts of one byte a number, with scales, have in common, whoever makes the numbers."""
 
     def __init__(
         self,
         spec: ExpertsSpec,
-        kernels: Fp8Kernels,
+        number: torch.dtype,
         plain: PlainKernels,
         device: torch.device,
         blocks: tuple[tuple[int, int], tuple[int, int]] | None = None,
     ) -> None:
         """blocks: of gate and up, and of down; see `Fp8Kernels.moe`. None: each output has a scale."""
         super().__init__()
-        self.spec, self._kernels, self._plain, self._blocks = spec, kernels, plain, blocks
-        self._x_scales: torch.Tensor | None = None
+        self.spec, self._plain, self._blocks = spec, plain, blocks
         experts, local, hidden = spec.num_experts, spec.local, spec.hidden_size
-        self.gate_up = empty_parameter(experts, 2 * local, hidden, dtype=FP8, device=device)
+        self.gate_up = empty_parameter(experts, 2 * local, hidden, dtype=number, device=device)
         self.gate_up_scale = empty_scales(experts, (2 * local, hidden), blocks and blocks[0], device)
-        self.down = empty_parameter(experts, hidden, local, dtype=FP8, device=device)
+        self.down = empty_parameter(experts, hidden, local, dtype=number, device=device)
         self.down_scale = empty_scales(experts, (hidden, local), blocks and blocks[1], device)
-
-    def apply_experts(
-        self,
-        x: torch.Tensor,
-        expert_ids: torch.Tensor,
-        expert_weights: torch.Tensor,
-        residual: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self._kernels.moe(
-            x, expert_ids, expert_weights, self.gate_up, self.gate_up_scale, self.down, self.down_scale, residual,
-            self.spec.activation, self._x_scales, self._blocks,
-        )  # fmt: skip
 
     def apply_routed(
         self,
@@ -58,6 +45,32 @@ class Fp8ExpertsMethod(ExpertsMethod):
         spec, logits = self.spec, self._plain.linear(x, router, bias=router_bias)
         ids, weights = self._plain.route(logits, spec.experts_per_token, spec.renormalize)
         return self.apply_experts(x, ids, weights, residual)
+
+
+class Fp8ExpertsMethod(ScaledExpertsMethod):
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        kernels: Fp8Kernels,
+        plain: PlainKernels,
+        device: torch.device,
+        blocks: tuple[tuple[int, int], tuple[int, int]] | None = None,
+    ) -> None:
+        super().__init__(spec, FP8, plain, device, blocks)
+        self._kernels = kernels
+        self._x_scales: torch.Tensor | None = None
+
+    def apply_experts(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self._kernels.moe(
+            x, expert_ids, expert_weights, self.gate_up, self.gate_up_scale, self.down, self.down_scale, residual,
+            self.spec.activation, self._x_scales, self._blocks,
+        )  # fmt: skip
 
 
 def empty_scales(

@@ -13,6 +13,7 @@ from minisgl_backend.kernels.linear.int4_torch import (
     MIDDLE,
     Int4Kernels,
     Int4Weight,
+    dequantize,
     pack,
     padded_inputs,
     unpack,
@@ -76,6 +77,10 @@ class Int4LinearMethod(LinearMethod):
 
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(self.apply_weights(x))
+
+    def dequantized(self) -> torch.Tensor:
+        weight = dequantize(self._weight, self.scales.dtype)
+        return weight if self._order is None else weight.index_select(1, self._order.argsort())
 
     def process_weights_after_loading(self) -> None:
         if self.group_of_input is None:

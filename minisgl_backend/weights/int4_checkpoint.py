@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from minisgl_backend.errors import ConfigError
-from minisgl_backend.kernels.linear.int4_torch import LEAST_GROUP, num_groups, pack, plane_size
+from minisgl_backend.kernels.linear.int4_torch import LEAST_GROUP, num_groups, pack, plane_size, rows_at_once
 from minisgl_backend.weights.parts import PLAIN_DTYPES, WeightPart
 from minisgl_backend.weights.schemes.int4 import Int4Scheme
 
@@ -193,12 +193,13 @@ def _part(
     split = "inputs" if of.inputs.is_split else "outputs"
 
     def convert(values: torch.Tensor) -> torch.Tensor:
-        if tensor.packed is not None:
-            axis = names.index(tensor.packed) - 2
-            start, length = skipped[tensor.packed], {"outputs": of.outputs, "inputs": inputs}[tensor.packed].local
-            values = _unpack(values, axis, tensor.order).narrow(axis, start, length)
         if not tensor.outputs_first:
             values = values.transpose(-1, -2)
+        if tensor.packed is not None:
+            axis = -2 if tensor.packed == "outputs" else -1
+            start, length = skipped[tensor.packed], {"outputs": of.outputs, "inputs": inputs}[tensor.packed].local
+            values = (_unpack_outputs if axis == -2 else _unpack_inputs)(values, tensor.order)
+            values = values.narrow(axis, start, length)
         if of.row_order is not None:
             order = torch.tensor(of.row_order, device=values.device)
             values = values.unflatten(-2, (-1, len(order))).index_select(-2, order).flatten(-3, -2)
@@ -218,9 +219,23 @@ def _part(
     )
 
 
-def _unpack(words: torch.Tensor, axis: int, order: tuple[int, ...]) -> torch.Tensor:
-    """int32 -> uint8, eight times as many along `axis` (-1 or -2)."""
-    octets = words.movedim(axis, -1).contiguous().view(torch.uint8)
-    nibbles = torch.stack((octets & 15, octets >> 4), -1).view(*octets.shape[:-1], -1, IN_WORD)
-    place = torch.tensor([order.index(number) for number in range(IN_WORD)], device=words.device)
-    return nibbles.index_select(-1, place).flatten(-2).movedim(-1, axis)
+def _unpack_outputs(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """int32 [..., outputs / 8, inputs] -> uint8 [..., outputs, inputs]."""
+    numbers = torch.empty((*words.shape[:-1], IN_WORD, words.shape[-1]), dtype=torch.uint8, device=words.device)
+    rows, unpacked = words.flatten(0, -2), numbers.view(-1, *numbers.shape[-2:])
+    for part in rows_at_once(rows):
+        here = rows[part].contiguous()
+        for place, output in enumerate(order):
+            unpacked[part, output].copy_(here >> 4 * place & 15)
+    return numbers.flatten(-3, -2)
+
+
+def _unpack_inputs(words: torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:
+    """int32 [..., outputs, inputs / 8] -> uint8 [..., outputs, inputs]."""
+    assert order == _IN_ORDER, "the one in which formats pack inputs"
+    numbers = torch.empty((*words.shape[:-1], IN_WORD * words.shape[-1]), dtype=torch.uint8, device=words.device)
+    rows, unpacked = words.flatten(0, -2), numbers.view(-1, numbers.shape[-1]).view(torch.int16)
+    for part in rows_at_once(rows):
+        octets = rows[part].contiguous().view(torch.uint8).to(torch.int16)
+        unpacked[part] = (octets | octets << 4).bitwise_and_(0x0F0F)
+    return numbers

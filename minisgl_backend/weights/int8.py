@@ -9,13 +9,19 @@ import torch
 
 from minisgl_backend.errors import ConfigError
 from minisgl_backend.kernels.linear import int8 as kernels
+from minisgl_backend.kernels.moe.int8 import moe
 from minisgl_backend.kernels.ops import Ops
+from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.weights.fp8_checkpoint import scale_part
+from minisgl_backend.weights.fp8_experts import ScaledExpertsMethod
 from minisgl_backend.weights.layer import NOISE, empty_parameter
-from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
+from minisgl_backend.weights.method import ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.parts import WeightPart
-from minisgl_backend.weights.plain import bias_part, linear_part
+from minisgl_backend.weights.plain import bias_part, experts_part, linear_part
 from minisgl_backend.weights.schemes.int8 import Int8Scheme
+
+EXPERTS_CAPABILITY = (8, 0)  # from which Triton compiles the experts' kernels
+_DEVIATION = 73  # standard deviation of a random number of -127 to 127
 
 
 class Int8LinearMethod(LinearMethod):
@@ -34,6 +40,10 @@ class Int8LinearMethod(LinearMethod):
     def apply_into(self, x: torch.Tensor, out: torch.Tensor) -> None:
         out.copy_(self.apply_weights(x))
 
+    def dequantized(self) -> torch.Tensor:
+        """[outputs, inputs] of this rank, float32."""
+        return self.weight.float() * self.weight_scale.unsqueeze(1)
+
     def weight_parts(self) -> list[WeightPart]:
         spec, parts, row = self.spec, [], 0
         for output in spec.outputs:
@@ -48,14 +58,57 @@ class Int8LinearMethod(LinearMethod):
 
     def fill_with_noise(self, generator: torch.Generator) -> None:
         self.weight.data.random_(-127, 128, generator=generator)
-        self.weight_scale.data.fill_(NOISE / 73)  # their standard deviation
+        self.weight_scale.data.fill_(NOISE / _DEVIATION)
         if self.bias is not None:
             self.bias.data.fill_(1.0)
+
+
+class Int8ExpertsMethod(ScaledExpertsMethod):
+    def __init__(self, spec: ExpertsSpec, scheme: Int8Scheme, plain: PlainKernels, device: torch.device) -> None:
+        super().__init__(spec, torch.int8, plain, device)
+        self._scheme = scheme
+
+    def apply_experts(
+        self,
+        x: torch.Tensor,
+        expert_ids: torch.Tensor,
+        expert_weights: torch.Tensor,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return moe(
+            x, expert_ids, expert_weights, self.gate_up, self.gate_up_scale, self.down, self.down_scale, residual,
+            self.spec.activation,
+        )  # fmt: skip
+
+    def weight_parts(self) -> list[WeightPart]:
+        spec, parts = self.spec, []
+        local, inner, hidden = spec.local, (spec.intermediate_size, spec.start), (spec.hidden_size, 0)
+        for kind, numbers, scales, (size, start) in (
+            ("gate_proj", self.gate_up[:, :local], self.gate_up_scale[:, :local], inner),
+            ("up_proj", self.gate_up[:, local:], self.gate_up_scale[:, local:], inner),
+            ("down_proj", self.down, self.down_scale, hidden),
+        ):
+            parts.append(replace(experts_part(spec, kind, numbers), dtypes=(torch.int8,)))
+            name, shape = f"{spec.name}.{kind}.weight_scale", (spec.num_experts, size)
+            parts.append(scale_part(name, scales, self._scheme, shape, start, None))
+        return parts
+
+    def fill_with_noise(self, generator: torch.Generator) -> None:
+        for numbers, scales in ((self.gate_up, self.gate_up_scale), (self.down, self.down_scale)):
+            numbers.data.random_(-127, 128, generator=generator)
+            scales.data.fill_(NOISE / _DEVIATION)
 
 
 class Int8Factory(MethodFactory):
     def linear(self, spec: LinearSpec) -> Int8LinearMethod:
         return Int8LinearMethod(spec, self.parameters, self.plain.ops, self.dtype, self.device)
 
-    def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
-        raise ConfigError(f"the checkpoint has {spec.name} in INT8; allowed for experts: FP8, 4 bits, or plain weights")
+    def experts(self, spec: ExpertsSpec) -> Int8ExpertsMethod:
+        if spec.bias:
+            raise ConfigError(f"{spec.name} have biases; allowed with INT8 weights: experts without")
+        if self.device.type == "cuda" and torch.cuda.get_device_capability(self.device) < EXPERTS_CAPABILITY:
+            raise ConfigError(
+                f"the checkpoint has {spec.name} in INT8; allowed for experts on this GPU, whose compute capability is "
+                f"below {EXPERTS_CAPABILITY[0]}.{EXPERTS_CAPABILITY[1]}: plain weights"
+            )
+        return Int8ExpertsMethod(spec, self.parameters, self.plain, self.device)

@@ -88,6 +88,8 @@ class LinearMethod(WeightedLayer, ABC):
 
     spec: LinearSpec
     apply_weights: ApplyWeights
+    bias: torch.Tensor | None
+    block: tuple[int, int] | None = None  # outputs and inputs with one scale, as this rank has them: see `LinearKey`
 
     def process_weights_after_loading(self) -> None:
         """Called once, when all parameters are filled: to repack them, or to derive others."""
@@ -98,7 +100,7 @@ class LinearMethod(WeightedLayer, ABC):
         apart, and which may lie in another GPU's memory."""
 
     def dequantized(self) -> torch.Tensor:
-        """The weight [outputs, inputs] of this rank as plain numbers, for what computes with it; not of all methods."""
+        """The weight [outputs, inputs] of this rank as plain numbers, once it is loaded; not of all methods."""
         raise NotImplementedError(f"{type(self).__name__} has no plain numbers")
 
     def prepare(self, alike: Sequence[LinearMethod], rows: Sequence[int], longest: int = 0) -> None:

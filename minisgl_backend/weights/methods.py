@@ -9,6 +9,7 @@ from minisgl_backend.kernels.ops import Ops
 from minisgl_backend.kernels.plain import PlainKernels
 from minisgl_backend.kernels.select import select_plain_kernels
 from minisgl_backend.number_formats import WEIGHT_FORMATS
+from minisgl_backend.weights.dequantized import DequantizedLinearMethod
 from minisgl_backend.weights.formats import QuantizationConfig, WeightScheme, load_attribute
 from minisgl_backend.weights.method import ExpertsMethod, ExpertsSpec, LinearMethod, LinearSpec, MethodFactory
 from minisgl_backend.weights.plain import PlainFactory, PlainLinearMethod
@@ -44,14 +45,18 @@ class WeightMethods:
 
     def linear_as_numbers(self, spec: LinearSpec) -> LinearMethod:
         """`linear` of a weight that is computed with, too, and so is never converted while it loads: `dequantized` of
-        the method is there. Raises ConfigError where the checkpoint's format has none."""
+        the method is there once it is loaded. Raises ConfigError where the checkpoint's format has none."""
         scheme = self._config.scheme_of(spec.outputs[0].name)
         if scheme is None or scheme.parameters is None:
             return self.plain_linear(spec)
         method = self._factory(scheme).linear(spec)
         if type(method).dequantized is LinearMethod.dequantized:
-            raise ConfigError(f"quantization: {spec.outputs[0].name} is {scheme}; allowed for it: plain, or FP8")
-        return method
+            raise ConfigError(
+                f"quantization: {spec.outputs[0].name} is {scheme}; allowed for it: plain, FP8, INT8 or 4 bits"
+            )
+        if isinstance(method, DequantizedLinearMethod):
+            return method
+        return DequantizedLinearMethod(method, self._plain, self._dtype)
 
     def experts(self, spec: ExpertsSpec) -> ExpertsMethod:
         return self._factory(self._config.scheme_of(spec.name)).experts(spec)

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from minisgl_backend.kernels.linear import int8
-from minisgl_backend.kernels.torch_ops import TorchOps
+from minisgl_backend.kernels.moe import int8 as moe_int8
+from minisgl_backend.kernels.torch_ops import TorchOps, TorchPlainKernels
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
@@ -20,3 +21,22 @@ def test_linear(rows: int, sizes: tuple[int, int]) -> None:
     expected = int8.linear(TorchOps(), x, weight, scale, residual=residual)
     found = int8.linear(TorchOps(), x.cuda(), weight.cuda(), scale.cuda(), residual=residual.cuda()).cpu()
     assert (found - expected).norm() / expected.norm() < 1e-3
+
+
+@pytest.mark.parametrize("tokens", [1, 9, 300, 3000])
+def test_experts(tokens: int) -> None:
+    """With few pairs an expert and with many."""
+    torch.manual_seed(tokens)
+    experts, hidden, size = 16, 512, 192
+    gate_up, down = torch.randn(experts, 2 * size, hidden) / 20, torch.randn(experts, hidden, size) / 10
+    weights = []
+    for weight in (gate_up, down):
+        numbers, scales = int8.quantize_tokens(weight.flatten(0, 1))
+        weights += [numbers.view(weight.shape), scales.view(weight.shape[:2])]
+    x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
+    ids, shares = TorchPlainKernels(TorchOps()).route(torch.randn(tokens, experts), 4, True)
+    given = (x, ids, shares, *weights, residual)
+    found = moe_int8.moe(*(one.cuda() for one in given)).cpu()
+    expected = moe_int8.moe(*given)
+    # Between the GEMMs a number halfway between two integers goes to either.
+    assert (found - expected).norm() / expected.norm() < 2e-3

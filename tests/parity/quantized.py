@@ -121,7 +121,7 @@ def write_fp8(source: Path, variant: str, quantized: Path, plain: Path) -> None:
         by_channel = config.get("config_groups", {}).get("group_0", {}).get("weights", {}).get("strategy") == "channel"
         block = size if of_blocks else (1, weight.shape[1]) if by_channel else None
         whole = block or (weight.shape[0], weight.shape[1])
-        numbers, scales = quantize(weight, whole) if variant != "ct-int8" else quantize_int8(weight)
+        numbers, scales = quantize(weight.float(), whole) if variant != "ct-int8" else quantize_int8(weight.float())
         module = name.removesuffix(".weight")
         stored = {name: numbers, f"{module}.{scale_name}": scales if block else scales.view(1)}
         if variant == "modelopt":

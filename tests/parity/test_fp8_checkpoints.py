@@ -16,8 +16,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsC
 
 from minisgl_backend.models.folder import find_model_dir
 from minisgl_backend.tensor_parallel import TensorParallel
+from minisgl_backend.weights.dequantized import DequantizedLinearMethod
 from minisgl_backend.weights.fp8_checkpoint import Fp8CheckpointExpertsMethod, Fp8CheckpointLinearMethod
-from minisgl_backend.weights.int8 import Int8LinearMethod
+from minisgl_backend.weights.int8 import Int8ExpertsMethod, Int8LinearMethod
 from minisgl_backend.weights.method import ExpertsMethod, LinearMethod
 from tests.parity.checkpoints import reference_model, save_checkpoint
 from tests.parity.paged import PagedModel
@@ -42,6 +43,7 @@ CASES = [
     ("llama-bias-mha", "fp8-tensor"),
     ("ernie4_5", "ct-blocks"),
     ("llama-bias-mha", "ct-int8"),
+    ("qwen3_moe", "ct-int8"),
     ("qwen3_moe", "fp8-blocks"),
     ("qwen3_moe", "ct-tensor-static"),
     ("mixtral", "ct-channel"),
@@ -94,7 +96,10 @@ def test_logits(name: str, variant: str, tmp_path: Path) -> None:
 
     paged = PagedModel(quantized, page_size=16)
     methods = [one for one in paged.model.modules() if isinstance(one, (LinearMethod, ExpertsMethod))]
-    quantized_methods = (Fp8CheckpointLinearMethod, Fp8CheckpointExpertsMethod, Int8LinearMethod)
+    quantized_methods = (
+        Fp8CheckpointLinearMethod, Fp8CheckpointExpertsMethod, Int8LinearMethod, Int8ExpertsMethod,
+        DequantizedLinearMethod,
+    )  # fmt: skip
     expected_methods = 20 if name == "deepseek_v3" else 9 if has_experts else 12
     assert sum(isinstance(one, quantized_methods) for one in methods) == expected_methods
     check(paged.step({0: prompt}, {})[0])

@@ -30,6 +30,7 @@ CASES = [
     ("qwen3-tied-sharded", "gptq_v2-channel", 12),
     ("llama-bias-mha", "gptq-act-order", 12),
     ("qwen3_moe", "ct", 7),
+    ("deepseek_v3", "awq", 17),
     ("mixtral", "ct-channel", 9),
     ("ernie4_5", "ct-zeros", 12),
     ("phi3", "ct-act-order", 12),

@@ -12,6 +12,7 @@ make two neighbours, ready for a tensor core, out of two words that lie side by 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,7 @@ from minisgl_backend.kernels.torch_ops import activate_mul
 
 PLANES = 8
 MIDDLE = 8  # the zero point of symmetric weights
+_AT_ONCE = 1 << 18  # numbers
 LEAST_GROUP = 16  # inputs: a plane has one scale, and tensor cores multiply 16 inputs at least
 
 
@@ -73,20 +75,40 @@ def num_groups(size_in: int, group: int, plane: int) -> int:
 def pack(numbers: torch.Tensor, plane: int) -> torch.Tensor:
     """numbers uint8 [..., inputs], 0 to 15 -> words int32 [..., padded inputs / 8]."""
     size_in = numbers.shape[-1]
-    numbers = F.pad(numbers, (0, padded_inputs(size_in, plane) - size_in))
-    halves = numbers.unflatten(-1, (-1, 2, PLANES // 2, plane // 2, 2))  # block, half, nibble, pair, first or second
-    axis = halves.dim() - 5
-    nibbles = halves.permute(*range(axis), axis, axis + 3, axis + 1, axis + 4, axis + 2).flatten(-2)
-    return (nibbles[..., 0::2] | nibbles[..., 1::2] << 4).contiguous().view(torch.int32).flatten(-4)
+    if size_in < padded_inputs(size_in, plane):
+        numbers = F.pad(numbers, (0, padded_inputs(size_in, plane) - size_in))
+    words = torch.empty((*numbers.shape[:-1], numbers.shape[-1] // PLANES), dtype=torch.int32, device=numbers.device)
+    rows, packed = numbers.flatten(0, -2), words.view(-1, words.shape[-1])
+    for part in rows_at_once(rows):
+        packed[part] = _packed(rows[part], plane)
+    return words
+
+
+def rows_at_once(matrix: torch.Tensor) -> Iterator[slice]:
+    """All of them on a GPU; on a CPU so many that what is made of them stays in its cache."""
+    rows, size = matrix.shape
+    count = max(1, rows if matrix.is_cuda else _AT_ONCE // max(1, size))
+    return (slice(start, start + count) for start in range(0, rows, count))
+
+
+def _packed(numbers: torch.Tensor, plane: int) -> torch.Tensor:
+    # Two neighbours in 16 bits, so that an operation is of two numbers, and of many in a register of a processor.
+    pairs = numbers.contiguous().view(torch.int16).unflatten(-1, (-1, 2, PLANES // 2, plane // 2))
+    lower, upper = (pairs[..., first, :] | pairs[..., first + 1, :] << 4 for first in (0, 2))  # nibbles of a byte
+    words = torch.empty((*lower.shape[:-2], plane // 2, 2, 2), dtype=torch.int16, device=numbers.device)
+    words[..., 0].copy_(((lower & 0xFF) | upper << 8).transpose(-1, -2))
+    words[..., 1].copy_(((lower >> 8 & 0xFF) | upper & -0x100).transpose(-1, -2))
+    return words.view(torch.int32).flatten(-4)
 
 
 def unpack(words: torch.Tensor, size_in: int, plane: int) -> torch.Tensor:
     """The inverse of `pack`: uint8 [..., size_in]."""
-    octets = words.contiguous().view(torch.uint8).unflatten(-1, (-1, plane // 2, 2, 2, 2))  # ..., half, second, byte
-    nibbles = torch.stack((octets & 15, octets >> 4), -1).flatten(-2)  # block, pair, half, first or second, nibble
-    axis = nibbles.dim() - 5
-    order = (axis, axis + 2, axis + 4, axis + 1, axis + 3)
-    return nibbles.permute(*range(axis), *order).flatten(-5)[..., :size_in]
+    halves = words.unflatten(-1, (-1, plane // 2, 2)).transpose(-1, -2).contiguous()  # block, half, pair
+    pairs = torch.empty((*halves.shape[:-1], PLANES // 2, plane // 2), dtype=torch.int16, device=words.device)
+    for nibble in range(PLANES // 2):
+        of_both = halves >> 4 * nibble & 0x000F000F
+        pairs[..., nibble, :].copy_(of_both | of_both >> 8)
+    return pairs.flatten(-4).view(torch.uint8)[..., :size_in]
 
 
 def dequantize(weight: Int4Weight, dtype: torch.dtype) -> torch.Tensor:

@@ -41,7 +41,7 @@ def linear(
     if norm_weight is not None:
         x = ops.rms_norm(x, norm_weight, eps)
     numbers, x_scale = quantize_tokens(x)
-    out = _product(numbers, weight).float() * x_scale.unsqueeze(1) * scale
+    out = product(numbers, weight).float() * x_scale.unsqueeze(1) * scale
     if bias is not None:
         out += bias.float()
     if activation is not None:
@@ -51,7 +51,7 @@ def linear(
     return out.to(x.dtype)
 
 
-def _product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Of integers: exact as int32, and as float32 up to 2**24."""
     rows = len(x)
     if not x.is_cuda or rows == 0 or not is_int8_aligned(*weight.shape):

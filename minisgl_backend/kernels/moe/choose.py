@@ -99,6 +99,10 @@ CANDIDATES: Table[ExpertsKey] = MappingProxyType(
             _Row("grouped", "tokens are quantized, pairs sorted by expert, two grouped GEMMs in FP8", _on_gpu),
             _Row("torch", "one expert after the other, in float32", _always),
         ),
+        "int8": (
+            _Row("grouped", "torch quantizes tokens, pairs sorted by expert, two grouped GEMMs in INT8", _on_gpu),
+            _Row("torch", "one expert after the other, of integers", _always),
+        ),
         "int4": (
             _Row("few_tokens", "an expert's weights are read once; the router plans the tiles", _int4_few_tokens),
             _Row("grouped", "pairs sorted by expert; weights become operands in registers", _on_gpu),

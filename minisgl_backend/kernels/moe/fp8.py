@@ -7,6 +7,8 @@ weights are the left operand of the matrix units, whose tiles have 64 rows at le
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import triton
 import triton.language as tl
@@ -23,6 +25,7 @@ from minisgl_backend.kernels.shared_memory import shared_memory, stages_that_fit
 MANY_PAIRS = 64  # of a tile, from which on pairs are the left operand
 Cut = tuple[int, int, int, int]  # outputs a tile, inputs a step, warps, stages
 Block = tuple[int, int]
+Quantize = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # x -> numbers, and a scale for each row
 
 
 def moe(
@@ -39,9 +42,13 @@ def moe(
     blocks: tuple[Block, Block] | None = None,
     *,
     shape: MoeShape | None = None,
+    quantize: Quantize | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """The contract is `Fp8Kernels.moe`'s; nothing waits for the device."""
+    """The contract is `Fp8Kernels.moe`'s; nothing waits for the device.
+
+    quantize: of activations, where weights are other numbers of one byte, with a scale for each output.
+    """
     (num_experts, hidden, size), k, pairs = down.shape, expert_ids.shape[1], expert_ids.numel()
     if pairs == 0:
         return torch.empty_like(x) if residual is None else residual.clone()
@@ -53,8 +60,9 @@ def moe(
     of_gate_up, of_down = blocks or (None, None)
     shares = expert_weights.contiguous()
     _gemm(x, gate_up, gate_up_scale, activated, tiles, shares, k, shape, shape.gate_up, before, of_gate_up, activation,
+          quantize, pdl)  # fmt: skip
+    _gemm(activated, down, down_scale, result, tiles, shares, k, shape, shape.down, between, of_down, None, quantize,
           pdl)  # fmt: skip
-    _gemm(activated, down, down_scale, result, tiles, shares, k, shape, shape.down, between, of_down, None, pdl)
     return combine(result, k, residual, pdl)
 
 
@@ -86,12 +94,15 @@ def _gemm(
     x_scale: torch.Tensor | None,
     block: Block | None,
     activation: str | None,
+    quantize: Quantize | None,
     pdl: bool,
 ) -> None:
     """One of the two GEMMs, with x quantized before. activation: that with gate and up."""
     tile_out, tile_in, num_warps, num_stages = cut
     block_out, block_in = block or (0, 0)
-    if block is None:
+    if quantize is not None:
+        numbers, scales = quantize(x)
+    elif block is None:
         numbers, scales = quantize_tokens(x, pdl=pdl, x_scale=x_scale)
     else:
         numbers, scales = quantize_groups(x, block_in, pdl=pdl)

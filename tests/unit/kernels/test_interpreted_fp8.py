@@ -25,9 +25,11 @@ import triton.language as tl
 
 from minisgl_backend.kernels.linear import fp8 as linear_fp8
 from minisgl_backend.kernels.linear import fp8_many_rows as many_rows
+from minisgl_backend.kernels.linear import int8
 from minisgl_backend.kernels.linear.fp8_quantize import quantize_groups, quantize_tokens
 from minisgl_backend.kernels.linear.small_rows import LinearWorkspace
 from minisgl_backend.kernels.moe import fp8 as moe_fp8
+from minisgl_backend.kernels.moe import int8 as moe_int8
 from minisgl_backend.kernels.moe.grouped import MoeShape
 
 CPU = torch.device("cpu")
@@ -128,7 +130,15 @@ def test_tokens_are_quantized_as_by_torch() -> None:
 
 @pytest.mark.parametrize(
     ("tile_pairs", "kind"),
-    [(16, "channels"), (16, "blocks"), (64, "static"), (64, "blocks"), (64, "blocks of tiles")],
+    [
+        (16, "channels"),
+        (16, "blocks"),
+        (64, "static"),
+        (64, "blocks"),
+        (64, "blocks of tiles"),
+        (16, "int8"),
+        (64, "int8"),
+    ],
 )
 def test_experts(tile_pairs: int, kind: str) -> None:
     """With weights as the left operand of the matrix units, and with pairs."""
@@ -142,10 +152,22 @@ def test_experts(tile_pairs: int, kind: str) -> None:
     of_down = quantize_outputs(down) if blocks is None else in_blocks(down, blocks[1])
     x, residual = torch.randn(tokens, hidden), torch.randn(tokens, hidden)
     ids, shares = TorchPlainKernels(TorchOps()).route(torch.randn(tokens, experts), k, True)
+    shape = MoeShape(tile_pairs, (tile_out, tile_in, 4, 2), (tile_out, tile_in, 4, 2))
+    if kind == "int8":
+        of_gate_up, of_down = quantize_int8(gate_up), quantize_int8(down)
+        given_int8 = (x, ids, shares, *of_gate_up, *of_down, residual)
+        found = moe_fp8.moe(*given_int8, shape=shape, quantize=int8.quantize_tokens)
+        assert relative(found, moe_int8.moe(*given_int8)) < 1e-5
+        return
     given = (x, ids, shares, *of_gate_up, *of_down, residual, "silu", x_scales, blocks)
     expected = Fp8Kernels(TorchOps()).moe(*given)
-    shape = MoeShape(tile_pairs, (tile_out, tile_in, 4, 2), (tile_out, tile_in, 4, 2))
     assert relative(moe_fp8.moe(*given, shape=shape), expected) < 2e-3
+
+
+def quantize_int8(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[experts, outputs, inputs], with a scale for each output."""
+    numbers, scales = int8.quantize_tokens(weight.flatten(0, 1))
+    return numbers.view(weight.shape), scales.view(weight.shape[:2])
 
 
 COMPILED = """
@@ -161,8 +183,8 @@ TYPES = dict(weight_ptr="*fp8e4nv", scale_ptr="*fp32", x_scale_ptr="*fp32", part
              end_ptr="*i32", rows="i32", x_rows="i32", x_stride="i32", eps="fp32",
              given_ptr="*fp32")
 
-def compiled(kernel, num_warps, num_stages, x="*bf16", out="*bf16", **constants):
-    types = TYPES | {"x_ptr": x, "out_ptr": out}
+def compiled(kernel, num_warps, num_stages, x="*bf16", out="*bf16", weight="*fp8e4nv", **constants):
+    types = TYPES | {"x_ptr": x, "out_ptr": out, "weight_ptr": weight}
     names = kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "*bf16") for name in names}
     aligned = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names)
@@ -189,11 +211,11 @@ for block in (128,):
     compiled(many_rows._many_rows_kernel, shape.num_warps, shape.num_stages, x="*fp8e4nv", SIZE_OUT=5120, SIZE_IN=5120,
              TILE_ROWS=shape.tile_rows, TILE_OUT=shape.tile_out, TILE_IN=shape.tile_in, TOGETHER=8, BLOCK_OUT=block,
              BLOCK_IN=block, BIAS=False, RESIDUAL=True)
-for pairs, block in ((8, 128), (100, 128)):
+for pairs, block, number in ((8, 128, "*fp8e4nv"), (100, 128, "*fp8e4nv"), (8, 0, "*i8")):
     shape = moe.fp8_shape(128 * pairs, 128, 227 << 10)
     for gated, (tile_out, tile_in, num_warps, num_stages) in ((True, shape.gate_up), (False, shape.down)):
         kernel = moe._few_pairs_kernel if shape.tile_pairs < moe.MANY_PAIRS else moe._many_pairs_kernel
-        compiled(kernel, num_warps, num_stages, x="*fp8e4nv", K=8, SIZE_OUT=768, SIZE_IN=2048,
+        compiled(kernel, num_warps, num_stages, x=number, weight=number, K=8, SIZE_OUT=768, SIZE_IN=2048,
                  TILE_PAIRS=shape.tile_pairs, TILE_OUT=tile_out, TILE_IN=tile_in, BLOCK_OUT=block, BLOCK_IN=block,
                  GATED=gated, ACTIVATION="silu" if gated else None, PDL=False)
 print("compiled")

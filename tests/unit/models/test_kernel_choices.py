@@ -58,3 +58,12 @@ def test_projections_around_latents_have_kernels() -> None:
     found = kernels(ModelConfig.from_dicts(SHAPES["deepseek-v2-lite"], {}))
     assert ("self_attn.q_proj+kv_a_proj_with_mqa", "norm") in found
     assert any(path == "self_attn.o_proj" for path, _ in found)
+
+
+def test_blocks_of_scales_are_those_of_a_rank() -> None:
+    """Llama 3.2's keys are 64 rows on each rank of eight: torch's GEMM of 128 x 128 does not serve what they cut."""
+    blocks = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    model = ModelConfig.from_dicts({**SHAPES["llama-3.2-1b"], "quantization_config": blocks}, {})
+    qkv = "self_attn.q_proj+k_proj+v_proj", "norm"
+    for ranks, expected in ((4, "scaled_mm_blocks"), (8, "fp8_many_rows")):
+        assert kernels(model, tp_size=ranks)[qkv].split()[-1] == expected
