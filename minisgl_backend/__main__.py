@@ -49,6 +49,7 @@ PANELS: Mapping[str, tuple[str, ...]] = {
         "max_prefill_length",
         "mixed_prefill_length",
         "schedule_policy",
+        "background_slowdown",
         "fair_shares",
         "tenant_weights",
         "max_waiting_requests_per_tenant",

@@ -233,6 +233,13 @@ class EngineConfig:
         ", ".join(POLICIES),
         POLICIES.__contains__,
     )
+    background_slowdown: float = _option(
+        1.4,
+        "how many times as long a step may take for requests below the default priority, as those of batches, while "
+        "others run; 1: they wait meanwhile",
+        "1 to 1000",
+        lambda value: 1 <= value <= 1000,
+    )
     fair_shares: bool = _option(
         False,
         "tenants share the engine fairly, whose names requests bring along (`tenant`, or `--tenants` of the endpoint): "

@@ -287,7 +287,8 @@ def _limits(
 ) -> SchedulerLimits:
     from minisgl_backend.runner.start.prefill_budget import measure_prefill_budget
 
-    mixed, backlog = measure_prefill_budget(runner, runtime, model.vocab_size, tp)
+    measured = measure_prefill_budget(runner, runtime, model.vocab_size, tp)
+    mixed, backlog = measured.mixed_prefill_length, measured.backlog
     log.info(
         "mixed batches of up to %d prompt tokens%s",
         mixed,
@@ -298,6 +299,7 @@ def _limits(
     return dataclasses.replace(
         limits,
         backlog=backlog,
+        step_seconds=measured.step_seconds,
         sparse_step_sizes=runner.sparse_step_sizes,
         windows=runner.cache_windows,
         longest_drafted=None if runtime.draft is None else runtime.draft.max_seq_len,
@@ -326,6 +328,7 @@ def _scheduler_limits(
         cache_type=config.cache_type,
         record_cache_changes=config.kv_events_endpoint is not None,
         schedule_policy=config.schedule_policy,
+        background_slowdown=config.background_slowdown,
         fair_shares=config.fair_shares,
         tenant_weights=tuple((read_weights(config.tenant_weights) or {}).items()),
         max_waiting_requests_per_tenant=config.max_waiting_requests_per_tenant,

@@ -21,7 +21,8 @@ import numpy as np
 from minisgl_backend.arrays import Float64Array, IndexArray
 from minisgl_backend.errors import CapacityError
 from minisgl_backend.scheduler.limits import SchedulerLimits
-from minisgl_backend.scheduler.policy import DEFAULT_LEVEL, WaitingQueue
+from minisgl_backend.scheduler.policy import WaitingQueue
+from minisgl_backend.scheduler.sequence import DEFAULT_LEVEL
 from minisgl_backend.scheduler.sequence import Sequence as Answer
 
 MAX_TENANTS = 1024  # that are told apart; of more that have requests at a time the rest is one, without a name

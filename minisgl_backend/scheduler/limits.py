@@ -25,6 +25,8 @@ class SchedulerLimits:
     cache_type: str = "radix"
     record_cache_changes: bool = False  # they are taken all the time
     schedule_policy: str = "fcfs"
+    background_slowdown: float = 1.0  # how many times as long steps may take for requests below the default priority
+    step_seconds: tuple[tuple[int, float], ...] = ()  # (tokens, seconds) of steps, ascending; (): not measured
     fair_shares: bool = False  # between tenants
     tenant_weights: tuple[tuple[str, float], ...] = ()  # by name; of all others 1
     max_waiting_requests_per_tenant: int | None = None  # None: half of max_waiting_requests

@@ -3,16 +3,16 @@ sequences are admitted or preempted."""
 
 from __future__ import annotations
 
-import bisect
-
 import numpy as np
 
 from minisgl_backend.arrays import BoolArray, IndexArray, Int32Array, Int64Array
 from minisgl_backend.scheduler.admission import AdmissionControl, Forecast
+from minisgl_backend.scheduler.background import BackgroundShare
 from minisgl_backend.scheduler.drafting import Drafting
 from minisgl_backend.scheduler.fairness import FairShares
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.policy import WaitingQueue
+from minisgl_backend.scheduler.prompt_budget import PromptBudget
 from minisgl_backend.scheduler.rows import ends_early, limit_of
 from minisgl_backend.scheduler.running import RunningSet
 from minisgl_backend.scheduler.sequence import Sequence, SequenceState
@@ -22,11 +22,6 @@ from minisgl_backend.step import StepPlan
 # A chunk that does not end its prompt is at least this long, unless it is the step's first: shorter ones cost a step
 # more than they compute.
 MIN_LATER_CHUNK = 64
-
-# In a backlog a step computes this part of what waits, within the bounds of Backlog: while the time to first token
-# (TTFT) is seconds, a longer inter-token latency is little, and few long steps end the wait earlier than many short
-# ones.
-BACKLOG_SHARE = 3
 
 
 class Planner:
@@ -48,10 +43,11 @@ class Planner:
         self._running = running
         self._queue = queue
         self._admission = admission
+        self._prompts = PromptBudget(limits)
+        self._background = BackgroundShare(limits.background_slowdown, limits.step_seconds)
         self._forecast: Forecast | None = None  # of this step's admissions, made when it is needed
         self._admits = True  # false in a step that preempted: what that freed is not for the queue
         self._refused_at = (-1, -1)  # versions of KV pages and queue at which the last admission failed
-        self._in_backlog = False
         self.num_admissions = 0
         self.num_preemptions = 0
         self.prompt_tokens = 0  # of requests at their first admission
@@ -66,13 +62,11 @@ class Planner:
         if self._drafting is not None and not self.prompts_wait and self._drafting.plan_proposals(builder, step):
             self._running.send_page_changes(builder)
             return builder.build(step)
-        if self._limits.mixed_prefill_length == 0:  # no mixed batches: prefill first
-            self._plan_prefill(builder, self._limits.max_prefill_length, step)
-            if builder.empty:
-                self._plan_decode(builder, step)
-        else:
-            self._plan_decode(builder, step)
-            self._plan_prefill(builder, self._prefill_budget(builder.num_decoding), step)
+        if self._has_background_beside_others():
+            self._make_way_for_others()
+            self._plan_beside_background(builder, step)
+        if builder.empty:
+            self._plan_alike(builder, step)
         if builder.empty:
             if self._running.kv.has_windows:  # rows may have given pages back all the same
                 self._running.send_entries_again(builder.entries)
@@ -80,32 +74,65 @@ class Planner:
         self._running.send_page_changes(builder)
         return builder.build(step)
 
-    def _prefill_budget(self, num_decoding: int) -> int:
-        """Prompt tokens of a step in which `num_decoding` rows decode. From two tiles on it is lowered until the step's
-        GEMMs pad few tokens up to their tiles."""
-        if not num_decoding:
-            return self._limits.max_prefill_length
-        budget, backlog = self._limits.mixed_prefill_length, self._limits.backlog
-        if backlog is not None:
-            # Once begun it lasts until the queue is empty: the end of a batch should not drag on.
-            self._in_backlog = self._queue.num_tokens > 0 and (
-                self._in_backlog or self._queue.num_tokens > backlog.waiting_tokens
-            )
-            if self._in_backlog:
-                share = min(self._queue.num_tokens // BACKLOG_SHARE, backlog.most_prefill_length)
-                budget = max(backlog.mixed_prefill_length, share)
-        budget = min(budget, self._limits.max_prefill_length)
-        tile = self._limits.tile_tokens
-        if budget < 2 * tile:
-            return budget
-        total, sizes = budget + num_decoding, self._limits.sparse_step_sizes
-        if sizes and sizes[0] <= total <= sizes[-1]:
-            filled = sizes[bisect.bisect_right(sizes, total) - 1]
-            if 2 * (filled - num_decoding) >= budget:
-                return filled - num_decoding
-        return total // tile * tile - num_decoding
+    def _plan_alike(self, builder: StepPlanBuilder, step: int) -> None:
+        """A step whose sequences differ in nothing but their order."""
+        if self._limits.mixed_prefill_length == 0:  # no mixed batches: prefill first
+            self._plan_prefill(builder, self._limits.max_prefill_length, step)
+            if builder.empty:
+                self._plan_decode(builder, step)
+            return
+        self._plan_decode(builder, step)
+        self._plan_prefill(builder, self._prompts.budget(builder.num_decoding, self._queue.num_tokens), step)
 
-    def _plan_decode(self, builder: StepPlanBuilder, step: int) -> None:
+    def _plan_beside_background(self, builder: StepPlanBuilder, step: int) -> None:
+        """A step of which background requests have their share, and others all that they can use."""
+        running, longest = self._running, self._limits.max_prefill_length
+        in_background = int(running.rows.background.take(running.decode_index).sum())
+        decoding = len(running.decode_index) - in_background
+        waiting, prompts_first = self._queue.num_other_tokens, self._limits.mixed_prefill_length == 0
+        prompts = running.num_begun_tokens() + waiting
+        budget = longest if prompts_first else self._prompts.budget(decoding, waiting)
+        if prompts_first and prompts:
+            self._plan_prefill(builder, budget, step, background=False)
+            if not builder.empty:
+                return
+        most = self._background.most_tokens(decoding, min(budget, prompts))
+        self._plan_decode(builder, step, most)
+        self._plan_prefill(builder, budget, step, background=False)
+        left = min(most - in_background, budget - builder.num_prefill_tokens)
+        if left > 0:
+            self._plan_prefill(builder, left, step, background=True)
+
+    def _has_background_beside_others(self) -> bool:
+        queue, rows = self._queue, self._running.rows
+        if not (rows.num_background or queue.num_background_tokens):
+            return False
+        return queue.num_other_tokens > 0 or bool((rows.active & ~rows.background).any())
+
+    def _make_way_for_others(self) -> None:
+        """Preempts background sequences where another one waits for a row or for pages."""
+        running, queue = self._running, self._queue
+        if not running.rows.num_background or not queue.num_other_tokens or running.releasing:
+            return
+        self._begin_round()
+        head = queue.head()
+        if head is None or head.is_background:
+            return
+        self._forecast, pages = None, running.kv.groups.pages_of_row(len(head.token_ids))
+        if running.rows.num_free and self._fits(head, pages):
+            return
+        missing = pages - running.kv.num_available
+        for victim in sorted((one for one in running.active() if one.is_background), key=_preempted_first)[::-1]:
+            self.num_preemptions += 1
+            running.preempt(victim)
+            missing -= running.kv.num_private(victim.lease) if victim.lease is not None else 0
+            if missing <= 0:
+                break
+        self._refused_at = (-1, -1)
+        running.release_finished()
+
+    def _plan_decode(self, builder: StepPlanBuilder, step: int, most_background: int | None = None) -> None:
+        """`most_background`: rows of background requests, the oldest ones; None: all rows decode."""
         running = self._running
         state, index = running.rows, running.decode_index
         if not len(index):
@@ -113,6 +140,9 @@ class Planner:
         rows, uids = running.decode_arrays
         lengths = state.planned.take(index) + 1
         keep = lengths < state.limit.take(index)
+        if most_background is not None:
+            background = state.background.take(index)
+            keep &= ~background | (np.cumsum(background) <= most_background)
         if not keep.all():
             index, rows, uids, lengths = index[keep], rows[keep], uids[keep], lengths[keep]
         short = np.flatnonzero(lengths > running.kv.covered.take(index))
@@ -225,12 +255,17 @@ class Planner:
             running.preempt(victim)
         running.release_finished()
 
-    def _plan_prefill(self, builder: StepPlanBuilder, budget: int, step: int) -> None:
-        """Chunked prefill: goes on with prompts that have begun, then admits, while the budget lasts."""
+    def _plan_prefill(
+        self, builder: StepPlanBuilder, budget: int, step: int, *, background: bool | None = None
+    ) -> None:
+        """Chunked prefill: goes on with prompts that have begun, then admits, while the budget lasts. `background`:
+        those of background requests, or of others; None: all alike."""
         running = self._running
         for sequence in list(running.prefilling):
             if sequence.state is not SequenceState.RUNNING:
                 continue  # another one took its pages
+            if background is not None and sequence.is_background is not background:
+                continue
             start = int(running.rows.planned[sequence.row])
             end = self._chunk_end(start, len(sequence.token_ids), budget, builder)
             if end == start:
@@ -240,7 +275,7 @@ class Planner:
             running.plan_chunk(sequence, end, step, builder)
             budget -= end - start
         if budget > 0 and self._may_admit():
-            self._admit(builder, budget, step)
+            self._admit(builder, budget, step, background)
 
     def _chunk_end(self, start: int, total: int, budget: int, builder: StepPlanBuilder) -> int:
         """Where a chunk that begins at `start` ends; `start` itself when it is not worth beginning."""
@@ -274,13 +309,13 @@ class Planner:
             return False
         return self._refused_at != (self._running.kv.version, self._queue.version)
 
-    def _admit(self, builder: StepPlanBuilder, budget: int, step: int) -> None:
+    def _admit(self, builder: StepPlanBuilder, budget: int, step: int, background: bool | None) -> None:
         running = self._running
         self._begin_round()
         self._forecast = None
         while budget > 0 and running.rows.num_free:
             sequence = self._queue.head()
-            if sequence is None:
+            if sequence is None or (background is not None and sequence.is_background is not background):
                 return
             chunk = self._try_start(builder, sequence, budget)
             if chunk is None:

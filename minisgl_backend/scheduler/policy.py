@@ -12,9 +12,6 @@ from collections.abc import Callable, Iterator, Mapping
 
 from minisgl_backend.scheduler.sequence import Sequence, SequenceState
 
-# Requests without a priority: levels 1 to 7 are more urgent, from 9 on less.
-DEFAULT_LEVEL = 8
-
 # Longest cached prefix first looks at this many of the oldest waiting sequences of a round, since it looks each one up
 # in the tree, and lets no sequence be overtaken by more than this many admissions.
 LPM_WINDOW = 128
@@ -27,10 +24,16 @@ class WaitingQueue(abc.ABC):
     def __init__(self) -> None:
         self._members: dict[int, Sequence] = {}  # by uid, in order of arrival in the queue
         self.num_tokens = 0  # of all members
+        self.num_background_tokens = 0  # of those below the default priority
         self.version = 0  # one more whenever a member comes or goes
 
     def __len__(self) -> int:
         return len(self._members)
+
+    @property
+    def num_other_tokens(self) -> int:
+        """Of members that are not in the background."""
+        return self.num_tokens - self.num_background_tokens
 
     def __iter__(self) -> Iterator[Sequence]:
         return iter(self._members.values())
@@ -38,12 +41,14 @@ class WaitingQueue(abc.ABC):
     def push(self, sequence: Sequence) -> None:
         self._members[sequence.uid] = sequence
         self.num_tokens += len(sequence.token_ids)
+        self.num_background_tokens += sequence.is_background * len(sequence.token_ids)
         self.version += 1
         self._enter(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         del self._members[sequence.uid]
         self.num_tokens -= len(sequence.token_ids)
+        self.num_background_tokens -= sequence.is_background * len(sequence.token_ids)
         self.version += 1
         self._leave(sequence)
 

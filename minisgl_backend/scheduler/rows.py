@@ -42,6 +42,8 @@ class RowState:
         self.ends_early = np.zeros(max_rows, dtype=np.bool_)  # something but its limit may end it
         self.obeys_eos = np.zeros(max_rows, dtype=np.bool_)
         self.has_stop_ids = np.zeros(max_rows, dtype=np.bool_)
+        self.background = np.zeros(max_rows, dtype=np.bool_)  # below the default priority
+        self.num_background = 0  # rows of those
         self.may_draft = np.zeros(max_rows, dtype=np.bool_)  # the request allows drafts, and its masks can follow them
 
     @property
@@ -70,6 +72,8 @@ class RowState:
         self.active[row] = True
         self.ended[row] = self.sampled[row] = False
         self.obeys_eos[row] = not params.ignore_eos
+        self.background[row] = sequence.is_background
+        self.num_background += sequence.is_background
         self.may_draft[row] = params.speculative and not params.bounds_thoughts
         self._set_stop_ids(row, params.stop_token_ids)
         return row
@@ -124,6 +128,7 @@ class RowState:
         row = sequence.row
         assert self.sequences[row] is sequence, "a row is taken from its own sequence"
         self._num_stop_rows -= bool(self.has_stop_ids[row])
+        self.num_background -= sequence.is_background
         self.has_stop_ids[row] = self.active[row] = False
         self.sequences[row] = None
         self._free.append(row)

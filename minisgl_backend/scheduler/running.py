@@ -74,6 +74,11 @@ class RunningSet:
         """Sequences that can be planned, by row."""
         return [one for one in self.rows.sequences if one is not None and one.state is SequenceState.RUNNING]
 
+    def num_begun_tokens(self) -> int:
+        """Prompt tokens still to be planned of prompts that have begun, those of background requests left out."""
+        begun = [one for one in self.prefilling if not one.is_background]
+        return sum(len(one.token_ids) - int(self.rows.planned[one.row]) for one in begun)
+
     def start(
         self, sequence: Sequence, match: PrefixMatch[Any], chunk_end: int, admission: int, builder: StepPlanBuilder
     ) -> None:

@@ -24,9 +24,9 @@ from minisgl_backend.scheduler.fairness import FairShares, TenantStats
 from minisgl_backend.scheduler.limits import SchedulerLimits
 from minisgl_backend.scheduler.outputs import NO_TOKEN, OutputCollector, SequenceOutputs
 from minisgl_backend.scheduler.planner import Planner
-from minisgl_backend.scheduler.policy import DEFAULT_LEVEL, QUEUES, WaitingQueue
+from minisgl_backend.scheduler.policy import QUEUES, WaitingQueue
 from minisgl_backend.scheduler.running import RunningSet
-from minisgl_backend.scheduler.sequence import Group, Sequence, SequenceState, with_seed_of
+from minisgl_backend.scheduler.sequence import DEFAULT_LEVEL, Group, Sequence, SequenceState, with_seed_of
 from minisgl_backend.speculation.control import DraftControl
 from minisgl_backend.speculation.proposer import Proposer
 from minisgl_backend.step import DraftStats, PrefillChunk, SequenceDetail, StepPlan, StepResult, StepStats

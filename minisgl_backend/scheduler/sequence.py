@@ -19,6 +19,9 @@ from minisgl_backend.step import Logprobs, Wants
 # Spreads the seeds of the sequences of one request (n > 1) over the whole range: 2**64 divided by the golden ratio.
 SEED_STRIDE = 0x9E3779B97F4A7C15
 
+# Requests without a priority: levels 1 to 7 are more urgent, from 9 on less.
+DEFAULT_LEVEL = 8
+
 
 class SequenceState(enum.Enum):
     """Where a sequence stands. A prompt that is half computed is a number, not a state of its own."""
@@ -97,6 +100,11 @@ class Sequence:
     def resumed(self) -> bool:
         """True once the sequence has been admitted before: it only waits because it was preempted."""
         return self.cached_tokens is not None
+
+    @property
+    def is_background(self) -> bool:
+        """Whether it is below the default priority, as requests of batches are."""
+        return self.level > DEFAULT_LEVEL
 
     @property
     def reads_cache(self) -> bool:

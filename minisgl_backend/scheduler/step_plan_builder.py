@@ -54,6 +54,10 @@ class StepPlanBuilder:
         return bool(self._prefill)
 
     @property
+    def num_prefill_tokens(self) -> int:
+        return sum(len(chunk.token_ids) for chunk in self._prefill)
+
+    @property
     def num_decoding(self) -> int:
         return len(self._decode_rows)
 

@@ -30,6 +30,7 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "cuda_graph_max_tokens": (-1, "all"),
     "cache_type": ("lru", None),
     "schedule_policy": ("sjf", ""),
+    "background_slowdown": (0.9, "twice", float("nan")),
     "tp": (0, -2, None),
     "dp": (0, 65, None, "two"),
     "nodes": (0, 65, None, "all"),

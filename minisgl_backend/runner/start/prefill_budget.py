@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -24,25 +25,34 @@ SLOW_TARGET = 2.0  # times a step of one token, where that is more: the weights 
 BACKLOG_FACTOR = 5  # how much longer steps may take while prompts wait
 DEEP_BACKLOG_FACTOR = 24  # and while many do
 ROUNDS = 3  # of which the fastest counts: the first may load kernels, and a busy host disturbs some
+GIVEN_SIZES = (1, 32)  # that are timed where the budget is given: steps beside which other requests have a share
 BACKLOG_S = 1.0  # of waiting prompts, at the pace beside streams
+
+
+@dataclass(frozen=True)
+class PrefillBudget:
+    """What a step may have."""
+
+    mixed_prefill_length: int
+    backlog: Backlog | None  # what takes its place in a backlog; None: the user has set it
+    step_seconds: tuple[tuple[int, float], ...]  # (prompt tokens, seconds) of the steps that were timed, ascending
 
 
 def measure_prefill_budget(
     runner: ModelRunner, runtime: RuntimeConfig, vocab_size: int, tp: TensorParallel | None = None
-) -> tuple[int, Backlog | None]:
-    """`mixed_prefill_length` and what takes its place in a backlog; a number that the user has set stays as it is.
+) -> PrefillBudget:
+    """A `mixed_prefill_length` that the user has set stays as it is.
 
     Executes a few steps on the padding page, so all ranks call it at the same time, before the first request.
     """
     config = runtime.config
-    if config.mixed_prefill_length is not None:
-        return config.mixed_prefill_length, None
     tp = tp or TensorParallel.single()
 
     max_running = config.max_running_requests
     # Equal tokens take less power, of which a large model's products never have enough, and all the same experts.
     ids = np.random.default_rng(0).integers(0, vocab_size, runtime.max_prefill_length, dtype=np.int32)
     beside = min(1, max_running - 1)  # without a stream it would be another pass, that of a lone prompt
+    timed: dict[int, float] = {}
 
     def seconds(num_tokens: int) -> float:
         plan = prompt_plan(ids[:num_tokens], max_running, runtime.max_seq_len, beside=beside)
@@ -53,10 +63,17 @@ def measure_prefill_budget(
             runner.execute(runner.prepare(plan)).wait()
             _synchronize(runtime.device)
             best = min(best, time.perf_counter() - started)
-        return tp.minimum(round(1e6 * best)) / 1e6
+        timed[num_tokens] = tp.minimum(round(1e6 * best)) / 1e6
+        return timed[num_tokens]
 
     longest = min(runtime.max_prefill_length, (max_running - beside) * (runtime.max_seq_len - 1))
-    return choose_prefill_budget(seconds, longest)
+    budget, backlog = config.mixed_prefill_length, None
+    if budget is None:
+        budget, backlog = choose_prefill_budget(seconds, longest)
+    else:
+        for num_tokens in {min(size, longest) for size in GIVEN_SIZES}:
+            seconds(num_tokens)
+    return PrefillBudget(budget, backlog, tuple(sorted(timed.items())))
 
 
 def choose_prefill_budget(seconds: Callable[[int], float], longest: int) -> tuple[int, Backlog]:

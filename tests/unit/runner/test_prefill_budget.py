@@ -106,10 +106,19 @@ def test_ranks_agree_on_the_fastest_of_each_time(tiny_model_dir: Path) -> None:
         return 1000 * len(told)  # another rank was as fast
 
     tp: Any = SimpleNamespace(minimum=agreed)
-    budget, backlog = measure_prefill_budget(build_runner(runtime, model), runtime, model.vocab_size, tp)
-    assert len(told) == 3  # of 1, 32 and 64 tokens
-    assert backlog is not None
-    assert (budget, backlog.waiting_tokens) == (64, int(64 / TARGET_S))
+    found = measure_prefill_budget(build_runner(runtime, model), runtime, model.vocab_size, tp)
+    assert found.step_seconds == ((1, 0.001), (32, 0.002), (64, 0.003))
+    assert found.backlog is not None
+    assert (found.mixed_prefill_length, found.backlog.waiting_tokens) == (64, int(64 / TARGET_S))
+
+
+def test_a_budget_that_is_given_stays_and_steps_are_timed_all_the_same(tiny_model_dir: Path) -> None:
+    runtime, model = runtime_for(
+        tiny_model_dir, num_pages=4, max_running_requests=4, max_prefill_length=16, mixed_prefill_length=5
+    )
+    found = measure_prefill_budget(build_runner(runtime, model), runtime, model.vocab_size)
+    assert (found.mixed_prefill_length, found.backlog) == (5, None)
+    assert [tokens for tokens, _ in found.step_seconds] == [1, 16]
 
 
 def timed_plans(runner: ModelRunner, runtime: RuntimeConfig, model: ModelConfig) -> list[StepPlan]:

@@ -95,6 +95,8 @@ def long_run(seed: int, num_events: int) -> None:
         cache_type=rng.choice(["radix", "radix", "naive"]),
         schedule_policy=rng.choice(["fcfs", "lpm"]),
         fair_shares=seed % 3 == 0,
+        background_slowdown=(1.0, 1.4)[seed % 2],
+        step_seconds=((1, 1.0), (4, 1.2)) if seed % 4 else (),
     )
     windows = rng.choice([FULL, FULL, (3,), (9,), (None, 5), (None, 2, 7), (None, None, 4)])
     bounds = dataclasses.replace(bounds, windows=windows, num_pages=bounds.num_pages * len(windows))

@@ -1,0 +1,43 @@
+"""How many prompt tokens a step may have."""
+
+from __future__ import annotations
+
+import bisect
+
+from minisgl_backend.scheduler.limits import SchedulerLimits
+
+# In a backlog a step computes this part of what waits, within the bounds of Backlog: while the time to first token
+# (TTFT) is seconds, a longer inter-token latency is little, and few long steps end the wait earlier than many short
+# ones.
+BACKLOG_SHARE = 3
+
+
+class PromptBudget:
+    """Of each step (chunked prefill), by what decodes in it and what waits."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self._limits = limits
+        self._in_backlog = False
+
+    def budget(self, num_decoding: int, waiting: int) -> int:
+        """Prompt tokens of a step in which `num_decoding` rows decode, with `waiting` tokens in the queue. From two
+        tiles on it is lowered until the step's GEMMs pad few tokens up to their tiles."""
+        if not num_decoding:
+            return self._limits.max_prefill_length
+        budget, backlog = self._limits.mixed_prefill_length, self._limits.backlog
+        if backlog is not None:
+            # Once begun it lasts until the queue is empty: the end of a batch should not drag on.
+            self._in_backlog = waiting > 0 and (self._in_backlog or waiting > backlog.waiting_tokens)
+            if self._in_backlog:
+                share = min(waiting // BACKLOG_SHARE, backlog.most_prefill_length)
+                budget = max(backlog.mixed_prefill_length, share)
+        budget = min(budget, self._limits.max_prefill_length)
+        tile = self._limits.tile_tokens
+        if budget < 2 * tile:
+            return budget
+        total, sizes = budget + num_decoding, self._limits.sparse_step_sizes
+        if sizes and sizes[0] <= total <= sizes[-1]:
+            filled = sizes[bisect.bisect_right(sizes, total) - 1]
+            if 2 * (filled - num_decoding) >= budget:
+                return filled - num_decoding
+        return total // tile * tile - num_decoding
