@@ -19,7 +19,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from random import Random
@@ -153,7 +153,15 @@ def served_load(options: argparse.Namespace) -> Iterator[ServedLoad]:
             yield load
 
 
-def main() -> int:
+def measure(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """What the command of these arguments prints."""
+    options = _parser().parse_args(arguments)
+    with served_load(options) if options.served else engine_load(options) as load:
+        found = compare(load, options.lines)
+    return {**{name: getattr(options, name) for name in ("model", "lines", "streams", "slowdown", "served")}, **found}
+
+
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo", help="`demo` or a model folder [%(default)s]")
     parser.add_argument("--dtype", default="auto")
@@ -164,11 +172,12 @@ def main() -> int:
     parser.add_argument("--clock", choices=("processor", "wall"), default="processor")
     parser.add_argument("--served", action="store_true", help="a whole server, by the time of day")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
-    with served_load(options) if options.served else engine_load(options) as load:
-        found = compare(load, options.lines)
-    found = {**{name: getattr(options, name) for name in ("model", "lines", "streams", "slowdown", "served")}, **found}
-    print(json.dumps(found) if options.json else "\n".join(f"{name}: {value}" for name, value in found.items()))
+    return parser
+
+
+def main() -> int:
+    found = measure()
+    print(json.dumps(found) if "--json" in sys.argv else "\n".join(f"{name}: {value}" for name, value in found.items()))
     return 0
 
 

@@ -110,6 +110,7 @@ class BatchRunner:
     def _tidy(self) -> None:
         """When no batch is left to compute: one may have been added since."""
         going_on = [batch for batch in self._batches.all() if batch["status"] not in ENDED]
+        self._files.remove_expired()
         self._files.remove_orphans({batch[key] for batch in going_on for key in ("_output", "_errors")})
 
     async def _compute(self, batch: Batch) -> None:
@@ -132,7 +133,7 @@ class BatchRunner:
         for key, shown, name in (("_output", "output_file_id", "output"), ("_errors", "error_file_id", "error")):
             path = self._files.data(batch[key])
             if path.exists() and path.stat().st_size:
-                self._files.publish(batch[key], f"{batch['id']}_{name}.jsonl", "batch_output")
+                self._files.publish(batch[key], f"{batch['id']}_{name}.jsonl", "batch_output", batch.get("_lifetime"))
                 batch[shown] = batch[key]
             else:
                 path.unlink(missing_ok=True)

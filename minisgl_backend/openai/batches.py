@@ -58,6 +58,7 @@ class BatchStore:
             **dict.fromkeys(_TIMES),
             "request_counts": {"total": 0, "completed": 0, "failed": 0},
             "metadata": request.metadata,
+            "_lifetime": None if request.output_expires_after is None else request.output_expires_after.seconds,
             "_output": FileStore.new_id(),
             "_errors": FileStore.new_id(),
         }

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -25,12 +26,14 @@ from starlette.responses import FileResponse
 
 from minisgl_backend.openai.errors import ApiError, invalid
 from minisgl_backend.openai.requests.base import is_unicode
+from minisgl_backend.openai.requests.batches import MAX_LIFETIME, MIN_LIFETIME
 from minisgl_backend.openai.sse import encode
 
 log = logging.getLogger(__name__)
 
 MAX_FILE_BYTES = 200 << 20  # of one upload, OpenAI's own limit
 PATH = "/v1/files"
+_ANCHOR, _SECONDS = "expires_after[anchor]", "expires_after[seconds]"  # fields of a form
 _ID = re.compile(r"file-[0-9a-f]{32}")
 _RANGE = re.compile(r"bytes=(?:([0-9]{1,18})-([0-9]{0,18})|-[0-9]{1,18})")
 _PURPOSES = ("batch",)
@@ -49,15 +52,15 @@ class FileStore:
         self._most_bytes = most_bytes
         self._expected = 0  # bytes of uploads that are being read
 
-    def add(self, source: IO[bytes], size: int, name: str, purpose: str) -> dict[str, Any]:
-        """Raises ApiError where there is no room."""
+    def add(self, source: IO[bytes], size: int, name: str, purpose: str, lifetime: int | None = None) -> dict[str, Any]:
+        """`lifetime`: seconds until the file is removed; None: it stays. Raises ApiError where there is no room."""
         self.check_room(size)
         file_id = self.new_id()
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             with self.data(file_id).open("wb") as target:
                 shutil.copyfileobj(source, target, _COPY_BYTES)
-            return self.publish(file_id, name, purpose)
+            return self.publish(file_id, name, purpose, lifetime)
         except OSError as error:
             self.data(file_id).unlink(missing_ok=True)
             raise ApiError(507, f"the file cannot be kept: {error.strerror}", code="storage_full") from None
@@ -65,6 +68,8 @@ class FileStore:
     def check_room(self, size: int = 0) -> None:
         """Raises ApiError where so many bytes more would be too many."""
         used = sum(map(_size, self._folder.glob("file-*"))) + self._expected
+        if used + size > self._most_bytes and (gone := self.remove_expired()):
+            used -= gone
         if used + size > self._most_bytes:
             allowed = f"{self._most_bytes} in all (--max-files-bytes); delete files that are not needed"
             raise ApiError(
@@ -90,16 +95,26 @@ class FileStore:
                     path.unlink()
                     log.warning("%s was never finished, and is removed", path)
 
-    def publish(self, file_id: str, name: str, purpose: str) -> dict[str, Any]:
+    def remove_expired(self) -> int:
+        """Bytes of the files that were removed."""
+        gone = 0
+        for path in self._folder.glob("file-*.json"):
+            if (told := self._read(path)) and _has_expired(told):
+                gone += _size(self.data(told["id"])) + _size(path)
+                self.delete(told["id"])
+        return gone
+
+    def publish(self, file_id: str, name: str, purpose: str, lifetime: int | None = None) -> dict[str, Any]:
         """Lets clients see a file whose bytes are written; once more changes nothing."""
         if (known := self.find(file_id)) is not None:
             return known
+        now = int(time.time())
         told = {
             "id": file_id,
             "object": "file",
             "bytes": self.data(file_id).stat().st_size,
-            "created_at": int(time.time()),
-            "expires_at": None,
+            "created_at": now,
+            "expires_at": None if lifetime is None else now + lifetime,
             "filename": name,
             "purpose": purpose,
             "status": "processed",
@@ -129,9 +144,13 @@ class FileStore:
         found = [self._told(path) for path in self._folder.glob("file-*.json")]
         return sorted(filter(None, found), key=lambda file: (file["created_at"], file["id"]))
 
+    def _told(self, path: Path) -> dict[str, Any] | None:
+        """What is told of a file; None where there is none, or not any more, or what is told is damaged."""
+        found = self._read(path)
+        return None if found is None or _has_expired(found) else found
+
     @staticmethod
-    def _told(path: Path) -> dict[str, Any] | None:
-        """What is told of a file; None where there is none, or what is told is damaged."""
+    def _read(path: Path) -> dict[str, Any] | None:
         try:
             found = read_json(path)
         except ValueError:
@@ -144,6 +163,10 @@ class FileStore:
     @staticmethod
     def new_id() -> str:
         return f"file-{uuid.uuid4().hex}"
+
+
+def _has_expired(told: dict[str, Any]) -> bool:
+    return (told.get("expires_at") or math.inf) <= time.time()
 
 
 def _size(path: Path) -> int:
@@ -200,14 +223,14 @@ def add_routes(app: FastAPI, files: FileStore) -> None:
         length = request.headers.get("content-length", "")
         with files.expect(int(length[:18]) if length.isdecimal() else None):
             await asyncio.to_thread(files.check_room)
-            file, purpose = await _form(request)
+            file, purpose, lifetime = await _form(request)
         size = file.size or 0
         if not size:
             raise invalid("file", "file is empty; allowed: at least one line")
         name = file.filename or "upload.jsonl"
         if not is_unicode(name):
             raise invalid("file", "file has a name that is no Unicode; allowed: Unicode")
-        return _json(await asyncio.to_thread(files.add, file.file, size, name, purpose))
+        return _json(await asyncio.to_thread(files.add, file.file, size, name, purpose, lifetime))
 
     @app.get(PATH)
     async def listed(request: Request) -> Response:
@@ -232,23 +255,35 @@ def add_routes(app: FastAPI, files: FileStore) -> None:
         return _json({"id": file_id, "object": "file", "deleted": True})
 
 
-async def _form(request: Request) -> tuple[UploadFile, str]:
-    """(file, purpose)."""
+async def _form(request: Request) -> tuple[UploadFile, str, int | None]:
+    """(file, purpose, seconds until it expires)."""
     try:
         form = await request.form(max_files=1, max_fields=8)
     except AssertionError:  # Starlette's way to say it
         raise ApiError(
             501, "uploads need the package python-multipart: pip install 'minisgl-backend[openai]'"
         ) from None
-    unknown = set(form) - {"file", "purpose"}
+    unknown = set(form) - {"file", "purpose", _ANCHOR, _SECONDS}
     if unknown:
-        raise invalid(min(unknown), f"{min(unknown)[:60]} is unknown; allowed: file, purpose")
+        raise invalid(min(unknown), f"{min(unknown)[:60]} is unknown; allowed: file, purpose, {_ANCHOR}, {_SECONDS}")
     file, purpose = form.get("file"), form.get("purpose")
     if not isinstance(file, UploadFile):
         raise invalid("file", "file is missing; allowed: a file in multipart/form-data")
     if purpose not in _PURPOSES:
         raise invalid("purpose", f"purpose is {str(purpose)[:60]!r}; allowed: {', '.join(_PURPOSES)}")
-    return file, str(purpose)
+    return file, str(purpose), _lifetime(form.get(_ANCHOR), form.get(_SECONDS))
+
+
+def _lifetime(anchor: Any, seconds: Any) -> int | None:
+    if anchor is None and seconds is None:
+        return None
+    if anchor != "created_at":
+        raise invalid(_ANCHOR, f"{_ANCHOR} is {str(anchor)[:60]!r}; allowed: created_at")
+    if not isinstance(seconds, str) or not (seconds.isascii() and seconds.isdecimal() and len(seconds) < 10):
+        raise invalid(_SECONDS, f"{_SECONDS} is {str(seconds)[:60]!r}; allowed: {MIN_LIFETIME} to {MAX_LIFETIME}")
+    if not MIN_LIFETIME <= int(seconds) <= MAX_LIFETIME:
+        raise invalid(_SECONDS, f"{_SECONDS} is {seconds}; allowed: {MIN_LIFETIME} to {MAX_LIFETIME}")
+    return int(seconds)
 
 
 def _settle_range(request: Request, size: int) -> None:

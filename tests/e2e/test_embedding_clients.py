@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import subprocess
-import sys
-import sysconfig
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.openai_stack import Endpoint
 from tests.e2e.wire import PATIENCE_SECONDS
+from tests.environments import environment_behind
 
 pytestmark = [pytest.mark.e2e, pytest.mark.full, pytest.mark.timeout(1200)]
 
@@ -19,15 +18,8 @@ PROGRAM = Path(__file__).parent / "frameworks" / "embeddings_of_litellm_and_llam
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an environment that takes from this one what it can."""
     folder = tmp_path_factory.mktemp("embedding_clients")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
-    packages = folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
-    (packages / "behind.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    install = [folder / "bin" / "python", "-m", "pip", "install", "-q", "litellm", "llama-index-embeddings-openai-like"]
-    if subprocess.run(install, check=False).returncode:
-        pytest.skip("pip cannot install LiteLLM and LlamaIndex here")
-    return folder / "bin" / "python"
+    return environment_behind(folder, "litellm", "llama-index-embeddings-openai-like")
 
 
 def test_the_program(endpoint: Endpoint, python: Path) -> None:

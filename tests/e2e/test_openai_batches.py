@@ -39,9 +39,19 @@ def line(custom_id: str, **body: Any) -> dict[str, Any]:
     return {"custom_id": custom_id, "method": "POST", "url": CHAT, "body": {"temperature": 0, "max_tokens": 20, **body}}
 
 
+def expiring(anchor: bytes, seconds: bytes) -> bytes:
+    """An upload of a form."""
+    values = {b'file"; filename="x': b"x", b"purpose": b"batch"}
+    values |= {b"expires_after[anchor]": anchor, b"expires_after[seconds]": seconds}
+    head = b'--b\r\nContent-Disposition: form-data; name="'
+    return b"".join(head + name + b'"\r\n\r\n' + value + b"\r\n" for name, value in values.items()) + b"--b--\r\n"
+
+
 def begin(client: openai.OpenAI, lines: list[dict[str, Any]]) -> Any:
     data = "\n".join(map(json.dumps, lines)).encode()
-    file = client.files.create(file=("lines.jsonl", data), purpose="batch")
+    expires: Any = {"anchor": "created_at", "seconds": 3600}
+    file = client.files.create(file=("lines.jsonl", data), purpose="batch", expires_after=expires)
+    assert file.expires_at == file.created_at + 3600
     assert client.files.retrieve(file.id).bytes == len(data)
     assert client.files.content(file.id).content == data
     return client.batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h", metadata={"a": "b"})
@@ -114,6 +124,9 @@ def test_what_is_refused(endpoint: Endpoint, body: dict[str, Any], param: str) -
         (b"x", FORM, "body"),
         (b"x", "multipart/form-data", "body"),
         (b'--b\r\nContent-Disposition: form-data; name="file"\r\n\r\nx\r\n--b--\r\n', FORM, "file"),
+        (expiring(b"created_at", b"3599"), FORM, "expires_after[seconds]"),
+        (expiring(b"created_at", b"x"), FORM, "expires_after[seconds]"),
+        (expiring(b"now", b"3600"), FORM, "expires_after[anchor]"),
         (b'--b\r\nContent-Disposition: form-data; name="odd"\r\n\r\nx\r\n--b--\r\n', FORM, "odd"),
         (b"", "application/x-www-form-urlencoded", "file"),
     ],

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import interference, multi_turn
+from benchmarks import batches, interference, multi_turn
 
 CHUNK = 64
 
@@ -26,3 +26,14 @@ def test_the_radix_cache_saves_most_of_a_conversation() -> None:
     assert radix.prompt_tokens == naive.prompt_tokens == naive.prefill_tokens
     assert radix.prefill_tokens * 1.5 < naive.prefill_tokens
     assert radix.right == naive.right
+
+
+@pytest.mark.full
+@pytest.mark.timeout(3000)
+def test_a_batch_beside_streams_leaves_them_their_pace() -> None:
+    """By processor time of this process: other work on the machine changes it little."""
+    found = batches.measure(["--lines", "200"])
+    print(found)
+    assert found["gap_p99"] <= 1.5, found
+    assert found["first_token_p50"] <= 1.3, found
+    assert found["batch_speed"] >= 0.4, found

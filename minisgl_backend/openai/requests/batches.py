@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from minisgl_backend.openai.requests.base import Model, is_unicode
 
 MAX_LINES = 50_000
+MIN_LIFETIME, MAX_LIFETIME = 3600, 30 * 24 * 3600  # seconds that a file may be asked to last; OpenAI's
 _MAX_METADATA = 16
 _MAX_METADATA_TEXT = 512
 _NOT_IN_A_LINE = ("stream", "background", "priority")
+
+
+class ExpiresAfter(Model):
+    anchor: Literal["created_at"]
+    seconds: Annotated[int, Field(ge=MIN_LIFETIME, le=MAX_LIFETIME)]
 
 
 class BatchRequest(Model):
@@ -20,6 +26,7 @@ class BatchRequest(Model):
     endpoint: Literal["/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings"]
     completion_window: Literal["24h"]
     metadata: dict[str, str] | None = None
+    output_expires_after: ExpiresAfter | None = None
 
     @field_validator("metadata")
     @classmethod

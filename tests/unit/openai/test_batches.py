@@ -281,6 +281,29 @@ def test_files_have_a_bound(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "files") == []
 
 
+def test_files_expire(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Folder(tmp_path, most_bytes=1500)
+    kept = folder.files.add(io.BytesIO(b"x"), 1, "x", "batch")
+    file = folder.files.add(io.BytesIO(b"x" * 500), 500, "x", "batch", 3600)
+    assert folder.files.get(file["id"])["expires_at"] == file["created_at"] + 3600
+    now = file["created_at"] + 3601
+    monkeypatch.setattr("minisgl_backend.openai.files.time.time", lambda: now)
+    assert (folder.files.find(file["id"]), folder.files.all()) == (None, [kept])
+    folder.files.check_room(1000)  # which it makes
+    assert not folder.files.data(file["id"]).exists()
+    assert folder.files.data(kept["id"]).exists()
+
+
+def test_results_expire_when_the_batch_says_so(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    source = folder.add(line("a"))["input_file_id"]
+    asked = {"input_file_id": source, "endpoint": CHAT, "completion_window": "24h"}
+    wish = {"anchor": "created_at", "seconds": 7200}
+    batch = folder.batches.add(BatchRequest.model_validate({**asked, "output_expires_after": wish}))
+    output = folder.files.get(asyncio.run(folder.run(batch, echo))["output_file_id"])
+    assert output["expires_at"] - output["created_at"] == 7200
+
+
 def test_uploads_that_are_being_read_count(tmp_path: Path) -> None:
     """They are on the disk already, wherever that is."""
     folder = Folder(tmp_path, most_bytes=1000)
