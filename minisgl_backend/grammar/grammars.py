@@ -169,6 +169,7 @@ class Grammars:
         """Notes which sequences take rows with this plan; plans come in order. What is computed from now on belongs to
         a step of its own."""
         self._pace.begin_step()
+        self._draft_masks.begin()  # also of steps that ask for no masks
         for admitted in plan.admitted:  # also while nobody has a grammar: a row must not keep what it had before
             self._rows.pop(admitted.row, None)
             if admitted.uid in self._matchers or admitted.uid in self._thoughts:
@@ -188,7 +189,6 @@ class Grammars:
         matched = self._matched(plan)
         forced: list[tuple[int, int]] = []
         drafted: list[tuple[int, int, int]] = []
-        self._draft_masks.begin()
         if len(plan.draft_tokens):
             matched, drafted = self._without_drafts(plan, matched)
         if self._thoughts:

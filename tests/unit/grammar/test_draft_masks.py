@@ -6,9 +6,11 @@ import itertools
 
 import numpy as np
 
-from minisgl_backend.arrays import Int32Array
+from minisgl_backend.arrays import NO_INT32, Int32Array
 from minisgl_backend.grammar.draft_masks import DraftMasks
+from minisgl_backend.grammar.grammars import Grammars
 from minisgl_backend.request import Grammar
+from minisgl_backend.step import StepPlan, StepResult
 
 REGEX = Grammar(kind="regex", text="[0-9]*")
 
@@ -68,3 +70,35 @@ def test_masks_behind_drafts_have_so_much_time_together() -> None:
 def test_texts_of_so_many_tokens_have_no_drafts() -> None:
     grammar = Grammar(kind="structural_tag", text='{"type": "any_text", "max_tokens": 5}')
     assert filled([1, 2], grammar) == ([], [], [5, 6])
+
+
+class NoCompilers:
+    """Never asked."""
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_step_that_asks_for_no_masks_has_left_none_out() -> None:
+    """Its rows have no grammar; a sequence that waits has one, and the step before has left some out."""
+    grammars = Grammars(NoCompilers())  # type: ignore[arg-type]
+    grammars._matchers[1], grammars._grammars[1], grammars._draft_masks.unmasked = Matcher(), REGEX, [0, 7]
+    rows, drafts = np.array([2, 2], dtype=np.int32), np.array([-1, 5], dtype=np.int32)
+    plan = StepPlan(
+        step=3,
+        admitted=(),
+        page_rows=NO_INT32,
+        page_columns=NO_INT32,
+        page_ids=NO_INT32,
+        prefill=(),
+        decode_rows=rows,
+        decode_lengths=np.array([8, 9], dtype=np.int32),
+        decode_uids=np.array([4, 4]),
+        draft_tokens=drafts,
+    )
+    result = StepResult(step=3, token_ids=np.array([5, 6], dtype=np.int32), accepted=np.array([True, True]))
+    grammars.begin(plan)
+    grammars.advance(plan, result)
+    assert result.accepted is not None
+    assert result.accepted.all()
+    grammars.close()
