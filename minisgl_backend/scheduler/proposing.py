@@ -71,14 +71,16 @@ class ProposerSteps:
         if running.committed != step - 1 or self._was_last or not (control.is_on or self.is_due):
             return False
         if not control.is_on:
-            self._plain_turns = 0
             index = np.roll(index, -self._next_shadow)[:SHADOWED]
-            self._next_shadow += SHADOWED
         depth = control.depth
         totals = state.total.take(index)
         index = index[(totals < state.limit.take(index)) & (totals + depth <= self._longest)]
         index = self._take_pages(index, depth, builder)
-        return self._fill(builder, index, depth, step)
+        is_proposers = self._fill(builder, index, depth, step)
+        if not control.is_on and (builder.num_decoding or not is_proposers):  # else it has to see more first
+            self._plain_turns = 0
+            self._next_shadow += SHADOWED
+        return is_proposers
 
     def take(self, plan: StepPlan, result: StepResult) -> list[tuple[int, int, int, Int32Array]]:
         """What came of a step: (row, uid, tokens of the sequence, those proposed behind them)."""

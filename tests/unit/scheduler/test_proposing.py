@@ -1,0 +1,132 @@
+"""Steps of a proposer on the device: what they bring it, and that they are in nobody's way."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+
+from minisgl_backend.scheduler.limits import SchedulerLimits
+from minisgl_backend.scheduler.proposing import SHADOW_EVERY
+from minisgl_backend.scheduler.scheduler import Scheduler
+from minisgl_backend.speculation.control import DraftControl
+from minisgl_backend.speculation.proposer import DeviceProposals
+from minisgl_backend.step import StepPlan
+from tests.fakes import FakePending, FakeRunner, Loop, expected_answer, make_request
+from tests.proposers import EveryDraft
+
+MOST = 4
+LIMITS = SchedulerLimits(
+    page_size=4,
+    num_pages=400,
+    max_seq_len=1000,
+    max_running_requests=4,
+    max_waiting_requests=100,
+    max_prefill_length=32,
+    mixed_prefill_length=32,
+    most_drafts=MOST,
+    most_draft_entries=24,
+)
+PROMPT = [*range(1, 61)]
+
+
+class NeverOn(DraftControl):
+    """Speculation does not pay, whatever is right."""
+
+    def decide_depth(self, *args: object) -> None:
+        self.is_on = False
+
+
+def loop_of(limits: SchedulerLimits = LIMITS, control: DraftControl | None = None) -> Loop:
+    control = control or EveryDraft(MOST)
+    scheduler = Scheduler(limits, seed=0, proposer=DeviceProposals(catches_up=True), control=control)
+    return Loop(scheduler, FakeRunner(limits), overlap=True)
+
+
+def answer(loop: Loop, uid: int, prompt: list[int] = PROMPT, max_tokens: int = 20) -> None:
+    """All of the loop's steps until the request is answered, as it is without a proposer."""
+    request = make_request(uid, prompt, max_tokens=max_tokens, ignore_eos=True)
+    loop.scheduler.add(request)
+    loop.run()
+    tokens, reason = expected_answer(request, loop.scheduler.max_length, ())
+    assert (loop.records.tokens[uid], loop.records.reasons[uid]) == (tokens, reason)
+    assert loop.runner.unseen == 0
+
+
+def proposer_plans(loop: Loop) -> list[StepPlan]:
+    return [plan for plan in loop.runner.plans if plan.num_proposed]
+
+
+def test_it_sees_each_token_once() -> None:
+    loop = loop_of()
+    answer(loop, 1)
+    plans = proposer_plans(loop)
+    chunks = [chunk for plan in plans for chunk in plan.prefill]
+    assert [(chunk.start, chunk.end) for chunk in chunks] == [(0, 32), (32, 61)]
+    late = sum(len(plan.decode_rows) - plan.num_proposing for plan in plans)
+    assert 0 < late <= len(plans)  # the last of the drafts that were all right
+    counts = loop.scheduler.stats().speculation
+    assert counts.drafted == counts.accepted
+
+
+def test_cached_prefixes_have_been_seen() -> None:
+    loop = loop_of()
+    answer(loop, 1)
+    before = len(loop.runner.plans)
+    answer(loop, 2, [*PROMPT, 70, 71])
+    chunks = [chunk for plan in loop.runner.plans[before:] if plan.num_proposed for chunk in plan.prefill]
+    assert not chunks  # what is new is few tokens: entries beside the row's own
+
+
+def test_prefixes_of_requests_that_refuse_it_have_not_been_seen() -> None:
+    loop = loop_of()
+    loop.scheduler.add(make_request(1, PROMPT, max_tokens=20, speculative=False))
+    loop.run()
+    assert not proposer_plans(loop)
+    answer(loop, 2)
+    assert sum(len(chunk.token_ids) for plan in proposer_plans(loop) for chunk in plan.prefill) == 61
+
+
+def test_the_model_has_every_other_step() -> None:
+    """Also while the proposer still reads a prompt."""
+    loop = loop_of(dataclasses.replace(LIMITS, max_prefill_length=8, mixed_prefill_length=8))
+    answer(loop, 1)
+    kinds = [plan.num_proposed > 0 for plan in loop.runner.plans]
+    assert sum(kinds) > 8
+    assert not any(one and other for one, other in itertools.pairwise(kinds))
+
+
+def test_nothing_is_proposed_beyond_its_context() -> None:
+    loop = loop_of(dataclasses.replace(LIMITS, longest_drafted=72))
+    answer(loop, 1, max_tokens=40)
+    lengths = [length + plan.num_proposed for plan in proposer_plans(loop) for length in plan.decode_lengths.tolist()]
+    assert 68 < max(lengths) <= 72
+
+
+def test_while_it_does_not_pay_it_is_asked_now_and_then() -> None:
+    control = NeverOn(MOST)
+    loop = loop_of(control=control)
+    answer(loop, 1, max_tokens=600)
+    assert 3 <= sum(plan.num_proposing > 0 for plan in proposer_plans(loop)) <= 600 // SHADOW_EVERY
+    assert loop.scheduler.stats().speculation.drafts == 0
+    assert control._all.rates.min() > 0.8  # what it would have been is known
+
+
+@pytest.mark.parametrize("fails", ["in vain", "as a whole"])
+def test_a_step_that_fails_costs_drafts_alone(fails: str) -> None:
+    loop = loop_of()
+    execute = loop.runner.execute
+
+    def failing(batch: StepPlan) -> FakePending:
+        pending = execute(batch)
+        if not batch.num_proposed:
+            return pending
+        failed = frozenset(batch.decode_rows.tolist()) if fails == "as a whole" else frozenset[int]()
+        return FakePending(dataclasses.replace(pending.value, proposed=None, failed_rows=failed))
+
+    loop.runner.execute = failing  # type: ignore[method-assign]
+    answer(loop, 1)
+    assert loop.scheduler.stats().speculation.drafts == 0
+    assert np.count_nonzero([plan.num_proposed for plan in loop.runner.plans]) > 0
