@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import shutil
 import sys
@@ -95,6 +96,21 @@ def test_the_warning_says_how_to_get_the_better_one() -> None:
     (warning,) = choose("auto", 90, "sgl_kernel").warnings
     assert "pip install sgl-kernel" in warning
     assert "libnuma1" in warning
+
+
+@pytest.mark.parametrize("capability", [None, 75, 80, 89, 90, 100, 120])
+def test_auto_serves_every_head_size_and_score(capability: int | None) -> None:
+    """And a backend that is named serves it, or is refused by name before anything is loaded."""
+    for size, soft_cap, sinks in itertools.product((64, 80, 96, 128, 192, 256), (False, True), (False, True)):
+        model: dict[str, Any] = {"head_dims": (size,), "scores": Scores(soft_cap, sinks), "dtype": "float16"}
+        for missing in ((), ("sgl_kernel", "flashinfer")):
+            choice = choose("auto", capability, *missing, **model)
+            for name in (choice.prefill, choice.decode):
+                assert BACKENDS[name].refusal(size, "float16", "float16", capability, model["scores"]) is None
+        for name, entry in BACKENDS.items():
+            if entry.refusal(size, "float16", "float16", capability, model["scores"]) is not None:
+                with pytest.raises(ConfigError, match=f"attention_backend is '{name}', but {name} "):
+                    choose(name, capability, **model)
 
 
 @pytest.mark.parametrize(
